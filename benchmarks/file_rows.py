@@ -1,7 +1,8 @@
 """Tables in files, with 10 % of their rows in memory, beside tables in memory and tables that are mapped.
 
 The IDs follow Zipf's law with exponent 1.05 over shuffled rows of width 64. The disk is read and written past
-the page cache where it allows that. Each arm trains the same batches and must give the same losses to the bit.
+the page cache where it allows that. Each arm trains the same batches and must give the same losses to the
+bit.
 """
 
 import ctypes
@@ -208,7 +209,9 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
     if file and small:
         budget = sizes.num_tables * SHARE * sizes.num_rows * slot_bytes(ROW_BYTES)
         grown = file["anonymous"] - small["anonymous"]
-        bars.append(Bar(name="memory over the cache's budget", figure=grown / budget, asked=1.1, at_most=True))
+        bars.append(
+            Bar(name="memory over the cache's budget", figure=grown / budget, asked=1.1, at_most=True)
+        )
     if mapped and file:
         bars.append(
             Bar(name="over a mapped table of the same budget", figure=mapped["step"] / file["step"], asked=2)

@@ -15,9 +15,9 @@ from meshrec.tables.row_file import RowFileError
 class RowArrival:
     """Waits for the rows of a batch before they are looked up.
 
-    A file may fail on one rank alone. So the ranks tell each other, in one small collective for each batch, and
-    all of them raise. The same message holds a number for each band of rows whose columns lie on several ranks:
-    these must have given the same slots to the same rows, as their partial sums are matched by slot.
+    A file may fail on one rank alone. So the ranks tell each other, in one small collective for each batch,
+    and all of them raise. The same message holds a number for each band of rows whose columns lie on several
+    ranks: these must have given the same slots to the same rows, as their partial sums are matched by slot.
 
     Args:
         routing: the plan.
@@ -36,7 +36,8 @@ class RowArrival:
         """Wait for the rows of these pins. Collective.
 
         Raises:
-            RowFileError: rows cannot be read, or rows that make room for them cannot be written; raised on every
+            RowFileError: rows cannot be read, or rows that make room for them cannot be written; raised on
+            every
                 rank, as are all others.
             ValueError: rows have no room in memory.
             RuntimeError: ranks have different slots for the same rows.
@@ -67,8 +68,10 @@ class RowArrival:
         most = traces.max(0).values
         if bool(((traces != most) & (traces != -1)).any()):
             raise RuntimeError(
-                "ranks with other columns of the same rows have them in other slots: they did not look up the "
-                "same batches in the same order, or hold on to other batches. Drop outputs of earlier batches on "
+                "ranks with other columns of the same rows have them in other slots: they did not look up "
+                "the "
+                "same batches in the same order, or hold on to other batches. Drop outputs of earlier "
+                "batches on "
                 "all ranks alike, or split the table by rows."
             )
 

@@ -127,7 +127,8 @@ class BaseEmbeddingConfig:
     def __post_init__(self) -> None:
         if self.storage is not None and (not isinstance(self.storage, FileRows) or self.data_type.bits):
             raise ValueError(
-                f"table {self.name!r}: storage={self.storage!r} with data_type {self.data_type}. A storage is "
+                f"table {self.name!r}: storage={self.storage!r} with data_type {self.data_type}. A storage "
+                f"is "
                 "meshrec.FileRows(path=..., cache_rows=...), of a table of FP32, FP16 or BF16."
             )
         if not self.name or "." in self.name:

@@ -19,7 +19,14 @@ from meshrec.modules.embedding_configs import (
 )
 from meshrec.modules.input_checks import inverse_rows
 from meshrec.modules.quantised_table import QuantisedTable
-from meshrec.modules.table_lookup import TableLookup, init_weight, make_weight, spans, storage_of
+from meshrec.modules.table_lookup import (
+    TableLookup,
+    init_weight,
+    make_weight,
+    no_room,
+    spans,
+    storage_of,
+)
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.optimizer import FusedOptimizer
@@ -133,6 +140,12 @@ class TableCollection(nn.Module, ABC):
                 "a fused module cannot be moved or cast: its optimizer state would stay behind. "
                 "Move it first and fuse it afterwards."
             )
+        for config, weight in zip(self._configs, before, strict=True):
+            if (
+                config.storage is not None
+                and (moved := fn(weight.detach().new_empty(0)).device).type != "meta"
+            ):
+                raise ValueError(no_room(config, moved))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for old, new in zip(before, self._weights(), strict=True):
             vars(new).update(vars(old))

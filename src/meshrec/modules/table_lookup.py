@@ -175,10 +175,22 @@ class TableLookup:
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
     """A new weight ``[num_embeddings, embedding_dim]``, or quantised rows; initialised unless on ``meta``."""
     storage = storage_of(config)
+    if config.storage is not None and (device is None or device.type != "meta"):
+        raise ValueError(no_room(config, device))
     weight = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), device)
     if not weight.is_meta:
         init_weight(config, weight)
     return nn.Parameter(weight, requires_grad=storage.is_trainable)
+
+
+def no_room(config: BaseEmbeddingConfig, device: torch.device | None) -> str:
+    """Return what is wrong with a table on a device that is not ``meta``, if it has a storage."""
+    return (
+        f"table {config.name!r} has storage=FileRows(...), and the module was given the device "
+        f"{device or 'cpu'}: an unsharded module would hold the whole table in memory. Make it with "
+        "device='meta' and shard it, in one process too: DistributedModelParallel(model, "
+        "ShardingEnv.single_process(), ...)."
+    )
 
 
 def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:

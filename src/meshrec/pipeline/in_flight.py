@@ -144,7 +144,9 @@ class BatchInFlight:
         except (ValueError, RowFileError) as error:
             if not any(lookup.module.tables.rows_arrive for lookup in self.lookups):
                 raise
-            self._fail(error)  # on every rank alike, and nothing has changed: it is raised at the batch's turn
+            self._fail(
+                error
+            )  # on every rank alike, and nothing has changed: it is raised at the batch's turn
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
         """Return the result for this call of a module, once; None if its lookup is not under way.

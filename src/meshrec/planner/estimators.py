@@ -70,6 +70,7 @@ class TableArrays(NamedTuple):
     pooled_T: Bools
     weight_bytes_T: Floats
     row_bytes_T: Floats
+    in_memory_T: Floats
     trained_T: Bools
     id_bytes_T: Floats
     """Bytes of an ID on the wire, with its per-sample weight."""
@@ -228,6 +229,7 @@ class CostModel:
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
         parameters = rows * (columns * self._column_bytes(table) + self._row_bytes(table))
+        parameters = parameters * self.arrays.in_memory_T[table]
         # IDs as they arrived, and unpacked.
         buffers = 2 * ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
         return parameters + buffers + outputs * self._row_buffers(table, columns)
@@ -300,8 +302,8 @@ class CostModel:
         columns = a.columns_T[table].astype(np.float64)
         row = columns * self._column_bytes(table) + self._row_bytes(table)
         touched = np.minimum(a.rows_T[table], a.ids_T[table] * self.topology.world_size)
-        held = a.rows_T[table] * row + touched * columns * VALUE_BYTES * a.trained_T[table]
-        return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
+        held = a.rows_T[table] * a.in_memory_T[table] * row + touched * columns * VALUE_BYTES *
+        a.trained_T[table] return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
 
     def id_travel_seconds(self, table_N: npt.NDArray[np.integer], share_N: Floats) -> Floats:
         """Return the seconds [N] that IDs travel to rectangles with `share_N` of their table's rows. Other
@@ -463,6 +465,7 @@ def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
         pooled_T=np.array([table.pooled for table in tables], bool),
         weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
         row_bytes_T=np.array([table.row_bytes for table in tables], np.float64),
+        in_memory_T=np.array([table.in_memory for table in tables], np.float64),
         trained_T=np.array([table.trained for table in tables], bool),
         id_bytes_T=np.array(
             [id_bytes + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64

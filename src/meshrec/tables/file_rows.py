@@ -1,4 +1,5 @@
-"""``meshrec.FileRows``: tables larger than memory, with their rows in a file and a cache of them in memory."""
+"""``meshrec.FileRows``: tables larger than memory, with their rows in a file and a cache of them in
+memory."""
 
 import re
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from meshrec.tables.table import Rectangle, RowPart, Span
 class FileRows:
     """A table's rows and optimizer state in a file, with a cache of rows in memory.
 
-    Give the size of the cache in rows or in bytes, for the whole table: a table that is split over ranks has a
-    share of it on each of them. Training gives the same bits as with the table in memory.
+    Give the size of the cache in rows or in bytes, for the whole table: a table that is split over ranks has
+    a share of it on each of them. Training gives the same bits as with the table in memory.
 
     The files are scratch: they are made when the module is sharded, removed with it, and written anew from a
     checkpoint. Use a local disk.
@@ -73,7 +74,8 @@ class FileBackedRows(DenseRows, SideRows):
         """Make a rectangle, and its file."""
         if device is not None and device.type != "cpu":
             raise ValueError(
-                f"table {self.name!r}: rows in a file are for the CPU, and the module is on {device}. Leave out "
+                f"table {self.name!r}: rows in a file are for the CPU, and the module is on {device}. Leave "
+                f"out "
                 "storage=FileRows(...), or shard the module over CPUs."
             )
         _, r0, r1, c0, c1 = rectangle

@@ -2,12 +2,12 @@
 
 [Note: how rows come and go]
 
-``resolve`` gives the IDs of a batch slots of the cache and returns at once. Rows that are not there are read in
-the background, each once per batch, neighbours together; whoever looks them up waits for the batch's pin first.
-So a pipeline that resolves one batch ahead reads while the batch before computes. Slots of batches in flight are
-pinned. A changed row that has to leave is copied out of its slot at once, written in the background, and taken
-from that copy if it is needed before it is written. Reads and writes have a thread each, which hands its records
-to many more (``row_file.THREADS``).
+``resolve`` gives the IDs of a batch slots of the cache and returns at once. Rows that are not there are read
+in the background, each once per batch, neighbours together; whoever looks them up waits for the batch's pin
+first. So a pipeline that resolves one batch ahead reads while the batch before computes. Slots of batches in
+flight are pinned. A changed row that has to leave is copied out of its slot at once, written in the
+background, and taken from that copy if it is needed before it is written. Reads and writes have a thread
+each, which hands its records to many more (``row_file.THREADS``).
 
 Results do not depend on any of this: a row has the same bits in its slot, in a copy, and in the file.
 """
@@ -294,7 +294,8 @@ class FileTable:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FileTable":
         raise ValueError(
-            f"{self._name} keeps its rows in a file, which is not copied along with a model. Save a checkpoint, "
+            f"{self._name} keeps its rows in a file, which is not copied along with a model. Save a "
+            f"checkpoint, "
             "and load it into another model."
         )
 
@@ -325,7 +326,8 @@ class FileTable:
             self._leaving[0].written.exception()
         while self._leaving and self._leaving[0].written.done():
             if self._leaving[0].written.exception() is not None:
-                return self._settle_writes()
+                self._settle_writes()
+                return
             self._leaving.popleft()
 
     def _settle_writes(self) -> None:
@@ -352,7 +354,8 @@ class FileTable:
         if misses is None:
             raise ValueError(
                 f"{self._name}: a batch needs {len(missing):,} rows that are not in memory, and of "
-                f"{len(self._cache.keys):,} rows in the cache {self._cache.num_pinned:,} are in use by batches "
+                f"{len(self._cache.keys):,} rows in the cache {self._cache.num_pinned:,} are in use by "
+                f"batches "
                 "in flight. Give FileRows more cache_rows or cache_bytes, or use smaller batches."
             )
         if len(misses.old_keys):
@@ -362,7 +365,8 @@ class FileTable:
         return misses
 
     def _brought(self, misses: Misses | None, used: Tensor, train: bool) -> "Future[None]":
-        """Begin to bring rows to their slots; return when all rows of this batch and those before are there."""
+        """Begin to bring rows to their slots; return when all rows of this batch and those before are
+        there."""
         new = misses.slots if misses is not None else used[:0]
         logs = [(log, log.fresh(used, new, train=train)) for log in self._snapshots]
         reads = self._from_copies(misses) if misses is not None else None
@@ -401,7 +405,9 @@ class FileTable:
 
     def _load(self, block: RowBlock) -> None:
         is_range = isinstance(block.keys, range)
-        keys = torch.arange(block.keys.start, block.keys.stop) if isinstance(block.keys, range) else block.keys
+        keys = (
+            torch.arange(block.keys.start, block.keys.stop) if isinstance(block.keys, range) else block.keys
+        )
         r, places = self.rectangle, torch.arange(len(keys))
         slots = self._cache.find(keys)
         is_whole = block.columns == r.columns and all(part.name in block.parts for part in self.parts)

@@ -45,8 +45,8 @@ class Index(Protocol):
 
     @property
     def slot_keys(self) -> Tensor | None:
-        """The key of each slot, int64 [rows in memory], as a batch in flight has it; None if slots are rounded
-        by their own numbers.
+        """The key of each slot, int64 [rows in memory], as a batch in flight has it; None if slots are
+        rounded by their own numbers.
         """
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:

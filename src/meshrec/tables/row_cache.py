@@ -36,8 +36,9 @@ class Misses(NamedTuple):
 class RowCache:
     """Slots of memory for rows, indexed by key.
 
-    A clock chooses who leaves: each use of a row by a batch gives it one more chance, up to three. New keys take
-    slots in ascending order, so the same calls give the same slots. Slots of batches in flight are pinned.
+    A clock chooses who leaves: each use of a row by a batch gives it one more chance, up to three. New keys
+    take slots in ascending order, so the same calls give the same slots. Slots of batches in flight are
+    pinned.
 
     Args:
         parts: the parts of a row.

@@ -2,14 +2,14 @@
 
 [Note: what the file of a table is worth]
 
-The file belongs to one process and is scratch. A run that resumes writes it anew from its checkpoint, which has
-files of its own, so the file is never the only copy of anything that a checkpoint promises, and nothing in it
-need survive a crash. Its name is new each time; whoever makes the next file of the table in that folder removes
-those that no process has locked.
+The file belongs to one process and is scratch. A run that resumes writes it anew from its checkpoint, which
+has files of its own, so the file is never the only copy of anything that a checkpoint promises, and nothing
+in it need survive a crash. Its name is new each time; whoever makes the next file of the table in that folder
+removes those that no process has locked.
 
 Rows lie in regions. A region is written whole before any record in it is read: with first values, which are a
-function of the seed, the table and the row, or with what is loaded. So a record that does not match its checksum
-is damage, a record of zeros among them.
+function of the seed, the table and the row, or with what is loaded. So a record that does not match its
+checksum is damage, a record of zeros among them.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ from meshrec.tables.table import RowPart
 _SECTOR = 512
 _SUFFIX = ".rows"
 THREADS = 32
-"""Threads that read and write. More gave no more on the disks that were measured; a thread sleeps in its call."""
+"""Threads that read and write. More gave no more on the disks that were measured; a thread sleeps in its
+call."""
 
 
 class RowFileError(RuntimeError):
@@ -114,9 +115,12 @@ class RowFile:
             )
         position = self.layout.position(key)
         if cause in (records.DAMAGED, records.END_OF_FILE):
-            found = "the checksum of its record differs" if cause == records.DAMAGED else "the file is shorter"
+            found = (
+                "the checksum of its record differs" if cause == records.DAMAGED else "the file is shorter"
+            )
             return RowFileError(
-                f"{self._what}: row {key} is damaged: {found} in the block at byte {position:,} of {self.path}. "
+                f"{self._what}: row {key} is damaged: {found} in the block at byte {position:,} of "
+                f"{self.path}. "
                 "Check the disk, and resume from the last checkpoint, which writes the file anew."
             )
         reason = "no space is left on the disk" if cause == errno.ENOSPC else os.strerror(cause)
@@ -124,7 +128,8 @@ class RowFile:
         if verb == "read":
             return RowFileError(f"{what} Check the disk, and resume from the last checkpoint.")
         return RowFileError(
-            f"{what} No row is lost: what could not be written stays in memory. Free space on that disk and go "
+            f"{what} No row is lost: what could not be written stays in memory. Free space on that disk and "
+            f"go "
             "on, or resume from the last checkpoint with another path in FileRows."
         )
 
@@ -141,7 +146,8 @@ def file_in(folder: Path, name: str) -> Path:
             _remove_if_left(path)
     except OSError as error:
         raise RowFileError(
-            f"the folder {folder} for rows of {name} cannot be used: {error.strerror}. Give FileRows a folder "
+            f"the folder {folder} for rows of {name} cannot be used: {error.strerror}. Give FileRows a "
+            f"folder "
             "that this process may write to."
         ) from error
     return folder / f"{name}.{secrets.token_hex(4)}{_SUFFIX}"

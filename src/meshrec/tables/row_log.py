@@ -2,11 +2,12 @@
 
 [Note: how a table in a file is frozen]
 
-From the mark on, the first batch that may change a row writes it, as it is, to a log of the snapshot, before the
-batch changes it. (Rows of batches that were in flight at the mark are written at once.) So a row as it was at
-the mark is in the log; or, if it is not there, nobody has changed it: it is where the table has it, in memory or
-in the file. A background checkpoint reads all this in a forked process, in which memory is what it was at the
-fork and training goes on to change the files. It reads a row from the table's file first and looks into the log
+From the mark on, the first batch that may change a row writes it, as it is, to a log of the snapshot, before
+the batch changes it. (Rows of batches that were in flight at the mark are written at once.) So a row as it
+was at the mark is in the log; or, if it is not there, nobody has changed it: it is where the table has it, in
+memory or in the file. A background checkpoint reads all this in a forked process, in which memory is what it
+was at the fork and training goes on to change the files. It reads a row from the table's file first and looks
+into the log
 afterwards: a row that was overwritten under its eyes is in the log by then.
 """
 
@@ -147,7 +148,8 @@ class RowLog:
             if len(failures):
                 raise RowFileError(
                     f"{self._path}, the log of rows that change while a checkpoint is written, is damaged at "
-                    f"entry {int(places[failures[0, 0]])}. The checkpoint before this one stays; check the disk."
+                    f"entry {int(places[failures[0, 0]])}. The checkpoint before this one stays; check the "
+                    f"disk."
                 )
         return keys, rows
 

@@ -1,4 +1,5 @@
-"""The rows of a file with their first values: regions of rows that come into being when one of them is needed."""
+"""The rows of a file with their first values: regions of rows that come into being when one of them is
+needed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -13,8 +14,8 @@ FirstBlocks = Callable[[Span], Iterable[RowBlock]]
 
 
 class RowRegions:
-    """Rows [r0, r1) in a file that holds only the regions in which a row was needed; see [Note: what the file of
-    a table is worth] in ``row_file.py``.
+    """Rows [r0, r1) in a file that holds only the regions in which a row was needed; see [Note: what the file
+    of a table is worth] in ``row_file.py``.
 
     Args:
         file: the file.
@@ -106,4 +107,6 @@ class RowRegions:
         return max(begin, r.r0), min(begin + self._region_rows, r.r1)
 
     def _within(self, first: int, end: int) -> Iterator[int]:
-        yield from range(first // self._region_rows - self._offset, -(-end // self._region_rows) - self._offset)
+        yield from range(
+            first // self._region_rows - self._offset, -(-end // self._region_rows) - self._offset
+        )

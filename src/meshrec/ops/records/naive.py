@@ -1,7 +1,8 @@
 """Rows in records of a file, in plain Python: the reference, and what runs without compiled kernels.
 
-A record is the parts of a row, one after the other, and the CRC-32 of the row's key and of these bytes. Blocks
-of ``block_bytes`` hold ``per_block`` records each, and zeros behind them. A block is the unit of reading and
+A record is the parts of a row, one after the other, and the CRC-32 of the row's key and of these bytes.
+Blocks of ``block_bytes`` hold ``per_block`` records each, and zeros behind them. A block is the unit of
+reading and
 writing: a disk transfers whole sectors.
 """
 
@@ -62,8 +63,8 @@ def records_read(
         threads: the number of threads that wait for the disk; 0: the caller does.
 
     Returns:
-        int64 [failures, 2]: the number of a key, and ``DAMAGED``, ``END_OF_FILE`` or the system's error number.
-        A failure may stand for all keys that were read in one go.
+        int64 [failures, 2]: the number of a key, and ``DAMAGED``, ``END_OF_FILE`` or the system's error
+        number. A failure may stand for all keys that were read in one go.
     """
     found, failures = Layout(*layout), []
     memory = [_bytes(part) for part in parts]

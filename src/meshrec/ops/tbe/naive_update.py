@@ -26,8 +26,8 @@ def update_rows(
 ) -> None:
     """Apply one optimizer step to the distinct rows ``rows_U`` of one table, in place.
 
-    ``origin`` is the row and the column of the whole table at which ``weight`` begins; ``keys_U``: the rows of
-    the whole table, where the weight does not have them in order.
+    ``origin`` is the row and the column of the whole table at which ``weight`` begins; ``keys_U``: the rows
+    of the whole table, where the weight does not have them in order.
     """
     slots = [slot[rows_U] for slot in state]
     updated = formula_of(optimizer).apply(Rows(weight[rows_U].float(), gradient_UD, slots, stats_U3), h)
