@@ -21,8 +21,9 @@ def measure_disk(folder: Path, *, num_rows: int = 500_000, batches: int = 8) -> 
     Raises:
         RowFileError: the disk is full, or fails.
     """
-    file = RowFile(file_in(folder, "calibration"), "calibration", [4 * _WIDTH], first_key=0,
-    num_rows=num_rows) try:
+    path = file_in(folder, "calibration")
+    file = RowFile(path, "calibration", [4 * _WIDTH], first_key=0, num_rows=num_rows)
+    try:
         step = 1 << 16
         zeros = [torch.zeros(step, _WIDTH)]
         for first in range(0, num_rows, step):

@@ -302,8 +302,9 @@ class CostModel:
         columns = a.columns_T[table].astype(np.float64)
         row = columns * self._column_bytes(table) + self._row_bytes(table)
         touched = np.minimum(a.rows_T[table], a.ids_T[table] * self.topology.world_size)
-        held = a.rows_T[table] * a.in_memory_T[table] * row + touched * columns * VALUE_BYTES *
-        a.trained_T[table] return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
+        held = a.rows_T[table] * a.in_memory_T[table] * row
+        held = held + touched * columns * VALUE_BYTES * a.trained_T[table]
+        return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
 
     def id_travel_seconds(self, table_N: npt.NDArray[np.integer], share_N: Floats) -> Floats:
         """Return the seconds [N] that IDs travel to rectangles with `share_N` of their table's rows. Other
