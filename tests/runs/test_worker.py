@@ -6,7 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager
-from meshrec.data import IdColumn, Schema, parquet
+from meshrec.data import parquet
+from meshrec.data.features import Features, Integer, Label
 from meshrec.planner import load_plan
 from meshrec.runs.worker import Job, work
 from meshrec.train import DataSource
@@ -37,7 +38,7 @@ class Damaged(DataSource):
     path: Path
 
     def load(self):
-        schema = Schema(label="y", ids=[IdColumn(name="item", num_embeddings=50)])
+        schema = Features(labels=(Label(column="y"),), features=(Integer(name="item", num_embeddings=50),))
         return parquet(train=self.path, schema=schema, on_error="skip")
 
 

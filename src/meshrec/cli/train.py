@@ -74,7 +74,9 @@ class TrainOptions:
     --tables.OPTION.
     """
     baselines: bool = False
-    """Also judge three baselines on the same data: global mean, item popularity, logistic regression."""
+    """Also judge baselines on the same data, and say who won: global mean, item popularity, logistic
+    regression, and LightGBM where it is installed.
+    """
     track: str = ""
     """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
     max_restarts: int = 0

@@ -43,6 +43,10 @@ class Loss(ABC):
     def scores(self, outputs: Tensor) -> Tensor:
         """Convert outputs to what users get: probabilities or values, of the same shape."""
 
+    def score_names(self) -> tuple[str, ...]:
+        """Return the names of the scores' columns."""
+        return ("score",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCrossEntropy(Loss):
@@ -160,6 +164,19 @@ class NextItem(Loss):
         return outputs[:, 1]
 
 
+def sum_of_members(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum the loss over samples. Outputs [B, T, M] of an ensemble are the mean of the members' losses."""
+    if outputs.dim() < 3:
+        return loss.sum(outputs, labels, weights)
+    each = [loss.sum(squeezed(member), labels, weights) for member in outputs.unbind(2)]
+    return torch.stack(each).mean()
+
+
+def squeezed(outputs: Tensor) -> Tensor:
+    """Return outputs [B, 1] as [B], and others as they are."""
+    return outputs.squeeze(1) if outputs.dim() == 2 and outputs.shape[1] == 1 else outputs
+
+
 class Task(NamedTuple):
     """One of several labels: its name, its loss, and the weight of that loss."""
 
@@ -208,6 +225,9 @@ class Tasks(Loss):
             found |= {} if number else metrics
             found |= {f"{task.name}/{name}": value for name, value in metrics.items()}
         return found
+
+    def score_names(self) -> tuple[str, ...]:
+        return tuple(f"score_{task.name}" for task in self.tasks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         """Return the scores of each task."""

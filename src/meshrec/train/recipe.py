@@ -13,7 +13,9 @@ from torch import nn
 
 from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.optim import FTRL, OptimizerSpec, RowWiseAdagrad
+from meshrec.train.class_loss import Softmax
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, SquaredError, Tasks
+from meshrec.train.query_loss import Ranking
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -309,7 +311,10 @@ class Recipe:
 
 def _check_labels(features: "Features", loss: Loss) -> None:
     """Raise ValueError if one of our losses does not match the labels."""
-    if not isinstance(loss, BinaryCrossEntropy | SquaredError | Huber | Tasks):
+    ours = BinaryCrossEntropy | SquaredError | Huber | Tasks
+    if isinstance(loss, ours | Softmax | Ranking):
+        _check_classes(features, loss)
+    if not isinstance(loss, ours):
         return
     losses = [task.loss for task in loss.tasks] if isinstance(loss, Tasks) else [loss]
     names = [label.column for label in features.labels]
@@ -324,3 +329,22 @@ def _check_labels(features: "Features", loss: Loss) -> None:
                 f"label {label.column!r} is a number, and BinaryCrossEntropy takes 0 to 1. Take SquaredError "
                 "or Huber, or a label of kind='binary', with positive_from where it is another range."
             )
+
+
+def _check_classes(features: "Features", loss: Loss) -> None:
+    """Raise ValueError if labels of classes or queries meet another loss than theirs, or the other way."""
+    labels = features.labels
+    classes = labels[0].classes if labels else ()
+    if isinstance(loss, Softmax) != bool(classes) or (isinstance(loss, Softmax) and loss.classes != classes):
+        given = f"loss.classes {list(loss.classes)}" if isinstance(loss, Softmax) else type(loss).__name__
+        raise ValueError(
+            f"label {labels[0].column!r} has classes {list(classes)}, and the loss is {given}. Take "
+            f"loss=Softmax(classes={classes!r}) for a label of classes, and for no other."
+        )
+    is_query = bool(labels) and labels[-1].kind == "query"
+    if isinstance(loss, Ranking) != is_query or (is_query and len(labels) != 2):
+        raise ValueError(
+            f"the labels are {[f'{each.column} ({each.kind})' for each in labels]}, and the loss is "
+            f"{type(loss).__name__}. Ranking takes two labels, the second of kind='query', and no other loss "
+            "takes a query."
+        )

@@ -96,6 +96,12 @@ class Features(Encoding):
                 f"{name.replace('.', '_')!r}, with column={dotted[0].source!r}."
             )
         self._check_vocabularies()
+        queries = [at for at, each in enumerate(self.labels) if each.kind == "query"]
+        if queries and (queries != [len(self.labels) - 1] or queries == [0]):
+            raise ValueError(
+                f"labels {[each.column for each in self.labels]}: a label of kind='query' is the last of two "
+                "or more. Name the label that ranks the samples of a query first."
+            )
         names = [each.name for each in self.features]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not self.ids:
@@ -144,12 +150,8 @@ class Features(Encoding):
             max(self.num_labels, 1),
             self.weight is not None,
             self.is_weighted,
+            query=next((at for at, each in enumerate(self.labels) if each.kind == "query"), 0),
         )
-
-    @property
-    def takes_dictionaries(self) -> bool:
-        """True: each value of a dictionary is hashed once."""
-        return True
 
     def id_columns(self) -> tuple[str, ...]:
         """The columns that IDs come from, without those of joins."""
@@ -164,7 +166,23 @@ class Features(Encoding):
 
     def labels_of(self) -> tuple[str, ...]:
         """The names of the labels, if there are several."""
-        return tuple(each.column for each in self.labels) if self.num_labels > 1 else ()
+        names = tuple(each.column for each in self.labels if each.kind != "query")
+        return names if len(names) > 1 else ()
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """The names of the columns of ``Batch.dense``."""
+        return tuple(each.name for each in self.numbers)
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes of the label; 0 if it has none."""
+        return len(self.labels[0].classes) if self.labels else 0
+
+    @property
+    def number_edges(self) -> tuple[tuple[float, ...], ...]:
+        """The edges of the bins of each column of ``Batch.dense``; none of a number without bins."""
+        return tuple(each.edges or () for each in self.numbers)
 
     @property
     def is_weighted(self) -> bool:

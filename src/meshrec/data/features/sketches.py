@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.columns import is_text
-from meshrec.data.features.values import hashes_and_missing
+from meshrec.data.features.values import hashes_and_missing, is_text
 from meshrec.data.hashing import UInt64s, mix
 from meshrec.data.samples import Ints
 

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.columns import is_text
 from meshrec.data.hashing import UInt64s, hash_bytes, mix
 from meshrec.data.samples import Bools, Ints
 
@@ -63,6 +62,12 @@ def is_list(kind: pa.DataType) -> bool:
     """Return whether the type is a list of variable or fixed size."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return any(each(kind) for each in lists)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a type is a string or binary type."""
+    text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(each(kind) for each in text)
 
 
 def _decoded(array: Any) -> Any:

@@ -1,18 +1,24 @@
 import numpy as np
 import pytest
 
-from meshrec.data import DataError, DenseColumn, IdColumn, Schema
+from meshrec.data import DataError
 from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
+from meshrec.data.features import Features, Hashed, Integer, Label, Number
 
 pa = pytest.importorskip("pyarrow")
 
 PLACE = Place("f.parquet: row group 2", 100)
 
 
-def run(values, on_error="raise", kind=None, **options):
+def features(*columns):
+    return Features(labels=(Label(column="y"),), features=columns)
+
+
+def run(values, on_error="raise", kind=None, hashed=False, **options):
     """The id column alone: rows of ids, and which are kept."""
-    schema = Schema(label="y", ids=[IdColumn(name="a", **({"num_embeddings": 10} | options))])
+    kind_of_ids = Hashed if hashed else Integer
+    schema = features(kind_of_ids(name="a", **({"num_embeddings": 10} | options)))
     column = values if isinstance(values, pa.Array) else pa.array(values, kind)
     table = pa.table({"y": pa.array(np.zeros(len(column))), "a": column})
     assert schema.wrong_columns(table.schema) == []
@@ -42,7 +48,7 @@ def test_lists_of_fixed_size():
 def test_ids_outside_the_table():
     message = (
         r"f.parquet: row group 2, column 'a': row 101 has the id -1, outside \[0, 10\)\. Raise "
-        r"num_embeddings, or use hashed=True \(2 rows of 3\)"
+        r"num_embeddings of feature 'a', or hash it \(2 rows of 3\)"
     )
     with pytest.raises(DataError, match=message):
         run([1, -1, 10])
@@ -50,11 +56,10 @@ def test_ids_outside_the_table():
 
 
 def test_nulls_are_damage_unless_something_stands_for_them():
-    with pytest.raises(DataError, match="column 'a': row 101 is null"):
+    with pytest.raises(DataError, match="column 'a': row 101 has null"):
         run([1, None], kind=pa.int64())
-    with pytest.raises(DataError, match="column 'a': row 101 is null"):
-        run([[1], None])
-    with pytest.raises(DataError, match="column 'a': row 100 is null"):
+    assert run([[1], None]) == ([[1], []], None)  # a list that is null is an empty one
+    with pytest.raises(DataError, match="column 'a': row 100 has null"):
         run([[1, None], [2]])
     assert run([1, None], "skip", kind=pa.int64())[1] == [True, False]
     assert run([1, None], missing=7, kind=pa.int64()) == ([[1], [7]], None)
@@ -62,11 +67,11 @@ def test_nulls_are_damage_unless_something_stands_for_them():
 
 
 def test_hashing_is_by_value_and_even():
-    rows, _ = run(list(range(5000)), hashed=True)
-    again, _ = run(list(range(5000)), hashed=True, kind=pa.int32())
+    rows, _ = run(list(range(5000)), hashed=True, missing=False)
+    again, _ = run(list(range(5000)), hashed=True, missing=False, kind=pa.int32())
     assert rows == again
     assert set(np.bincount(np.ravel(rows), minlength=10).tolist()) <= set(range(400, 600))
-    reserved, _ = run([*range(5000), None], hashed=True, missing=0)
+    reserved, _ = run([*range(5000), None], hashed=True)
     assert sorted(set(np.ravel(reserved[:-1]).tolist())) == list(range(1, 10))
     assert reserved[-1] == [0]
 
@@ -74,7 +79,7 @@ def test_hashing_is_by_value_and_even():
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary()])
 def test_strings_hash_alike_in_every_type_and_place(kind):
     words = ["", "a", "68fd1e64", "68fd1e65", "longer than sixteen bytes", "longer than sixteen bytet"]
-    options = {"hashed": True, "num_embeddings": 2**31, "missing": 0}
+    options = {"hashed": True, "num_embeddings": 2**31}
     rows, kept = run([*words, None], kind=kind, **options)
     assert kept is None
     assert rows[0] == rows[-1] == [0]
@@ -89,10 +94,8 @@ def test_strings_hash_alike_in_every_type_and_place(kind):
 
 
 def test_dense_values_and_labels():
-    schema = Schema(
-        label="y",
-        dense=[DenseColumn(name="x", log=True, missing=0.0), DenseColumn(name="z")],
-        ids=[IdColumn(name="a", num_embeddings=2)],
+    schema = features(
+        Number(name="x", log=True, missing=0.0), Number(name="z"), Integer(name="a", num_embeddings=2)
     )
     table = pa.table(
         {
@@ -115,11 +118,7 @@ def test_dense_values_and_labels():
 
 @pytest.mark.parametrize("log", [False, True])
 def test_infinity_is_damage_whatever_stands_for_null(log):
-    schema = Schema(
-        label="y",
-        dense=[DenseColumn(name="x", log=log, missing=2.0)],
-        ids=[IdColumn(name="a", num_embeddings=2)],
-    )
+    schema = features(Number(name="x", log=log, missing=2.0), Integer(name="a", num_embeddings=2))
     table = pa.table({"y": [True] * 4, "x": [1.0, None, np.nan, -np.inf], "a": [0, 1, 0, 1]})
     with pytest.raises(DataError, match=r"column 'x': row 103 is infinite. Repair it"):
         schema.encode(table, PLACE, Faults("raise"))
@@ -130,19 +129,16 @@ def test_infinity_is_damage_whatever_stands_for_null(log):
 
 
 def test_wrong_columns_are_all_named():
-    schema = Schema(
-        label="y",
-        dense=[DenseColumn(name="x")],
-        ids=[IdColumn(name="a", num_embeddings=2), IdColumn(name="b", num_embeddings=2)],
+    schema = features(
+        Number(name="x"), Integer(name="a", num_embeddings=2), Integer(name="b", num_embeddings=2)
     )
     found = pa.schema(
         [("y", pa.string()), ("x", pa.float32()), ("a", pa.string()), ("b", pa.list_(pa.float32()))]
     )
-    lists = found.field("b").type
     assert schema.wrong_columns(found) == [
-        "column 'y' has type string, expected numbers",
-        "column 'a' has type string, expected integers (strings need hashed=True), or lists of these",
-        f"column 'b' has type {lists}, expected integers (strings need hashed=True), or lists of these",
+        "column 'y' holds text, and a label holds numbers or booleans",
+        "column 'a' holds text; feature 'a' takes integer, list of integer",
+        "column 'b' holds other; feature 'b' takes integer, list of integer",
     ]
     found = pa.schema([("y", pa.int8()), ("x", pa.int8()), ("a", pa.int8())])
     assert schema.wrong_columns(found) == ["there is no column 'b' among ['y', 'x', 'a']"]
