@@ -76,7 +76,7 @@ def test_memory_goes_where_it_saves_reads():
     total = large.memory_bytes + even.memory_bytes
     in_proportion = 0.0
     for name, rows in shares.items():
-        cached = int(total * rows / sum(shares.values()) / 282)
+        cached = int(total * rows / sum(shares.values()) / 294)
         in_proportion += 8192 * (1 - hit_rate(rows, cached, SAMPLES[name], 8192))
     assert large.reads + even.reads < 0.7 * in_proportion
     assert sum(each.memory_bytes for each in plan.tables) <= 400 << 20

@@ -241,5 +241,5 @@ class _Place:
         )
 
 
-_CACHE_NOTES = 26
+_CACHE_NOTES = 38
 """Bytes that a cached row takes besides its values: see ``tables.row_cache``."""

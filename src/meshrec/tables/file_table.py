@@ -134,9 +134,7 @@ class FileTable:
         self.rectangle, self._name = rectangle, name
         self.parts = [start.part for start in starts]
         r = rectangle
-        self._cache = RowCache(
-            self.parts, r.c1 - r.c0, first_key=r.r0, num_keys=r.r1 - r.r0, num_slots=num_slots
-        )
+        self._cache = RowCache(self.parts, r.c1 - r.c0, num_slots=num_slots)
         self._regions = RowRegions(file, starts, rectangle, region_rows)
         self._leaving: deque[_Leaving] = deque()
         self._snapshots: list[RowLog] = []

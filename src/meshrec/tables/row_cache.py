@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from meshrec.ops import records
+from meshrec.ops.index import HashIndex
 from meshrec.ops.memory import empty_pages
 from meshrec.tables.table import RowPart
 
 _MOST_CHANCES = 3
-_BYTES_PER_SLOT = 8 + 1 + 4 + 8 + 1
+_BYTES_PER_SLOT = 16 + 8 + 1 + 4 + 8 + 1
+"""Of the index, the key, and the notes of the clock."""
 
 
 def slot_bytes(part_bytes: int) -> int:
@@ -43,14 +45,10 @@ class RowCache:
     Args:
         parts: the parts of a row.
         width: the number of columns.
-        first_key: the first key that may come.
-        num_keys: how many keys may come.
         num_slots: the number of rows in memory.
     """
 
-    def __init__(
-        self, parts: Sequence[RowPart], width: int, *, first_key: int, num_keys: int, num_slots: int
-    ) -> None:
+    def __init__(self, parts: Sequence[RowPart], width: int, *, num_slots: int) -> None:
         shapes = [(num_slots,) if part.per_row else (num_slots, width) for part in parts]
         self.memory = [
             empty_pages(shape, part.dtype, None) for shape, part in zip(shapes, parts, strict=True)
@@ -64,12 +62,12 @@ class RowCache:
         """The slots of batches that are gone, whose pins are to be taken away."""
         self._counts = torch.zeros(num_slots, dtype=torch.uint8)
         self._stamps = torch.full((num_slots,), -1, dtype=torch.int64)
-        self._slots = torch.full((num_keys,), -1, dtype=torch.int32)
-        self._first_key, self._hand, self._batch = first_key, 0, 0
+        self._index = HashIndex(num_slots, name="the cache of rows")
+        self._hand, self._batch = 0, 0
 
     def find(self, keys: Tensor) -> Tensor:
         """Return the slot of each key, int64; -1 where its row is not in memory."""
-        return self._slots[keys - self._first_key].long()
+        return self._index.find(keys.contiguous())
 
     def use(self, slots: Tensor) -> Tensor:
         """Pin the slots of a new batch, -1 for none, and give each one more chance; return them once each."""
@@ -83,18 +81,23 @@ class RowCache:
 
     def admit(self, keys: Tensor) -> Misses | None:
         """Give slots to keys without one, int64 [M] and ascending, and pin them; None if there is no room."""
-        slots, self._hand = records.victims(self._counts, self.pins, self._hand, len(keys))
-        if len(slots) < len(keys):
-            return None
-        old = self.keys[slots]
-        self._slots[old[old >= 0] - self._first_key] = -1
-        leaving = slots[self.dirty[slots]]
+        num_free = len(self.keys) - self._index.num_live
+        victims = keys[:0]
+        if (wanted := len(keys) - num_free) > 0:
+            stays = self.pins if num_free == 0 else self.pins.masked_fill(self.keys < 0, 1)
+            victims, self._hand = records.victims(self._counts, stays, self._hand, wanted)
+            if len(victims) < wanted:
+                return None
+        leaving = victims[self.dirty[victims]]
         old_keys, order = self.keys[leaving].sort()
         leaving = leaving[order]
         old_rows = [part[leaving] for part in self.memory]
+        self._index.remove(self.keys[victims])
+        self.keys[victims] = -1
+        slots = self._index.insert(keys)
         self.dirty[slots] = False
         self.keys[slots] = keys
-        self._slots[keys - self._first_key] = slots.int()
+        self._counts[slots] = 0
         self._stamps[slots] = self._batch
         self.pins[slots] += 1
         return Misses(keys, slots, old_keys, old_rows)
@@ -102,7 +105,7 @@ class RowCache:
     def forget(self, misses: Misses) -> None:
         """Take the slots of rows back that could not be read; their pins stay until the batch is gone."""
         here = self.keys[misses.slots] == misses.keys
-        self._slots[misses.keys[here] - self._first_key] = -1
+        self._index.remove(misses.keys[here])
         self.keys[misses.slots[here]] = -1
         self.dirty[misses.slots[here]] = False
 
