@@ -20,7 +20,9 @@ from meshrec import (
     checkpoint,
 )
 from meshrec import distributed as md
+from meshrec.checkpoint.snapshot import shared_memory
 from meshrec.comms.mesh import default_env
+from meshrec.export.whole_tables import with_whole_tables
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.ops import records
 from meshrec.optim import SGD, Adam, PartialRowWiseLAMB, RowWiseAdagrad
@@ -391,6 +393,17 @@ def test_an_unsharded_module_is_refused_outside_of_meta(tmp_path):
         EmbeddingBagCollection([config])
     with pytest.raises(ValueError, match="and the module was given the device cpu"):
         EmbeddingBagCollection([config], device="meta").to_empty(device="cpu")
+
+
+def test_whole_tables_are_mapped_and_not_in_memory(tmp_path):
+    model = alone(tmp_path)
+    train(model, range(3))
+    made = with_whole_tables(model)
+    batch = next(batches([7]))
+    assert torch.equal(made(batch)[1], model(batch)[1])
+    weight = made.ebc.embedding_bags["t0"].weight
+    assert any(begin <= weight.data_ptr() < end for begin, end in shared_memory())
+    assert {path.suffix for path in tmp_path.iterdir()} == {".rows"}
 
 
 def test_the_cache_stays_within_its_bytes(tmp_path):

@@ -66,7 +66,7 @@ def records_read(
         int64 [failures, 2]: the number of a key, and ``DAMAGED``, ``END_OF_FILE`` or the system's error
         number. A failure may stand for all keys that were read in one go.
     """
-    found, failures = Layout(*layout), []
+    found, failures = Layout(*layout), list[tuple[int, int]]()
     memory = [_bytes(part) for part in parts]
     for number, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         try:
@@ -93,7 +93,7 @@ def records_write(
     file: int, layout: Sequence[int], keys: Tensor, parts: Sequence[Tensor], slots: Tensor, threads: int
 ) -> Tensor:
     """Write the rows of some keys from memory; see ``records_read``. Other records of their blocks stay."""
-    found, failures = Layout(*layout), []
+    found, failures = Layout(*layout), list[tuple[int, int]]()
     memory = [_bytes(part) for part in parts]
     for number, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         content = b"".join(bytes(part[slot].tolist()) for part in memory)
