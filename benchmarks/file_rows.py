@@ -127,7 +127,7 @@ class Arm:
         dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=0.01))
         self._optimizer = CombinedOptimizer([fused, dense])
         self._pipeline = TrainPipeline(self.model, self._optimizer) if ahead else None
-        shards = self.model.get_submodule(path).built.shards  # type: ignore[union-attr]
+        shards = self.model.module.get_submodule(path).built.shards  # type: ignore[union-attr]
         self.tables = [rows for each in shards.values() for rows in each.tables]
 
     def run(self, batches: Iterator[Any], count: int) -> tuple[list[float], list[float]]:

@@ -141,7 +141,7 @@ def _in_memory(config: Any, table: Table) -> float:
     storage = getattr(config, "storage", None)
     if storage is None:
         return 1.0
-    cached = storage.num_cached(table.num_bytes // table.num_embeddings)
+    cached: int = storage.num_cached(table.num_bytes // table.num_embeddings)
     return min(1.0, cached / table.num_embeddings)
 
 

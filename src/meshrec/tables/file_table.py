@@ -425,8 +425,8 @@ class FileTable:
         if is_range:
             self._regions.made_by(int(keys[0]), int(keys[-1]) + 1)
         here = slots >= 0
-        for part, tensor in zip(self._cache.memory, rows, strict=True):
-            part[slots[here]] = tensor[here]
+        for to, tensor in zip(self._cache.memory, rows, strict=True):
+            to[slots[here]] = tensor[here]
 
 
 def _places_in(keys: Tensor, wanted: Tensor) -> Tensor:
