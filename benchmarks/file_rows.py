@@ -38,7 +38,7 @@ _GROUP = Path("/sys/fs/cgroup/memory")
 
 
 class Sizes(NamedTuple):
-    """How large the model and its batches are."""
+    """The sizes of the model and of its batches."""
 
     num_tables: int
     num_rows: int

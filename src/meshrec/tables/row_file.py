@@ -57,7 +57,7 @@ class RowFile:
         record = sum(part_bytes) + 4
         per_block = max(1, _SECTOR // record)
         block = -(-per_block * record // _SECTOR) * _SECTOR
-        self.layout = records.Layout(first_key, per_block, block, record, secrets.randbits(32))
+        self.layout = records.RecordLayout(first_key, per_block, block, record, secrets.randbits(32))
         self.num_bytes = -(-num_rows // per_block) * block
         self._owner = os.getpid()
         try:
@@ -199,7 +199,7 @@ def _direct(path: Path) -> int | None:
     except OSError:
         return None
     parts = [torch.zeros(1, 1, dtype=torch.int8)]
-    probe = records.Layout(0, 1, _SECTOR, 5, 0)
+    probe = records.RecordLayout(0, 1, _SECTOR, 5, 0)
     one = torch.ones(1, dtype=torch.int64)
     if len(records.write(file, probe, one, parts, one - 1, threads=0)):
         os.close(file)

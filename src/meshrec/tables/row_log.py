@@ -63,7 +63,7 @@ class RowLog:
         self._num_rows, self._seen = 0, torch.empty(0, dtype=torch.int64)
         kinds, width = parts
         record = 8 + sum((1 if part.per_row else width) * part.dtype.itemsize for part in kinds) + 4
-        self._layout = records.Layout(0, 1, -(-record // _SECTOR) * _SECTOR, record, 0)
+        self._layout = records.RecordLayout(0, 1, -(-record // _SECTOR) * _SECTOR, record, 0)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._end = weakref.finalize(self, _remove, self._file, path, os.getpid())
 

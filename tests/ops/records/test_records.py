@@ -21,7 +21,9 @@ def drawn(number):
     widths = [pick(1, 40) * 4, 4][: pick(1, 3)]
     record = sum(widths) + 4
     per_block = max(1, 512 // record)
-    layout = records.Layout(first, per_block, -(-per_block * record // 512) * 512, record, pick(0, 1 << 30))
+    layout = records.RecordLayout(
+        first, per_block, -(-per_block * record // 512) * 512, record, pick(0, 1 << 30)
+    )
     parts = [
         torch.randn(num_rows + 5, width // 4, generator=draw)
         if width > 4
@@ -86,7 +88,7 @@ def test_damage_and_short_files_are_told(file, number):
 
 
 def test_a_row_in_the_place_of_another_is_damage(file):
-    layout = records.Layout(0, 1, 512, 12, 7)
+    layout = records.RecordLayout(0, 1, 512, 12, 7)
     parts, one = [torch.ones(2, 2)], torch.tensor([0])
     records.write(file, layout, one, parts, one, threads=0)
     os.pwrite(file, os.pread(file, 512, 0), 512)
@@ -119,7 +121,7 @@ def test_slots_are_used_and_evicted_as_in_plain_python(number):
 
 
 def test_arguments_that_make_no_sense_are_refused(file):
-    layout = records.Layout(0, 1, 512, 12, 0)
+    layout = records.RecordLayout(0, 1, 512, 12, 0)
     parts, keys = [torch.ones(3, 2)], torch.tensor([0, 1])
     for bad, match in (
         ((layout, torch.tensor([1, 0]), parts, keys), "ascend"),

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshrec.ops.records.naive import DAMAGED, END_OF_FILE, Layout
+from meshrec.ops.records import fakes  # noqa: F401 - registers the shapes
+from meshrec.ops.records.naive import DAMAGED, END_OF_FILE, RecordLayout
 
-__all__ = ["DAMAGED", "END_OF_FILE", "Layout", "read", "used", "victims", "write"]
+__all__ = ["DAMAGED", "END_OF_FILE", "RecordLayout", "read", "used", "victims", "write"]
 
 
 def read(
-    file: int, layout: Layout, keys: Tensor, parts: Sequence[Tensor], slots: Tensor, *, threads: int
+    file: int, layout: RecordLayout, keys: Tensor, parts: Sequence[Tensor], slots: Tensor, *, threads: int
 ) -> Tensor:
     """Read rows into memory; see ``naive.records_read``."""
     found: Tensor = torch.ops.meshrec.records_read.default(
@@ -21,7 +22,7 @@ def read(
 
 
 def write(
-    file: int, layout: Layout, keys: Tensor, parts: Sequence[Tensor], slots: Tensor, *, threads: int
+    file: int, layout: RecordLayout, keys: Tensor, parts: Sequence[Tensor], slots: Tensor, *, threads: int
 ) -> Tensor:
     """Write rows from memory; see ``naive.records_write``."""
     found: Tensor = torch.ops.meshrec.records_write.default(

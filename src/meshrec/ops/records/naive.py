@@ -24,7 +24,7 @@ END_OF_FILE = -2
 """The cause of a failure: the file ends before the record."""
 
 
-class Layout(NamedTuple):
+class RecordLayout(NamedTuple):
     """How records lie in a file."""
 
     first_key: int
@@ -56,7 +56,7 @@ def records_read(
 
     Args:
         file: an open file.
-        layout: a ``Layout``.
+        layout: a ``RecordLayout``.
         keys: int64 [N], ascending.
         parts: the memory of the parts of rows, each ``[height, ...]``.
         slots: int64 [N], where in ``parts`` the row of each key goes.
@@ -66,7 +66,7 @@ def records_read(
         int64 [failures, 2]: the number of a key, and ``DAMAGED``, ``END_OF_FILE`` or the system's error
         number. A failure may stand for all keys that were read in one go.
     """
-    found, failures = Layout(*layout), list[tuple[int, int]]()
+    found, failures = RecordLayout(*layout), list[tuple[int, int]]()
     memory = [_bytes(part) for part in parts]
     for number, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         try:
@@ -93,7 +93,7 @@ def records_write(
     file: int, layout: Sequence[int], keys: Tensor, parts: Sequence[Tensor], slots: Tensor, threads: int
 ) -> Tensor:
     """Write the rows of some keys from memory; see ``records_read``. Other records of their blocks stay."""
-    found, failures = Layout(*layout), list[tuple[int, int]]()
+    found, failures = RecordLayout(*layout), list[tuple[int, int]]()
     memory = [_bytes(part) for part in parts]
     for number, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         content = b"".join(bytes(part[slot].tolist()) for part in memory)
