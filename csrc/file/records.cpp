@@ -1,5 +1,5 @@
-// Rows in records of a file: reads to and writes from the memory of a cache. See ops/records/naive.py for what
-// the operations mean.
+// Rows in records of a file: reads to and writes from the memory of a cache. See ops/records/naive.py for
+// what the operations mean.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -191,9 +191,9 @@ Tensor records_read(int64_t file, std::vector<int64_t> numbers, Tensor keys, std
     const int64_t first = layout.block(records.keys[run.begin]);
     const int64_t size = (layout.block(records.keys[run.end - 1]) - first + 1) * layout.block_bytes;
     char* const memory = transfer_buffer(size);
-    const int64_t cause =
-        memory == nullptr ? ENOMEM
-                          : transfer_all(read_some, int(file), memory, size, first * layout.block_bytes);
+    const int64_t cause = memory == nullptr
+                              ? ENOMEM
+                              : transfer_all(read_some, int(file), memory, size, first * layout.block_bytes);
     if (cause != 0) return failures.add(run.begin, cause);
     for (int64_t i = run.begin; i < run.end; ++i) {
       const int64_t key = records.keys[i];
