@@ -35,6 +35,8 @@ from meshrec.tables.row_cache import slot_bytes
 WIDTH, EXPONENT, SHARE = 64, 1.05, 0.1
 ROW_BYTES = 4 * WIDTH + 4
 _GROUP = Path("/sys/fs/cgroup/memory")
+_ACTIVATIONS = 128 << 20
+"""Memory of a step besides tables, which both arms with a limit get."""
 
 
 class Sizes(NamedTuple):
@@ -49,7 +51,7 @@ class Sizes(NamedTuple):
     steps: int
 
 
-SIZES = Sizes(4, 1_000_000, 2048, 2, [1024, 512, 1], 40, 12)
+SIZES = Sizes(4, 1_000_000, 2048, 2, [1024, 512, 1], 80, 12)
 TINY = Sizes(2, 2_000, 32, 2, [16, 1], 3, 2)
 
 
@@ -303,14 +305,16 @@ def _anonymous() -> int:
 
 
 def _mapped(arm: Arm, folder: str) -> None:
-    """Put the memory of all tables into files that the system maps."""
+    """Put the memory of all tables into files that the system maps, and forget it."""
     for number, rows in enumerate(arm.tables):
-        for name, part in rows.tensors().items():
-            mapped = torch.from_file(
-                f"{folder}/{number}-{name}", shared=True, size=part.numel(), dtype=part.dtype
-            ).view(part.shape)
-            mapped.copy_(part)
-            part.data = mapped
+        for place, part in enumerate([rows.rows, *rows.state]):
+            path = f"{folder}/{number}-{place}"
+            part.detach().numpy().tofile(path)
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            mapped = torch.from_file(path, shared=True, size=part.numel(), dtype=part.dtype)
+            part.data = mapped.view(part.shape)
 
 
 def _alone(kind: str, sizes: Sizes) -> dict[str, float]:
@@ -325,10 +329,8 @@ def _alone(kind: str, sizes: Sizes) -> dict[str, float]:
         arm = Arm(sizes, storage if kind == "file" else None, ahead=True)
         if kind == "mapped":
             _mapped(arm, folder)
-            os.sync()
-        room = max(256 << 20, _anonymous()) + (budget if kind == "mapped" else 2 * budget)
-        with _memory_limit(room + (200 << 20)):
-            arm.run(batches, sizes.warm_up)
+        with _memory_limit(_anonymous() + _ACTIVATIONS + budget):
+            arm.run(batches, sizes.warm_up if kind == "file" else sizes.warm_up // 4)
             _, seconds = arm.run(batches, sizes.steps)
         return {"step": statistics.median(seconds), "anonymous": float(_anonymous() - before)}
 
