@@ -35,6 +35,7 @@ from meshrec.tables.row_cache import slot_bytes
 WIDTH, EXPONENT, SHARE = 64, 1.05, 0.1
 ROW_BYTES = 4 * WIDTH + 4
 _GROUP = Path("/sys/fs/cgroup/memory")
+_SECONDS = 240
 _ACTIVATIONS = 128 << 20
 """Memory of a step besides tables, which both arms with a limit get."""
 
@@ -195,6 +196,8 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
             "is_direct": files[0]._regions.file.is_direct,
         }
         del arms, files
+    print(table(["arm", "ms"], [[name, f"{1e3 * each:.1f}"] for name, each in times.items()]))
+    print(json.dumps({name: value for name, value in figures.items() if name != "step_ms"}), flush=True)
     limited = {kind: _limited(kind, tiny) for kind in ("file", "mapped", "memory of a small table")}
     figures["limited"] = limited
     bars = [
@@ -218,8 +221,7 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
         bars.append(
             Bar(name="over a mapped table of the same budget", figure=mapped["step"] / file["step"], asked=2)
         )
-    print(table(["arm", "ms"], [[name, f"{1e3 * each:.1f}"] for name, each in times.items()]))
-    print(json.dumps({name: value for name, value in figures.items() if name != "step_ms"}, indent=1))
+    print(json.dumps(limited), flush=True)
     return Result(figures, bars)
 
 
@@ -272,7 +274,11 @@ def _read_rates(rows: FileTable, count: int = 40_000) -> tuple[float, float]:
 def _limited(kind: str, tiny: bool) -> dict[str, float] | None:
     """Train in a process of its own; mapped and file tables within a limit of memory, if there may be one."""
     command = [sys.executable, "-m", "benchmarks.file_rows", kind, "tiny" if tiny else "full"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"{kind}: not measured: it took more than {_SECONDS} s")
+        return None
     if found.returncode:
         print(f"{kind}: not measured: {found.stderr.strip().splitlines()[-1:]}")
         return None
