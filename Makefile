@@ -28,7 +28,7 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 # One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
 WHEELS := dist
 
-.PHONY: demo demo-serve mutations hostile test lint format build wheel wheel-test bench gpu sanitize races peers mlserver parity kills example notebooks docs docs-anew clean
+.PHONY: demo demo-serve mutations hostile test lint format build wheel wheel-test bench gpu sanitize races peers mlserver parity kills hosts example notebooks docs docs-anew clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -126,6 +126,12 @@ gpu:
 # Twenty killed ranks in place of the three of `make test`: about two minutes.
 kills: build
 	MESHREC_KILLS=20 $(BIN)/python -m pytest -s tests/checkpoint/test_kills.py
+
+# Hosts made of namespaces: killed hosts, faults for the doctor, Slurm and Ray where they are installed. Root and
+# half an hour.
+hosts: build
+	$(BIN)/$(PIP_INSTALL) "ray[train]>=2.40" kubeflow-training
+	MESHREC_HOSTS=20 $(BIN)/python -m pytest -s tests/hosts tests/launch
 
 example: build
 	$(BIN)/python examples/first.py

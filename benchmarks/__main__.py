@@ -7,10 +7,12 @@ from collections.abc import Callable
 from benchmarks import (
     checkpoint,
     criteo_wall,
+    default_model,
     dlrm_step,
     early_bags,
     file_rows,
     import_time,
+    index,
     inspect_auc,
     layouts,
     nbit,
@@ -19,11 +21,14 @@ from benchmarks import (
     reading,
     serve,
     serve_changes,
+    serve_hostile,
     serve_mlserver,
     stages,
     tbe,
     train_pipeline,
     trainer,
+    wire,
+    wire_auc,
 )
 from benchmarks.harness import Effort, Result, bars_table, save
 
@@ -42,6 +47,14 @@ def run_quant_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 def run_inspect_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
     return inspect_auc.run(tiny=arguments.tiny)
+
+
+def run_default_model(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return default_model.run(tiny=arguments.tiny)
+
+
+def run_index(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return index.run(effort, tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -102,8 +115,20 @@ def run_serve_changes(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_changes.run(effort, tiny=arguments.tiny)
 
 
+def run_serve_hostile(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return serve_hostile.run(effort, tiny=arguments.tiny)
+
+
 def run_serve_mlserver(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_mlserver.run(effort, tiny=arguments.tiny)
+
+
+def run_wire(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return wire.run(effort, tiny=arguments.tiny)
+
+
+def run_wire_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return wire_auc.run(tiny=arguments.tiny)
 
 
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
@@ -111,7 +136,9 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "nbit": run_nbit,
     "quant_auc": run_quant_auc,
     "inspect_auc": run_inspect_auc,
+    "default_model": run_default_model,
     "import": run_import,
+    "index": run_index,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,
     "data": run_data,
@@ -125,7 +152,10 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "early_bags": run_early_bags,
     "serve": run_serve,
     "serve_changes": run_serve_changes,
+    "serve_hostile": run_serve_hostile,
     "serve_mlserver": run_serve_mlserver,
+    "wire": run_wire,
+    "wire_auc": run_wire_auc,
 }
 
 

@@ -114,9 +114,8 @@ def _times(texts: Any) -> Any:
     return pandas.to_datetime(texts).dt.tz_localize(None)
 
 
-def _reviews() -> Any:
-    frame = _packaged("modeldata", "training_data")
-    return frame.drop(columns="score").assign(great=(frame["score"] == "great").astype(int))
+def _applications() -> Any:
+    return _packaged("openintro", "labor_market_discrimination")
 
 
 def _crashes() -> Any:
@@ -141,7 +140,7 @@ REPORTED = {
     "stops": Table(_stops, "searched"),
     "spam": Table(_spam, "spam"),
     "crashes": Table(_crashes, "died"),
-    "reviews": Table(_reviews, "great"),
+    "applications": Table(_applications, "call"),
 }
 
 

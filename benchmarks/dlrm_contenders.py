@@ -50,8 +50,9 @@ class Trainee(NamedTuple):
     """Bytes of this rank's tables with their optimizer state, for libraries that tell."""
 
 
-def make_inputs(shape: Shape, number: int) -> Inputs:
-    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+def make_inputs(shape: Shape, number: int, rank: int | None = None) -> Inputs:
+    """Return a batch of a rank; by default, of this one."""
+    generator = torch.Generator().manual_seed(1000 * number + (dist.get_rank() if rank is None else rank))
     num_bags = shape.num_tables * shape.batch
     return Inputs(
         torch.rand(shape.batch, shape.dense_in, generator=generator),

@@ -38,6 +38,14 @@ def measure_phases(kind: str, shape: Shape) -> list[PhaseTime]:
 
 def compared(kind: str, shape: Shape, profile: HardwareProfile, times: list[PhaseTime]) -> list[Comparison]:
     """Predicted and measured milliseconds of each phase and of their sum."""
+    plan = planned(kind, shape, profile, 2, local_ranks=1 if kind == "grid_shard" else 2)
+    return compare(plan, times)
+
+
+def planned(
+    kind: str, shape: Shape, profile: HardwareProfile, num_ranks: int, *, local_ranks: int
+) -> PlannedShardingPlan:
+    """The plan of a kind on some ranks of a machine, which predicts its step."""
     tables = tuple(
         Table(
             name=name,
@@ -49,10 +57,7 @@ def compared(kind: str, shape: Shape, profile: HardwareProfile, times: list[Phas
         for name in (f"t{number}" for number in range(shape.num_tables))
     )
     topology = Topology(
-        world_size=2,
-        compute_device="cpu",
-        local_world_size=1 if kind == "grid_shard" else 2,
-        hardware=profile,
+        world_size=num_ranks, compute_device="cpu", local_world_size=local_ranks, hardware=profile
     )
     inputs = PlannerInputs(tables=tables, topology=topology, batch_size=shape.batch)
-    return compare(PlannedShardingPlan({"": plan_tables(kind, shape, 2)}, inputs=inputs), times)
+    return PlannedShardingPlan({"": plan_tables(kind, shape, num_ranks)}, inputs=inputs)

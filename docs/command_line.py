@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def help_of(*command: str) -> str:
-    """What ``meshrec COMMAND --help`` prints, 100 columns wide and without colours."""
+    """Return the output of ``meshrec COMMAND --help``, 100 columns wide and without colours."""
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     call = [sys.executable, "-m", "meshrec.cli", *command, "--help"]
     printed = subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout
@@ -16,13 +16,13 @@ def help_of(*command: str) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """The names of the commands that a help text lists: ``usage: ... {plan,train}``."""
+    """Return the names of the commands that a help text lists: ``usage: ... {plan,train}``."""
     found = re.search(r"\{([a-z][a-z,\-\s]*)\}", text.split("\n\n")[0])
     return [] if found is None else [name.strip() for name in found[1].split(",")]
 
 
 def pages(*command: str) -> list[str]:
-    """The help of a command and of all commands below it."""
+    """Return the help of a command and of all commands below it."""
     text = help_of(*command)
     title = "## `" + " ".join(("meshrec", *command)) + "`"
     below = [page for name in commands(text) for page in pages(*command, name)]

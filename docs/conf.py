@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: ``make docs``."""
+"""Sphinx's settings for the documentation: ``make docs``."""
 
 project = "MeshRec"
 copyright = "the MeshRec authors"

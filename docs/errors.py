@@ -53,7 +53,7 @@ def messages(source: Path = SOURCE) -> Iterator[Message]:
 
 
 def next_step(message: Message) -> str:
-    """What to do about an error; empty where nothing says."""
+    """Return the remedy for an error; empty if there is none."""
     if message.text.endswith("{error}"):
         return "What the error that it passes on says."
     return split(message.text)[1] or _OF_KIND.get(message.kind) or _OF_ROOM.get(message.room, "")
@@ -95,7 +95,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _name(node: ast.expr) -> str:
-    """A short name for a value in a message."""
+    """Return a short name for a value in a message."""
     while isinstance(node, ast.Call) and node.args:
         node = node.args[0]
     if isinstance(node, ast.Attribute | ast.Name | ast.Subscript | ast.Call):

@@ -42,7 +42,7 @@ def render(script: Path, folder: Path) -> Path:
 
 
 def _become_main(script: Path) -> dict[str, object]:
-    """The namespace of a fresh ``__main__``: processes that the script spawns find its functions there."""
+    """Make a fresh ``__main__``, in which processes that the script spawns find its functions."""
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     main.__spec__ = None
@@ -52,7 +52,7 @@ def _become_main(script: Path) -> dict[str, object]:
 
 
 def _printed_by(run: Callable[[], object]) -> str:
-    """What ``run`` and the processes it starts write to standard output."""
+    """Return the standard output of ``run`` and of the processes that it starts."""
     sys.stdout.flush()
     with tempfile.TemporaryFile("w+") as file:
         terminal = os.dup(1)

@@ -47,7 +47,7 @@ print(pooled.shape, "equals the sums:", torch.allclose(pooled, by_hand))
 
 # %%
 def new_tables(device="cpu"):
-    """A table of products and one of users."""
+    """Return a table of products and one of users."""
     return meshrec.EmbeddingBagCollection(
         device=torch.device(device),
         tables=[

@@ -43,7 +43,7 @@ GLOBAL_BATCH = 64
 
 # %%
 def tables_on_meta() -> meshrec.EmbeddingBagCollection:
-    """The four tables, one feature each."""
+    """Return the four tables, with one feature each."""
     return meshrec.EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
@@ -56,7 +56,7 @@ def tables_on_meta() -> meshrec.EmbeddingBagCollection:
 
 
 def part_of_the_batch(rank: int, world_size: int) -> meshrec.KeyedJaggedTensor:
-    """The samples of one process: the same global batch, whatever their number."""
+    """Return the samples of one process. The global batch does not depend on the number of processes."""
     generator = torch.Generator().manual_seed(7)
     num_samples = GLOBAL_BATCH // world_size
     mine = slice(rank * num_samples, (rank + 1) * num_samples)
@@ -79,7 +79,7 @@ def part_of_the_batch(rank: int, world_size: int) -> meshrec.KeyedJaggedTensor:
 
 # %%
 def process(rank: int, world_size: int, sharding_type: ShardingType, folder: str) -> None:
-    """One rank: plans, shards, trains one step, and saves what it saw."""
+    """Plan, shard and train one step on one rank, and save its observations."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.FileStore(f"{folder}/store", world_size)
@@ -120,7 +120,7 @@ def process(rank: int, world_size: int, sharding_type: ShardingType, folder: str
 
 # %%
 class Outcome:
-    """What the processes of one run saved."""
+    """Return the observations that the processes of one run saved."""
 
     def __init__(self, sharding_type: ShardingType, world_size: int) -> None:
         self.world_size = world_size
@@ -265,7 +265,7 @@ if __name__ == "__main__":
 
 # %%
 def draw(path: str) -> None:
-    """All plans, one row each."""
+    """Draw all plans, one row each."""
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch, Rectangle
 

@@ -36,7 +36,7 @@ NUM_REPLICAS, NUM_SHARDS = 2, 4
 
 
 def on_all(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function`` gives on each of the eight processes."""
+    """Return the result of ``function`` on each of the eight processes."""
     with RankPool(NUM_REPLICAS * NUM_SHARDS) as pool:
         return pool.run(function, *args)
 
@@ -51,7 +51,7 @@ def on_all(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 # %%
 def groups_by_hand() -> tuple[list[int], list[int]]:
-    """The ranks of this process's shard group and of its replicate group."""
+    """Return the ranks of this process's shard group and of its replicate group."""
     mine: dict[str, dist.ProcessGroup] = {}
     for replica in range(NUM_REPLICAS):
         ranks = [replica * NUM_SHARDS + shard for shard in range(NUM_SHARDS)]
@@ -86,7 +86,7 @@ if __name__ == "__main__":
 
 # %%
 def groups_of_mesh() -> tuple[list[int], list[int]]:
-    """The same as ``groups_by_hand``."""
+    """Return the groups of ``groups_by_hand``, made by a DeviceMesh."""
     mesh = init_device_mesh("cpu", (NUM_REPLICAS, NUM_SHARDS), mesh_dim_names=("replicate", "shard"))
     groups = mesh.get_group("shard"), mesh.get_group("replicate")
     return dist.get_process_group_ranks(groups[0]), dist.get_process_group_ranks(groups[1])
@@ -108,13 +108,13 @@ if __name__ == "__main__":
 
 # %%
 def dense_model() -> nn.Module:
-    """The same on every process."""
+    """Return the model, which is equal on every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 def dense_batch() -> torch.Tensor:
-    """The global batch: eight samples for each process."""
+    """Return the global batch: eight samples for each process."""
     return torch.randn(8 * NUM_REPLICAS * NUM_SHARDS, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -156,7 +156,7 @@ if __name__ == "__main__":
 
 # %%
 def tables_on_meta() -> meshrec.EmbeddingBagCollection:
-    """Two tables without memory."""
+    """Return two tables without memory."""
     return meshrec.EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
@@ -167,7 +167,7 @@ def tables_on_meta() -> meshrec.EmbeddingBagCollection:
 
 
 def sparse_batch(rank: int, world_size: int) -> meshrec.KeyedJaggedTensor:
-    """This process's part of 64 samples with two ids for each feature."""
+    """Return this process's part of 64 samples with two IDs for each feature."""
     ids = torch.randint(0, 2048, (2, 64, 2), generator=torch.Generator().manual_seed(2))
     mine = ids.chunk(world_size, dim=1)[rank]
     num_samples = mine.shape[1]

@@ -34,7 +34,7 @@ NUM_PROCESSES = 2
 
 # %%
 def process(rank: int, work: Callable[[], object], folder: str) -> None:
-    """One process: joins the group, works, saves."""
+    """Join the group, run ``work``, and save its result, in one process."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", NUM_PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
@@ -43,7 +43,7 @@ def process(rank: int, work: Callable[[], object], folder: str) -> None:
 
 
 def on_all(work: Callable[[], object]) -> list:
-    """What ``work`` gave on each process."""
+    """Return the result of ``work`` on each process."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(process, (work, folder), nprocs=NUM_PROCESSES)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(NUM_PROCESSES)]
@@ -59,12 +59,12 @@ def on_all(work: Callable[[], object]) -> list:
 
 # %%
 def dense_model() -> nn.Sequential:
-    """Six layers of 512 x 512."""
+    """Return a model of six layers of 512 x 512."""
     return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())])
 
 
 def batch(seed: int) -> torch.Tensor:
-    """128 samples."""
+    """Return a batch of 128 samples."""
     return torch.randn(128, 512, generator=torch.Generator().manual_seed(seed))
 
 
@@ -100,7 +100,7 @@ if __name__ == "__main__":
 
 # %%
 def profiled_step() -> dict[str, object]:
-    """The buckets of one step, and when things happened in its backward pass, in microseconds."""
+    """Return the buckets of one step, and the events of its backward pass in microseconds."""
     torch.manual_seed(0)
     wrapped = DistributedDataParallel(dense_model(), bucket_cap_mb=2)
     for step in range(3):  # the first steps find out in which order gradients arrive
@@ -128,7 +128,7 @@ if __name__ == "__main__":
 
 # %%
 def draw(path: str) -> None:
-    """The backward pass above, the all-reduces below."""
+    """Draw the backward pass above, and the all-reduces below."""
     import matplotlib.pyplot as plt
 
     origin = min(start for spans in step["spans"].values() for start, _ in spans)
@@ -172,13 +172,13 @@ class TwoParts(nn.Module):
         self.upper = nn.Linear(64, 1).to(second)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The activations move, the parameters stay."""
+        """Move the activations to the second device; the parameters stay."""
         hidden = self.lower(x.to(self.devices[0])).relu()
         return self.upper(hidden.to(self.devices[1]))
 
 
 def devices_of_this_process() -> list[torch.device]:
-    """Two GPUs for each process where there are enough; else the CPU twice."""
+    """Return two GPUs for each process if there are enough, otherwise the CPU twice."""
     rank = dist.get_rank()
     if torch.cuda.device_count() >= 2 * NUM_PROCESSES:
         return [torch.device("cuda", 2 * rank), torch.device("cuda", 2 * rank + 1)]
@@ -186,7 +186,7 @@ def devices_of_this_process() -> list[torch.device]:
 
 
 def train_two_parts() -> list[float]:
-    """The loss of a few steps on one batch."""
+    """Return the losses of a few steps on one batch."""
     torch.manual_seed(dist.get_rank())
     wrapped = DistributedDataParallel(TwoParts(*devices_of_this_process()))  # no device_ids
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
@@ -232,12 +232,12 @@ class Ranker(nn.Module):
         self.over = nn.Linear(32, 1)
 
     def forward(self, features: meshrec.KeyedJaggedTensor) -> torch.Tensor:
-        """A score for each sample."""
+        """Return a score for each sample."""
         return self.over(self.tables(features).values()).squeeze(1)
 
 
 def train_ranker(compress: bool) -> dict[str, object]:
-    """Ten steps; what DDP saw, and the parameters at the end."""
+    """Train ten steps; return the observations of DDP and the final parameters."""
     torch.manual_seed(0)
     model = DistributedModelParallel(
         Ranker(),
@@ -259,12 +259,12 @@ def train_ranker(compress: bool) -> dict[str, object]:
 
 
 def train_exact() -> dict[str, object]:
-    """With fp32 gradients."""
+    """Train with fp32 gradients."""
     return train_ranker(compress=False)
 
 
 def train_compressed() -> dict[str, object]:
-    """With fp16 gradients."""
+    """Train with fp16 gradients."""
     return train_ranker(compress=True)
 
 

@@ -87,7 +87,7 @@ numbers = {config.name: weight.detach() for config, weight in tables.tables().va
 
 
 def squared_error(small: nn.Module) -> float:
-    """Of all rows, relative to their squares."""
+    """Return the squared error of all rows, relative to their squares."""
     error = total = 0.0
     for module in small.modules():
         if isinstance(module, meshrec.EmbeddingBagCollection):
@@ -151,7 +151,7 @@ batches = [
 
 @torch.inference_mode()
 def milliseconds(collection: nn.Module) -> float:
-    """Of a lookup: the best of some rounds, with other ids in each lookup of a round."""
+    """Return the milliseconds of a lookup: the best of some rounds, with other IDs in each lookup."""
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -177,7 +177,7 @@ for name, each in speeds.items():
 
 # %%
 def losses(scored: nn.Module) -> torch.Tensor:
-    """Of every validation sample."""
+    """Return the scores of all validation samples."""
     return nn.functional.binary_cross_entropy_with_logits(logits_of(scored), labels, reduction="none")
 
 

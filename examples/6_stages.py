@@ -38,7 +38,7 @@ images = torch.randn(128, 24, 12, 12)
 
 
 def seconds_of(model: nn.Module, repeats: int = 5) -> float:
-    """The median of some training steps."""
+    """Return the median seconds of some training steps."""
     found = []
     for _ in range(repeats + 1):
         model.zero_grad()

@@ -102,7 +102,7 @@ movies = [{"dense": [0.9], "movie": movie, "genres": [movie % 19], "year": 40} f
 
 
 def seconds_of(body: object) -> tuple[float, np.ndarray]:
-    """The best of some requests, and the scores."""
+    """Return the seconds of the fastest of some requests, and the scores."""
     data, found = json.dumps(body).encode(), []
     for _ in range(10):
         start = time.perf_counter()

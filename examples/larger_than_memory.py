@@ -25,7 +25,7 @@ PATH = "sparse_arch.embedding_bag_collection"
 
 
 def limit_memory() -> None:
-    """From now on the process gets LIMIT bytes more, and then no memory."""
+    """Limit this process to LIMIT more bytes of memory."""
     status = Path("/proc/self/status").read_text().splitlines()
     used = 1024 * int(next(line.split()[1] for line in status if line.startswith("VmData")))
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -33,7 +33,7 @@ def limit_memory() -> None:
 
 
 def make_model(device: str) -> DLRM:
-    """A DLRM of three tables. On ``meta`` the tables take no memory."""
+    """Return a DLRM of three tables. On ``meta`` the tables take no memory."""
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=[name])
         for name, rows in ROWS.items()
@@ -44,7 +44,7 @@ def make_model(device: str) -> DLRM:
 
 
 def make_batch(step: int, rank: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
-    """Some ids from all over each table; a click wherever the item's number says so."""
+    """Return IDs from all over each table, and clicks that depend on the item's number."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     hot = torch.randint(0, HOT, (len(ROWS), BATCH), generator=generator)
     ids = hot * torch.tensor(list(ROWS.values()))[:, None] // HOT
@@ -55,7 +55,7 @@ def make_batch(step: int, rank: int) -> tuple[torch.Tensor, KeyedJaggedTensor, t
 
 
 def alone(rank: int) -> None:
-    """One process: the tables do not fit."""
+    """Try to build the model in one process, where the tables do not fit."""
     limit_memory()
     try:
         make_model("cpu")
@@ -67,7 +67,7 @@ def alone(rank: int) -> None:
 
 
 def train(rank: int, store: str) -> None:
-    """A rank of four: its share of the tables fits, and never more than that is made."""
+    """Train on one of four ranks, where the rank's share of the tables fits and is all that is made."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     limit_memory()

@@ -19,6 +19,28 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshrec"
 MAX_LINES = 500
 MAX_DEPTH = 2
+MAX_ATTRIBUTES = 12
+# As a rule. Records (dataclasses and named tuples) may be as wide as a file or a problem is.
+WIDER_CLASSES = {
+    "Batcher",
+    "Connection",
+    "InputDist",
+    "KeyedJaggedTensor",
+    "Lookahead",
+    "LookupTables",
+    "Predictor",
+    "SequenceOutput",
+    "ShardedTables",
+    "TableLookup",
+}
+MAX_FUNCTION_LINES = 60
+LONGER_FUNCTIONS = {
+    "export.package.export",
+    "ops.dist.triton.route_ids",  # kernels with their launch
+    "ops.dist.wire_triton_kernels.encode_rows",
+    "ops.tbe.triton_kernels.update_runs",
+    "serve.requests.checked",
+}
 
 # From the ground up. A room imports rooms below it, and of its own floor those that do not import it back.
 # Operations know tensors only; the sparse types permute and split themselves with them, and so stand above.
@@ -42,6 +64,7 @@ FLOORS = [
     {"quant"},
     {"export"},
     {"runs"},
+    {"health", "launch", "train.ray"},
     {"serve"},
     {"compat"},
     {"cli"},
@@ -64,6 +87,7 @@ CPP_TESTS = {
     "batch.cpp": TBE_TESTS,
     "choose.cpp": TBE_TESTS,
     "crc32.cpp": ["tests/ops/test_checksums.py"],
+    "first_rows.cpp": ["tests/ops/test_first_rows.py"],
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,
     "hash_index.cpp": INDEX_TESTS,
@@ -74,6 +98,7 @@ CPP_TESTS = {
     "kernels_avx2.cpp": TBE_TESTS,
     "kernels_avx512.cpp": TBE_TESTS,
     "kernels_baseline.cpp": TBE_TESTS,
+    "mapping.cpp": ["tests/ops/test_mapping.py"],
     "memory.cpp": ["tests/ops/test_memory.py"],
     "nbit.cpp": NBIT_TESTS,
     "pooled_forward.cpp": TBE_TESTS,
@@ -86,6 +111,8 @@ CPP_TESTS = {
     "runs.cpp": TBE_TESTS,
     "shard.cpp": INDEX_TESTS,
     "unique.cpp": INDEX_TESTS,
+    "verify.cpp": ["tests/export/test_runtime.py"],
+    "wire.cpp": ["tests/ops/dist/test_wire.py"],
 }
 
 
@@ -232,6 +259,42 @@ def shared_names(trees: dict[str, ast.Module], allowed: set[str]) -> dict[str, l
     return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """The names that a class assigns to ``self`` anywhere."""
+    return {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+        if isinstance(each.value, ast.Name) and each.value.id == "self"
+    }
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    marks = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
+    return any("dataclass" in mark or "NamedTuple" in mark for mark in marks)
+
+
+def wide_classes(trees: dict[str, ast.Module]) -> set[str]:
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {
+        node.name for node in classes if not is_record(node) and len(attributes_of(node)) > MAX_ATTRIBUTES
+    }
+
+
+def long_functions(trees: dict[str, ast.Module]) -> set[str]:
+    """The functions with too many lines; those of a docstring do not count."""
+    found = set()
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                last = node.end_lineno or node.lineno
+                text = ast.get_docstring(node, clean=False)
+                lines = last - node.lineno + 1 - (0 if text is None else text.count("\n") + 1)
+                if lines > MAX_FUNCTION_LINES:
+                    found.add(f"{module}.{node.name}")
+    return found
+
+
 def package_trees() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
@@ -310,6 +373,23 @@ def test_deep_inheritance_is_seen() -> None:
     assert too_deep({"sparse.x": ast.parse(chain)}) == ["C: 3 levels"]
     other = {"sparse.y": ast.parse("from meshrec.sparse.x import B\nclass C(B): ...")}
     assert too_deep({"sparse.x": ast.parse(chain[:41]), **other}) == ["C: 3 levels"]
+
+
+def test_objects_have_one_job() -> None:
+    assert wide_classes(package_trees()) - WIDER_CLASSES == set()
+
+
+def test_functions_can_be_read_on_one_screen() -> None:
+    assert long_functions(package_trees()) - LONGER_FUNCTIONS == set()
+
+
+def test_wide_classes_and_long_functions_are_seen() -> None:
+    wide = "class A:\n def f(self):\n" + "".join(f"  self.a{n} = {n}\n" for n in range(MAX_ATTRIBUTES + 1))
+    assert wide_classes({"sparse.x": ast.parse(wide)}) == {"A"}
+    assert wide_classes({"sparse.x": ast.parse(f"@dataclass\n{wide}")}) == set()
+    documented = "def f():\n    '''" + "\n" * 80 + "    '''\n"
+    assert long_functions({"x": ast.parse(documented + "    pass\n" * MAX_FUNCTION_LINES)}) == {"x.f"}
+    assert long_functions({"x": ast.parse(documented + "    pass\n" * (MAX_FUNCTION_LINES - 1))}) == set()
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -15,12 +15,14 @@ from meshrec.distributed import EmbeddingBagCollectionSharder
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import RowWiseAdagrad
 from meshrec.runs.export import export_run
-from meshrec.runs.worker import Job, work
+from meshrec.runs.job import Job
+from meshrec.runs.worker import work
 from meshrec.train import find_run, resolve
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ELSEWHERE = {
+    "docs/guides/more-than-one-machine.md",  # needs a cluster of Ray; tests/hosts/test_ray.py
     "docs/from-torchrec.md",  # changes what `import torchrec` means; tests/compat
     "docs/rooms/serve.md",  # asks a server; tests/serve/test_server.py
 }

@@ -253,13 +253,13 @@ struct Sequence {
   template <typename Id, typename Visit>
   void walk(int64_t use, const Id* values, std::vector<int64_t>& cursor, const Visit& visit) const {
     const IntervalFinder interval_of(router, use);
-    const int64_t num_rows = router.num_rows(use), dim = dims[use];
+    const int64_t dim = dims[use];
     if (dim == 0) return;
     const int64_t* routes_begin = router.interval_begin + router.first_interval(use);
     const int64_t first = bags.first_id(keys[use]), count = bags.num_ids(keys[use]);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t id = values[first + i];
-      const int64_t interval = interval_of(id < 0 || id >= num_rows ? 0 : id);
+      const int64_t interval = interval_of(router.is_inside(use, id) ? id : 0);
       for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
         const int64_t route = router.interval_routes[at];
         for (int64_t l = route_begin[route]; l < route_begin[route + 1]; ++l) {
@@ -336,7 +336,7 @@ void add_weight_grads(const Router& router, const Bags& bags, const std::vector<
     const int64_t first = bags.first_id(keys[use]), end = first + bags.num_ids(keys[use]);
     for (int64_t i = first; i < end; ++i) {
       const int64_t id = values[i];
-      const int64_t interval = interval_of(id < 0 || id >= router.num_rows(use) ? 0 : id);
+      const int64_t interval = interval_of(router.is_inside(use, id) ? id : 0);
       for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
         out[i] += *next[router.interval_routes[at]]++;
       }

@@ -15,6 +15,11 @@ constexpr int64_t kHeaderFields = 4;  // status, words, ids, bags per route (-1:
 
 Tensor empty_cpu(int64_t size, ScalarType type) { return empty_buffer({size}, type); }
 
+// Hashed keys have a distance of up to 2^64 - 1, which wraps around.
+int64_t minus(int64_t key, int64_t first) {
+  return static_cast<int64_t>(static_cast<uint64_t>(key) - static_cast<uint64_t>(first));
+}
+
 // Where the parts of one route begin in the payload.
 struct Slot {
   int32_t* lengths;
@@ -50,7 +55,7 @@ struct Routing {
 
   template <typename Id>
   [[noreturn]] void fail_for(int64_t use, int64_t position, Id id) const {
-    const bool inside = id >= 0 && static_cast<int64_t>(id) < router.num_rows(use);
+    const bool inside = router.is_inside(use, id);
     const int64_t row = sample(keys[use], position);
     if (inside) {
       fail("table '", name(use, 0), "': the weight of id ", id, " of feature '", name(use, 1), "' (sample ",
@@ -64,13 +69,13 @@ struct Routing {
   template <typename Id>
   void count(int64_t use, const Id* values) {
     const int64_t key = keys[use], begin = bags.first_id(key), end = begin + bags.num_ids(key);
-    const int64_t num_rows = router.num_rows(use), num_intervals = router.num_intervals(use);
+    const int64_t num_intervals = router.num_intervals(use);
     const IntervalFinder interval_of(router, use);
     std::vector<int64_t> per_interval(num_intervals, 0);
     int64_t bad = 0;
     for (int64_t i = begin; i < end; ++i) {
       int64_t row = values[i];
-      if (row < 0 || row >= num_rows) {
+      if (!router.is_inside(use, row)) {
         if (check_ids) fail_for(use, i, values[i]);
         row = 0;
         ++bad;
@@ -117,7 +122,7 @@ struct Routing {
       if (wide || num_bad[use] > 0) {
         for (int64_t i = first; i < first + num_ids; ++i) {
           const int64_t id = values[i];
-          put_id(cursor, id < 0 || id >= router.num_rows(use) ? 0 : id);
+          put_id(cursor, router.is_inside(use, id) ? minus(id, router.first_row(route)) : 0);
         }
       } else {
         for (int64_t i = 0; i < num_ids; ++i) slot.ids[i] = static_cast<int32_t>(values[first + i]);
@@ -127,7 +132,7 @@ struct Routing {
 
   template <typename Id>
   void write(int64_t use, const Id* values) {
-    const int64_t key = keys[use], num_rows = router.num_rows(use), first = router.first_interval(use);
+    const int64_t key = keys[use], first = router.first_interval(use);
     const IntervalFinder interval_of(router, use);
     const int64_t* routes_begin = router.interval_begin + first;
     std::vector<int64_t> own;  // the routes of this use
@@ -143,12 +148,12 @@ struct Routing {
       for (size_t r = 0; r < own.size(); ++r) bag_begin[r] = slots[own[r]].ids;
       for (int64_t i = bags.offsets[bag]; i < bags.offsets[bag + 1]; ++i) {
         const int64_t id = values[i];
-        const int64_t row = id < 0 || id >= num_rows ? 0 : id;
+        const int64_t row = router.is_inside(use, id) ? id : 0;
         const int64_t interval = interval_of(row);
         for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
           const int64_t route = router.interval_routes[at];
           Slot& slot = slots[route];
-          put_id(slot, row - router.first_row(route));
+          put_id(slot, minus(row, router.first_row(route)));
           if (weights != nullptr) *slot.weights++ = weights[i];
         }
       }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "stable_abi.h"
 
@@ -9,9 +10,9 @@ namespace meshrec {
 
 // U uses (a feature read in a table), Q routes (the part of one use that one rank gets), K keys, N ids.
 //
-// cuts: the row cuts 0 = c_0 < ... < c_P = rows of every use, beginning at cut_begin[u]. Two neighbouring
-// cuts bound an interval. Intervals are numbered through all uses; interval_begin[i] says where the routes of
-// interval i begin.
+// cuts: the row cuts c_0 < ... < c_P of every use, beginning at cut_begin[u]: from 0 to the number of rows, or
+// for hashed keys from -2^63 to 2^63 - 1, which stands for no end. Two neighbouring cuts bound an interval.
+// Intervals are numbered through all uses; interval_begin[i] says where the routes of interval i begin.
 struct Router {
   std::vector<Tensor> tensors;
   const int64_t* cut_begin;
@@ -41,6 +42,10 @@ struct Router {
   int64_t num_intervals(int64_t use) const { return cut_begin[use + 1] - cut_begin[use] - 1; }
   int64_t first_interval(int64_t use) const { return cut_begin[use] - use; }
   int64_t num_rows(int64_t use) const { return cuts[cut_begin[use + 1] - 1]; }
+  bool is_inside(int64_t use, int64_t row) const {
+    const int64_t end = num_rows(use);
+    return row >= cuts[cut_begin[use]] && (row < end || end == std::numeric_limits<int64_t>::max());
+  }
   int64_t rank(int64_t route) const { return routes[3 * route]; }
   int64_t use(int64_t route) const { return routes[3 * route + 1]; }
   int64_t first_row(int64_t route) const { return routes[3 * route + 2]; }
@@ -50,18 +55,20 @@ struct Router {
 struct IntervalFinder {
   const int64_t* cuts;
   int64_t num_intervals;
-  double per_row;
+  double first, per_row;
 
   IntervalFinder(const Router& router, int64_t use)
       : cuts(router.cuts + router.cut_begin[use]),
         num_intervals(router.num_intervals(use)),
-        per_row(static_cast<double>(num_intervals) / static_cast<double>(router.num_rows(use))) {}
+        first(static_cast<double>(cuts[0])),
+        per_row(static_cast<double>(num_intervals) / (static_cast<double>(router.num_rows(use)) - first)) {}
 
   int64_t operator()(int64_t row) const {
-    const int64_t guess =
-        std::min<int64_t>(static_cast<int64_t>(static_cast<double>(row) * per_row), num_intervals - 1);
+    const int64_t guess = std::min<int64_t>(
+        static_cast<int64_t>((static_cast<double>(row) - first) * per_row), num_intervals - 1);
     if (cuts[guess] <= row && row < cuts[guess + 1]) return guess;
-    return std::upper_bound(cuts, cuts + num_intervals + 1, row) - cuts - 1;
+    // The last cut is left out: 2^63 - 1 is a key of the last interval.
+    return std::upper_bound(cuts, cuts + num_intervals, row) - cuts - 1;
   }
 };
 

@@ -17,7 +17,8 @@ using index::Bucket;
 using index::Shard;
 using index::ShardState;
 
-constexpr int64_t kGrainIds = 1 << 12, kAhead = 24;
+constexpr int64_t kGrainIds = 1 << 12, kAhead = 32;
+constexpr uint64_t kBehind = 8;
 constexpr int64_t kTagBytes = 3, kTagPadding = 1;
 
 // As in hash_index.py.
@@ -83,26 +84,7 @@ class Index {
   }
 
   void find(const int64_t* ids, int64_t count, int64_t* slots) const {
-    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
-      struct {
-        uint64_t key;
-        const Shard* shard;
-        const Bucket* home;
-      } ring[kAhead];
-      const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
-        const uint64_t key = mix(uint64_t(ids[i]), seed_);
-        const Shard& shard = shard_of(key);
-        const Bucket* home = shard.home_bucket(key);
-        __builtin_prefetch(home, 0, 3);
-        ring[i % kAhead] = {key, &shard, home};
-      };
-      for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
-      for (int64_t i = begin; i < end; ++i) {
-        const auto& one = ring[i % kAhead];
-        slots[i] = one.shard->find_from(one.home, one.key);
-        if (i + kAhead < end) begin_one(i + kAhead);
-      }
-    });
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) { find_some(ids, begin, end, slots); });
   }
 
   // given: the slots that the IDs get; null: the lowest free ones.
@@ -119,12 +101,14 @@ class Index {
     const int extra = std::max<int>(
         0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - index::kLeastSlotBits);
     const Partition parts = partition(ids, count);
-    if (!for_shards(
-            [&](size_t s) { return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra); }))
+    if (!for_shards(count, [&](size_t s) {
+          return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra);
+        }))
       return kNoBuckets;
     assign(count, given, num_slots, slots);
     std::vector<int64_t> done(shards_.size(), 0);
-    const bool fits = for_shards([&](size_t s) { return insert_into(s, parts, slots, extra, done[s]); });
+    const bool fits =
+        for_shards(count, [&](size_t s) { return insert_into(s, parts, slots, extra, done[s]); });
     header_.num_live += count;
     if (fits) return kDone;
     for (size_t s = 0; s < shards_.size(); ++s)
@@ -145,7 +129,7 @@ class Index {
       free_.put(slots[i]);
     }
     const Partition parts = partition(ids, count);
-    for_shards([&](size_t s) {
+    for_shards(count, [&](size_t s) {
       const int64_t end = parts.begins[s + 1];
       for (int64_t i = parts.begins[s]; i < end; ++i) {
         if (i + kAhead < end) __builtin_prefetch(shards_[s].home_bucket(parts.keys[i + kAhead]), 1, 3);
@@ -165,12 +149,12 @@ class Index {
     parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
       uint64_t tags[kAhead];
       const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
-        const uint64_t tag = tags[i % kAhead] = tag_of(slots[i]);
+        const uint64_t tag = tags[i & (kAhead - 1)] = tag_of(slots[i]);
         __builtin_prefetch(shard_of(tag << 40).tag_bucket(tag), 0, 3);
       };
       for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
       for (int64_t i = begin; i < end; ++i) {
-        const uint64_t tag = tags[i % kAhead];
+        const uint64_t tag = tags[i & (kAhead - 1)];
         ids[i] = int64_t(unmix(shard_of(tag << 40).key_of(uint64_t(slots[i]), tag), seed_));
         if (i + 2 * kAhead < end) __builtin_prefetch(tags_ + kTagBytes * slots[i + 2 * kAhead], 0, 3);
         if (i + kAhead < end) begin_one(i + kAhead);
@@ -206,6 +190,41 @@ class Index {
     std::unique_ptr<int64_t[]> places;
   };
 
+  struct Wanted {
+    uint64_t key;
+    const Shard* shard;
+    const Bucket* home;
+    int64_t i;
+  };
+
+  // Keys wait for their buckets in a ring; those that are not at home wait for the next bucket in another.
+  void find_some(const int64_t* ids, int64_t begin, int64_t end, int64_t* slots) const {
+    Wanted ring[kAhead], behind[kBehind];
+    uint64_t num_behind = 0;
+    const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
+      const uint64_t key = mix(uint64_t(ids[i]), seed_);
+      const Shard& shard = shard_of(key);
+      const Bucket* home = shard.home_bucket(key);
+      __builtin_prefetch(home, 0, 3);
+      ring[i & (kAhead - 1)] = {key, &shard, home, i};
+    };
+    const auto end_one = [&](const Wanted& one) { slots[one.i] = one.shard->find_behind(one.home, one.key); };
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
+    for (int64_t i = begin; i < end; ++i) {
+      const Wanted& one = ring[i & (kAhead - 1)];
+      const int entry = one.home->find(one.key);
+      slots[i] = entry < 0 ? -1 : int64_t(one.home->slot(entry));
+      if (entry < 0 && one.home->full()) {
+        Wanted& place = behind[num_behind % kBehind];
+        if (num_behind >= kBehind) end_one(place);
+        __builtin_prefetch(one.home + 1, 0, 3);
+        place = one, ++num_behind;
+      }
+      if (i + kAhead < end) begin_one(i + kAhead);
+    }
+    for (uint64_t k = 0; k < std::min(num_behind, kBehind); ++k) end_one(behind[k]);
+  }
+
   const Shard& shard_of(uint64_t key) const {
     return shards_[header_.shard_bits == 0 ? 0 : key >> (64 - header_.shard_bits)];
   }
@@ -228,13 +247,19 @@ class Index {
     return parts;
   }
 
-  // Runs work for each shard, by several threads; returns whether all of it returned true.
+  // Runs work for each shard, by several threads if there are many IDs; returns whether all of it returned
+  // true.
   template <typename Work>
-  bool for_shards(const Work& work) {
+  bool for_shards(int64_t num_ids, const Work& work) {
     std::atomic<bool> all{true};
-    parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
+    const auto each = [&](int64_t s) {
       if (!work(size_t(s))) all = false;
-    });
+    };
+    if (num_ids >= kGrainIds) {
+      parallel_tasks(int64_t(shards_.size()), each);
+    } else {
+      for (size_t s = 0; s < shards_.size(); ++s) each(int64_t(s));
+    }
     return all;
   }
 

@@ -6,8 +6,8 @@
 
 namespace meshrec::index {
 
-int64_t Shard::find_behind(uint64_t key) const {
-  int64_t b = home(key);
+int64_t Shard::find_behind(const Bucket* home, uint64_t key) const {
+  int64_t b = home - buckets_;
   for (int64_t turn = 1; turn < kReach; ++turn, ++b) {
     if (get(b, kEntries - 1).key > key) return -1;
     const Bucket& next = buckets_[b + 1];

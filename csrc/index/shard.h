@@ -54,11 +54,10 @@ struct Bucket {
 
   // Returns the entry whose low bits are those of the key, or -1.
   int find(uint64_t key) const {
-    const int shift = extra();
+    const uint64_t mask = ~uint64_t(0) >> extra();
     unsigned found = 0;
 #pragma GCC unroll 7
-    for (int entry = 0; entry < kEntries; ++entry)
-      found |= unsigned(((low(entry) ^ key) << shift) == 0) << entry;
+    for (int entry = kEntries; --entry >= 0;) found = 2 * found + unsigned(((low(entry) ^ key) & mask) == 0);
     found &= (1u << count()) - 1;
     return found == 0 ? -1 : __builtin_ctz(found);
   }
@@ -95,18 +94,12 @@ class Shard {
 
   int64_t home(uint64_t key) const {
     const uint64_t fraction = key << shard_bits_;
-    const int64_t old = int64_t(scaled(fraction, before_));
-    const int64_t now = int64_t(scaled(fraction, after_));
-    return old >= moved_ ? now : old;
+    return int64_t(scaled(fraction, fraction < boundary_ ? before_ : behind_));
   }
   Bucket* home_bucket(uint64_t key) const { return buckets_ + home(key); }
 
-  // Finds the slot of a key from its home on, or returns -1.
-  int64_t find_from(const Bucket* bucket, uint64_t key) const {
-    if (const int entry = bucket->find(key); entry >= 0) [[likely]]
-      return int64_t(bucket->slot(entry));
-    return bucket->full() ? find_behind(key) : -1;
-  }
+  // Finds the slot of a key that is not in its home, which is full, but may be behind it; or returns -1.
+  int64_t find_behind(const Bucket* home, uint64_t key) const;
 
   // The bytes of buckets that have been in use.
   int64_t num_bytes() const { return num_buckets() * kBucketBytes; }
@@ -135,6 +128,10 @@ class Shard {
   void remember() {
     before_ = state_->before, after_ = state_->after, moved_ = state_->moved;
     before_step_ = step_of(before_), after_step_ = step_of(after_);
+    // The smallest fraction whose home among B buckets is p or beyond; no fraction where p is B.
+    const unsigned __int128 whole = static_cast<unsigned __int128>(moved_) << 64;
+    boundary_ = uint64_t((whole + uint64_t(before_) - 1) / uint64_t(before_));
+    behind_ = moved_ == before_ ? before_ : after_;
   }
   // The buckets that keys may have as their home: p, and those behind that are made of the others.
   int64_t num_buckets() const {
@@ -152,7 +149,6 @@ class Shard {
     const uint64_t least = base(b);
     return {least + ((bucket.low(entry) - least) << shift >> shift), bucket.slot(entry)};
   }
-  int64_t find_behind(uint64_t key) const;
   void grow(int64_t wanted, int slot_extra);
   void move_down(int64_t target, int slot_extra);
   void take_all(int64_t b, std::vector<Entry>& entries);
@@ -161,8 +157,8 @@ class Shard {
 
   ShardState* state_;
   Bucket* buckets_;
-  int64_t room_, before_, after_, moved_;
-  uint64_t first_key_, before_step_, after_step_;
+  int64_t room_, before_, after_, moved_, behind_;
+  uint64_t boundary_, first_key_, before_step_, after_step_;
   int shard_bits_;
 };
 

@@ -16,6 +16,7 @@ struct Item {
 };
 
 constexpr int64_t kPartItems = 1024, kMostPartBits = 12, kFewItems = 24;
+constexpr int64_t kFewForThreads = 1 << 13;  // with fewer IDs other threads cost more than they save
 
 bool less(const Item& a, const Item& b) { return a.value < b.value; }
 
@@ -113,7 +114,11 @@ std::tuple<Tensor, Tensor> index_unique(Tensor given) {
       distribute(ids, count, least, shift, whole ? 2 : num_parts, items.get());
   std::vector<int64_t> firsts(begins.size(), 0);  // counts, then where each part's distinct IDs begin
   const int64_t parts = int64_t(begins.size()) - 1;
-  parallel_tasks(parts, [&](int64_t part) {
+  const auto for_parts = [&](const auto& work) {
+    if (count >= kFewForThreads) return parallel_tasks(parts, work);
+    for (int64_t part = 0; part < parts; ++part) work(part);
+  };
+  for_parts([&](int64_t part) {
     Item* own = items.get() + begins[part];
     const int64_t size = begins[part + 1] - begins[part];
     sort_part(own, spare.get() + begins[part], size, shift);
@@ -125,7 +130,7 @@ std::tuple<Tensor, Tensor> index_unique(Tensor given) {
   Tensor distinct = new_int64(firsts[parts]);
   auto* to = static_cast<int64_t*>(distinct.mutable_data_ptr());
   auto* where = static_cast<int64_t*>(inverse.mutable_data_ptr());
-  parallel_tasks(parts, [&](int64_t part) {
+  for_parts([&](int64_t part) {
     int64_t position = firsts[part] - 1;
     for (int64_t i = begins[part]; i < begins[part + 1]; ++i) {
       const Item& item = items[i];

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "dist/wire.h"
 #include "interaction/interaction.h"
 #include "nbit/rows.h"
 #include "tbe/kernels.h"
@@ -28,6 +29,8 @@ struct Kernels {
   void (*interact_grad)(const InteractionArgs&);
   // To 8, 4 or 2 bits. Returns the first row that cannot be quantised, or num_rows.
   int64_t (*quantize[3])(QuantizeArgs);
+  int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite
+  void (*decode_wire)(const WireRowsArgs&);
 };
 
 const Kernels* kernels_baseline();

@@ -23,6 +23,9 @@ namespace {
 // Quantised rows, with the interface of pool.inl's rows.
 #include "nbit/rows.inl"
 
+// Rows between ranks, with the vectors of simd.h.
+#include "dist/wire.inl"
+
 #define MESHREC_BY_ID(function, ...) {function<__VA_ARGS__, int32_t>, function<__VA_ARGS__, int64_t>}
 #define MESHREC_BY_ROWS(function)                                                           \
   {MESHREC_BY_ID(function, DenseRows<float>),    MESHREC_BY_ID(function, DenseRows<Half>),  \
@@ -47,7 +50,9 @@ const Kernels kTable = {MESHREC_NAME,
                         all_below<int64_t>,
                         interact,
                         interact_grad,
-                        {quantize<8>, quantize<4>, quantize<2>}};
+                        {quantize<8>, quantize<4>, quantize<2>},
+                        encode_wire,
+                        decode_wire};
 
 }  // namespace
 

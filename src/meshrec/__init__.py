@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshrec.modules.fusing import fuse
     from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from meshrec.tables.file_rows import FileRows
+    from meshrec.tables.hashed_keys import Hashed
 
     __version__: str
 
@@ -29,6 +30,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "FileRows",
+    "Hashed",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
@@ -41,6 +43,7 @@ _HOMES = {
     "meshrec.modules": [*__all__[:6], "PoolingType"],
     "meshrec.modules.fusing": ["fuse"],
     "meshrec.tables.file_rows": ["FileRows"],
+    "meshrec.tables.hashed_keys": ["Hashed"],
     "meshrec.sparse": ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -94,7 +94,7 @@ class DistributedModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._dense_gradients
-        if state is not None and (state.has_link or state.is_late) and torch.is_grad_enabled():
+        if state is not None and (state.adds_in_order or state.is_late) and torch.is_grad_enabled():
             self._dense_gradients = None
             if not self._dmp_wrapped_module._comm_hooks:  # a user's hook wins
                 self.register_comm_hook(state, average_gradients)
@@ -108,7 +108,7 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def env(self) -> ShardingEnv:
-        """The ranks."""
+        """The ranks and axes over which the tables are sharded."""
         return self._env
 
     @property

@@ -3,10 +3,13 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from meshrec.cli import inspect
 from meshrec.cli.predict import main as predict
 from meshrec.cli.train import main as train
+from meshrec.export import Predictor
+from meshrec.runs.export import export_run
 from meshrec.train import RunFolder
 from tests.browser import drawn, needs_browser
 from tests.train.shop import shop, write_shop
@@ -130,10 +133,29 @@ def test_rows_are_ranked_within_a_query(tmp_path):
     num, queries = 4000, 400
     item, query = rng.integers(0, 50, num), np.sort(rng.integers(0, queries, num))
     quality = rng.normal(size=50)
-    grade = np.clip(np.round(quality[item] + 1.5), 0, 4).astype(int)
+    grade = np.clip(np.round(quality[item] + 0.5 * rng.normal(size=num) + 1.5), 0, 4).astype(int)
     pq.write_table(pa.table({"session": query, "item": item, "grade": grade}), tmp_path / "data.parquet")
     summary = two_commands(tmp_path, [tmp_path / "data.parquet"], "grade", "--query", "session")
     assert summary["test"]["ndcg@10"] > 0.85
     text = (tmp_path / "recipe.py").read_text()
     assert 'split_by="hash"' in text
     assert 'loss=Ranking(kind="listwise")' in text
+
+
+def test_the_proposed_model_is_exported_as_it_predicts(tmp_path):
+    table = shop(1200)
+    pq.write_table(table, tmp_path / "shop.parquet")
+    two_commands(tmp_path, [tmp_path / "shop.parquet"], "clicked", "--force")
+    data = ["--data", str(tmp_path / "shop.parquet"), "--runs", str(tmp_path)]
+    assert predict(["r", *data, "--out", str(tmp_path / "scores.parquet")]) == 0
+    scores = np.asarray(pq.read_table(tmp_path / "scores.parquet")["score"])
+    export_run(RunFolder(tmp_path / "r"), tmp_path / "package", compile=False)
+    predictor = Predictor(tmp_path / "package")
+    assert predictor.num_dense > 0
+    encoded = predictor.raw.encode(table.select(list(predictor.raw.columns)))
+    values, lengths = (
+        {name: torch.from_numpy(own) for name, own in each.items()}
+        for each in (encoded.values, encoded.lengths)
+    )
+    found = predictor(torch.from_numpy(encoded.dense), values, lengths)
+    assert np.allclose(found.numpy(), scores, atol=1e-5)

@@ -157,3 +157,18 @@ def test_a_wire_format_makes_exchanges_cheaper(task, tmp_path, capsys):
         run(PlanOptions(source=path, wire="fp16"))
     with pytest.raises(ValueError, match="wire format 'fp8' is unknown"):
         run(PlanOptions(source=task, wire="fp8", **FAST))
+
+
+def test_wire_auto_takes_what_the_bound_allows(task, tmp_path):
+    wires = {}
+    for name, bound in (("none", {"wire_auc_loss": 0.0}), ("error", {"wire_error": 0.2}), ("default", {})):
+        path = tmp_path / f"{name}.json"
+        run(PlanOptions(source=task, wire="auto", out=path, ranks_per_node=1, **bound, **FAST))
+        wires[name] = {str(table.wire) for table in load_plan(path).required_inputs().tables}
+    assert wires["none"] == {"fp32"}
+    assert "int4/int8" in wires["error"]
+    assert wires["default"] != wires["none"]
+    with pytest.raises(ValueError, match="bound the choice of --wire auto; add it"):
+        run(PlanOptions(source=task, wire="int8", wire_error=0.1, **FAST))
+    with pytest.raises(ValueError, match="must be at least 0"):
+        run(PlanOptions(source=task, wire="auto", wire_error=-0.1, **FAST))

@@ -9,6 +9,7 @@ import meshrec
 from meshrec.export import PackageError, Predictor, compile_anew, export
 from meshrec.export import predictor as predictor_module
 from meshrec.export.archive import load_exported
+from meshrec.export.weights import Weights
 from meshrec.train.losses import SquaredError
 from tests.export.conftest import FEATURES, NUM_DENSE, NUM_ROWS, SHARED, torchs_own_warnings
 
@@ -99,7 +100,7 @@ def replace(path, data):
 
 
 def test_damage_is_named(package, tmp_path):
-    with pytest.raises(PackageError, match="is no package"):
+    with pytest.raises(PackageError, match="is not a package"):
         Predictor(tmp_path)
     folder = copied(package, tmp_path)
     data = bytearray((folder / "weights.bin").read_bytes())
@@ -152,7 +153,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(model, tmp_path, mo
     with pytest.raises(ValueError, match=r"weight is torch.float64; a package holds float32"):
         export(nn.Linear(2, 2).double(), tmp_path / "out", features=FEATURES, num_dense=NUM_DENSE)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         export(model, tmp_path, features=FEATURES, num_dense=NUM_DENSE)
     assert model.training
 
@@ -309,9 +310,9 @@ def test_a_package_is_compiled_anew(uncompiled, package, requests, tmp_path):
     assert os.path.samefile(uncompiled / "weights.bin", package / "weights.bin")
     for batch in (0, 1, 9):
         torch.testing.assert_close(made(*requests(batch)), exported(*requests(batch)), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         compile_anew(uncompiled, package)
-    with pytest.raises(PackageError, match="is no package"):
+    with pytest.raises(PackageError, match="is not a package"):
         compile_anew(tmp_path, tmp_path / "other")
 
 
@@ -326,15 +327,14 @@ def test_packages_that_change_places_meanwhile_are_never_mixed(uncompiled, tmp_p
     first, second, place = uncompiled, copied(uncompiled, tmp_path), tmp_path / "current"
     manifest = (second / "manifest.json").read_bytes()
     replace(second / "manifest.json", manifest.replace(b'"step": 7', b'"step": 8'))
-    mapped = predictor_module.mapped
 
     def read_while(change):
-        def late(path, records):
+        def late(*given, **how):
             change()
-            return mapped(path, records)
+            return Weights(*given, **how)
 
         with monkeypatch.context() as patch:
-            patch.setattr(predictor_module, "mapped", late)
+            patch.setattr(predictor_module, "Weights", late)
             return Predictor(place, verify=False)
 
     def turn():

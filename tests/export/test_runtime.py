@@ -1,11 +1,13 @@
+import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshrec.export import Predictor, library_path
+from meshrec.export import Predictor, library_path, read_private_key, sign_package
 from tests.export.conftest import FEATURES
 
 SOURCE = Path(__file__).parents[2] / "csrc" / "runtime"
@@ -81,6 +83,82 @@ def test_bad_requests_and_packages_are_named(program, package, tmp_path):
     for word, other in (("torch", "torch 1.0"), ("isa", "isa NONE")):
         lines = [other if line.startswith(f"{word} ") else line for line in layout.splitlines()]
         (tmp_path / "other" / "layout.txt").write_text("\n".join(lines) + "\n")
-        said = call(program, tmp_path / "other", input="").stderr
+        said = call(program, "--no-verify", tmp_path / "other", input="").stderr
         assert "holds a program for" in said
         assert "compile the package anew: meshrec export " in said
+
+
+@pytest.fixture
+def copied(package, tmp_path):
+    return shutil.copytree(package, tmp_path / "package")
+
+
+def test_damaged_files_are_named_before_they_are_used(program, copied):
+    for name in ("layout.txt", "weights.bin", "program.pt2", "digests.txt"):
+        content = (copied / name).read_bytes()
+        place = len(content) // 2
+        for damaged in (
+            content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :],
+            content[:-1],
+            b"",
+        ):
+            (copied / name).write_bytes(damaged)
+            done = call(program, copied, input="")
+            assert (done.returncode, name in done.stderr, "again" in done.stderr) == (1, True, True)
+        (copied / name).write_bytes(content)
+        assert call(program, copied, input="").returncode == 0
+    (copied / "weights.bin").unlink()
+    os.mkfifo(copied / "weights.bin")
+    assert "cannot be read as a regular file" in call(program, copied, input="", timeout=60).stderr
+
+
+def test_signatures_are_checked(program, copied, tmp_path):
+    pytest.importorskip("cryptography", reason="needs the extra sign")
+    if "built without OpenSSL" in call(program, "--require-signature", "x", copied, input="").stderr:
+        pytest.skip("the library was built without OpenSSL")
+    from tests.export.test_signing import write_key
+
+    private, public = write_key(tmp_path, "ours")
+    _, other = write_key(tmp_path, "other")
+
+    def opened(key):
+        done = call(program, "--require-signature", key, copied, input="")
+        return done.stderr if done.returncode else "opened"
+
+    assert "is not signed, and a signature is required" in opened(public)
+    sign_package(copied, read_private_key(private))
+    assert opened(public) == "opened"
+    assert "was not made by the private key" in opened(other)
+    assert "holds no ed25519 public key" in opened(private)
+    assert "cannot be opened" in opened(tmp_path / "missing")
+    for name in ("layout.txt", "weights.bin", "program.pt2", "signature.txt"):
+        content = (copied / name).read_bytes()
+        for place in (len(content) // 2, len(content) - 2):
+            changed = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+            (copied / name).write_bytes(changed)
+            expected = (
+                "was not made by" if name == "signature.txt" else f"{name} is not the file that was signed"
+            )
+            assert expected in opened(public)
+        (copied / name).write_bytes(content)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="sees in /proc that the weights are mapped")
+@pytest.mark.parametrize("how", ["mapped", "copied"])
+def test_a_file_that_is_cut_short_does_not_end_a_program(program, copied, requests, how):
+    """The program opens the package first and then reads its standard input."""
+    request = requests(7)
+    options = [] if how == "mapped" else ["--copy-weights"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    before = Predictor(copied)(*request)
+    with subprocess.Popen([program, *options, copied], text=True, **pipes) as process:
+        while "wrapper.so (deleted)" not in (maps := Path(f"/proc/{process.pid}/maps").read_text()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert (str(copied / "weights.bin") in maps) == (how == "mapped")
+        os.truncate(copied / "weights.bin", 0)
+        scores, said = process.communicate(lines_of(*request))
+    if how == "copied":
+        assert torch.equal(torch.tensor([float(line) for line in scores.split()]), before)
+    else:
+        assert (process.returncode, "was cut short while it was in use" in said) == (1, True)

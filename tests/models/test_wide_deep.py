@@ -85,3 +85,19 @@ def check_sharded():
 
 def test_sharded_equals_unsharded(ranks):
     ranks(2).run(check_sharded)
+
+
+def test_rows_are_pulled_to_zero_by_what_the_penalty_says():
+    strengths, (dense, sparse) = [0.5, 2.0], make_batch()
+    plain, pulled = make_model(wide_scale=3.0), make_model(wide_scale=3.0, shrink=strengths)
+    for model in (plain, pulled):
+        model(dense, sparse).mean().backward()
+    rows = plain.sparse_arch(sparse)  # [B, F, D]
+    scales = torch.tensor([9.0, 1.0, 1.0, 1.0])
+    penalty = (rows.square() * torch.tensor(strengths)[:, None] * scales / 2).sum((1, 2)).mean()
+    weights = [each.weight for each in plain.sparse_arch.embedding_bag_collection.embedding_bags.values()]
+    wanted = torch.autograd.grad(penalty, weights)
+    bags = pulled.sparse_arch.embedding_bag_collection.embedding_bags.values()
+    for weight, more, found in zip(weights, wanted, bags, strict=True):
+        assert torch.allclose(found.weight.grad, weight.grad + more, atol=1e-6)
+    assert torch.equal(plain.eval()(dense, sparse), pulled.eval()(dense, sparse))

@@ -199,3 +199,22 @@ def test_sequences_take_one_hop_also_in_nodes(profile):
 def test_batch_size_must_be_positive(profile):
     with pytest.raises(ValueError, match="batch_size is 0; give the number of samples per rank"):
         CostModel([one_table()], Topology(world_size=2, hardware=profile), batch_size=0)
+
+
+def test_hashed_keys_cost_an_index(profile):
+    topology = Topology(world_size=4, local_world_size=2, hardware=profile)
+    fixed, hashed = (CostModel([one_table(index_bytes=each)], topology, batch_size=100) for each in (0, 20))
+    ids = 4 * 100 * 10
+    distinct = 1000 * -np.expm1(-ids / 1000)
+    index = ids * profile.update_id_seconds + distinct * (1e-8 + 64 / 1e10)
+    more = load(hashed) - load(fixed)
+    assert phase(more, "lookup") == pytest.approx(index)
+    assert phase(more, "ids") > 0  # keys travel as 64 bits
+    assert phase(more, "update") == 0
+    np.testing.assert_allclose(
+        load(hashed, rows=250) + load(hashed, rows=750), load(hashed) + load(hashed, rows=0)
+    )
+    table = np.array([0]), np.array([500]), np.array([64])
+    more = (hashed.rectangle_bytes(*table) - fixed.rectangle_bytes(*table)).item()
+    assert more == pytest.approx(500 * 20 + 2 * 4 * ids / 2)
+    assert one_table(index_bytes=20).num_bytes == one_table().num_bytes + 20_000

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+import meshrec
+from meshrec.ops.index import BYTES_PER_ID
 from meshrec.optim import Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from meshrec.planner.module_tables import (
     embedding_modules,
@@ -13,6 +15,7 @@ from meshrec.planner.module_tables import (
     tables_of_model,
 )
 from meshrec.planner.types import OptimizerKind, ParameterConstraints
+from meshrec.tables.hashed_keys import LFU, MinCountSketch
 
 
 class Bags(nn.Module):
@@ -99,3 +102,15 @@ def test_mistakes_are_named(model):
     twice = nn.Sequential(Bags(config("a", "f")), Bags(config("a", "f")))
     with pytest.raises(ValueError, match="tables of different modules share the name 'a'"):
         tables_of_model(twice)
+
+
+def test_hashed_keys_bring_an_index():
+    """Memory by the greatest number of rows: the index, what the policy keeps of a row, and the sketch."""
+    keys = meshrec.Hashed(max_rows=1000, evict=LFU(), admit=MinCountSketch(3, bytes=8000))
+    tables = [
+        meshrec.EmbeddingBagConfig(name="a", embedding_dim=16, feature_names=["f"], keys=keys),
+        meshrec.EmbeddingBagConfig(name="b", embedding_dim=16, feature_names=["g"], num_embeddings=1000),
+    ]
+    a, b = tables_of_model(nn.Sequential(meshrec.EmbeddingBagCollection(tables=tables)))
+    assert (a.index_bytes, b.index_bytes) == (BYTES_PER_ID + 12 + 8, 0)
+    assert a.num_bytes - b.num_bytes == 1000 * (BYTES_PER_ID + 12 + 8)

@@ -14,7 +14,7 @@ def compare_with_a_change(recipe, kind):
     before = dict(os.environ)
     changed = bool(ranks.rank)
     try:
-        versions = dict(same_start._versions())
+        versions = dict(same_start.versions())
         if changed and kind.startswith("version of "):
             versions[kind.removeprefix("version of ")] = "another"
         if changed and kind.startswith("variable "):
@@ -23,11 +23,11 @@ def compare_with_a_change(recipe, kind):
             options["rank_timeout"] = 3.0
         if changed and kind == "training.seed":
             recipe = replace(recipe, training=replace(recipe.training, seed=7))
-        real, same_start._versions = same_start._versions, lambda: versions
+        real, same_start.versions = same_start.versions, lambda: versions
         try:
             mine = describe_start(recipe, "dlrm_benchmark", options)
         finally:
-            same_start._versions = real
+            same_start.versions = real
         compare_ranks(ranks, mine, "were not started alike")
     except ValueError as error:
         return str(error)

@@ -1,9 +1,11 @@
 import json
 import re
 
+import pytest
+
 from meshrec.planner import save_plan
 from meshrec.reports.page import to_page
-from meshrec.runs.report import phase_times, report_data, write_report
+from meshrec.runs.report import phase_times, report_data, stragglers, write_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, to_json
 from tests.browser import drawn, needs_browser
 
@@ -119,3 +121,15 @@ def test_a_failed_run_says_so(tmp_path, small):
     page = drawn(f"file://{folder.report}").split("<noscript>")[0]
     assert '<span class="badge failed">failed</span>' in page
     assert "It failed after step 3: the disk is full" in page
+
+
+def test_who_was_waited_for():
+    lines = [{"kind": "train", "seconds": s, "straggler": r, "straggler_share": w} for s, r, w in WAITED]
+    assert stragglers(lines) == [
+        {"rank": 3, "share": pytest.approx(0.4)},
+        {"rank": 1, "share": pytest.approx(0.05)},
+    ]
+    assert stragglers([{"kind": "train", "seconds": 1.0}]) == []
+
+
+WAITED = [(1.0, 3, 0.4), (2.0, 1, 0.2), (4.0, 3, 0.6)]

@@ -11,8 +11,9 @@ import pytest
 
 from meshrec.cli.evaluate import main as evaluate
 from meshrec.runs import load_recipe
+from meshrec.runs.job import Job
 from meshrec.runs.source import keep_source, key_path
-from meshrec.runs.worker import Job, work
+from meshrec.runs.worker import work
 from meshrec.train import RunFolder, find_run, resolve
 from meshrec.train.run_folder import CONFIG, to_json
 

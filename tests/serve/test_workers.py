@@ -121,11 +121,14 @@ def test_workers_do_everything_together(packages, predictors, tmp_path):
         until(lambda: {ask(url, given)[0] for _ in range(8)} == {404}, log)
 
 
-def test_workers_end_when_their_parent_is_killed(packages):
+def test_workers_end_when_their_parent_is_killed_and_leave_no_files(packages, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with program(packages[0], "--workers", 3, code=-signal.SIGKILL) as (process, url, log):
         until(lambda: sum("serving v0" in line for line in log) == 3, log)
+        assert [path.name[:14] for path in tmp_path.iterdir()] == ["meshrec-serve-"]
         process.kill()
         until(lambda: not answers(url, 200), log)
+        until(lambda: not list(tmp_path.iterdir()), log)
 
 
 def test_a_signal_ends_it_after_the_last_answer(packages):

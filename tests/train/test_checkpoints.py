@@ -64,7 +64,7 @@ def stop_one_rank_and_go_on(recipe, path, step):
             os.kill(os.getpid(), signal.SIGINT)
 
     first = trainer(recipe, folder, stop=stop, observer=observer)
-    assert first._step.is_pipelined
+    assert first._steps.step.is_pipelined
     with stop.listening():
         first.run()
     assert first.stopped

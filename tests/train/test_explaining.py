@@ -14,7 +14,9 @@ from meshrec.train import DenseOptimizer, DLRMConfig, Parquet, Recipe, Training
 def recipe():
     features = Features(
         labels=(Label(column="clicked"),),
-        features=(Vocabulary(name="kind"), Vocabulary(name="noise"), Number(name="size"), Number(name="void")),
+        features=(
+            Vocabulary(name="kind"), Vocabulary(name="noise"), Number(name="size"), Number(name="void"),
+        ),
     )
     return Recipe(
         name="tiny",

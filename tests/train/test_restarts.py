@@ -12,7 +12,8 @@ import pytest
 
 from meshrec.checkpoint import CheckpointManager, read_manifest
 from meshrec.cli.train import main
-from meshrec.runs.worker import Job, work
+from meshrec.runs.job import Job
+from meshrec.runs.worker import work
 
 ROOT = Path(__file__).parents[2]
 

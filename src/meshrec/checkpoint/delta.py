@@ -30,6 +30,13 @@ class RowTracker:
 
     def __init__(self, model: DistributedModelParallel) -> None:
         self._modules = model.sharded_modules
+        for module in self._modules.values():
+            for table in module.built.routing.tables:
+                if table.mix_seed is not None:
+                    raise ValueError(
+                        f"table {table.name!r} has hashed keys, whose rows are not published in deltas yet. "
+                        "Save checkpoints for its readers instead."
+                    )
         self._tables = {path: module.tables for path, module in self._modules.items()}
         self._touched = {
             path: TouchedRows(module.tables, module.built.fused, self._now)

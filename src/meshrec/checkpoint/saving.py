@@ -141,6 +141,8 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
             process_group=axis.group,
             no_dist=axis.size == 1,
         )
+    agreed(axis, lambda: loading.fill(folder), f"loading {folder}")
+    loading.settle()
     agreed(axis, loading.finish, f"loading {folder}")
 
 

@@ -9,12 +9,14 @@ same value, because row-wise optimizers sum their statistics over all columns.
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint.agreement import REMEDY, DamagedCheckpointError
+from meshrec.checkpoint.hashed import HashedPlace, check_fits, hashed_places, load_hashed
 from meshrec.checkpoint.manifest import KINDS, RANDOM, Manifest
 from meshrec.checkpoint.random_state import random_state, set_random_state
 from meshrec.checkpoint.safetensors import METADATA
@@ -85,9 +87,13 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
 
 
 class Loading(NamedTuple):
-    """The tensors to fill in place, and the function to call afterwards."""
+    """The tensors to fill in place, and the functions to call afterwards."""
 
     tensors: dict[str, Tensor]
+    fill: Callable[[Path], None]
+    """Reads what DCP cannot: tables whose rows come and go. It takes the checkpoint's folder."""
+    settle: Callable[[], None]
+    """Tells the ranks how many rows there are now. Collective."""
     finish: Callable[[], None]
 
 
@@ -102,17 +108,20 @@ def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial:
     tensors: dict[str, Tensor] = {}
     jobs: list[Callable[[], None]] = []
     saved = _saved_names(manifest)
+    hashed = _hashed(state, manifest, saved)
     for entry, item in state.items():
         kind = _kind(item)
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
             is_part = _is_part(kind, item, state)
             own, job, held = _in_place(entry, item, kind, content, state, is_part=is_part)
-            names = saved.get(entry, set())
+            apart = hashed.names(entry)
+            own = {name: tensor for name, tensor in own.items() if name not in apart}
+            names = saved.get(entry, set()) - apart
             if partial and kind == _MODULE:
                 own, job = _common(entry, item, own, names, rank)
             _compare(entry, own, manifest, set(own) if partial else names & set(own) if is_part else names)
-            if not (partial or is_part) and _references(content) != _references(held):
+            if not (partial or is_part or apart) and _references(content) != _references(held):
                 raise DamagedCheckpointError(
                     f"the entry {entry!r} of the checkpoint puts its tensors in other places than this "
                     f"{kind} has them. {REMEDY}"
@@ -134,7 +143,52 @@ def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial:
         for job in jobs:
             job()
 
-    return Loading(tensors, finish)
+    return Loading(tensors, lambda folder: hashed.fill(folder, manifest), hashed.settle, finish)
+
+
+class _Hashed(NamedTuple):
+    """The tables with hashed keys of a state."""
+
+    places: dict[str, HashedPlace]
+    """By the prefix of their names."""
+    slots: dict[str, dict[str, str]]
+    """The names of their optimizer's state, by slot, by that prefix."""
+    apart: dict[str, set[str]]
+    """The names of all their tensors, by entry."""
+
+    def names(self, entry: str) -> set[str]:
+        """Return the names of an entry's tensors that DCP does not load."""
+        return self.apart.get(entry, set())
+
+    def fill(self, folder: Path, manifest: Manifest) -> None:
+        """Read the rows."""
+        for prefix, place in self.places.items():
+            load_hashed(place, folder, manifest, prefix, self.slots.get(prefix, {}))
+
+    def settle(self) -> None:
+        """Count the rows. Collective."""
+        for place in self.places.values():
+            place.changed()
+
+
+def _hashed(state: Mapping[str, Any], manifest: Manifest, saved: Mapping[str, set[str]]) -> _Hashed:
+    """Find the tables with hashed keys, and check that the checkpoint's rows fit them."""
+    found = _Hashed({}, {}, {})
+    for entry, item in state.items():
+        for path, place in hashed_places(item).items() if isinstance(item, nn.Module) else ():
+            prefix = f"{entry}.{path}." if path else f"{entry}."
+            check_fits(place, manifest, prefix)
+            found.places[prefix] = place
+            own = {f"{prefix}{name}" for name in place.names()}
+            found.apart.setdefault(entry, set()).update(own)
+            for other, optimizer in state.items():
+                if _kind(optimizer) == _OPTIMIZER:
+                    present = _keyed(optimizer, state).state_dict()["state"].get(f"{path}.weight", {})
+                    start = f"{other}.state.{path}.weight."
+                    slots = {slot: start + slot for slot, v in present.items() if isinstance(v, Tensor)}
+                    found.slots.setdefault(prefix, {}).update(slots)
+                    found.apart.setdefault(other, set()).update(slots.values())
+    return found
 
 
 def _kind(item: Any) -> str:
@@ -207,12 +261,16 @@ def _in_place(
         target.create_state([n for n in content["state"] if n in target.params and n not in present])
     own: dict[str, Tensor] = {}
     held = encode(dict(target.state_dict()), entry, own)
+    has_hashed = isinstance(target, nn.Module) and bool(hashed_places(target))
 
     def finish() -> None:
-        if is_part and kind == _MODULE:
+        if (is_part or has_hashed) and kind == _MODULE:
             target.load_state_dict(target.state_dict())  # filled in place; for what else the module does
-        else:
-            target.load_state_dict(decode(content, own.__getitem__))
+            return
+        now = dict(own)
+        if kind == _OPTIMIZER:
+            encode(dict(target.state_dict()), entry, now)  # that of tables whose rows come and go is new
+        target.load_state_dict(decode(content, now.__getitem__))
 
     return own, finish, held
 

@@ -33,6 +33,8 @@ COMMANDS = {
     "serve": Command("meshrec.cli.serve", "Answer requests over HTTP with exported models."),
     "delta": Command("meshrec.cli.delta", "Verify the deltas that training publishes for servers."),
     "plan": Command("meshrec.cli.plan", "Plan where tables go; explain and compare plans."),
+    "launch": Command("meshrec.cli.launch", "Start a run on Slurm; print manifests for Kubernetes."),
+    "doctor": Command("meshrec.cli.doctor", "Examine the hosts before training; a remedy for each finding."),
     "calibrate": Command("meshrec.cli.calibrate", "Measure this machine for the planner."),
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -115,7 +115,22 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
     with _REGISTRY, on_parse_error(refuse):
         found = tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)
     _check_words(found, program)
+    _check_lists(found, arguments, program)
     return found
+
+
+def _check_lists(found: Any, arguments: Sequence[str], program: str) -> None:
+    """Raise UsageError if an option that takes a list of words is given none."""
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=False):
+        if not _is_option(word) or "=" in word or not after.startswith("--"):
+            continue
+        path = _plain(word).lstrip("-").replace("-", "_").split(".")
+        for start in (found, getattr(found, "options", None)):
+            value = start
+            for name in path:
+                value = getattr(value, name, None)
+            if value == ():
+                raise UsageError(f"{program.removeprefix('meshrec ')}: {_plain(word)} needs a value.")
 
 
 def _check_words(found: Any, program: str) -> None:
@@ -241,6 +256,10 @@ def _refused(event: Any) -> str:
     return f"{title}: {message}"
 
 
+_MOST_OF_SECTION = 6
+"""Options of a section that are listed for a word that is near none of them."""
+
+
 def _unknown(option: str, command: str, names: Sequence[str], more: str) -> str:
     """Suggest the option with the nearest name: ``--training.epochs`` for ``--epochs``."""
     word = _plain(option)
@@ -251,4 +270,9 @@ def _unknown(option: str, command: str, names: Sequence[str], more: str) -> str:
     found = nearest(word, names) if "." in word else None
     near = [found] if found is not None else ends.get(tail) or ends.get(nearest(tail, ends) or "", [])
     guess = f" Did you mean {' or '.join(near[:3])}?" if near else ""
+    section = (
+        [name for name in names if name.startswith(f"{word.rpartition('.')[0]}.")] if "." in word else []
+    )
+    if found is None and 0 < len(section) <= _MOST_OF_SECTION:
+        guess = f" Did you mean one of {', '.join(section)}?"
     return f"{command}: there is no option {option.partition('=')[0]}.{guess} {more}"

@@ -142,13 +142,6 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     source = "Csv" if expand_tables(options.data)[1] else "Parquet"
     features = proposal.features
     kinds = sorted({type(each).__name__ for each in features.features} | {"Features", "Label"})
-    lines = []
-    for choice in proposal.choices:
-        if not choice.features:
-            lines.append(f"        # {_in_a_line(choice.column)}: {choice.role}: {choice.reason}")
-        for number, feature in enumerate(choice.features):
-            lines += [] if number else [f"        # {choice.reason}"]
-            lines.append(f"        {_call(feature)},")
     labels = ", ".join(map(_call, features.labels)) + ("," if len(features.labels) == 1 else "")
     loss, names = _loss(features.labels)
     # The tables begin near zero and need many updates: few rows take small batches.
@@ -162,7 +155,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", "WideDeepConfig", source, *names}
     imports = ", ".join(sorted(used, key=str.lower))
     warnings = "".join(f"# Look at this: {each}.\n" for each in proposal.warnings)
-    columns = "\n".join(lines)
+    columns = "\n".join(_column_lines(proposal))
     return f'''"""Recipe that `meshrec inspect` proposed for {num_rows:,} rows: change what you know better.
 
 Train it: meshrec train {options.out}:recipe
@@ -197,6 +190,17 @@ def recipe() -> Recipe:
         training=Training(batch_size={batch}, epochs=4, evaluate_every={every}, patience=8),
     )
 '''
+
+
+def _column_lines(proposal: "Proposal") -> list[str]:
+    lines = []
+    for choice in proposal.choices:
+        if not choice.features:
+            lines.append(f"        # {_in_a_line(choice.column)}: {choice.role}: {choice.reason}")
+        for number, feature in enumerate(choice.features):
+            lines += [] if number else [f"        # {choice.reason}"]
+            lines.append(f"        {_call(feature)},")
+    return lines
 
 
 def _loss(labels: "Sequence[Label]") -> tuple[str, list[str]]:

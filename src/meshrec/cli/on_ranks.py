@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from meshrec.comms.leaving import leave_process_group
-from meshrec.runs.worker import RUN_VARIABLE
+from meshrec.runs.job import RUN_VARIABLE
 from meshrec.train.launch import launch
 from meshrec.train.ranks import Ranks, choose_device, join, launched
 from meshrec.train.run_folder import RunFolder

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
-from meshrec.comms.wire import WireFormats
+from meshrec.comms.wire import TableWires
 from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.plan.text import read_json
@@ -21,6 +21,7 @@ from meshrec.planner import PlannedShardingPlan, Topology, get_profile, load_pla
 from meshrec.planner.optimize import DEFAULT_EFFORT
 from meshrec.planner.plan_file import load_task
 from meshrec.planner.search import Effort
+from meshrec.planner.wire_choice import AUTO, WireBound, choose_wires
 from meshrec.reports.measured import PHASES_FILE, compare, compare_pipelined, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import diff, make_report, what_if
@@ -58,9 +59,15 @@ class PlanOptions:
     memory_gib: float | None = None
     """Memory per rank in GiB; if none, the profile's."""
     wire: str | None = None
-    """Format of embeddings and gradients on the network: fp32, fp16, bf16, or two formats such as fp16/bf16,
-    embeddings first; if none, the recipe's or the task file's, or fp32.
+    """Format of embeddings and gradients on the network: fp32, fp16, bf16, int8, int4, two formats such as
+    int8/bf16, embeddings first, or auto; if none, the recipe's or the task file's, or fp32.
     """
+    wire_auc_loss: float | None = None
+    """For --wire auto: AUC that the formats may cost, by MeshRec's measurements; if none, 0.0005, or no
+    limit with --wire-error.
+    """
+    wire_error: float | None = None
+    """For --wire auto: largest error of a value over its row's largest value."""
     time_limit: float = 30.0
     """Seconds after which the search stops and returns its best plan."""
     max_work: float | None = None
@@ -159,8 +166,12 @@ def _check(options: PlanOptions) -> None:
         value = getattr(options, name)
         if value is not None and not value >= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must not be negative.")
-    if options.wire is not None:
-        WireFormats.parse(options.wire)
+    if options.wire is not None and options.wire != AUTO:
+        TableWires.parse(options.wire)
+    if (options.wire_auc_loss, options.wire_error) != (None, None):
+        if options.wire != AUTO:
+            raise ValueError("--wire-auc-loss and --wire-error bound the choice of --wire auto; add it.")
+        _wire_bound(options)
     check_output(options.out)
     check_output(options.html)
 
@@ -217,9 +228,12 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         ddr_cap=memory,
     )
     tables = task.tables
-    if options.wire is not None:
-        wire = WireFormats.parse(options.wire)
-        tables = tuple(replace(table, wire=wire) for table in tables)
+    if options.wire == AUTO:
+        batch = options.batch_size or task.batch_size(ranks)
+        tables = tuple(choose_wires(tables, topology, batch_size=batch, bound=_wire_bound(options)))
+    elif options.wire is not None:
+        wires = TableWires.parse(options.wire)
+        tables = tuple(replace(table, wire=wires.of(table.name)) for table in tables)
     return plan_tables(
         tables,
         replace(topology, local_world_size=topology.local_size),
@@ -236,6 +250,9 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
     memory = placement.memory_gib if options.memory_gib is None else options.memory_gib
     wire = placement.wire if options.wire is None else options.wire
     placement = replace(placement, hardware=hardware, memory_gib=memory, wire=wire)
+    if options.wire == AUTO:
+        bound = _wire_bound(options)
+        placement = replace(placement, wire_auc_loss=bound.auc_loss, wire_error=bound.error)
     recipe = replace(recipe, training=training, placement=placement)
     recipe.check(ranks)
     dataset = recipe.data.load()
@@ -268,6 +285,12 @@ def _print_layouts(source: Path, options: PlanOptions) -> None:
         gain = found[1].seconds / found[0].seconds - 1.0
         first, second = found[0].name, found[1].name
         print(f"{first} wins, {gain:.0%} before {second} (measured here; links of {profile.name}).")
+
+
+def _wire_bound(options: PlanOptions) -> WireBound:
+    if (options.wire_auc_loss, options.wire_error) == (None, None):
+        return WireBound()
+    return WireBound(auc_loss=options.wire_auc_loss, error=options.wire_error)
 
 
 def _effort(options: PlanOptions, max_work: float) -> Effort:

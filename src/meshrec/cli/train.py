@@ -9,32 +9,29 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.cli.arguments import HELP, UsageError
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.screen import make_screen
 from meshrec.data.faults import needs
+from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
+from meshrec.runs.job import BEGAN_VARIABLE, RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.runs.saved_recipe import changes, load_recipe
-from meshrec.runs.worker import (
-    BEGAN_VARIABLE,
-    RUN_VARIABLE,
-    Job,
-    commands,
-    record_failure,
-    work,
-)
+from meshrec.runs.worker import GOES_ON, commands, record_failure, work
 from meshrec.train.launch import RANK_TIMEOUT, launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
+from meshrec.train.stored_run import download_run
 from meshrec.train.trackers import find_trackers
 from meshrec.train.yaml_recipes import SUFFIXES
 
@@ -48,7 +45,7 @@ class TrainOptions:
 
     `meshrec train --resume --name RUN` continues a run; options given then are changes to it.
 
-    Several nodes: torchrun ... -m meshrec train RECIPE.
+    Several hosts: torchrun ... -m meshrec train RECIPE, or `meshrec launch`.
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
@@ -59,6 +56,12 @@ class TrainOptions:
     """Name of the run; if none, the recipe's name with the next free number."""
     runs: Path = RUNS
     """Folder of all run folders."""
+    out: str | None = None
+    """Storage of the run that all hosts reach: a mounted folder, which takes the place of --runs, or the
+    address of an object store for the checkpoints, such as s3://bucket/runs.
+    """
+    no_checkpoints: bool = False
+    """Save no checkpoint, not even at the end: for tries on hosts that share no storage."""
     device: str | None = None
     """cpu or cuda; if none, cuda where torch sees a GPU."""
     resume: bool = False
@@ -80,12 +83,19 @@ class TrainOptions:
     track: str = ""
     """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
     max_restarts: int = 0
-    """How often to restart all ranks when one fails."""
+    """Number of times that all ranks are restarted when one fails."""
+    on: Literal["ray"] | None = None
+    """Train on a cluster of Ray instead of this machine; its address is in RAY_ADDRESS."""
+    num_workers: int = 1
+    """With --on ray: number of workers, which are the ranks."""
+    min_workers: int | None = None
+    """With --on ray: smallest number of workers to go on with while others are missing; if none, all."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds to wait for a rank that does not answer during training."""
 
 
 HELP_ALL = "--help-all"
+_GOES_ON_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 _SUMMARY = "Train this recipe; its run folder holds everything to look at."
 
 
@@ -121,7 +131,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         recipe=recipe,
         source=asked.source,
         name=options.name if resumed is None else resumed.path.name,
-        runs=options.runs,
+        runs=_runs(options),
         device=options.device,
         resume=options.resume,
         changes=[] if resumed is None else changes(asked.recipe, recipe),
@@ -129,6 +139,8 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         baselines=options.baselines,
         track=options.track,
         rank_timeout=options.rank_timeout,
+        keep=not options.no_checkpoints,
+        store=options.out if options.out is not None and is_address(options.out) else None,
     )
     if resumed is not None and _is_over(resumed, job):
         if os.environ.get("RANK", "0") == "0":
@@ -137,19 +149,17 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         return 0
     if launched():
         return _as_rank(job, quiet=options.quiet)
-    nproc = options.nproc
-    if nproc is None:
-        nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
-    if nproc < 1:
-        raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
-    if options.rank_timeout <= 0:
-        raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
+    if options.on == "ray":
+        from meshrec.cli.on_ray import train_on_ray
+
+        return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
+    nproc = _num_ranks(options, resumed)
     recipe.check(nproc)
     find_trackers(options.track)
     if options.baselines:
         needs("scipy.optimize", "train")  # fail now, not at the end of the run
     device = choose_device(options.device)
-    folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, options.runs))
+    folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs(options)))
     if nproc == 1 and options.max_restarts == 0:
         job = dataclasses.replace(job, folder=folder)
         return _code(work(job, make_screen(quiet=options.quiet)))
@@ -166,6 +176,28 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if ended.error is not None:
         return _tell_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
+
+
+def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
+    """Return the number of ranks to start: as asked, as before, or 1."""
+    nproc = options.nproc
+    if nproc is None:
+        nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
+    if nproc < 1:
+        raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
+    if options.rank_timeout <= 0:
+        raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
+    return nproc
+
+
+def _runs(options: TrainOptions) -> Path:
+    if options.out is None or is_address(options.out):
+        return options.runs
+    if options.runs != RUNS:
+        raise ValueError(
+            f"--out {options.out} and --runs {options.runs} both name the place of runs; give one."
+        )
+    return Path(options.out)
 
 
 def _is_over(run: RunFolder, job: Job) -> bool:
@@ -218,7 +250,11 @@ def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked
     if "--resume" not in rest:
         assert source is not None
         return _Asked(source, resolve(source), rest, None)
-    name, runs = _value(rest, "--name"), Path(_value(rest, "--runs") or RUNS)
+    name, out = _value(rest, "--name"), _value(rest, "--out")
+    is_store = out is not None and is_address(out)
+    runs = Path((None if is_store else out) or _value(rest, "--runs") or RUNS)
+    if is_store and out is not None and name is not None:
+        download_run(name, runs, ObjectStore(out))
     made = os.environ.get(RUN_VARIABLE)
     if made:
         folder = RunFolder(Path(made))
@@ -254,6 +290,8 @@ def _as_rank(job: Job, *, quiet: bool) -> int:
 
 
 def _code(summary: dict[str, Any]) -> int:
+    if summary.get(GOES_ON):
+        return _GOES_ON_CODE
     return 1 if summary["state"] == "failed" else 0
 
 

@@ -45,6 +45,7 @@ from meshrec.comms.host_link import Reading, links
 from meshrec.comms.joining import store_host
 from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import recorders
+from meshrec.comms.waiting import blocked
 
 _ANSWER_SECONDS = 3.0
 _GLOO = "gloo/transport"
@@ -75,7 +76,8 @@ class InFlight:
         if self.work is not None:
             work, self.work = self.work, None
             try:
-                work.wait()
+                with blocked():
+                    work.wait()
             except RuntimeError as error:
                 if not _has_failed(work):
                     raise
@@ -95,7 +97,8 @@ class InFlight:
             return make(self.wait(), 0, 0)
         work, self.work = self.work, None
         try:
-            work.wait(make)
+            with blocked():
+                work.wait(make)
         except RuntimeError as error:
             if not _has_failed(work):
                 raise
@@ -206,10 +209,12 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
     try:
         if goes_through_cpu(tensor, axis.group):
             copied = tensor.cpu()
-            dist.all_reduce(copied, group=axis.group)
+            with blocked():
+                dist.all_reduce(copied, group=axis.group)
             tensor.copy_(copied)
         else:
-            dist.all_reduce(tensor, group=axis.group)
+            with blocked():
+                dist.all_reduce(tensor, group=axis.group)
     except RuntimeError as error:
         raise _explained(error, name, axis.group) from error
 

@@ -1,8 +1,9 @@
 """Averages the gradients of dense parameters: a communication hook of DDP.
 
-It lets CPU ranks of one host read each other's memory, where DistributedDataParallel has gloo send through
-sockets, see ``host_link``; and it may finish after the backward pass, when a pipeline has started the next
-lookup.
+Each rank averages a part of the elements, in the order of ranks, and sends its means to all. So the bits
+depend neither on where ranks run nor on whether they read each other's memory (``host_link``); gloo's
+all-reduce adds in another order. The hook may finish after the backward pass, when a pipeline has started
+the next lookup.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from meshrec.comms.collectives import InFlight
+from meshrec.comms.collectives import InFlight, Splits, all_to_all
 from meshrec.comms.host_link import HostLink, links, open_link
 from meshrec.comms.mesh import Axis
 
@@ -24,9 +25,7 @@ _NAME = "gradients of dense parameters"
 
 
 class _Bucket(NamedTuple):
-    """One bucket under way. ``parts``: of all ranks, the elements whose mean this rank takes; without a
-    link the sum of all, which the buffer takes up.
-    """
+    """One bucket under way. ``parts``: of all ranks, the elements whose mean this rank takes."""
 
     buffer: Tensor
     parts: InFlight
@@ -38,10 +37,12 @@ class DenseGradients:
 
     Attributes:
         is_late: see ``late``.
+        adds_in_order: whether gradients are added in the order of ranks. NCCL adds them itself.
     """
 
-    def __init__(self, link: HostLink | None, axis: Axis) -> None:
+    def __init__(self, link: HostLink | None, axis: Axis, *, adds_in_order: bool = True) -> None:
         self._link, self._axis = link, axis
+        self.adds_in_order = adds_in_order
         self._under_way: list[_Bucket] = []
         self.is_late = False
 
@@ -58,17 +59,9 @@ class DenseGradients:
             return None
         on_cpu = device is None or device.type == "cpu"
         if not on_cpu or links[group] is None:
-            return cls(None, axis)
+            return cls(None, axis, adds_in_order=on_cpu)
         # One of its own: buckets and exchanges of tables may take turns differently on each rank.
         return cls(open_link(group), axis)
-
-    @property
-    def has_link(self) -> bool:
-        """Whether the ranks read each other's memory.
-
-        If not, this hook is only worth its while for late means: DistributedDataParallel alone is as fast.
-        """
-        return self._link is not None
 
     @contextmanager
     def late(self) -> Iterator[None]:
@@ -85,15 +78,17 @@ class DenseGradients:
     def start(self, buffer: Tensor) -> Future[Tensor]:
         """Offer this rank's gradients to the others."""
         future: Future[Tensor] = Future()
-        if self._link is None:
+        sizes = self._sizes(buffer)
+        own = [sizes[self._axis.rank]] * self._axis.size
+        if not self.adds_in_order:
             # What DistributedDataParallel does without a hook, in its order.
             buffer.mul_(1 / self._axis.size)
             work = dist.all_reduce(buffer, group=self._axis.group, async_op=True)
             parts = self._in_flight(buffer, work)
+        elif self._link is None:
+            parts = all_to_all(buffer, Splits(sizes, own), self._axis, _NAME)
         else:
-            sizes = self._sizes(buffer)
-            received = buffer.new_empty(sizes[self._axis.rank] * self._axis.size)
-            own = [sizes[self._axis.rank]] * self._axis.size
+            received = buffer.new_empty(sum(own))
             reading = self._link.start(buffer, sizes, received, own, same=False)
             parts = self._in_flight(received, reading)
         self._under_way.append(_Bucket(buffer, parts, future))
@@ -108,21 +103,25 @@ class DenseGradients:
             CollectiveError: when a rank does not answer.
         """
         under_way, self._under_way = self._under_way, []
-        link = self._link
-        means = [bucket.parts if link is None else self._means(link, bucket) for bucket in under_way]
+        means = [self._means(bucket) if self.adds_in_order else bucket.parts for bucket in under_way]
         for bucket, in_flight in zip(under_way, means, strict=True):
             mean = in_flight.wait()
+            if mean.data_ptr() != bucket.buffer.data_ptr():
+                bucket.buffer.copy_(mean)
+                mean = bucket.buffer
             if not bucket.future.done():
                 bucket.future.set_result(mean)
 
-    def _means(self, link: HostLink, bucket: _Bucket) -> InFlight:
+    def _means(self, bucket: _Bucket) -> InFlight:
         terms = bucket.parts.wait().view(self._axis.size, -1)
         mean = terms[0] / self._axis.size
         for term in terms[1:]:
             mean.add_(term, alpha=1 / self._axis.size)
         sizes = [mean.numel()] * self._axis.size
+        if self._link is None:
+            return all_to_all(mean, Splits(sizes, self._sizes(bucket.buffer)), self._axis, _NAME, same=True)
         # Of this rank's buffer everybody has read what is now overwritten: it is in their means.
-        reading = link.start(mean, sizes, bucket.buffer, self._sizes(bucket.buffer), same=True)
+        reading = self._link.start(mean, sizes, bucket.buffer, self._sizes(bucket.buffer), same=True)
         return self._in_flight(bucket.buffer, reading)
 
     def _sizes(self, buffer: Tensor) -> list[int]:

@@ -3,7 +3,9 @@
 Gloo sends messages through TCP sockets even on one host. A link replaces its collectives for a process group
 whose ranks all run on one Linux host and may read each other's memory. The ranks find that out together at
 the group's first collective; if there can be no link, one log line says why. Results are the same bits. The
-environment variable ``MESHREC_HOST_LINK=0``, on any rank, switches links off.
+environment variable ``MESHREC_HOST_LINK=0``, on any rank, switches links off. ``MESHREC_HOST=NAME`` gives a
+rank's host a name: ranks with other names count as on other hosts, for trials of several nodes on one
+machine.
 
 [Note: why ranks may read each other's memory]
 
@@ -45,6 +47,7 @@ from meshrec.ops.library import c_entry_points
 
 _logger = logging.getLogger("meshrec")
 _SWITCH = "MESHREC_HOST_LINK"
+_HOST_NAME = "MESHREC_HOST"
 _FAILED, _NOT_YET = -1, -2
 _PEER_LOST = "the memory of a peer could not be read"  # the first words of the error of csrc/dist/gather.cpp
 _LEAVING_SECONDS = 5.0
@@ -64,7 +67,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _Refused(OSError):
-    """The reason for which there is no link; a log line tells it, and gloo serves."""
+    """The reason why there is not a link. A log line names it, and gloo is used instead."""
 
 
 class Address(NamedTuple):
@@ -275,7 +278,7 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
     if type(group) is not dist.ProcessGroup:  # such as a slow one for tests: its own collectives are meant
         return None
     backend: Any = group._get_backend(torch.device("cpu"))
-    link = _joined(group, backend) if backend.name() == "gloo" else None
+    link = link_or_reason(group)[0] if backend.name() == "gloo" else None
     if link is not None:
         _open_links.add(link)
         # At the end of the group, or of the process.
@@ -283,8 +286,11 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
     return link
 
 
-def _joined(group: dist.ProcessGroup, backend: Any) -> HostLink | None:
-    """Join the ranks by a link, on all of them or on none."""
+def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
+    """Join the ranks of a gloo group by a link, on all of them or on none; else return why not.
+    Collective.
+    """
+    backend: Any = group._get_backend(torch.device("cpu"))
     link, refusal = None, ""
     try:
         if os.environ.get(_SWITCH) == "0":
@@ -301,17 +307,18 @@ def _joined(group: dist.ProcessGroup, backend: Any) -> HostLink | None:
             refusal = str(error)
         (refusals,) = _gathered(group, (refusal,))
         if not any(refusals):
-            return link
+            return link, ""
     if link is not None:
         link.close()
+    reason = ", ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why)
     if group.rank() == 0 and is_one_host:
         _logger.warning(
             "the %d ranks of a process group are on one host but send messages through gloo's sockets, which "
             "is slower than reading each other's memory (%s)",
             group.size(),
-            ", ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why),
+            reason,
         )
-    return None
+    return None, reason if is_one_host else "they are on several hosts"
 
 
 def _gathered(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -323,6 +330,8 @@ def _gathered(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any
 
 def _host() -> str:
     """Return a text that all processes of one host share; empty on systems other than Linux."""
+    if named := os.environ.get(_HOST_NAME):
+        return named
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text() if path.exists() else ""
 

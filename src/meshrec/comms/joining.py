@@ -9,12 +9,18 @@ there, and torch unpickles objects that come through them: whoever reaches them 
 - Another launcher, such as torchrun, names an address. If rank 0 is to host the store, the store listens at
   that address only; torch alone would listen on every interface.
 - If all ranks are on one machine, their sockets listen on its loopback interface.
+- On several machines, gloo would listen where the machine's name leads, which is often its loopback
+  interface. Unless GLOO_SOCKET_IFNAME names an interface, ranks take the one that leads to MASTER_ADDR.
 """
 
+import contextlib
+import fcntl
 import ipaddress
 import logging
 import os
 import socket
+import struct
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,7 @@ STORE_VARIABLE = "MESHREC_STORE"
 """Names the private folder in which the ranks that our launcher starts keep their store."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 _LOOPBACK_NAMES = ("lo", "lo0")
 
 
@@ -40,6 +47,11 @@ def form_group(backend: str, timeout: timedelta) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if is_one_machine():
         _listen_on_loopback()
+    elif _INTERFACE_VARIABLES[0] not in os.environ:
+        name = interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        if name is not None:
+            _logger.info("this rank listens on %s, which leads to %s", name, os.environ["MASTER_ADDR"])
+            os.environ[_INTERFACE_VARIABLES[0]] = name
     store = _store(rank, size, timeout)
     if store is None:
         dist.init_process_group(backend, timeout=timeout)
@@ -84,6 +96,21 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
     return TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=descriptor)
 
 
+def host_store(host: str, port: int) -> TCPStore:
+    """Host a store at an address of this machine alone, for the launchers of an elastic run.
+
+    Raises:
+        ValueError: this machine does not have the address, or the port is taken.
+    """
+    listening = _listening(host, port)
+    if listening is None:
+        raise ValueError(
+            f"this machine cannot listen at {host}:{port}. Give one of its addresses, and a free port."
+        )
+    port = listening.getsockname()[1]
+    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 def _listening(host: str, port: int) -> socket.socket | None:
     """Listen at the address of ``host`` alone; warn and return None if this machine does not have it."""
     refusals = []
@@ -117,6 +144,34 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[A
             "address of the machine of rank 0."
         ) from error
     return [(family, address) for family, _, _, _, address in found]
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """Return the network interface from which this machine reaches a host; None if that cannot be told.
+
+    Nothing is sent. For an address of this machine, it is the interface that has the address.
+    """
+    for family, address in _addresses(host, port):
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            try:
+                asking.connect(address)
+            except OSError:
+                continue
+            own = asking.getsockname()[0]
+        if not ipaddress.ip_address(own).is_loopback and (name := interfaces().get(own)) is not None:
+            return name
+    return None
+
+
+def interfaces() -> dict[str, str]:
+    """Return the network interfaces of this machine by their IPv4 addresses; on Linux only."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return found
 
 
 def _listen_on_loopback() -> None:

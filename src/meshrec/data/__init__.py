@@ -12,6 +12,7 @@ from meshrec.data.dataset import (
     embedding_bag_configs,
     locate,
 )
+from meshrec.data.drifting import drifting_clicks
 from meshrec.data.faults import DataError
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.movielens import movielens
@@ -39,6 +40,7 @@ __all__ = [
     "StreamReader",
     "criteo",
     "criteo_reader",
+    "drifting_clicks",
     "embedding_bag_configs",
     "locate",
     "movielens",

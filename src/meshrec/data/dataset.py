@@ -12,6 +12,7 @@ from torch import Tensor
 from meshrec.data.batch import Batch
 from meshrec.modules import EmbeddingBagConfig, PoolingType
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.tables.hashed_keys import Hashed
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -27,6 +28,8 @@ class Feature:
         sequence: whether the IDs are ordered, oldest first.
         table: name of the table. Features that name the same table share its rows. None: a table named like
             the feature.
+        keys: those of a table with hashed keys: any int64 is an ID, and ``num_embeddings`` is the number of
+            rows that there may be. None: IDs are rows.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Feature:
     average_length: float = 1.0
     sequence: bool = False
     table: str | None = None
+    keys: Hashed | None = None
 
 
 class Position(NamedTuple):
@@ -172,7 +176,7 @@ def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> li
     """Return the tables for ``features``; see `Dataset.tables`.
 
     Raises:
-        ValueError: features of one table differ in ``num_embeddings``.
+        ValueError: features of one table differ in ``num_embeddings`` or ``keys``.
     """
     groups: dict[str, list[Feature]] = {}
     for feature in features:
@@ -184,9 +188,15 @@ def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> li
                 f"table {name!r}: its features {[feature.name for feature in group]} have different "
                 f"num_embeddings {sizes}. Give them one size, or tables of their own."
             )
+        if any(feature.keys != group[0].keys for feature in group):
+            raise ValueError(
+                f"table {name!r}: its features {[feature.name for feature in group]} have different keys. "
+                "Give them the same, or tables of their own."
+            )
     return [
         EmbeddingBagConfig(
             name=name,
+            keys=group[0].keys,
             num_embeddings=group[0].num_embeddings,
             embedding_dim=embedding_dim,
             feature_names=[feature.name for feature in group],

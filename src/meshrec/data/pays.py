@@ -97,7 +97,8 @@ def _line_step(line: Vector, labels: Vector, logits: Vector, fits: npt.NDArray[n
     columns = np.stack([np.ones_like(line), line])
     slope = columns[:, fits] @ (labels - chance)[fits]
     curvature = (columns[:, fits] * (chance * (1 - chance))[fits]) @ columns[:, fits].T
-    step: Vector = np.linalg.solve(curvature + 1e-3 * np.eye(2), slope) @ columns
+    weights = np.linalg.solve(curvature + 1e-3 * np.eye(2), slope)
+    step: Vector = (weights @ columns).astype(np.float64)
     return step
 
 

@@ -1,4 +1,4 @@
-"""From a look at data to a proposal: what to make of each column, and why."""
+"""The proposal of features for each column of a data set, with reasons."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,8 +10,8 @@ from meshrec.data.features import (
     ColumnFeature,
     DatePart,
     Features,
-    Hashed,
     IdFeature,
+    Key,
     Label,
     Number,
     Vocabulary,
@@ -22,6 +22,7 @@ from meshrec.data.profile import Column, Profile
 from meshrec.data.propose_label import Task, label_of
 from meshrec.data.propose_more import ColumnChoice, with_what_pays
 from meshrec.modules import can_name_table
+from meshrec.ops.index import BYTES_PER_ID
 
 LEAK = 0.99
 """Columns that tell the label this well by themselves are taken for the label in other words."""
@@ -46,7 +47,7 @@ class Proposal(NamedTuple):
 def propose(
     profile: Profile, *, label: str, time: str | None, task: Task | None = None, query: str | None = None
 ) -> Proposal:
-    """What to make of each column.
+    """Propose the role and the features of each column.
 
     Args:
         profile: what the columns hold.
@@ -56,7 +57,7 @@ def propose(
         query: the column within whose values rows are ranked; None: there is none.
 
     Raises:
-        ValueError: the label or the time is no column, or cannot be one; or nothing is left to learn from.
+        ValueError: there is no such label or time, or its type does not fit; or no other column is left.
     """
     for role, name in (("label", label), ("time", time), ("query", query)):
         if name is not None and name not in profile.columns:
@@ -64,6 +65,11 @@ def propose(
                 f"--{role} {name}: there is no such column; there are {list(profile.columns)}."
                 f"{did_you_mean(name, profile.columns)}"
             )
+    if query is not None and task not in (None, "number"):
+        raise ValueError(
+            f"--task {task} with --query {query}: rows are ranked by the label, a number. Leave --task "
+            "out, or --query."
+        )
     chosen_label, why = label_of(profile, label, "number" if query is not None else task)
     choices = [ColumnChoice(label, "label", why)]
     for name, column in profile.columns.items():
@@ -152,7 +158,7 @@ def _time(column: Column) -> ColumnChoice:
 
 
 def _unit(column: Column) -> str | None:
-    """Of times that are numbers: what counts since 1970; None where they are no such times."""
+    """Return the unit of a column of times since 1970; None if the column does not look like times."""
     if column.kind == "time":
         return "s"
     middle = column.quantiles[3] if column.quantiles else 0
@@ -265,9 +271,10 @@ def _ids(column: Column) -> ColumnChoice:
     why = f"{distinct:,} values, each in {each:,.{0 if each >= 10 else 1}f} rows"
     why += f", {column.missing:.1%} missing" if column.num_missing else ""
     if distinct > _LARGE_VOCABULARY:
-        rows = min(2 * distinct, _LARGEST_TABLE)
-        feature: ColumnFeature = Hashed(name=name, num_embeddings=rows)
-        return ColumnChoice(name, "id", f"{why}: hashed", (feature,), rows)
+        rows = min(distinct, _LARGEST_TABLE)
+        feature: ColumnFeature = Key(name=name, max_rows=rows, min_count=2)
+        why += f": keys with rows of their own from the second read on, {_cost(rows)}"
+        return ColumnChoice(name, "id", why, (feature,), rows)
     features: list[ColumnFeature] = [Vocabulary(name=name, min_count=3 if distinct > _FEW_VALUES else 1)]
     if column.kind == "integer" and distinct > _FEW_VALUES and not _named_like_an_id(name):
         missing = column.quantiles[3] if column.num_missing else None
@@ -276,6 +283,14 @@ def _ids(column: Column) -> ColumnChoice:
         )
         why += "; as a number too, if its size means something"
     return ColumnChoice(name, "id", why, tuple(features), distinct + 2)
+
+
+def _cost(rows: int) -> str:
+    """Say how much memory a table with hashed keys takes, as the proposed recipe trains it."""
+    width, adam, last = 16, 3, 4  # weights and two moments; what LRU keeps of a row
+    row = 4 * width * adam + last
+    index = f"of which {rows * BYTES_PER_ID / 2**20:,.0f} MiB find them"
+    return f"{rows * (row + BYTES_PER_ID) / 2**20:,.0f} MiB with Adam at width {width}, {index}"
 
 
 def _list(column: Column) -> ColumnChoice:
@@ -295,7 +310,7 @@ def _list(column: Column) -> ColumnChoice:
 
 
 def as_json(profile: Profile, proposal: Proposal) -> dict[str, Any]:
-    """For the page."""
+    """Return the profile and the proposal as JSON types, for the report page."""
     chosen = {choice.column: choice for choice in proposal.choices}
     return {
         "rows": profile.num_rows,

@@ -7,7 +7,7 @@ at any time, on any rank, and nothing is stored.
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,7 @@ class ClickSource(Source):
         exponent: exponent of Zipf's law.
         seed, split: seed of the samples, and which part of the data they are.
         teacher: the teacher that decides the clicks.
+        drift: how IDs become raw ones that change over time, and those rows of tables; None: they stay.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ClickSource(Source):
         seed: int,
         split: int,
         teacher: Teacher,
+        drift: "Drift | None" = None,
     ) -> None:
         self._num_samples = num_samples
         self._num_embeddings = list(num_embeddings)
@@ -103,6 +105,7 @@ class ClickSource(Source):
         self._exponent = exponent
         self._seed, self._split = seed, split
         self._teacher = teacher
+        self._drift = drift
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -116,7 +119,7 @@ class ClickSource(Source):
 
     @property
     def files(self) -> Sequence[RowsOfFile]:
-        """One name to count rows by; there is no such file."""
+        """A single name that rows are counted by; there is not a file of that name."""
         return [RowsOfFile("synthetic_clicks", 0, self._num_samples)]
 
     @property
@@ -144,10 +147,25 @@ class ClickSource(Source):
         dense = rng.standard_normal((num, self._num_dense), dtype=np.float32)
         shape = (num, self._ids_per_feature)
         ids = [zipf(rng.random(shape), rows, self._exponent) for rows in self._num_embeddings]
+        if self._drift is not None:
+            times = np.arange(num) + block * _BLOCK
+            ids = [self._drift.raw(each, key, times) for key, each in enumerate(ids)]
         probabilities = self._teacher.probabilities(dense, ids)
         labels = (rng.random(num) < probabilities).astype(np.float32)
+        if self._drift is not None:
+            ids = [self._drift.rows(each, key) for key, each in enumerate(ids)]
         offsets = np.arange(num + 1, dtype=np.int64) * self._ids_per_feature
         return Samples(dense, labels, tuple(Ragged(each.ravel(), offsets) for each in ids)), probabilities
+
+
+class Drift(Protocol):
+    """How IDs become raw IDs that change over time."""
+
+    def raw(self, ids: Ints, key: int, times: Ints) -> Ints:
+        """Return the raw IDs of a feature's IDs [n, ids per feature] in samples with these numbers [n]."""
+
+    def rows(self, raw: Ints, key: int) -> Ints:
+        """Return what the model reads for raw IDs."""
 
 
 def zipf(uniform: Doubles, num_rows: int, exponent: float) -> Ints:
@@ -205,14 +223,8 @@ def synthetic_clicks(
     sizes = [num_embeddings] * num_features if isinstance(num_embeddings, int) else list(num_embeddings)
     if len(sizes) != num_features or num_features < 1 or min(sizes) < 1:
         raise ValueError(f"num_embeddings must be >= 1 for each of {num_features} features, got {sizes}.")
-    if (
-        num_samples < 1
-        or num_validation < 0
-        or num_test < 0
-        or ids_per_feature < 1
-        or num_dense < 0
-        or exponent <= 0
-    ):
+    at_least_1, at_least_0 = (num_samples, ids_per_feature), (num_validation, num_test, num_dense)
+    if min(at_least_1) < 1 or min(at_least_0) < 0 or exponent <= 0:
         raise ValueError(
             "num_samples and ids_per_feature must be >= 1, num_validation, num_test and num_dense >= 0, "
             f"exponent > 0; got {num_samples=}, {ids_per_feature=}, {num_validation=}, {num_test=}, "

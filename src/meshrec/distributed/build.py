@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.same_plan import verify_same_plan
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_WIRES, TableWires
+from meshrec.distributed.hashed_shards import HashedParts, check_hashed, turnovers_of
 from meshrec.distributed.input_dist import InputDist
+from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.spread_table import SpreadTable
@@ -31,12 +33,17 @@ from meshrec.plan.sharding_plan import (
     ShardingPlan,
     TableSize,
 )
+from meshrec.tables.at_rest import RestingState
+from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.initial import initial_rows
 from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, UpdateMode
 from meshrec.tables.rule import UpdateRule, rules_of
 from meshrec.tables.storage import RowStorage, SideRows, cut
 from meshrec.tables.table import LazyRows, Rectangle, RowBlock, Span
+
+AcrossNodes = Literal["sums", "rows"]
+"""What crosses the network between nodes, see [Note: two levels] in node_rows.py."""
 
 
 class SourceTable(NamedTuple):
@@ -49,6 +56,8 @@ class SourceTable(NamedTuple):
     spec: OptimizerSpec | None
     state: dict[str, Any]
     """The optimizer state that ``meshrec.fuse`` has gathered, by slot; empty if the module is not fused."""
+    rows: HashedTable | None = None
+    """The rows of a table with hashed keys; None for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +73,8 @@ class BuildOptions:
     optimizer_tables: frozenset[str] | None = None
     update: UpdateMode = "in_backward"
     seed: int = DEFAULT_SEED
-    wire: WireFormats = FULL_PRECISION
+    wire: TableWires = FULL_WIRES
+    across_nodes: AcrossNodes = "sums"
     sequence: bool = False
     weighted: bool = False
     bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR
@@ -137,14 +147,21 @@ def source_tables(module: TableCollection) -> list[SourceTable]:
     """
     fused = module.fused_optimizer if module.is_fused else None
     state = {} if fused is None else fused.state
+    hashed = module.hashed_tables()
     found = []
     for config, weight in module.tables().values():
         mean = getattr(config, "pooling", None) is PoolingType.MEAN
         table = RoutedTable(
-            config.name, config.num_embeddings, config.embedding_dim, tuple(config.feature_names), mean
+            config.name,
+            config.num_embeddings,
+            config.embedding_dim,
+            tuple(config.feature_names),
+            mean,
+            None if config.keys is None else config.keys.seed,
         )
         storage, spec = storage_of(config, weight), in_backward_spec(weight)
-        found.append(SourceTable(table, config, weight, storage, spec, state.get(weight, {})))
+        own = hashed.get(config.name)
+        found.append(SourceTable(table, config, weight, storage, spec, state.get(weight, {}), own))
     return found
 
 
@@ -171,6 +188,7 @@ def build(
     rules = _rules(sources, options)
     _check_side_rows(sources, rules)
     routing = compiled([source.table for source in sources], plan, rules, env)
+    check_hashed(routing, [source.storage for source in sources], env, options.across_nodes)
     if env.devices:
         _check_inference(sources, rules)
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
@@ -194,7 +212,9 @@ def build(
         steps=[source.state.get("step", 0) for source in sources],
         trained=[source.weight.requires_grad for source in sources],
     )
-    return assemble(blueprint, contents)
+    parts = assemble(blueprint, contents)
+    parts.tables.recount()
+    return parts
 
 
 def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
@@ -203,6 +223,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
     shards: dict[str, TableShards | SpreadTable] = {}
     fused: dict[int, FusedTable] = {}
     holders = routing.holders
+    turnovers = turnovers_of(routing, blueprint.storages, env, contents.split[0], contents.local)
     for t, (table, rule) in enumerate(zip(routing.tables, blueprint.rules, strict=True)):
         storage = blueprint.storages[t]
         if env.devices and not routing.replicated[t]:
@@ -212,6 +233,8 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
         nothing = nn.Parameter(storage.allocate(0, storage.columns(table.dim), device), contents.trained[t])
         here = TableShards(table, storage, held.of_table(t), empty=nothing, holders=holders[t], mesh=mesh)
+        if (turnover := turnovers[routing.replicated[t]]) is not None and t in turnover.storages:
+            here.hashed = HashedParts(here, t, turnover, env.shard)
         shards[table.name] = here
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
@@ -219,9 +242,9 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
             fused[t] = _fused_table(here, rule, contents.steps[t])
+    inside = inside_node(routing, env) if options.across_nodes == "rows" else None
     input_dist = InputDist(
-        routing,
-        env,
+        *(inside or (routing, env)),
         device,
         weighted=options.weighted,
         sequence=options.sequence,
@@ -237,6 +260,8 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         sequence=options.sequence,
         wire=options.wire,
         may_fail=any(isinstance(each, SideRows) and each.may_fail for each in blueprint.storages),
+        turnovers=turnovers,
+        inside=inside,
     )
     if device.type == "cpu":
         keep_freed_memory()  # after the tables are made, so that their memory is returned when they are freed
@@ -263,9 +288,19 @@ def _kernels(
 
 
 def _fused_table(shards: TableShards, rule: UpdateRule, step: int) -> FusedTable:
+    label, dim = f"table {shards.table.name!r}", shards.table.dim
+    if shards.hashed is not None:
+        held = shards.held
+        carriers = [] if held is None or not rule.deferred else [each.parameter for each in held.carriers]
+        wanted = rule.spec.state_slots()
+
+        def at_rest() -> dict[str, Tensor]:
+            return {slot.name: shards.whole_state(slot) for slot in wanted}
+
+        return FusedTable(shards.weight, rule, RestingState(step, at_rest), label, dim, carriers)
     slots: dict[str, Any] = {"step": step}
     slots |= {slot.name: shards.whole_state(slot) for slot in rule.spec.state_slots()}
-    return FusedTable(shards.weight, rule, slots, f"table {shards.table.name!r}", shards.table.dim)
+    return FusedTable(shards.weight, rule, slots, label, dim)
 
 
 def compiled(
@@ -310,7 +345,7 @@ def _check_side_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule 
     for source, rule in zip(sources, rules, strict=True):
         if not isinstance(source.storage, SideRows) or not source.weight.requires_grad:
             continue
-        if rule is None or rule.deferred:
+        if rule is None or (rule.deferred and not isinstance(source.storage, HashedRows)):
             given = "no optimizer" if rule is None else "an optimizer that waits for step()"
             raise ValueError(
                 f"table {source.table.name!r} keeps its rows outside of its parameter and has {given}: its "
@@ -372,6 +407,9 @@ def _first_blocks(
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
+    if source.rows is not None:
+        yield from source.rows.stream((c0, c1), keys=(r0, r1))
+        return
     names = [part.name for part in storage.row_parts]
 
     def block(first: int, end: int, tensors: Mapping[str, Tensor], rows: slice) -> RowBlock:

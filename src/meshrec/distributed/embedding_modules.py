@@ -92,7 +92,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
         self._offsets = list(accumulate(built.dims, initial=0))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of the whole tables."""
+        """Return the configs of the whole tables."""
         return self._configs
 
     def is_weighted(self) -> bool:
@@ -133,7 +133,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         self._configs = module.embedding_configs()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The configs of the whole tables."""
+        """Return the configs of the whole tables."""
         return self._configs
 
     def awaited(self, results: Results) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -156,7 +156,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         source = results.pending.batch.asked.source
         order = results.tables.uses_in_order
         bounds = source.bag_bounds()
-        routes, uses = self.built.routing.first_columns
+        routes, uses = results.tables.routing.first_columns
         counts = torch.zeros(len(self._dims), dtype=torch.int64)
         rows: list[int] = counts.index_add_(0, uses, source.counts[routes]).tolist()
         sizes = list(map(operator.mul, rows, self._dims))

@@ -25,7 +25,14 @@ from meshrec.comms.collectives import InFlight, Splits, all_to_all, gather_objec
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BoundsCheckMode
-from meshrec.modules.input_checks import check_device, inverse_rows, positions_of, sample_weights
+from meshrec.modules.input_checks import (
+    check_device,
+    inverse_rows,
+    key_bounds,
+    mixed,
+    positions_of,
+    sample_weights,
+)
 from meshrec.ops.dist import naive
 from meshrec.ops.tbe.lookup import BATCH_TENSORS
 from meshrec.ops.tbe.reporting import report_clamped
@@ -190,6 +197,8 @@ class InputDist:
         self._features = [use.feature for use in routing.uses]
         self._readers = [routing.tables[use.table].name for use in routing.uses]
         self._keys: tuple[Sequence[str], list[int]] | None = None
+        seeds = {u: routing.tables[use.table].mix_seed for u, use in enumerate(routing.uses)}
+        self._seeds = {u: seed for u, seed in seeds.items() if seed is not None}
         self._first = env.replicate.rank * env.shard.size
         fields = _HEADER + sequence
         sizes = [fields] * env.world.size
@@ -305,6 +314,9 @@ class InputDist:
             features = _expanded(features)
         weights = sample_weights(features, is_weighted=True) if self._weighted else None
         values, offsets = features.values(), features.offsets()
+        if self._seeds:
+            seeds = {positions[use]: seed for use, seed in self._seeds.items()}
+            values = mixed(values, key_bounds(offsets, features.segments_or_none(), len(keys)), seeds)
         check_device(values, self._routing.tables[0].name, self.device)
         strides, segments = features.stride_per_key(), features.segments_or_none()
         arguments = (

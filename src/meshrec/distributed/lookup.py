@@ -2,10 +2,10 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.routing import RankWork, Route, Routing
@@ -13,15 +13,26 @@ from meshrec.ops import tbe
 from meshrec.ops.tbe import LookupOptions
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
 from meshrec.tables.holdings import Holdings
-from meshrec.tables.index import KeyReader, slots_of
+from meshrec.tables.index import Index, KeyReader, slots_of
 from meshrec.tables.packing import RowGradients
-from meshrec.tables.storage import lookup_of
+from meshrec.tables.storage import RowStorage, lookup_of
 
 # K routes of this rank, L lookups, T rectangles
 
 
 # Like Lookups._make, but without a Python call.
 _as_lookups: Callable[[Iterable[Any]], tbe.Lookups] = functools.partial(tuple.__new__, tbe.Lookups)
+
+
+class FetchedRows:
+    """The rows that a lookup reads in place of tables: those of one batch, see ``LookupTables``."""
+
+    def __init__(self) -> None:
+        self.weights: Sequence[Tensor] = []
+        self.is_packed = True  # taken anew for each batch
+        self.storages: list[RowStorage] = []
+        self.indexes: dict[int, Index] = {}
+        self.parameters: list[nn.Parameter] = []
 
 
 class LookupTables:
@@ -33,7 +44,7 @@ class LookupTables:
         self,
         routing: Routing,
         work: RankWork,
-        held: Holdings,
+        held: Holdings | FetchedRows,
         *,
         sequence: bool,
         out_dtype: torch.dtype = torch.float32,
@@ -43,7 +54,8 @@ class LookupTables:
         self.routes = list(range(len(work.routes))) if routes is None else list(routes)
         """The routes of ``work``, by their numbers in the IDs of which this is a part."""
         self._parts: dict[frozenset[int], LookupTables] = {}
-        self.work, self.held, self.sequence = work, held, sequence
+        self.work, self.sequence = work, sequence
+        self.held = cast(Holdings, held)  # FetchedRows has all that lookups need of it
         self._plain = None if held.is_packed else list(held.weights)
         self._look_up = lookup_of(held.storages)
         self.is_empty = not work.lookups
@@ -72,7 +84,7 @@ class LookupTables:
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """The rectangles."""
+        """The memory of each rectangle."""
         return self.held.weights
 
     def table_of(self, route: Route) -> int:

@@ -46,7 +46,8 @@ class Replicas:
         ``grad`` is the gradient of the rows that were looked up here for ``message``, which contains ``ids``.
         """
         if self._axis.size == 1:
-            return TableGradient(LookedUp(self._tables.shaped(grad, ids), self._tables.lookups(ids)), {})
+            looked_up = LookedUp(self._tables.shaped(grad, ids), self._tables.lookups(ids))
+            return TableGradient(looked_up, {}, ids.pins)
         with phase(self._phase) if recorders else OFF:
             return self._summed_over_replicas(message, ids, grad)
 

@@ -21,7 +21,7 @@ from meshrec.distributed.table_shards import TableShards
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.tables.fixed import parts_of
 from meshrec.tables.holdings import Holdings, allocate
-from meshrec.tables.table import Rectangle, RowBlock, TableRows
+from meshrec.tables.table import Rectangle, RowBlock, RowPart, TableRows
 
 _TRANSFER_BYTES = 1 << 22
 # Bytes that each rank sends in a round.
@@ -50,7 +50,7 @@ class Transfer(NamedTuple):
 
 
 class _BlockHeader(NamedTuple):
-    """What a block of rows is, for the rank that receives it."""
+    """The description of a block of rows that precedes it, for the rank that receives it."""
 
     target: int
     """The rank that receives it."""
@@ -95,6 +95,8 @@ def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv
     new = {path: allocated[path].assembled(module) for path, module in built.items()}
     with torch.no_grad():
         _Move(list(built.values()), list(allocated.values()), env.shard).run()
+        for module in new.values():
+            module.tables.recount()
     return new
 
 
@@ -108,7 +110,7 @@ class _New(NamedTuple):
     local: Holdings
 
     def tables(self, number: int) -> Sequence[TableRows]:
-        """The rectangles of a table that are here."""
+        """Return the rectangles of a table on this rank."""
         held = self.local if self.routing.replicated[number] else self.split
         here = held.of_table(number)
         return [] if here is None else here.tables
@@ -203,7 +205,7 @@ def _hull(held: Sequence[RankRectangle]) -> Rectangle:
     """Return the rectangle of the whole table, which the rectangles cover."""
     return Rectangle(
         held[0].rectangle.table,
-        0,
+        min(each.rectangle.r0 for each in held),
         max(each.rectangle.r1 for each in held),
         0,
         max(each.rectangle.c1 for each in held),
@@ -305,7 +307,8 @@ class _Move:
         if header.first is None:
             yield None, torch.int64, (n,)
         c0, c1 = map(storage.part_column, header.columns)
-        for part in parts_of(storage, None if rule is None else rule.spec):
+        waiting = RowPart("waiting", torch.int64, True)
+        for part in [*parts_of(storage, None if rule is None else rule.spec), waiting]:
             if part.name in header.parts:
                 yield part.name, part.dtype, (n,) if part.per_row else (n, c1 - c0)
 
@@ -327,9 +330,9 @@ def _blocks(table: TableRows, transfer: Transfer, with_per_row: bool) -> Iterato
     """Yield the rows of a transfer in blocks of bounded size."""
     columns, keys = (transfer.c0, transfer.c1), (transfer.r0, transfer.r1)
     for block in table.stream(columns, keys=keys):
-        parts = {
-            part.name: block.parts[part.name] for part in table.parts if with_per_row or not part.per_row
-        }
+        parts = {name: part for name, part in block.parts.items() if with_per_row or part.dim() > 1}
+        if not parts:
+            continue  # counts of waiting IDs, which another rectangle of the same rows sends
         num_rows = len(block.keys)
         step = max(1, _TRANSFER_BYTES * num_rows // max(1, sum(part.nbytes for part in parts.values())))
         for first in range(0, num_rows, step):

@@ -8,7 +8,7 @@ in a rectangle.
 
 1. ``compile_plan`` turns the shards of each table into rectangles by rank. Neighbours on one rank are joined;
    if an optimizer needs sums over whole rows, rectangles are cut at common rows.
-2. ``_rank_work`` derives, for each rank, one route for each use and each interval of rows that the rank
+2. ``rank_work`` derives, for each rank, one route for each use and each interval of rows that the rank
    holds, and one lookup for each rectangle with exactly these rows.
 3. ``Routing.router`` numbers the routes of all ranks and lists, for every interval between two row cuts of a
    use, the routes that take its IDs. The kernel ``route_ids`` reads it. Data-parallel tables count as those
@@ -35,11 +35,13 @@ from meshrec.plan.sharding_plan import (
     ParameterSharding,
     ShardingType,
 )
-from meshrec.tables.table import Rectangle
+from meshrec.tables.key_space import ALL_KEYS, key_at
+from meshrec.tables.table import Rectangle, Span
 
 # U uses, Q routes, L lookups, R ranks
 
 _INT32_ROWS = 1 << 31
+_LAST_KEY = (1 << 63) - 1
 
 
 class RoutedTable(NamedTuple):
@@ -50,6 +52,18 @@ class RoutedTable(NamedTuple):
     dim: int
     features: tuple[str, ...]
     mean: bool = False
+    mix_seed: int | None = None
+    """The seed of the mix that makes keys of IDs; None: keys are IDs. See [Note: the keys of hashed tables]
+    in ``tables/key_space.py``."""
+
+    @property
+    def keys(self) -> Span:
+        """The interval of all keys."""
+        return (0, self.num_rows) if self.mix_seed is None else ALL_KEYS
+
+    def key_at(self, row: int) -> int:
+        """Return the first key of a row of the plan."""
+        return row if self.mix_seed is None else key_at(row, self.num_rows)
 
 
 class Use(NamedTuple):
@@ -130,8 +144,16 @@ class Routing:
         split = [False] * len(self.tables)
         for work in self.work:
             for rectangle in work.rectangles:
-                split[rectangle.table] |= rectangle.r1 - rectangle.r0 < self.tables[rectangle.table].num_rows
+                first, end = self.tables[rectangle.table].keys
+                split[rectangle.table] |= rectangle.r1 - rectangle.r0 < end - first
         return split
+
+    def intervals(self, table: int) -> list[Span]:
+        """Return the intervals of a table's keys that no rectangle cuts."""
+        edges = set(self.tables[table].keys)
+        for work in self.work:
+            edges.update(*((x.r0, x.r1) for x in work.rectangles if x.table == table))
+        return list(pairwise(sorted(edges)))
 
     @cached_property
     def wide(self) -> bool:
@@ -155,13 +177,14 @@ class Routing:
             of_use[use].append((number, r0, r1))
         cut_begin, cuts, interval_begin, interval_routes = [0], [], [0], []
         for reader, own in zip(self.uses, of_use, strict=True):
-            edges = {0, self.tables[reader.table].num_rows}
+            edges = set(self.tables[reader.table].keys)
             use_cuts = sorted(edges.union(*((r0, r1) for _, r0, r1 in own)))
             cuts += use_cuts
             cut_begin.append(len(cuts))
             for first in use_cuts[:-1]:
                 interval_routes += [number for number, r0, r1 in own if r0 <= first < r1]
                 interval_begin.append(len(interval_routes))
+        cuts = [min(cut, _LAST_KEY) for cut in cuts]
         columns = [cut_begin, cuts, interval_begin, interval_routes, [x for q in routes for x in q[:3]]]
         return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
@@ -217,14 +240,14 @@ def compile_plan(
     local: list[Rectangle] = []
     for t, table in enumerate(tables):
         if plan[table.name].sharding_type is ShardingType.DATA_PARALLEL:
-            local.append(Rectangle(t, 0, table.num_rows, 0, table.dim))
+            local.append(Rectangle(t, *table.keys, 0, table.dim))
         for rank, own in _by_rank(plan[table.name], t, in_bands=t in whole_rows).items():
-            rectangles[rank] += own
+            rectangles[rank] += [x._replace(r0=table.key_at(x.r0), r1=table.key_at(x.r1)) for x in own]
     return Routing(
         tables=tuple(tables),
         uses=tuple(uses),
-        work=tuple(_rank_work(own, uses) for own in rectangles),
-        local=_rank_work(local, uses),
+        work=tuple(rank_work(own, uses) for own in rectangles),
+        local=rank_work(local, uses),
         replicated=tuple(plan[table.name].sharding_type is ShardingType.DATA_PARALLEL for table in tables),
     )
 
@@ -286,7 +309,8 @@ def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
     return sorted(by_rows, key=lambda x: (x.r0, x.c0))
 
 
-def _rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
+def rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
+    """Return the routes and lookups of a rank with these rectangles."""
     routes = sorted(
         {Route(u, x.r0, x.r1) for u, use in enumerate(uses) for x in rectangles if x.table == use.table}
     )

@@ -28,21 +28,25 @@ from torch import Tensor
 from meshrec.comms.collectives import InFlight, release_read
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
-from meshrec.comms.wire import WireFormats
+from meshrec.comms.wire import FULL_PRECISION, TableWires
 from meshrec.distributed.collected import GradientSignal
 from meshrec.distributed.input_dist import Arrived, IdsInFlight, InputDist, LookupIds, SizesInFlight
 from meshrec.distributed.local_axis import as_played, gathered, moved_to
-from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.output_dist import Asked, PooledOutput, SequenceOutput
+from meshrec.distributed.lookup import FetchedRows, LookupTables
+from meshrec.distributed.node_rows import Fetch, NodeRows
+from meshrec.distributed.output_dist import Asked, Codecs, PooledOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_arrival import RowArrival
 from meshrec.distributed.row_stats import column_peers
+from meshrec.distributed.sequence_output import SequenceOutput
 from meshrec.distributed.weight_grads import WeightGrads
+from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.optimizer import FusedTable
+from meshrec.tables.turnover import Turnover
 from meshrec.tables.updates import TableGradient, TableUpdates
 from meshrec.tables.writes import OwnWrites
 
@@ -62,6 +66,8 @@ class ArrivedBatch:
     is_resolved: bool = False
     has_rows: bool = False
     """Whether the rows of tables with an index are in memory."""
+    fetch: Fetch | None = None
+    """The distinct IDs of this node, if rows cross the network in place of sums."""
 
 
 @dataclass(kw_only=True)
@@ -70,12 +76,17 @@ class PendingLookup:
 
     batch: ArrivedBatch
     in_flight: InFlight | None = None
+    fetched: Sequence[Tensor] = ()
+    """The rows of ``batch.fetch``."""
     foreign_writes: Sequence[int] = ()
     """The number of writes by others to each table at the time of the lookup."""
 
 
 class ShardedTables:
     """All work of one rank for one module.
+
+    Attributes:
+        routing: the routing of the module's IDs: that of the plan, or the one inside a node.
 
     Args:
         routing: the compiled plan.
@@ -86,7 +97,10 @@ class ShardedTables:
         fused: the tables with a fused rule, by number. The others get ordinary gradients.
         input_dist: the routing of IDs.
         sequence: whether rows are not pooled.
-        wire: the wire formats of rows and gradients.
+        wire: the wire formats of rows and gradients, by table.
+        turnovers: the coming and going of IDs in the split tables, and in the data-parallel ones.
+        inside: the routing and the ranks inside a node, if rows cross the network in place of sums.
+            ``input_dist`` is for these.
         may_fail: whether rows of some table, on any rank, may fail to come to memory.
     """
 
@@ -100,22 +114,33 @@ class ShardedTables:
         fused: Mapping[int, FusedTable],
         input_dist: InputDist,
         sequence: bool,
-        wire: WireFormats,
+        wire: TableWires,
+        turnovers: Sequence[Turnover | None] = (None, None),
+        inside: tuple[Routing, ShardingEnv] | None = None,
         may_fail: bool = False,
     ) -> None:
         self._env = env
-        out_dtype, split = wire.forward.kernel_dtype, held[0]
-        works = routing.work if env.devices else routing.work[env.shard.rank :][:1]
+        self._fused = list(fused.values())
+        wires = [wire.of(table.name) for table in routing.tables]
+        split, here, ranks = held[0], routing, env
+        self._nodes, looked_up = None, list[Holdings | FetchedRows](held)
+        if inside is not None:
+            here, ranks = inside
+            self._nodes = NodeRows(routing, here, env, split, wires=wires, clock=self._step)
+            wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
+        codecs = Codecs(*(Codec(here, wires, way, self._step) for way in (FORWARD, BACKWARD)))
+        out_dtype = codecs.forward.encoding.kernel_dtype
+        works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
         self._played = [
-            LookupTables(routing, work, own, sequence=sequence, out_dtype=out_dtype)
-            for work, own in zip(works, held, strict=True)
+            LookupTables(here, work, own, sequence=sequence, out_dtype=out_dtype)
+            for work, own in zip(works, looked_up, strict=True)
         ]
         self.split = self._played[0]
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
-        self.needs_resolve = bool(split.indexes or local.indexes)
+        self.needs_resolve = bool(split.indexes or local.indexes or self._nodes)
         """Whether some table finds the slots of its keys in an index. Otherwise batches skip ``resolve``."""
         self._row_arrival = RowArrival(routing, env, may_fail=may_fail)
-        self._fused, self._is_checked = list(fused.values()), False
+        self._is_checked = False
         self._writes = OwnWrites(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
         )
@@ -125,16 +150,14 @@ class ShardedTables:
                 {t: table for t, table in fused.items() if routing.replicated[t] == replicated},
                 writes=self._writes,
                 peers=None if replicated else functools.partial(column_peers, routing, env.shard),
+                turnover=turnovers[replicated],
             )
             for own, replicated in ((split, False), (local, True))
         ]
         self._parameters = [*split.parameters, *local.parameters]
-        self.collected = (
-            GradientSignal(input_dist.device) if any(t.rule.deferred for t in fused.values()) else None
-        )
-        """The gradients that backward passes have left for ``step``; None if the backward pass updates the
-        tables.
-        """
+        is_deferred = any(table.rule.deferred for table in fused.values())
+        self.collected = GradientSignal(input_dist.device) if is_deferred else None
+        """The gradients that backward passes have left for ``step``; None without deferred updates."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
         """Called with the changes of each backward pass: those of the split tables, then of the data-parallel
         ones.
@@ -142,14 +165,26 @@ class ShardedTables:
         self.num_changes = 0
         """The number of updates and other changes of all rows so far. It is equal on all ranks."""
         self._input = input_dist
-        self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, wire)
+        self._output = (SequenceOutput if sequence else PooledOutput)(here, ranks, codecs)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
         """The uses of sequences, in the order of their parts of the result."""
         # A process that plays all ranks has one message for each of them, and gets none from others.
         self._blocks = [0] if env.devices else self._output.blocks
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
         self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
-        self._weight_grads = WeightGrads(routing, env.shard)
+        self._weight_grads = WeightGrads(here, ranks.shard)
+        self._axis, self.routing = ranks.shard, here
+
+    def recount(self) -> None:
+        """Count the rows of hashed tables on all ranks, after they were loaded or moved. Collective."""
+        for updates in self._updates:
+            if updates.turnover is not None:
+                updates.turnover.recount()
+
+    @property
+    def turnovers(self) -> list[Turnover]:
+        """The coming and going of IDs, of the tables with hashed keys."""
+        return [updates.turnover for updates in self._updates if updates.turnover is not None]
 
     @property
     def num_clamped_ids(self) -> int:
@@ -206,9 +241,14 @@ class ShardedTables:
             return
         trains = batch.arrived.wishes.backward
         with phase("lookup") if recorders else OFF:
-            batch.ids = [self.split.resolve(batch.ids[0], train=trains), *batch.ids[1:]]
+            if self._nodes is None:
+                batch.ids = [self.split.resolve(batch.ids[0], train=trains), *batch.ids[1:]]
             if batch.local_ids is not None:
                 batch.local_ids = self.local.resolve(batch.local_ids, train=trains)
+        if self._nodes is not None:
+            with phase("ids") if recorders else OFF:
+                batch.fetch = self._nodes.ask(batch.ids[0], train=trains)
+            batch.ids = [batch.fetch.slots]
         batch.is_resolved = True
 
     @property
@@ -245,6 +285,9 @@ class ShardedTables:
         batch = pending.batch
         if batch.arrived.wishes.backward:
             pending.foreign_writes = self._writes.foreign()
+        if self._nodes is not None:
+            assert batch.fetch is not None
+            pending.fetched = self._nodes.fetched.weights = self._nodes.look_up(batch.fetch)
         with phase("lookup") if recorders else OFF:
             rows = self.split.forward(batch.ids[0], sum(batch.asked.block_sizes))
             if len(self._played) > 1:
@@ -278,7 +321,7 @@ class ShardedTables:
         self._writes.check(pending.foreign_writes)
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
-        release_read(self._env.shard)  # all ranks have read the embeddings by now
+        release_read(self._axis)  # all ranks have read the embeddings by now
         with phase("gradient") if recorders else OFF:
             pending.in_flight, local = self._output.send_gradient(grad, asked, scale)
         return local
@@ -299,9 +342,14 @@ class ShardedTables:
         with phase("gradient") if recorders else OFF:
             split_grad = self._output.receive_gradient(pending.in_flight, batch.asked)
             pending.in_flight, sample_grad = None, None
+            if self._nodes is not None:
+                self._nodes.fetched.weights, pending.fetched = pending.fetched, ()
             if batch.arrived.wishes.weight_grads:
                 sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
-        split = self._replicas.sum_of_all(batch.arrived.message, batch.ids[0], split_grad)
+        if self._nodes is not None:
+            split = self._gradient_at_home(batch, split_grad)
+        else:
+            split = self._replicas.sum_of_all(batch.arrived.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
         if self.rows_arrive and (self._env.replicate.size > 1 or local is not None):
             # Rows of other replicas' IDs, which this rank did not look up.
@@ -333,6 +381,19 @@ class ShardedTables:
         self.num_changes += 1
         for (updates, gradient), each in zip(pairs, prepared, strict=True):
             updates.apply(each, gradient)
+
+    def _gradient_at_home(self, batch: ArrivedBatch, grad: Tensor) -> TableGradient:
+        """Return the gradient of this rank's rectangles from that of the rows that it fetched."""
+        assert self._nodes is not None
+        assert batch.fetch is not None
+        with phase("gradient") if recorders else OFF:
+            ids, every = batch.fetch.slots, list(range(len(self.split.work.rectangles)))
+            by_row = self.split.sparse_grads(self.split.shaped(grad, ids), ids, every)
+            return self._nodes.send_home(batch.fetch, by_row)
+
+    def _step(self) -> int:
+        """Return the number of updates of the tables so far; 0 if none has a fused optimizer."""
+        return max((int(table.state["step"]) for table in self._fused), default=0)
 
     def _collect(self, gradients: Sequence[TableGradient]) -> None:
         if self.collected is None:

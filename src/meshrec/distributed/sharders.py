@@ -7,7 +7,7 @@ import torch
 
 from meshrec.comms.mesh import ShardingEnv, default_env, group_device
 from meshrec.comms.wire import CommsPrecision
-from meshrec.distributed.build import BuildOptions, ModuleParts, build, source_tables
+from meshrec.distributed.build import AcrossNodes, BuildOptions, ModuleParts, build, source_tables
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
@@ -29,11 +29,15 @@ class _Sharder:
         precision: CommsPrecision | None = None,
         update: UpdateMode | None = None,
         tables: Collection[str] | None = None,
+        across_nodes: AcrossNodes = "sums",
     ) -> None:
+        if across_nodes not in ("sums", "rows"):
+            raise ValueError(f"across_nodes must be 'sums' or 'rows', got {across_nodes!r}.")
+        self.across_nodes = across_nodes
         self.optimizer = _spec(fused_params)
         self.tables = None if tables is None else frozenset(tables)
         self.precision = precision or CommsPrecision()
-        self.wire = self.precision.formats
+        self.wires = self.precision.wires
         self.update = _checked(update)
 
     def built(
@@ -57,7 +61,8 @@ class _Sharder:
             optimizer_tables=self.tables,
             update=self.update or ("on_step" if is_deferred else "in_backward"),
             seed=DEFAULT_SEED if attached is None else next(iter(attached.tables.values())).rule.seed,
-            wire=self.wire,
+            wire=self.wires,
+            across_nodes=self.across_nodes,
             bounds_check=module.bounds_check,
             output_dtype=module.output_dtype,
             **kind,
@@ -82,11 +87,14 @@ class EmbeddingBagCollectionSharder(_Sharder):
             ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: these tables get ordinary gradients. A
             GradScaler for them must be torch's ShardedGradScaler, because an overflow shows only on the ranks
             that hold the table.
-        precision: the wire formats of embeddings and their gradients.
+        precision: the wire formats of embeddings and their gradients, for all tables or by table.
         update: ``"in_backward"``: the backward pass updates tables with an optimizer. ``"on_step"``: it
             collects their gradients for ``fused_optimizer.step()``. None: as the module was fused; in the
             backward pass if it was not.
         tables: the tables that ``fused_params`` is for (default: all).
+        across_nodes: what crosses the network between nodes of a mesh with the axis ``node``: ``"sums"``,
+            a row for each bag and node, or ``"rows"``, each distinct row of a node once, which is less
+            where the ranks of a node share IDs.
     """
 
     module_type = EmbeddingBagCollection

@@ -1,7 +1,7 @@
 """A table in a sharded module: the rectangles of this rank, under the name of the whole table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,22 @@ from meshrec.tables.holdings import Held
 from meshrec.tables.storage import RowStorage, check_loadable
 from meshrec.tables.streamed import is_same
 from meshrec.tables.table import Rectangle, TableRows
+
+
+class PartsAtRest(Protocol):
+    """What a state dict shows of a table whose rows come and go; see ``TableShards``."""
+
+    def part_names(self) -> list[str]:
+        """Return the names of the parts."""
+
+    def whole_parts(self) -> dict[str, Tensor]:
+        """Return the parts of the whole table by name."""
+
+    def whole_state(self, slot: StateSlot) -> Tensor:
+        """Return a state of the whole table."""
+
+    def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
+        """Copy the parts of a whole table to the rows that are here."""
 
 
 class TableShards(TableHolder):
@@ -48,16 +64,18 @@ class TableShards(TableHolder):
         mesh: DeviceMesh | None,
     ) -> None:
         super().__init__()
-        self.table, self.held, self._mesh = table, held, mesh
+        self.table, self.held, self.mesh = table, held, mesh
+        self.hashed: PartsAtRest | None = None
+        """What stands for the parts of a table with hashed keys."""
         self.storage = storage
-        self._holders = [list(rectangles) for rectangles in holders]
+        self.holders = [list(rectangles) for rectangles in holders]
         self.rectangles: list[Rectangle] = held.packing.rectangles if held else []
         self.weight = held.parameter if held else empty
 
     @property
     def is_split(self) -> bool:
         """Whether this rank may hold only a part of the table."""
-        return self._mesh is not None
+        return self.mesh is not None
 
     @property
     def tables(self) -> Sequence[TableRows]:
@@ -70,6 +88,8 @@ class TableShards(TableHolder):
 
     def whole_state(self, slot: StateSlot) -> Tensor:
         """Return a state of the table, fp32 whatever its rows are, from this rank's parts, without a copy."""
+        if self.hashed is not None:
+            return self.hashed.whole_state(slot)
         like = torch.empty(0, device=self.weight.device)  # gives the type if the rank holds nothing
         size = slot.shape(self.table.num_rows, self.table.dim)
         parts = [table.tensors()[slot.name].detach() for table in self.tables]
@@ -77,10 +97,14 @@ class TableShards(TableHolder):
 
     def part_names(self) -> list[str]:
         """Return the names of the parts of a row."""
+        if self.hashed is not None:
+            return self.hashed.part_names()
         return [part.name for part in self.storage.row_parts]
 
     def whole_parts(self) -> dict[str, Tensor]:
         """Return the parts of the whole table's rows by name, without a copy."""
+        if self.hashed is not None:
+            return self.hashed.whole_parts()
         own = [table.tensors() for table in self.tables]
         size = (self.table.num_rows, self.storage.part_column(self.table.dim))
         return {
@@ -101,6 +125,9 @@ class TableShards(TableHolder):
         Raises:
             ValueError: a size or a type differs, or a value holds other rectangles.
         """
+        if self.hashed is not None:
+            self.hashed.load(values, prefix)
+            return
         check_loadable(values["weight"], prefix + "weight", self.storage)
         wholes = self.whole_parts()
         for name, whole in wholes.items():
@@ -126,15 +153,14 @@ class TableShards(TableHolder):
                 if not is_same(part, found):
                     part.detach().copy_(found)
         if self.held is not None and not self.held.is_fixed:
-            increment_version(
-                self.weight
-            )  # its rows are elsewhere, and a batch in flight must see the change
+            # Its rows are elsewhere, and a batch in flight must see the change.
+            increment_version(self.weight)
 
     def _joined(
         self, parts: Sequence[Tensor], like: Tensor, size: Sequence[int], place: Callable[[int], int]
     ) -> Tensor:
         """Join parts to a split tensor. ``place`` returns the position of a column of the table in a part."""
-        if self._mesh is None:
+        if self.mesh is None:
             return parts[0]
         # Imported here, because torch's DTensor is slow to import.
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
@@ -143,7 +169,7 @@ class TableShards(TableHolder):
             return [each._replace(c0=place(each.c0), c1=place(each.c1)) for each in rectangles]
 
         local = LocalRectangles(parts, placed(self.rectangles), like, size)
-        return SplitTensor.of(local, [placed(each) for each in self._holders], self._mesh)
+        return SplitTensor.of(local, [placed(each) for each in self.holders], self.mesh)
 
     def extra_repr(self) -> str:
         parts = [f"[{r.r0}:{r.r1}, {r.c0}:{r.c1}]" for r in self.rectangles]

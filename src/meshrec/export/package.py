@@ -1,6 +1,7 @@
-"""A package: a folder with a compiled program, the program to compile it anew, and the weights in one file.
+"""A package: a folder with a compiled program, the program it was compiled from, and the weights in one file.
 
-``manifest.json`` says what is in it, and how it was made; ``layout.txt`` the part of it that C++ reads:
+``manifest.json`` says what the package contains and how it was made. C++ reads a part of that from
+``layout.txt``:
 
     meshrec-package 2
     torch 2.13.0                      what the program was compiled with
@@ -9,8 +10,8 @@
     feature user                      one line for each feature, in their order
     weight float32 2 1000 64 4096 t.weight   dtype, dimensions, shape, offset in weights.bin, name
 
-``digests.txt`` has the size and checksums of every file (`meshrec.durable`). A package is written beside its
-place and moved there at the end, so that a folder with a manifest is whole.
+``digests.txt`` has the size and checksums of every file (`meshrec.durable`). A package is written into a
+scratch folder and renamed at the end, so that a folder with a manifest is complete.
 """
 
 import hashlib
@@ -21,14 +22,14 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import meshrec.ops.library as library
 from meshrec.durable import durable_folder, sha256_of, write_digests
-from meshrec.export.archive import PackageError, load_exported
+from meshrec.export.archive import load_exported
 from meshrec.export.manifest import (
     ALIGNMENT,
     COMPILED,
@@ -42,17 +43,21 @@ from meshrec.export.manifest import (
     SHARED_EXPORTED,
     WEIGHTS,
     WeightRecord,
+    check_package,
     interface_of,
     layout_of,
-    read_manifest,
-    verify_package,
 )
 from meshrec.export.program import DENSE, Program, example_inputs, exported
 from meshrec.export.raw_values import RawValues
+from meshrec.export.signing import read_private_key, sign_package
 from meshrec.export.torchscript import write_torchscript
+from meshrec.export.weights import Weights
 from meshrec.export.whole_tables import with_whole_tables
 from meshrec.modules.embedding_configs import BoundsCheckMode
 from meshrec.modules.embedding_modules import TableCollection
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _log = logging.getLogger(__name__)
 
@@ -73,40 +78,45 @@ def export(
     about: Mapping[str, Any] | None = None,
     compile: bool = True,
     torchscript: bool = False,
+    sign: str | Path | None = None,
 ) -> Path:
-    """Writes a package of a model that gives one number for each sample, or one vector.
+    """Write a package of a model that gives one number for each sample, or one vector.
 
-    The weights are written as they are now, each once; they are never copied in memory as a whole. Tables may
-    be quantised.
+    The current weights are written, each once; no copy of all of them is made in memory. Tables may be
+    quantised.
 
     Args:
         model: called as ``model(dense [B, num_dense], sparse)`` it gives logits, [B] or [B, 1]. In evaluation
             mode it must be a function of its input: what torch.export takes. Tables that are sharded in this
             process, also over several devices, are put together.
-        folder: the package, which must not be there yet.
+        folder: the new package, which must not exist yet.
         features: the keys of ``sparse``, in the order in which requests give them.
         num_dense: columns of the dense input.
-        scores: of logits [B] what requests are told; the default makes probabilities of clicks. With None the
-            model gives vectors [B, V], as a tower does, and so does the package.
+        scores: maps logits [B] to the scores that requests get; the default gives probabilities. With None,
+            the model gives vectors [B, V], as a tower does, and so does the package.
         shared: features of a user, or "dense", that many items are ranked for: a second program looks them up
             once a request. The scores are those of the same features repeated for each item.
-        raw: what makes ids and dense values of raw ones; requests may then give those.
+        raw: turns raw values into ids and dense values; requests may then contain raw values.
         rounding: how quantised tables were rounded (`meshrec.quant.Rounding`): deltas are rounded alike.
-        about: kept in the manifest, such as the run and step that the weights are of.
+        about: what the manifest shall say of the weights, such as their run and step.
         compile: compile the program for this machine (needs a C++ compiler); without it, or where no compiler
             is found, the package is served from Python.
         torchscript: write ``torchscript.pt`` as well, with the weights in it; see `write_torchscript`.
+        sign: PEM file of the ed25519 private key to sign the package with.
 
     Returns: the folder.
 
     Raises:
-        ValueError: for a folder that is there, a feature that the model lacks, several outputs, a weight of a
-            dtype that a package does not hold, and a model that torch.export does not take.
+        ValueError: the folder exists, the model lacks a feature or has several outputs, a weight has a dtype
+            that packages do not support, torch.export does not take the model, or the key is not one.
+        ModuleNotFoundError: a key is given, and the package cryptography is missing.
     """
     folder = Path(folder)
     if folder.exists():
-        raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
+        raise ValueError(f"{folder} exists already. Name another folder, or remove it.")
+    key = None if sign is None else read_private_key(sign)
     model = with_whole_tables(model)
+    _check_keys(model)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check(state, features, num_dense, shared, raw)
     records = _records(state)
@@ -152,32 +162,41 @@ def export(
         if raw is not None:
             raw.save(parts)
         _write_weights(parts / WEIGHTS, state, records)
-        finish(parts, {**manifest, "compiled": why_not is None})
+        finish(parts, {**manifest, "compiled": why_not is None}, key)
     return folder
 
 
-def compile_anew(package: str | Path, folder: str | Path) -> Path:
-    """Writes a package that was made for another machine or torch once more, compiled for this one.
+def compile_anew(
+    package: str | Path,
+    folder: str | Path,
+    *,
+    sign: str | Path | None = None,
+    public_key: str | Path | None = None,
+) -> Path:
+    """Compile a package that was made for another machine or torch for this one, into a new package.
 
-    The weights are links to the same file where that can be, and copies elsewhere.
+    The weights are linked if both packages are on one file system, and copied otherwise.
 
     Args:
         package: a folder with an exported program.
-        folder: the new package, which must not be there yet.
+        folder: the new package, which must not exist yet.
+        sign: PEM file of the ed25519 private key to sign the new package with.
+        public_key: PEM file of the ed25519 public key that must have signed the package.
 
     Returns: the folder.
 
     Raises:
-        PackageError: for a folder that is no package or is damaged, and for a program that this version does
-            not know.
-        ValueError: for a folder that is there, and where nothing can be compiled here.
+        PackageError: the folder is not a package, is damaged or not signed by the key, or its program needs
+            another version.
+        ValueError: the new folder exists, nothing can be compiled here, or a key is not one.
+        ModuleNotFoundError: a key is given, and the package cryptography is missing.
     """
-    package, folder = Path(package), Path(folder)
+    folder = Path(folder)
     if folder.exists():
-        raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
-    manifest = read_manifest(package)
-    verify_package(package, manifest)
-    weights = mapped(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]])
+        raise ValueError(f"{folder} exists already. Name another folder, or remove it.")
+    key = None if sign is None else read_private_key(sign)
+    package, manifest, _, _ = check_package(package, public_key=public_key)
+    weights = Weights(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]]).tensors
     with durable_folder(folder) as parts:
         for name in manifest["sha256"]:
             if name not in (COMPILED, SHARED, LAYOUT):
@@ -191,12 +210,12 @@ def compile_anew(package: str | Path, folder: str | Path) -> Path:
                 why_not = compile_program(found, parts / compiled_name)
                 if why_not is not None:
                     raise ValueError(f"{package} cannot be compiled here: {why_not}. Serve it from Python.")
-        finish(parts, {**manifest, "compiled": True})
+        finish(parts, {**manifest, "compiled": True}, key)
     return folder
 
 
 def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> str | None:
-    """Compiles for this machine by AOTInductor; says why it could not."""
+    """Compile a program for this machine with AOTInductor; return why that is impossible, or None."""
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} was not found; set CXX"
@@ -210,23 +229,25 @@ def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> s
 
 
 def rows_of(model: nn.Module) -> dict[str, int]:
-    """By feature the rows of its table (the smallest, of several), where ids outside are errors."""
+    """Return the rows of each feature's smallest table, if that table reports ids outside as errors."""
     found: dict[str, int] = {}
     for child in model.modules():
         if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:
             for config, _ in child.tables().values():
+                if config.keys is not None:  # no ID is outside
+                    continue
                 for feature in config.feature_names:
                     found[feature] = min(config.num_embeddings, found.get(feature, config.num_embeddings))
     return found
 
 
 def isa() -> str:
-    """The instructions that a program compiled here may use."""
+    """Return the instruction set that a program compiled here may use."""
     return str(torch.backends.cpu.get_cpu_capability())
 
 
 def operators() -> str:
-    """A digest of the operators' schemas: a program calls them as they were."""
+    """Return a digest of the operators' schemas, which a compiled program depends on."""
     return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]
 
 
@@ -256,8 +277,18 @@ def _check(
         )
 
 
+def _check_keys(model: nn.Module) -> None:
+    """Raise ValueError for a table whose rows an exported program cannot find yet."""
+    for child in model.modules():
+        for name in child.hashed_tables() if isinstance(child, TableCollection) else ():
+            raise ValueError(
+                f"table {name!r} has hashed keys, and an exported program has no index of IDs yet. Predict "
+                "with the model itself, or copy the table's items() into one with num_embeddings rows."
+            )
+
+
 def _types_of(model: nn.Module) -> dict[str, str]:
-    """The data types of quantised tables, by the name of the weight."""
+    """Return the data types of quantised tables, by the name of the weight."""
     found = {}
     for path, child in model.named_modules():
         if isinstance(child, TableCollection):
@@ -287,7 +318,7 @@ def _exported(
 
 
 def link(source: Path, target: Path) -> None:
-    """A second name of a file, or a copy on another file system."""
+    """Make a hard link to a file, or copy it to another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -314,8 +345,8 @@ def _write_weights(path: Path, state: Mapping[str, Tensor], records: Sequence[We
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
-def finish(parts: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the files that describe a package, last of all."""
+def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | None" = None) -> None:
+    """Write the files that describe a package, and its signature, last of all."""
     made_by = {"format": FORMAT, "torch": _torch(), "isa": isa(), "operators": operators()}
     manifest = {**manifest, **made_by}
     (parts / LAYOUT).write_text(layout_of(manifest))
@@ -323,31 +354,8 @@ def finish(parts: Path, manifest: Mapping[str, Any]) -> None:
     with (parts / MANIFEST).open("w") as file:
         json.dump({**manifest, "sha256": files}, file, indent=1)
     write_digests(parts, known=files)
-
-
-def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
-    """Map the tensors of a file; a page that is written to becomes this process's own.
-
-    Raises:
-        PackageError: for a file that is too short.
-    """
-    num_bytes = path.stat().st_size
-    if not num_bytes:
-        return []
-    memory = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
-    found = []
-    for record in records:
-        end = record.offset + record.num_bytes
-        if end > num_bytes:
-            raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")
-        dtype = getattr(torch, record.dtype)
-        try:
-            found.append(memory[record.offset : end].view(dtype).view(record.shape))
-        except RuntimeError as error:  # sizes whose product is 0, or too large for torch
-            raise PackageError(
-                f"{record.name!r} cannot have the shape {record.shape} ({error}). Export the model again."
-            ) from error
-    return found
+    if key is not None:
+        sign_package(parts, key)
 
 
 def _torch() -> str:

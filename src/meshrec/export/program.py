@@ -11,27 +11,29 @@ from meshrec.modules import EmbeddingCollection
 from meshrec.sparse import KeyedJaggedTensor
 
 DENSE = "dense"
-"""What requests call the dense values, and packages that share them."""
+"""The name of the dense values in requests and in lists of shared features."""
 
 # B samples, R requests (of one user and several samples each), F features, N ids, V width of vectors
 
 
 class Program(nn.Module):
-    """``(weights, dense [B, num_dense], per feature ids [N] and lengths [B]) -> scores [B]``.
+    """A model as a function of its weights and of a batch.
 
-    Weights are arguments, not constants: the program holds none of them, so that the tables stay in one
-    mapped file, and a server may hand over other ones from one call to the next.
+    Its arguments are the weights, dense values [B, num_dense], and per feature ids [N] and lengths [B]; it
+    returns scores [B]. Weights are arguments and not constants, so that the tables stay in one mapped file,
+    and a server may pass other weights from one call to the next.
 
-    With ``shared`` features there is one more argument, ``group`` [B]: of each sample the row of what is
-    shared, whose lengths are [R] (and dense [R, num_dense], if it is shared). Shared features are looked up
-    once a row, not once a sample, and `exported` has what depends on them alone computed once as well; those
-    of an EmbeddingCollection, whose ids each have a vector, are repeated before.
+    With ``shared`` features there is one more argument, ``group`` [B]: each sample's row of the shared
+    values. Lengths of shared features are then [R], and so is dense ([R, num_dense]) if it is shared. Shared
+    features are looked up once per row, not once per sample, and `exported` computes what depends on them
+    alone once per row, too. Features of an EmbeddingCollection, which gives a vector for each id, are
+    repeated for each sample before the lookup.
 
     Args:
         model: called as ``model(dense, sparse)`` it gives logits, [B] or [B, 1].
         names: of its parameters and buffers, in the order of ``weights``.
         features: the keys of ``sparse``.
-        scores: what requests are told, of logits [B] in float32; None: the model gives vectors [B, V].
+        scores: maps logits [B] in float32 to scores; None if the model gives vectors [B, V].
         shared: the features that samples share.
     """
 
@@ -58,7 +60,7 @@ class Program(nn.Module):
         lengths: list[Tensor],
         group: Tensor | None = None,
     ) -> Tensor:
-        """The scores.
+        """Compute the scores [B], or vectors [B, V].
 
         Raises:
             ValueError: the model gives several outputs for each sample.
@@ -103,7 +105,7 @@ class Program(nn.Module):
 
 
 def _unpooled(model: nn.Module) -> set[str]:
-    """The features whose ids are looked up without pooling."""
+    """Return the features whose ids are looked up without pooling."""
     return {
         feature
         for module in model.modules()
@@ -114,7 +116,7 @@ def _unpooled(model: nn.Module) -> set[str]:
 
 
 def _repeated(ids: Tensor, lengths_R: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each sample the bag of its row."""
+    """Repeat the bags of rows for the samples that share them."""
     firsts_R = lengths_R.cumsum(0) - lengths_R
     lengths_B = lengths_R.index_select(0, group_B)
     shift_B = firsts_R.index_select(0, group_B) - (lengths_B.cumsum(0) - lengths_B)
@@ -129,10 +131,10 @@ def exported(
     num_dense: int,
     shared: Sequence[str] = (),
 ) -> "torch.export.ExportedProgram":
-    """The program for batches of any size.
+    """Build an exported program for batches of any size.
 
     Raises:
-        Exception: of any type, what torch.export or the model say.
+        Exception: torch.export or the model raised it; of any type.
     """
     inputs = example_inputs(weights, num_dense, features, shared)
     any_size = {0: torch.export.Dim.DYNAMIC}
@@ -152,7 +154,7 @@ def exported(
 def example_inputs(
     weights: Sequence[Tensor], num_dense: int, features: Sequence[str], shared: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Arguments of a `Program`, no two sizes alike: an exporter takes equal sizes for one size."""
+    """Make arguments of a `Program` whose sizes all differ, since torch.export would unify equal sizes."""
     batch, rows = 5, 3
     values, lengths = [], []
     for num_ids, feature in enumerate(features, start=batch + 2):

@@ -1,4 +1,4 @@
-"""Raw values in place of ids: what a run fitted is kept in its package, and applied by the same code."""
+"""Raw values in place of ids: the features that a run fitted, in its package, applied by the same code."""
 
 import json
 import shutil
@@ -26,8 +26,9 @@ FITTED, COLUMNS = "features.json", "columns.arrow"
 
 
 class Encoded(NamedTuple):
-    """Dense values [B, D], per feature ids [N] and lengths [B]; of what is ``shared`` (features, or `DENSE`)
-    there is one row for all samples.
+    """Dense values [B, D], and per feature ids [N] and lengths [B].
+
+    What is ``shared`` (features, or `DENSE`) has one row for all samples.
     """
 
     dense: Floats
@@ -37,11 +38,11 @@ class Encoded(NamedTuple):
 
 
 class RawValues:
-    """Columns as they are in the data, made what a model reads.
+    """The conversion of columns of the data to ids and dense values.
 
     Args:
-        features: fitted.
-        types: of the data's columns: an Arrow schema.
+        features: the fitted features.
+        types: an Arrow schema with the types of the data's columns.
     """
 
     def __init__(self, features: "Features", types: "Schema") -> None:
@@ -51,9 +52,9 @@ class RawValues:
         self.columns: dict[str, Any] = {
             name: _plain(types.field(name).type) for name in self._features.columns()
         }
-        """By name the Arrow types of the columns that a request has."""
+        """Arrow types of the columns of a request, by name."""
         self.kinds: dict[str, Kind] = {name: kind_of(kind) for name, kind in self.columns.items()}
-        """What they hold, whatever the width."""
+        """Kinds of the columns' values, such as "integer", whatever their width; by name."""
         for join in self._features.joins:
             join.kinds()  # reads its table
 
@@ -68,11 +69,11 @@ class RawValues:
         return len(self._features.numbers)
 
     def wrong_columns(self, found: "Schema") -> list[str]:
-        """What a table of these types lacks, or has of a kind that cannot be read; empty if nothing is."""
+        """Return what is wrong with the columns of a table: missing ones, and kinds that cannot be read."""
         return self._features.wrong_columns(found)
 
     def of(self, keys: Sequence[str], *, dense: bool) -> "RawValues":
-        """Of some of the features of ids, and all dense values or none."""
+        """Return the conversion for some of the features of ids, and for all dense values or none."""
         features = tuple(
             each
             for each in self._features.features
@@ -83,14 +84,14 @@ class RawValues:
         return RawValues(replace(self._features, features=features, joins=joins), self._types)
 
     def encode(self, own: "Table", shared: "Table | None" = None) -> Encoded:
-        """What the model reads of columns of the types of ``columns``.
+        """Convert columns, which have the types in ``columns``, to ids and dense values.
 
         Args:
             own: a row for each sample.
-            shared: one row, of columns that are alike for all samples, which ``own`` lacks.
+            shared: one row of the columns that all samples share; ``own`` does not have them.
 
         Raises:
-            DataError: for values that were damage in training, too; names column and row.
+            DataError: a value would be damage in training, too; the message names column and row.
         """
         from meshrec.data.encoding import Place
 
@@ -134,7 +135,7 @@ class RawValues:
         return found
 
     def save(self, folder: Path) -> None:
-        """Writes it into a package, with the tables that it joins."""
+        """Write the fitted features into a package, with the tables that they join."""
         pa = needs("pyarrow", "data")
         joins = []
         for number, join in enumerate(self._features.joins):
@@ -146,7 +147,7 @@ class RawValues:
 
     @staticmethod
     def load(folder: Path) -> "RawValues":
-        """What `save` wrote."""
+        """Read what `save` wrote."""
         from meshrec.data.features import Features
 
         ipc = needs("pyarrow.ipc", "data")
@@ -158,7 +159,7 @@ class RawValues:
 
 
 def _plain(kind: Any) -> Any:
-    """Without dictionaries, which say how values are kept and not what they are."""
+    """Return a type without dictionaries, which only say how values are stored."""
     pa = needs("pyarrow", "data")
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)

@@ -1,15 +1,15 @@
-"""What samples share is computed once: a program over rows that are repeated, written anew.
+"""A rewrite of exported programs that computes what samples share once.
 
-A program that takes ``group`` [B] repeats rows where its model joins them with those of the samples, by
-``x.index_select(0, group)``. The model was written for samples that share nothing; so it goes on with the
-repeated rows. Here the graph is followed from there on, and each value is known by its columns: which of them
-come of the group alone, and which are the samples' own (`SharedColumns`). Then
+A program that takes ``group`` [B] repeats the shared rows, by ``x.index_select(0, group)``, where its model
+joins them with rows of the samples. The model was written for samples that share nothing, so it continues
+with the repeated rows. This rewrite follows the graph from there on. It tracks for each value which of its
+columns depend on the group alone and which are the samples' own (`SharedColumns`). Then
 
 - layers over columns of the group alone run on its R rows, and the result is repeated;
 - a linear layer over both kinds is the sum of two: ``x W = own W_own + (shared W_shared)[group]``;
 - dot products of two vectors of the group are taken on its R rows.
 
-Sums are taken in another order than without it, so numbers agree to rounding.
+The rewrite changes the order of sums, so results agree up to rounding.
 """
 
 import operator
@@ -35,10 +35,10 @@ _BY_VALUE = {
     _aten.tanh.default,
     _aten.dropout.default,
 }
-"""What makes each number of its first argument another one."""
+"""Operators that map each number of their first argument by itself."""
 _OF_TWO = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor}
 _BY_ROW = {_LINEAR, _aten.layer_norm.default}
-"""What has the rows of its first argument in its result, each on its own."""
+"""Operators that map each row of their first argument by itself."""
 _SPLITS = {_aten.split_with_sizes.default, _aten.split.Tensor, _aten.chunk.default}
 _SHAPES = {
     _aten.view.default,
@@ -47,7 +47,7 @@ _SHAPES = {
     _aten.unsqueeze.default,
 }
 _LEAST_SHARED = 0.2
-"""Of a linear layer's columns: to add what fewer of them give costs more than it saves."""
+"""The least share of a linear layer's columns that is worth splitting off: the extra sum has its cost."""
 
 
 class SharedColumns(NamedTuple):
@@ -64,12 +64,12 @@ class SharedColumns(NamedTuple):
     places: tuple[tuple[bool, int], ...]
 
     def of(self, is_shared: bool) -> list[int]:
-        """The columns that are shared, or own."""
+        """Return the columns that are shared, or those that are not."""
         return [column for column, (kind, _) in enumerate(self.places) if kind is is_shared]
 
 
 def compute_once(graph: Graph, group: Node) -> None:
-    """Changes a program so that what depends on the rows of ``group`` alone is computed for each of them."""
+    """Rewrite a program so that it computes what depends on ``group`` alone once per row of the group."""
     _Sharing(graph, group).run()
 
 
@@ -126,7 +126,7 @@ class _Sharing:
                 return rule
         return None
 
-    # Each rule says what a node's columns are, or that it cannot tell.
+    # Each rule returns the columns of a node, or None if it cannot tell.
 
     def _repeated(self, node: Node) -> SharedColumns | None:
         rows, dim, index = node.args
@@ -162,7 +162,7 @@ class _Sharing:
         return self._between(source, *slice(*span).indices(width)[:2])
 
     def _part(self, node: Node) -> SharedColumns | None:
-        """Of what was split into several."""
+        """Return the columns of one part of a value that was split."""
         split: Any = node.args[0]
         if split.target not in _SPLITS or split.args[0] not in self._known:
             return None
@@ -179,7 +179,7 @@ class _Sharing:
         return SharedColumns(own if False in kinds else None, shared if True in kinds else None, places)
 
     def _reshaped(self, node: Node) -> SharedColumns | None:
-        """Vectors side by side become vectors one below the other, or the other way round."""
+        """Follow a reshape between [B, C * D] and [B, C, D]."""
         columns = self._columns(node.args[0])
         before, after = _shape(node.args[0]), _shape(node)
         if len(before) == 2 and len(after) == 3 and before[1] == after[1] * after[2]:
@@ -228,7 +228,7 @@ class _Sharing:
         return self._on_rows(node, [each for each in node.args if isinstance(each, Node)])
 
     def _on_rows(self, node: Node, repeated: Sequence[Any]) -> SharedColumns | None:
-        """The same on the group's rows, where all that has rows comes of them alone."""
+        """Apply an operator on the group's rows, if all its arguments with rows depend on the group alone."""
         given: dict[Any, Node] = {}
         for each in repeated:
             columns = self._known.get(each)
@@ -266,7 +266,7 @@ class _Sharing:
         return SharedColumns(node, shared, tuple(places))
 
     def _split(self, node: Node) -> Node | None:
-        """A linear layer over both kinds of columns as a sum of two."""
+        """Write a linear layer over both kinds of columns as the sum of two."""
         columns, weight = self._columns(node.args[0]), node.args[1]
         num_shared = len(columns.of(True))
         least = _LEAST_SHARED * len(columns.places)
@@ -287,7 +287,7 @@ class _Sharing:
         return found
 
     def _picked(self, columns: SharedColumns, is_shared: bool) -> Node:
-        """The columns that are shared, on the group's rows, or those that are not."""
+        """Return the shared columns on the group's rows, or the columns that are not shared."""
         source = columns.shared if is_shared else columns.own
         assert source is not None
         return self._slices(source, [place for kind, place in columns.places if kind is is_shared])
@@ -319,12 +319,12 @@ class _Sharing:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """Its first number may be a symbol."""
+    """Return the shape of a node's value, whose first size may be a symbol."""
     return tuple(node.meta["val"].shape)
 
 
 def _origin(index: Any) -> Any:
-    """What an index is, behind what leaves it as it is."""
+    """Return the node that an index comes from, through operators that do not change it."""
     while isinstance(index, Node):
         source: Any = index.args[0] if index.args else None
         if index.target in _SAME and isinstance(source, Node):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-# What checks sizes that the operators check, too.
+# Checks of sizes; the operators make them, too.
 _LEFT_OUT = {
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_tensor_metadata.default,
@@ -21,7 +21,7 @@ _LEFT_OUT = {
 def write_torchscript(
     exported: "torch.export.ExportedProgram", weights: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Writes a TorchScript file of a `Program`, with the weights in it.
+    """Write a TorchScript file of a `Program`, with the weights in it.
 
     Its ``forward`` takes dense [B, num_dense], then the ids of each feature, then the lengths of each, in the
     order of the package's features; ``libmeshrec.so`` must be loaded before it.
@@ -32,13 +32,13 @@ def write_torchscript(
         path: the file.
 
     Raises:
-        ValueError: TorchScript does not know something that the program does.
+        ValueError: TorchScript does not support an operation of the program.
     """
     module = exported.module(check_guards=False)
     graph = module.graph
     graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    # By number: names have points in them.
+    # Named by number, since names of weights contain dots.
     for number, (node, weight) in enumerate(zip(placeholders, weights.values(), strict=False)):
         module.register_buffer(f"weight_{number}", weight.detach())
         with graph.inserting_before(node):

@@ -1,4 +1,4 @@
-"""One tower of a two-tower model: its package gives vectors, for an index of items, or to ask it by."""
+"""One tower of a two-tower model. Its package gives vectors of items for an index, or of queries for it."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -23,14 +23,14 @@ _CHUNK = 8192
 
 
 class Tower(nn.Module):
-    """A tower with the tables that it reads, in the memory of the whole model.
+    """One tower with the tables that it reads; it shares the memory of the whole model.
 
     Args:
-        model: in which there is one `TwoTower`.
+        model: a model that contains one `TwoTower`.
         side: which tower.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model contains no `TwoTower`, or several.
     """
 
     def __init__(self, model: nn.Module, side: Side) -> None:
@@ -63,7 +63,7 @@ class Tower(nn.Module):
                 holders[config.name].weight = weight
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Vectors [B, V]."""
+        """Compute the vectors [B, V]."""
         embeddings = self.embedding_bag_collection(sparse).to_dict()
         own = [embeddings[name] for name in self.features]
         vectors: Tensor = self.arch([*own, dense] if self.num_dense else own)
@@ -71,7 +71,7 @@ class Tower(nn.Module):
 
 
 def vectors_of_catalogue(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Floats:
-    """The vectors [I, V] of items of which a dataset has one sample each, in their order."""
+    """Compute the vectors [I, V] of items from a catalogue with one sample per item, in its order."""
     found = []
     for start in range(0, max(catalogue.stride(), 1), _CHUNK):
         values, lengths = {}, {}
@@ -86,10 +86,10 @@ def vectors_of_catalogue(predictor: Predictor, catalogue: KeyedJaggedTensor) -> 
 
 
 def vectors_of_rows(predictor: Predictor) -> Floats:
-    """The vectors [I, V] of all rows of the one feature that a tower reads.
+    """Compute the vectors [I, V] of all rows of the one feature that a tower reads.
 
     Raises:
-        ValueError: it reads several, or dense values.
+        ValueError: the tower reads several features, or dense values.
     """
     if len(predictor.features) != 1 or predictor.num_dense or predictor.features[0] not in predictor.rows:
         raise ValueError(
@@ -108,7 +108,7 @@ def vectors_of_rows(predictor: Predictor) -> Floats:
 
 
 def vectors_of_items(predictor: Predictor, items: "Table") -> Floats:
-    """The vectors [I, V] of items whose raw values are the rows of a table.
+    """Compute the vectors [I, V] of items whose raw values are the rows of a table.
 
     Raises:
         ValueError: the package takes no raw values, or the table lacks what it reads.

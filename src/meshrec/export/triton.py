@@ -1,4 +1,4 @@
-"""A model repository for NVIDIA's Triton server, whose Python backend then answers with a package."""
+"""A model repository with which the Python backend of NVIDIA's Triton server answers from a package."""
 
 import shutil
 from pathlib import Path
@@ -9,31 +9,33 @@ from meshrec.export.manifest import read_manifest
 from meshrec.export.package import link
 
 PACKAGE = "package"
-"""The package's folder, in that of the model's version."""
+"""Name of the package's folder in the folder of the model's version."""
 _MODEL = """# Answers with the package beside it.
 from meshrec.export.triton_backend import TritonPythonModel
 """
 
 
 def write_triton(package: str | Path, repository: str | Path, *, name: str) -> Path:
-    """Writes ``NAME/config.pbtxt``, ``NAME/1/model.py`` and ``NAME/1/package`` (of links where that
-    can be). The server's Python must have MeshRec.
+    """Write ``NAME/config.pbtxt``, ``NAME/1/model.py`` and ``NAME/1/package`` into a model repository.
+
+    The package is linked if it is on the same file system, and copied otherwise. The server's Python must
+    have MeshRec.
 
     Args:
         package: what `export` wrote.
-        repository: the folder of all models; it may be there already.
-        name: of the model.
+        repository: the folder of all models; it may exist already.
+        name: the name of the model.
 
     Returns: the model's folder.
 
     Raises:
         ValueError: the repository has a model of that name.
-        PackageError: for a folder that is no package.
+        PackageError: the folder is not a package.
     """
     package, folder = Path(package), Path(repository) / name
     manifest = read_manifest(package)
     if folder.exists():
-        raise ValueError(f"{folder} is there already. Name another repository, or remove it.")
+        raise ValueError(f"{folder} exists already. Name another repository, or remove it.")
     with durable_folder(folder) as parts:
         (parts / "1").mkdir()
         (parts / "1" / "model.py").write_text(_MODEL)

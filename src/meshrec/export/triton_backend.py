@@ -1,4 +1,4 @@
-"""What Triton's Python backend calls; it is imported there only, where ``triton_python_backend_utils`` is."""
+"""The class that Triton's Python backend calls. Only Triton has the module that this file imports."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,15 +13,15 @@ from meshrec.export.triton import PACKAGE
 
 
 class TritonPythonModel:
-    """Answers requests with a package's scores, each on its own."""
+    """A model of Triton that answers requests with a package's scores."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Opens the package beside ``model.py``."""
+        """Open the package beside ``model.py``."""
         folder = Path(args["model_repository"]) / args["model_version"] / PACKAGE
         self._predictor = Predictor(folder)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response for each request; what is wrong with a request is its own error."""
+        """Return one response for each request. A bad request gets an error, and the others get scores."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A sharded model with its tables put together, so that torch.export can follow it."""
+"""The unsharded form of a sharded model, which torch.export can trace."""
 
 import tempfile
 from collections.abc import Iterable
@@ -21,11 +21,10 @@ _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 
 def with_whole_tables(model: nn.Module) -> nn.Module:
-    """Return ``model`` itself; or, where its tables are sharded in this process, a copy in which each table
-    is in one piece on the CPU.
+    """Return the model itself, or if its tables are sharded, a copy with each table in one piece on the CPU.
 
     Raises:
-        ValueError: for tables that are split over several processes.
+        ValueError: the tables are split over several processes.
     """
     inner = model.module if isinstance(model, DistributedModelParallel) else model
     sharded = [module for module in inner.modules() if isinstance(module, _SHARDED)]

@@ -7,6 +7,7 @@ Shape legend: B batch, F features, N numbers, D width, T outputs, M members.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,23 @@ from meshrec.modules import EmbeddingBagCollection
 from meshrec.modules.members import MemberMLP
 from meshrec.modules.numeric import NumberEmbedding
 from meshrec.sparse import KeyedJaggedTensor
+
+
+class _Shrink(torch.autograd.Function):
+    """Identity whose gradient also pulls the values to 0: that of ``strengths * values ** 2 / 2``.
+
+    The loss of a batch is the mean over its samples, so the pull of each is divided by their number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, strengths: Tensor) -> Tensor:
+        ctx.save_for_backward(values, strengths)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        values, strengths = ctx.saved_tensors
+        return gradients[0] + values * strengths / max(1, values.shape[0]), None
 
 
 class WideDeep(nn.Module):
@@ -33,6 +51,11 @@ class WideDeep(nn.Module):
         dropout: share of the hidden values that training drops.
         id_dropout: share of the IDs' embeddings that training drops: the model learns to do without, as it
             must for a value that it has never seen.
+        wide_scale: factor of the linear weights of IDs: it multiplies how far an update moves them, where the
+            optimizer's steps do not depend on the scale of gradients, as Adam's do not.
+        shrink: for each feature, how strongly each lookup pulls its row to 0 in training; none: not at all.
+            With the inverse of how often a value of the feature occurs, all rows of all tables together have
+            an L2 penalty, as the weights of a logistic regression do: rare values stay near 0.
         dense_device: device of the dense parameters.
 
     Raises:
@@ -49,6 +72,8 @@ class WideDeep(nn.Module):
         num_members: int = 1,
         dropout: float = 0.0,
         id_dropout: float = 0.0,
+        wide_scale: float = 1.0,
+        shrink: Sequence[float] = (),
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -58,8 +83,13 @@ class WideDeep(nn.Module):
                 f"embedding_dim is {self.sparse_arch.D}, and the first {num_outputs} columns are linear "
                 f"weights: take {num_outputs + 8} or more."
             )
-        self.num_outputs, self.num_members = num_outputs, num_members
+        self.num_outputs, self.num_members, self.wide_scale = num_outputs, num_members, wide_scale
         width = self.sparse_arch.D
+        scales = torch.ones(width)
+        scales[:num_outputs] = wide_scale**2
+        strengths = torch.tensor(list(shrink), dtype=torch.float32)[:, None] * scales
+        self.register_buffer("shrink", strengths.to(dense_device), persistent=False)
+        self.shrinks = len(shrink) > 0
         self.numbers = NumberEmbedding(edges, width, device=dense_device)
         vectors = self.sparse_arch.F + len(edges)
         self.id_dropout = nn.Dropout(id_dropout)
@@ -82,12 +112,14 @@ class WideDeep(nn.Module):
         embeddings = arch.embedding_bag_collection(sparse_features)
         numbers = self.numbers(dense_features)
         rows = embeddings.values().view(-1, arch.F, arch.D)
-        linear = rows[:, :, :num].sum(1) + numbers[:, :, :num].sum(1)
+        if self.training and self.shrinks:
+            rows = _Shrink.apply(rows, self.shrink)  # type: ignore[no-untyped-call]
+        linear = self.wide_scale * rows[:, :, :num].sum(1) + numbers[:, :, :num].sum(1)
         kept = self.id_dropout(torch.ones_like(rows[:, :, :1])) if self.training else 1.0
         vectors = torch.cat([rows[:, :, num:] * kept, numbers[:, :, num:]], dim=1)
         pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1))
         deep = self.mlp(torch.cat([vectors.flatten(1), pairs], dim=1))
-        logits = linear.unsqueeze(2) + deep
+        logits: Tensor = linear.unsqueeze(2) + deep
         if self.num_members == 1:
             return logits.squeeze(2)
         return logits if self.training else logits.mean(2)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.tables.file_rows import FileRows
+from meshrec.tables.hashed_keys import Hashed
 
 # What torch assigns to every module; a table is a module inside another one.
 _TAKEN_NAMES = frozenset(vars(nn.Module()))
 
 
 class PoolingType(enum.Enum):
-    """How the rows of a bag are pooled. NONE returns one row per ID (sequence embeddings)."""
+    """The pooling of a bag's rows. NONE returns one row per ID (sequence embeddings)."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -98,7 +99,8 @@ class BaseEmbeddingConfig:
     """A table of ``num_embeddings`` rows of width ``embedding_dim``.
 
     Args:
-        num_embeddings: number of rows; IDs lie in ``[0, num_embeddings)``.
+        num_embeddings: number of rows; IDs lie in ``[0, num_embeddings)``. It is left out where ``keys`` is
+            given, and then is the number of rows that there may be.
         embedding_dim: width of a row.
         name: unique name in the collection. It is part of the parameter's name, so it has no dot.
         feature_names: features whose IDs are looked up in this table. Several features may share a table, and
@@ -108,13 +110,16 @@ class BaseEmbeddingConfig:
             are uniform in ``[weight_init_min, weight_init_max]``, which default to
             ``-sqrt(1/num_embeddings)`` and ``sqrt(1/num_embeddings)``.
         storage: where the rows of a sharded module are; None: in memory. See ``FileRows``.
+        keys: ``meshrec.Hashed(max_rows=...)`` for a table whose IDs nobody can number: any int64 is an ID,
+            and rows come and go. First rows are a function of (seed, table, ID); ``init_fn`` then fills one
+            row ``[1, embedding_dim]`` at a time, which is slow.
 
     Raises:
         ValueError: a size is below 1, the name is empty or has a dot, features are missing or given twice, or
             a quantised table has a storage.
     """
 
-    num_embeddings: int
+    num_embeddings: int = 0
     embedding_dim: int
     name: str
     feature_names: Sequence[str]
@@ -123,8 +128,14 @@ class BaseEmbeddingConfig:
     weight_init_max: float | None = None
     init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
     storage: FileRows | None = None
+    keys: Hashed | None = None
 
     def __post_init__(self) -> None:
+        if self.storage is not None and self.keys is not None:
+            raise ValueError(
+                f"table {self.name!r} has keys=Hashed(...) and storage=FileRows(...), which do not go "
+                "together yet. Leave out one of the two."
+            )
         if self.storage is not None and (not isinstance(self.storage, FileRows) or self.data_type.bits):
             raise ValueError(
                 f"table {self.name!r}: storage={self.storage!r} with data_type {self.data_type}. A storage "
@@ -138,6 +149,8 @@ class BaseEmbeddingConfig:
                 f"a table cannot be named {self.name!r}: every torch module has that "
                 "attribute. Choose another name."
             )
+        if self.keys is not None:
+            object.__setattr__(self, "num_embeddings", self._max_rows(self.keys))
         for size in ("num_embeddings", "embedding_dim"):
             value = getattr(self, size)
             if not isinstance(value, int) or value < 1:
@@ -151,16 +164,42 @@ class BaseEmbeddingConfig:
         if twice:
             raise ValueError(f"table {self.name!r}: features {twice} are given twice. Name each once.")
 
+    def _max_rows(self, keys: Hashed) -> int:
+        """Return the number of rows of a table with hashed keys."""
+        if not isinstance(keys, Hashed):
+            raise ValueError(f"table {self.name!r}: keys must be meshrec.Hashed(...) or None, got {keys!r}.")
+        if self.data_type.bits:
+            raise ValueError(
+                f"table {self.name!r}: a table with hashed keys is trained in FP32, FP16 or BF16, got "
+                f"{self.data_type}. Quantise the trained model with meshrec.quant.quantize."
+            )
+        if not isinstance(self.embedding_dim, int) or self.embedding_dim < 1:
+            return 1  # the caller says what is wrong
+        try:
+            rows = keys.rows(self.embedding_dim * self.data_type.dtype.itemsize)
+        except ValueError as error:
+            raise ValueError(f"table {self.name!r}: {error}") from error
+        if self.num_embeddings not in (0, rows):
+            raise ValueError(
+                f"table {self.name!r}: num_embeddings={self.num_embeddings} and keys=Hashed(...) contradict. "
+                "Leave num_embeddings out: max_rows says how many rows there may be."
+            )
+        return rows
+
+    @property
+    def init_bounds(self) -> tuple[float, float]:
+        """The least first value and the end, where ``init_fn`` is not given."""
+        bound = math.sqrt(1 / self.num_embeddings)
+        low = -bound if self.weight_init_min is None else self.weight_init_min
+        return low, bound if self.weight_init_max is None else self.weight_init_max
+
     def init_weight(self, weight: Tensor) -> None:
         """Initialise a weight of this table in place."""
         with torch.no_grad():
             if self.init_fn is not None:
                 self.init_fn(weight)
                 return
-            bound = math.sqrt(1 / self.num_embeddings)
-            low = -bound if self.weight_init_min is None else self.weight_init_min
-            high = bound if self.weight_init_max is None else self.weight_init_max
-            weight.uniform_(low, high)
+            weight.uniform_(*self.init_bounds)
 
 
 @dataclass(frozen=True, kw_only=True)

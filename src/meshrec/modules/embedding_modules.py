@@ -17,6 +17,7 @@ from meshrec.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
+from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.input_checks import inverse_rows
 from meshrec.modules.quantised_table import QuantisedTable
 from meshrec.modules.table_lookup import (
@@ -29,13 +30,15 @@ from meshrec.modules.table_lookup import (
 )
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.fused import WholeTables
+from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.optimizer import FusedOptimizer
+from meshrec.tables.turnover import Turnover
 
 # F features in the order of the tables, B samples, N ids, D width
 
 
 class TableCollection(nn.Module, ABC):
-    """What both collections are: named tables, one lookup, and perhaps a fused optimizer."""
+    """Base class of both collections: named tables, one lookup, and an optional fused optimizer."""
 
     def __init__(
         self,
@@ -58,36 +61,36 @@ class TableCollection(nn.Module, ABC):
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """The name of the ModuleDict that holds the tables, and the ModuleDict."""
+        """Return the ModuleDict that holds the tables, after its name."""
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
-        """Configuration and weight of each table, by the parameter's name."""
+        """Return the configuration and the weight of each table, by the parameter's name."""
         prefix, _ = self.table_holders()
         names = [f"{prefix}.{config.name}.weight" for config in self._configs]
         return dict(zip(names, zip(self._configs, self._weights(), strict=True), strict=True))
 
     def embedding_names(self) -> list[str]:
-        """The keys of the result."""
+        """Return the keys of the result."""
         return list(self._lookup.embedding_names)
 
     @property
     def bounds_check(self) -> BoundsCheckMode:
-        """What happens to ids outside their table."""
+        """The handling of IDs outside their table."""
         return self._lookup.bounds_check
 
     @property
     def output_dtype(self) -> DataType | None:
-        """Of the result; None: the widest of the tables', fp32 for quantised ones."""
+        """The dtype of the result; None for the widest dtype of the tables, fp32 if they are quantised."""
         return self._lookup.output_dtype
 
     @property
     def num_clamped_ids(self) -> int:
-        """How many ids ``BoundsCheckMode.WARN`` replaced so far."""
+        """Number of IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
         return self._lookup.num_clamped_ids
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """The device of the parameters."""
         return self._weights()[0].device
 
     @property
@@ -122,8 +125,12 @@ class TableCollection(nn.Module, ABC):
 
     def reset_parameters(self) -> None:
         """Fills all weights as at construction."""
+        holders = self.table_holders()[1]._modules
         for config, weight in self.tables().values():
-            init_weight(config, weight)
+            if config.keys is None:
+                init_weight(config, weight)
+            else:
+                holders[config.name].reset_parameters()  # type: ignore[operator]
 
     def _weights(self) -> list[nn.Parameter]:
         # Read in every forward: what is plain is found without a module's search for attributes.
@@ -132,6 +139,44 @@ class TableCollection(nn.Module, ABC):
             return [holder._parameters["weight"] for holder in holders]  # type: ignore[misc]
         except KeyError:  # parametrized
             return [holder.weight for holder in holders]  # type: ignore[misc]
+
+    def hashed_tables(self) -> dict[str, HashedTable]:
+        """Return the tables with hashed keys, by name; see ``HashedTable``."""
+        numbers = self._hashed_tables()
+        return {self._configs[number].name: table for number, table in numbers.items()}
+
+    @property
+    def turnovers(self) -> list[Turnover]:
+        """What lets IDs of fused tables with hashed keys come and go."""
+        return [] if self._updater is None else self._updater.turnovers
+
+    def _hashed_tables(self) -> dict[int, HashedTable]:
+        """Return the tables with hashed keys, by number."""
+        found = {}
+        holders = self.table_holders()[1]._modules
+        for number, config in self._lookup.hashed.items():
+            holder = holders[config.name]
+            assert isinstance(holder, HashedHolder)
+            found[number] = holder.table
+        return found
+
+    def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
+        """Return what the kernels read.
+
+        Raises:
+            ValueError: the gradient of a hashed table would go nowhere.
+        """
+        if not hashed:
+            return weights
+        plain = range(len(weights)) if self._updater is None else self._updater.plain_tables
+        for number in plain:
+            if number in hashed and torch.is_grad_enabled() and weights[number].requires_grad:
+                raise ValueError(
+                    f"table {self._configs[number].name!r} has hashed keys and no fused optimizer: its "
+                    "gradients would have nowhere to stay. Call meshrec.fuse(module, optimizer=...), shard "
+                    "the module, or look up under torch.no_grad()."
+                )
+        return [hashed[n].rows if n in hashed else weight for n, weight in enumerate(weights)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self._weights()
@@ -146,6 +191,12 @@ class TableCollection(nn.Module, ABC):
                 and (moved := fn(weight.detach().new_empty(0)).device).type != "meta"
             ):
                 raise ValueError(no_room(config, moved))
+        for number, config in self._lookup.hashed.items():
+            if not before[number].is_meta and _is_changed(before[number], fn):
+                raise ValueError(
+                    f"table {config.name!r} has hashed keys: its rows stay on the CPU, in the data type of "
+                    "its configuration. Choose data_type there."
+                )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for old, new in zip(before, self._weights(), strict=True):
             vars(new).update(vars(old))
@@ -194,7 +245,7 @@ class EmbeddingBagCollection(TableCollection):
         self._bag_configs = list(tables)
         self.embedding_bags = holder_of(
             {
-                config.name: _quantised(config, device)
+                config.name: _held(config, device)
                 or nn.EmbeddingBag(
                     config.num_embeddings,
                     config.embedding_dim,
@@ -225,17 +276,19 @@ class EmbeddingBagCollection(TableCollection):
         if features.variable_stride_per_key():
             values = self._variable_batch(features, weights)
         else:
-            lookups = lookup.lookups(features, weights, flat=False)
-            values = lookup.run(weights, lookups, features.stride(), self._updater)
+            hashed = self._hashed_tables() if lookup.hashed else None
+            lookups = lookup.lookups(features, weights, flat=False, hashed=hashed)
+            values = lookup.run(self._rows(weights, hashed), lookups, features.stride(), self._updater)
         return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
     def _variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
         lookup = self._lookup
-        lookups = lookup.lookups(features, weights, flat=True)
+        hashed = self._hashed_tables() if lookup.hashed else None
+        lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
         rows = inverse_rows(features, lookup.features)
         strides = features.stride_per_key()
         sizes = [strides[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
-        flat = lookup.run(weights, lookups, sum(sizes), self._updater)
+        flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater)
         pieces = [
             flat[start:end].view(-1, dim).index_select(0, row)
             for (start, end), dim, row in zip(spans(sizes), lookup.dims, rows, strict=True)
@@ -243,15 +296,15 @@ class EmbeddingBagCollection(TableCollection):
         return torch.cat(pieces, dim=1)
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """``embedding_bags``."""
+        """Return the ModuleDict ``embedding_bags``, after its name."""
         return "embedding_bags", self._modules["embedding_bags"]  # type: ignore[return-value]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables' configurations."""
+        """Return the configurations of the tables."""
         return list(self._bag_configs)
 
     def is_weighted(self) -> bool:
-        """Whether the input's weights scale the rows."""
+        """Return whether the input's weights scale the rows."""
         return self._lookup.is_weighted
 
 
@@ -279,7 +332,7 @@ class EmbeddingCollection(TableCollection):
         self._sequence_configs = list(tables)
         self.embeddings = holder_of(
             {
-                config.name: _quantised(config, device)
+                config.name: _held(config, device)
                 or nn.Embedding(
                     config.num_embeddings,
                     config.embedding_dim,
@@ -290,24 +343,25 @@ class EmbeddingCollection(TableCollection):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks up every id.
+        """Look up every ID.
 
         Args:
             features: must have the features of all tables; other keys are ignored.
 
         Returns:
-            by feature (``feature@table`` where several tables read it) a JaggedTensor with one row of width
-            D per id, ``[n, D]``, and the feature's lengths.
+            By feature (``feature@table`` if several tables read it), a JaggedTensor with one row of width D
+            per ID, ``[n, D]``, and the feature's lengths.
 
         Raises:
             ValueError: as in ``EmbeddingBagCollection.forward``.
         """
         weights = self._weights()
         lookup = self._lookup
-        lookups = lookup.lookups(features, weights, flat=True)
+        hashed = self._hashed_tables() if lookup.hashed else None
+        lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
         counts = features.length_per_key()
         sizes = [counts[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
-        flat = lookup.run(weights, lookups, sum(sizes), self._updater)
+        flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater)
         ids_of = features.to_dict()
         result: dict[str, JaggedTensor] = {}
         for name, feature, dim, (start, end) in zip(
@@ -320,32 +374,36 @@ class EmbeddingCollection(TableCollection):
         return result
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """``embeddings``."""
+        """Return the ModuleDict ``embeddings``, after its name."""
         return "embeddings", self._modules["embeddings"]  # type: ignore[return-value]
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables' configurations."""
+        """Return the configurations of the tables."""
         return list(self._sequence_configs)
 
 
 def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    """The tables by name, whatever they are called."""
+    """Return a ModuleDict of the tables, whose names may also be those of its methods."""
     holder = nn.ModuleDict()
-    # Its own way in refuses the names of its methods, and a table may well be called "items".
+    # ModuleDict refuses the names of its methods as keys, and a table may well be called "items".
     holder._modules.update(tables)
     return holder
 
 
-def _quantised(config: BaseEmbeddingConfig, device: torch.device | str | None) -> QuantisedTable | None:
-    """What holds a quantised table; None for others."""
+def _held(
+    config: BaseEmbeddingConfig, device: torch.device | str | None
+) -> QuantisedTable | HashedHolder | None:
+    """Make the module that holds a quantised or hashed table; return None for other tables."""
     storage = storage_of(config)
+    if isinstance(storage, HashedRows):
+        return HashedHolder(storage, _as_device(device))
     if storage.is_trainable:
         return None
     return QuantisedTable(storage, config.embedding_dim, make_weight(config, _as_device(device)))
 
 
 def _is_changed(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Whether ``fn``, which a module applies to its parameters, moves or casts this one."""
+    """Return whether ``fn``, which a module applies to its parameters, moves or casts this one."""
     probe = fn(weight.detach().new_empty(0))
     return probe.device != weight.device or probe.dtype != weight.dtype
 

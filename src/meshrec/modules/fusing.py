@@ -6,6 +6,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec
@@ -88,10 +89,13 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
                 f"table {config.name!r} is quantised ({config.data_type}) and cannot be trained. Fuse the "
                 "model as it was before meshrec.quant.quantize."
             )
-    return [
-        TrainedTable(name, weight, in_backward_spec(weight) or optimizer, storages[name])
-        for name, (_, weight) in tables.items()
-    ]
+    holders = child.table_holders()[1]._modules
+    found = []
+    for name, (config, weight) in tables.items():
+        spec, holder = in_backward_spec(weight) or optimizer, holders[config.name]
+        train = holder.train_with if isinstance(holder, HashedHolder) else None
+        found.append(TrainedTable(name, weight, spec, storages[name], train))
+    return found
 
 
 def _check_not_shared(planned: Mapping[str, list[TrainedTable]]) -> None:

@@ -1,10 +1,11 @@
 """Checks of the input of collections, sharded or not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from meshrec.ops.index import mix
 from meshrec.sparse import KeyedJaggedTensor
 
 
@@ -71,3 +72,36 @@ def inverse_rows(features: KeyedJaggedTensor, wanted: Sequence[str]) -> list[Ten
             "Give one row for each key."
         )
     return [inverse[1][row_of[key]].long() for key in wanted]
+
+
+def key_bounds(offsets: Tensor, segments: Tensor | None, num_keys: int) -> list[int]:
+    """Return where the IDs of each key begin, and their number, [K + 1]."""
+    step = (len(offsets) - 1) // max(1, num_keys)
+    firsts = [key * step for key in range(num_keys + 1)] if segments is None else segments.tolist()
+    bounds: list[int] = offsets[firsts].tolist()
+    return bounds
+
+
+def mixed(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> Tensor:
+    """Replace the IDs of some keys by their mix.
+
+    See [Note: the keys of hashed tables] in tables/key_space.py.
+
+    Args:
+        values: the IDs of all keys, int32 or int64 [N].
+        bounds: where the IDs of each key begin, and N.
+        seeds: the seed of the mix, by key.
+
+    Raises:
+        ValueError: the IDs are not integers.
+    """
+    if values.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"tables with hashed keys take IDs of int32 or int64, got {values.dtype}. Convert the values of "
+            "the KeyedJaggedTensor, or hash them to integers."
+        )
+    found = values.to(torch.int64, copy=True)
+    for key, seed in seeds.items():
+        own = slice(bounds[key], bounds[key + 1])
+        found[own] = mix(found[own], seed)
+    return found

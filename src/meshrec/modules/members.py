@@ -89,4 +89,5 @@ class MemberMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, I] to [B, num_outputs, M]."""
         hidden = self.layers(x.unsqueeze(1))
-        return ((hidden.unsqueeze(2) * self.head).sum(-1) + self.bias).transpose(1, 2)
+        logits: Tensor = ((hidden.unsqueeze(2) * self.head).sum(-1) + self.bias).transpose(1, 2)
+        return logits

@@ -29,6 +29,11 @@ class PiecewiseLinear(nn.Module):
         ValueError: edges do not rise.
     """
 
+    first: Tensor
+    scale: Tensor
+    low: Tensor
+    high: Tensor
+
     def __init__(self, edges: Sequence[Sequence[float]], device: torch.device | None = None) -> None:
         super().__init__()
         for number, each in enumerate(edges):

@@ -1,9 +1,9 @@
-"""What the two collections share: which feature reads which table, and one kernel call for all of them."""
+"""The lookup that both collections share: features, their tables, and one kernel call for all of them."""
 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,13 @@ from meshrec.modules.embedding_configs import (
     DataType,
     PoolingType,
 )
-from meshrec.modules.input_checks import check_device, positions_of, sample_weights
+from meshrec.modules.input_checks import check_device, key_bounds, mixed, positions_of, sample_weights
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.file_rows import FileBackedRows
 from meshrec.tables.fused import WholeTables
-from meshrec.tables.index import KeyReader, slots_of
+from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.tables.index import Index, KeyReader, pin, slots_of
 from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage, lookup_of
 
 # F features in the order of the tables, B samples, N ids, D width
@@ -73,6 +74,8 @@ class TableLookup:
             storage.index(0, table.num_embeddings) for storage, table in zip(storages, tables, strict=True)
         ]
         self._indexes = {number: index for number, index in enumerate(found) if index is not None}
+        self.hashed = {n: table for n, table in enumerate(tables) if table.keys is not None}
+        """The tables with hashed keys."""
         self.bounds_check = bounds_check
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
         self._checks_ids = bounds_check is BoundsCheckMode.ERROR
@@ -81,7 +84,7 @@ class TableLookup:
         self._num_rows = [table.num_embeddings for table in tables]
         readers = Counter(self.features)
         for index, feature in pairs:
-            if index in self._indexes and readers[feature] > 1:
+            if (index in self._indexes or index in self.hashed) and readers[feature] > 1:
                 raise ValueError(
                     f"feature {feature!r} is read by table {tables[index].name!r}, which has an index of its "
                     "own, and by another one. Give the other table a copy of the feature under another name."
@@ -97,11 +100,20 @@ class TableLookup:
 
     @property
     def num_clamped_ids(self) -> int:
-        """How many ids ``BoundsCheckMode.WARN`` replaced so far."""
+        """Number of IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
         return int(self._num_clamped)
 
-    def lookups(self, features: KeyedJaggedTensor, weights: Sequence[Tensor], *, flat: bool) -> tbe.Lookups:
-        """The kernels' arguments for one batch.
+    def lookups(
+        self,
+        features: KeyedJaggedTensor,
+        weights: Sequence[Tensor],
+        *,
+        flat: bool,
+        hashed: Mapping[int, HashedTable] | None = None,
+    ) -> tbe.Lookups:
+        """Return the arguments of the kernels for one batch.
+
+        ``hashed``: the tables with hashed keys, by number.
 
         Raises:
             ValueError: for a missing feature or missing weights, and for input on another device.
@@ -126,7 +138,9 @@ class TableLookup:
             dims=self.dims,
         )
         lookups = self._clamped(lookups) if self._clamps_ids else lookups
-        return self._resolved(lookups) if self._indexes else lookups
+        if hashed:
+            lookups = self._hashed(lookups, hashed)
+        return self._resolved(lookups, self._indexes) if self._indexes else lookups
 
     def run(
         self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: WholeTables | None
@@ -142,38 +156,50 @@ class TableLookup:
             return result
         return self._look_up(weights, lookups, options)
 
-    def _resolved(self, lookups: tbe.Lookups) -> tbe.Lookups:
-        """Replace the keys of tables with an index by slots."""
-        num_keys, offsets = lookups.num_keys, lookups.offsets
-        step = (len(offsets) - 1) // max(1, num_keys)
-        segments = lookups.segments
-        firsts = [key * step for key in range(num_keys + 1)] if segments is None else segments.tolist()
-        readers = {
-            key: KeyReader([self._indexes[table]], 0)
+    def _hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
+        """Replace the IDs of tables with hashed keys by slots. The batch pins them."""
+        bounds = key_bounds(lookups.offsets, lookups.segments, lookups.num_keys)
+        seeds = {
+            key: tables[table].storage.keys.seed
             for key, table in zip(lookups.keys, lookups.tables, strict=True)
-            if table in self._indexes
+            if table in tables
         }
-        bounds = offsets[firsts].tolist()
+        lookups = lookups._replace(values=mixed(lookups.values, bounds, seeds))
+        return self._resolved(lookups, tables)
+
+    def _resolved(self, lookups: tbe.Lookups, indexes: Mapping[int, Index]) -> tbe.Lookups:
+        """Replace the keys of tables with an index by slots."""
+        num_keys = lookups.num_keys
+        readers = {
+            key: KeyReader([indexes[table]], 0)
+            for key, table in zip(lookups.keys, lookups.tables, strict=True)
+            if table in indexes
+        }
+        bounds = key_bounds(lookups.offsets, lookups.segments, num_keys)
         train = torch.is_grad_enabled()
-        values, _ = slots_of(lookups.values, bounds, readers, num_keys=num_keys, train=train)
+        values, pins = slots_of(lookups.values, bounds, readers, num_keys=num_keys, train=train)
+        pin(values, pins)
         return lookups._replace(values=values)
 
     def _clamped(self, lookups: tbe.Lookups) -> tbe.Lookups:
+        chosen = [i for i, table in enumerate(lookups.tables) if table not in self.hashed]
         values, counts = torch.ops.meshrec.clamp_ids.default(
             lookups.values,
             lookups.offsets,
             lookups.segments,
             lookups.num_keys,
-            lookups.keys,
-            lookups.tables,
+            [lookups.keys[i] for i in chosen],
+            [lookups.tables[i] for i in chosen],
             self._num_rows,
         )
+        if self.hashed:
+            counts = counts.new_zeros(len(lookups.tables)).index_copy_(0, torch.tensor(chosen), counts)
         torch.ops.meshrec_host.report_clamped(self._num_clamped, counts, self._names)
         return lookups._replace(values=values)
 
 
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
-    """A new weight ``[num_embeddings, embedding_dim]``, or quantised rows; initialised unless on ``meta``."""
+    """Make a weight ``[num_embeddings, embedding_dim]``, or quantised rows. On ``meta`` nothing is filled."""
     storage = storage_of(config)
     if config.storage is not None and (device is None or device.type != "meta"):
         raise ValueError(no_room(config, device))
@@ -194,7 +220,7 @@ def no_room(config: BaseEmbeddingConfig, device: torch.device | None) -> str:
 
 
 def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
-    """Fills a weight as configured; a quantised one block by block."""
+    """Initialise a weight as configured; a quantised one block by block."""
     storage = storage_of(config)
     if storage.is_trainable:
         return config.init_weight(weight)
@@ -206,7 +232,17 @@ def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 
 def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
-    """How a table's rows lie; ``weight`` tells its type where a module was cast since it was configured."""
+    """Return the storage of a table. ``weight`` gives the dtype if the module was cast after construction."""
+    if config.keys is not None:
+        return HashedRows(
+            dtype=config.data_type.dtype,
+            keys=config.keys,
+            name=config.name,
+            dim=config.embedding_dim,
+            max_rows=config.num_embeddings,
+            bounds=config.init_bounds,
+            init_fn=config.init_fn,
+        )
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype
     dtype = weight.dtype if was_cast and weight is not None else storage.dtype
@@ -217,11 +253,11 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
 
 
 def storage_for(data_type: DataType) -> RowStorage:
-    """How rows of a data type lie."""
+    """Return the storage of rows of a data type."""
     return QuantisedRows(data_type.bits) if data_type.bits else DenseRows(data_type.dtype)
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, end) of consecutive pieces of the given sizes."""
+    """Return (start, end) of consecutive pieces of the given sizes."""
     ends = list(itertools.accumulate(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))

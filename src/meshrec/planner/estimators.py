@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.comms.wire import FP32, WireFormats
+from meshrec.comms.wire import FP32
 from meshrec.planner.hardware import Link
-from meshrec.planner.types import STATE_BYTES, Bools, Floats, Ints, Table, Topology
+from meshrec.planner.table_arrays import arrays_of
+from meshrec.planner.types import STATE_BYTES, Bools, Floats, Table, Topology
 
 PHASES = ("ids", "lookup", "output", "gradient", "row_stats", "replicas", "data_parallel", "update")
 """The phases of a step, in order:
@@ -34,12 +35,7 @@ PHASES = ("ids", "lookup", "output", "gradient", "row_stats", "replicas", "data_
 NUM_PHASES = len(PHASES)
 _IDS, _LOOKUP, _OUTPUT, _GRADIENT, _ROW_STATS, _REPLICAS, _DATA_PARALLEL, _UPDATE = range(NUM_PHASES)
 
-ID_BYTES, WIDE_ID_BYTES = 4, 8
-_WIDE_ROWS = 1 << 31
-"""Number of rows of a table from which all IDs of its module travel as 64-bit numbers."""
 LENGTH_BYTES = 4
-SAMPLE_WEIGHT_BYTES = 4
-STATISTIC_BYTES = 4
 VALUE_BYTES = FP32.value_bytes
 """Bytes of an fp32 value. Results, sums of gradients, and exchanges between replicas are fp32. The latter
 have no shorter wire format, because replicas must make the same update, bit for bit.
@@ -54,34 +50,6 @@ class Usage(NamedTuple):
     sharded: bool
     row_stats: bool
     data_parallel: bool
-
-
-class TableArrays(NamedTuple):
-    """The attributes of T tables as arrays."""
-
-    rows_T: Ints
-    columns_T: Ints
-    ids_T: Floats
-    """IDs per rank's batch."""
-    bags_T: Floats
-    """Bags per rank's batch."""
-    outputs_T: Floats
-    """Output rows per rank's batch: one per bag of a pooled table, one per ID of others."""
-    pooled_T: Bools
-    weight_bytes_T: Floats
-    row_bytes_T: Floats
-    in_memory_T: Floats
-    trained_T: Bools
-    id_bytes_T: Floats
-    """Bytes of an ID on the wire, with its per-sample weight."""
-    state_per_column_T: Floats
-    state_per_row_T: Floats
-    wires_T: Ints
-    """Index into ``wires`` of each table's pair of wire formats."""
-    wires: list[WireFormats]
-    row_statistics_bytes_T: Floats
-    """Bytes of row statistics per distinct row, which column shards add up before the update."""
-    effective_rows_T: Floats
 
 
 class RowOnWire(NamedTuple):
@@ -104,6 +72,41 @@ class Hops(NamedTuple):
     """Whether all ranks of the node hold parts of the rows, so that only their sum takes the second hop."""
 
 
+class _Routes(NamedTuple):
+    """The links between the ranks of a group, and the shares of a batch that take them."""
+
+    outer: Link
+    """The slowest link between two ranks of the group."""
+    replicas: Link
+    """The slowest link between ranks with the same rectangles."""
+    all_ranks: Link
+    """The slowest link between any two ranks."""
+    same_node: float
+    """Share of a rank's rows that other ranks of its node hold."""
+    other_nodes: float
+    """Share of a rank's rows that ranks of other nodes hold."""
+    wire: float
+    """Seconds per byte of an all-to-all, over both kinds of links."""
+    once: float
+    """Factor of work other than transfers. In half duplex, `shared_loads` adds the mean of a phase again."""
+
+
+def _routes(topology: Topology, num_ranks: int, node_size: int) -> _Routes:
+    profile = topology.profile
+    multi_node = topology.world_size > topology.local_size
+    crosses_nodes = num_ranks >= topology.local_size and multi_node
+    same_node, other_nodes = (node_size - 1) / num_ranks, (num_ranks - node_size) / num_ranks
+    return _Routes(
+        outer=profile.inter if num_ranks > node_size else profile.intra,
+        replicas=profile.inter if crosses_nodes else profile.intra,
+        all_ranks=profile.inter if multi_node else profile.intra,
+        same_node=same_node,
+        other_nodes=other_nodes,
+        wire=same_node / profile.intra.all_to_all + other_nodes / profile.inter.all_to_all,
+        once=1.0 if profile.full_duplex else 0.5,
+    )
+
+
 class CostModel:
     """The cost of rectangles, in seconds and bytes.
 
@@ -115,12 +118,7 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        tables: Sequence[Table],
-        topology: Topology,
-        *,
-        batch_size: int,
-        replicas: int = 1,
+        self, tables: Sequence[Table], topology: Topology, *, batch_size: int, replicas: int = 1
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; give the number of samples per rank, at least 1.")
@@ -137,20 +135,8 @@ class CostModel:
         self.node_size = min(topology.local_size, self.num_ranks)
         self.sum_in_node = topology.sum_in_node and 1 < self.node_size < self.num_ranks
         self.memory_cap = topology.memory_cap
-        self.arrays = _arrays(self.tables, batch_size)
-        multi_node = self.num_ranks > self.node_size
-        self._outer: Link = self.profile.inter if multi_node else self.profile.intra
-        crosses_nodes = self.num_ranks >= topology.local_size and topology.world_size > topology.local_size
-        self._replica_link: Link = self.profile.inter if crosses_nodes else self.profile.intra
-        self._all_link: Link = (
-            self.profile.inter if topology.world_size > topology.local_size else self.profile.intra
-        )
-        # Factor of work that is no transfer: in half duplex `shared_loads` adds the mean of a phase again.
-        self._once = 1.0 if self.profile.full_duplex else 0.5
-        same_node = (self.node_size - 1) / self.num_ranks
-        other_nodes = (self.num_ranks - self.node_size) / self.num_ranks
-        self._same_node, self._other_nodes = same_node, other_nodes
-        self._wire = same_node / self.profile.intra.all_to_all + other_nodes / self.profile.inter.all_to_all
+        self.arrays = arrays_of(self.tables, batch_size)
+        self._routes = _routes(topology, self.num_ranks, self.node_size)
 
     def rectangle_loads(
         self,
@@ -176,7 +162,7 @@ class CostModel:
         loads = np.zeros((len(table), NUM_PHASES))
         loads[:, _IDS] = self.id_travel_seconds(table, share)
         per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
-        loads[:, _IDS] += self._once * ids * per_id
+        loads[:, _IDS] += self._routes.once * ids * per_id
         read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         elements = outputs * columns
         hops = self._hops(table, in_node_N)
@@ -190,15 +176,16 @@ class CostModel:
             passes = elements * VALUE_BYTES + kernel + 2 * kernel / self.num_ranks
             # Formats that are more than a cast take another pass at both ends.
             passes += np.where(row.is_cast, 0.0, 2 * (kernel + outputs * row.wire_bytes))
-            loads[:, phase] += self._once * passes / p.stream_bandwidth
+            loads[:, phase] += self._routes.once * passes / p.stream_bandwidth
             if way == _FORWARD_WAY:
                 loads[:, _LOOKUP] = read + kernel / p.stream_bandwidth
+        loads[:, _LOOKUP] += self._index_seconds(table, ids, share)
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, share, self.replicas)
         if self.replicas > 1:
             loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
         distinct = self._distinct(table, ids, share)
         sums = distinct * a.row_statistics_bytes_T[table]
-        statistics = 2 * sums * self._wire
+        statistics = 2 * sums * self._routes.wire
         is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
         # Row statistics are exchanged between the sum of gradients and the update.
         if p.sorts_once:  # sorted IDs are reused; gradients are read twice
@@ -284,14 +271,15 @@ class CostModel:
         row_bytes = columns * a.weight_bytes_T[table] + a.row_bytes_T[table]
         read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         loads[:, _LOOKUP] = read + a.outputs_T[table] * columns * VALUE_BYTES / p.stream_bandwidth
+        loads[:, _LOOKUP] += self._index_seconds(table, ids, one)
         loads[:, _IDS] = ids * p.route_id_seconds
         passes = a.outputs_T[table] * columns * VALUE_BYTES * 2 / p.stream_bandwidth
         loads[:, _OUTPUT] = loads[:, _GRADIENT] = passes
         world = self.topology.world_size
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, one, world)
         summed = a.rows_T[table] * columns * VALUE_BYTES
-        dense = 2 * (world - 1) / world * summed / self._all_link.all_reduce
-        sparse = self._gather_seconds(table, ids, a.outputs_T[table] * columns, world, self._all_link)
+        dense = 2 * (world - 1) / world * summed / self._routes.all_ranks.all_reduce
+        sparse = self._gather_seconds(table, ids, a.outputs_T[table] * columns, world, self._routes.all_ranks)
         loads[:, _DATA_PARALLEL] = np.minimum(dense, sparse)
         return self._without_backward(table, loads)
 
@@ -312,13 +300,13 @@ class CostModel:
         """
         a = self.arrays
         ids, bags = a.ids_T[table_N] * self.num_ranks * share_N, a.bags_T[table_N] * self.num_ranks
-        travel: Floats = (ids * a.id_bytes_T[table_N] + bags * LENGTH_BYTES) * self._wire
+        travel: Floats = (ids * a.id_bytes_T[table_N] + bags * LENGTH_BYTES) * self._routes.wire
         return travel
 
     @property
     def id_latency_seconds(self) -> float:
         """Seconds of latency of the two all-to-alls of sizes and of IDs."""
-        return 2 * self._outer.latency if self.num_ranks > 1 else 0.0
+        return 2 * self._routes.outer.latency if self.num_ranks > 1 else 0.0
 
     def shared_loads(self, mean_loads: Floats) -> Floats:
         """Return the seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles'
@@ -335,13 +323,13 @@ class CostModel:
         fixed[[_LOOKUP, _UPDATE]] = p.kernel_seconds
         fixed[_IDS] = a.ids_T.sum() * p.scan_id_seconds + a.bags_T.sum() * p.scan_bag_seconds
         if self.num_ranks > 1:  # all-to-alls run even if nothing travels
-            latency = self._outer.latency
+            latency = self._routes.outer.latency
             fixed[[_IDS, _OUTPUT, _GRADIENT]] += self.id_latency_seconds, latency, latency
             fixed[_ROW_STATS] = latency if usage.row_stats else 0.0
         if self.replicas > 1 and usage.sharded:
-            fixed[_REPLICAS] = 2 * self._replica_link.latency
+            fixed[_REPLICAS] = 2 * self._routes.replicas.latency
         if self.topology.world_size > 1 and usage.data_parallel:
-            fixed[_DATA_PARALLEL] = self._all_link.latency
+            fixed[_DATA_PARALLEL] = self._routes.all_ranks.latency
         return fixed
 
     def _hops(self, table: npt.NDArray[np.integer], in_node_N: Bools) -> Hops:
@@ -355,8 +343,8 @@ class CostModel:
         """Return the bytes of rectangles' rows that leave a rank: within its node, and across the network."""
         # The first of two hops goes to the rank of this node with the receiver's local rank. If all its ranks
         # hold a part of each row, only the sum of the parts takes the second hop.
-        inside = bytes_N * np.where(hops.two_N, (self.node_size - 1) / self.node_size, self._same_node)
-        across = bytes_N * self._other_nodes / np.where(hops.summed_N, self.node_size, 1)
+        inside = bytes_N * np.where(hops.two_N, (self.node_size - 1) / self.node_size, self._routes.same_node)
+        across = bytes_N * self._routes.other_nodes / np.where(hops.summed_N, self.node_size, 1)
         return inside, across
 
     def _embedding_seconds(self, bytes_N: Floats, hops: Hops) -> Floats:
@@ -385,7 +373,7 @@ class CostModel:
     ) -> Floats:
         rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
         outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
-        others, link = self.replicas - 1, self._replica_link
+        others, link = self.replicas - 1, self._routes.replicas
         sparse = self._gather_seconds(table, ids, outputs * columns, self.replicas, link)
         dense = 2 * others / self.replicas * rows * columns * VALUE_BYTES / link.all_reduce
         result: Floats = np.minimum(sparse, dense)
@@ -424,7 +412,7 @@ class CostModel:
         overhead = np.array([each.row_overhead for each in formats], np.float64)[index]
         kernel_bytes = np.array([each.kernel_dtype.itemsize for each in formats], np.float64)[index]
         is_cast = np.array([each.is_cast for each in formats], bool)[index]
-        return RowOnWire(columns * value_bytes + overhead, kernel_bytes, is_cast)
+        return RowOnWire(np.ceil(columns * value_bytes) + overhead, kernel_bytes, is_cast)
 
     def _row_buffers(self, table: npt.NDArray[np.integer], columns: Floats) -> Floats:
         """Return the bytes of the buffers for one looked-up row and its gradient."""
@@ -436,8 +424,18 @@ class CostModel:
 
     def _row_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
         state: Floats = STATE_BYTES * self.arrays.state_per_row_T[table]
-        result: Floats = state + self.arrays.row_bytes_T[table]
+        result: Floats = state + self.arrays.row_bytes_T[table] + self.arrays.index_bytes_T[table]
         return result
+
+    def _index_seconds(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
+        """Return the seconds [N] in which hashed keys find their slots: the keys are sorted, as for an
+        update, and a cache line of the index is read for each distinct one.
+        """
+        p = self.profile
+        line = p.read_row_seconds + _LINE_BYTES / p.read_bandwidth
+        seconds = ids * p.update_id_seconds + self._distinct(table, ids, share) * line
+        found: Floats = np.where(self.arrays.index_bytes_T[table] > 0, seconds, 0.0)
+        return found
 
     def _column_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
         state: Floats = STATE_BYTES * self.arrays.state_per_column_T[table]
@@ -445,38 +443,6 @@ class CostModel:
         return result
 
 
+_LINE_BYTES = 64
 _FORWARD = [_IDS, _LOOKUP, _OUTPUT]
 _IS_EXCHANGE = np.isin(np.arange(NUM_PHASES), [_IDS, _OUTPUT, _GRADIENT])
-
-
-def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
-    batch = np.array([table.batch_size or batch_size for table in tables], np.float64)
-    ids = batch * [table.ids_per_sample for table in tables]
-    bags = batch * [table.bags_per_sample for table in tables]
-    rows = np.array([table.num_embeddings for table in tables], np.int64)
-    id_bytes = WIDE_ID_BYTES if (rows >= _WIDE_ROWS).any() else ID_BYTES
-    wires = sorted({table.wire for table in tables}, key=str)
-    hot = np.array([table.effective_rows or table.num_embeddings for table in tables], np.float64)
-    return TableArrays(
-        rows_T=rows,
-        columns_T=np.array([table.embedding_dim for table in tables], np.int64),
-        ids_T=ids,
-        bags_T=bags,
-        outputs_T=np.where([table.pooled for table in tables], bags, ids),
-        pooled_T=np.array([table.pooled for table in tables], bool),
-        weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
-        row_bytes_T=np.array([table.row_bytes for table in tables], np.float64),
-        in_memory_T=np.array([table.in_memory for table in tables], np.float64),
-        trained_T=np.array([table.trained for table in tables], bool),
-        id_bytes_T=np.array(
-            [id_bytes + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64
-        ),
-        state_per_column_T=np.array([table.optimizer.state_per_row[0] for table in tables], np.float64),
-        state_per_row_T=np.array([table.optimizer.state_per_row[1] for table in tables], np.float64),
-        wires_T=np.array([wires.index(table.wire) for table in tables], np.int64),
-        wires=wires,
-        row_statistics_bytes_T=np.array(
-            [STATISTIC_BYTES * table.optimizer.row_statistics for table in tables], np.float64
-        ),
-        effective_rows_T=np.minimum(hot, rows),
-    )

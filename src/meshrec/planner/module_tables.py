@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_PRECISION, TableWires, WireFormats
+from meshrec.ops.index import BYTES_PER_ID
 from meshrec.ops.nbit import row_bytes
 from meshrec.optim import OptimizerSpec, in_backward_spec
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
@@ -45,7 +46,7 @@ def tables_of_model(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     *,
     default_optimizer: OptimizerKind = OptimizerKind.NONE,
-    default_wire: WireFormats = FULL_PRECISION,
+    default_wire: WireFormats | TableWires = FULL_PRECISION,
 ) -> list[Table]:
     """List all tables of a model.
 
@@ -53,10 +54,11 @@ def tables_of_model(
     wire formats are the sharder's, else `default_wire`.
 
     Raises:
-        ValueError: Two tables share a name, by which constraints identify them, or a constraint names no
-            table.
+        ValueError: Two tables share a name, by which constraints identify them, or a constraint or a wire
+            format names no table.
     """
     constraints = constraints or {}
+    default_wires = default_wire if isinstance(default_wire, TableWires) else TableWires(default_wire)
     tables = []
     for path, module, sharder in embedding_modules(model, sharders):
         default = optimizer_kind(getattr(sharder, "optimizer", None))
@@ -75,7 +77,7 @@ def tables_of_model(
                     weight_bytes=_weight_bytes(config, weight),
                     optimizer=default if spec is None else optimizer_kind(spec),
                     module_path=path,
-                    wire=getattr(sharder, "wire", default_wire),
+                    wire=getattr(sharder, "wires", default_wires).of(config.name),
                 )
             )
     names = [table.name for table in tables]
@@ -83,6 +85,10 @@ def tables_of_model(
         raise ValueError(
             f"tables of different modules share the name {duplicates[0]!r}; constraints go by table "
             f"name. Rename one."
+        )
+    if unknown := [name for name in default_wires.tables if name not in names]:
+        raise ValueError(
+            f"wire formats are given for {unknown[0]!r}, which is not a table of the model; it has {names}."
         )
     if unknown := [name for name in constraints if name not in names]:
         raise ValueError(
@@ -124,6 +130,7 @@ def table_of_config(
         num_poolings=None if constraints.num_poolings is None else tuple(constraints.num_poolings),
         weight_bytes=weight_bytes,
         row_bytes=row_bytes(config.embedding_dim, bits) - config.embedding_dim * bits / 8 if bits else 0,
+        index_bytes=_index_bytes(config),
         trained=not bits,
         pooled=pooled,
         weighted=weighted,
@@ -148,6 +155,16 @@ def _in_memory(config: Any, table: Table) -> float:
 def _bits(config: Any) -> int:
     """Return the bits per code of a quantised table; 0 for floating-point rows."""
     return getattr(getattr(config, "data_type", None), "bits", 0)
+
+
+def _index_bytes(config: Any) -> float:
+    """Return the bytes of a row in the index and the policies of a table with hashed keys; 0 for others."""
+    keys = getattr(config, "keys", None)
+    if keys is None:
+        return 0
+    policy: int = sum(part.dtype.itemsize for part in getattr(keys.evict, "parts", ()))
+    sketch: float = getattr(keys.admit, "bytes", 0) / config.num_embeddings
+    return BYTES_PER_ID + policy + sketch
 
 
 def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_PRECISION, TableWires, WireFormats
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.planner.diagnose import diagnose
 from meshrec.planner.evaluate import to_plan
@@ -16,6 +16,7 @@ from meshrec.planner.optimize import DEFAULT_EFFORT, optimize
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs
 from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
+from meshrec.planner.wire_choice import WireBound, choose_wires
 
 
 class EmbeddingShardingPlanner:
@@ -33,6 +34,9 @@ class EmbeddingShardingPlanner:
         static_plan: a plan to reuse. `plan` then only checks that it places the model's tables.
         default_optimizer: optimizer of the tables that have none attached.
         default_wire: wire formats of embeddings and their gradients, for tables whose sharder sets none.
+        wire_bound: choose the formats of all tables within this bound. ``wire_choice.wires_of(plan)``
+            has them for
+            the sharders.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class EmbeddingShardingPlanner:
         gap: float = DEFAULT_EFFORT.gap,
         static_plan: ShardingPlan | None = None,
         default_optimizer: OptimizerKind = OptimizerKind.NONE,
-        default_wire: WireFormats = FULL_PRECISION,
+        default_wire: WireFormats | TableWires = FULL_PRECISION,
+        wire_bound: WireBound | None = None,
     ) -> None:
         self._topology = topology
         self._constraints = dict(constraints or {})
@@ -54,6 +59,7 @@ class EmbeddingShardingPlanner:
         self._effort = Effort(time_limit, max_work, gap)
         self._static_plan = static_plan
         self._default_optimizer, self._default_wire = default_optimizer, default_wire
+        self._wire_bound = wire_bound
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
         """Plan all tables of `module` that one of the `sharders` shards (None: all tables).
@@ -72,6 +78,8 @@ class EmbeddingShardingPlanner:
         if self._static_plan is not None:
             return _checked(self._static_plan, tables)
         topology = self._topology or _present_topology()
+        if self._wire_bound is not None:
+            tables = choose_wires(tables, topology, batch_size=self._batch_size, bound=self._wire_bound)
         return plan_tables(
             tables,
             topology,

@@ -37,6 +37,8 @@ class Table:
         num_poolings: bags per sample, for each feature; None: 1.
         weight_bytes: bytes of a weight; less than 1 if several share a byte.
         row_bytes: bytes of a row beside its weights, such as a scale. Each column shard has them.
+        index_bytes: bytes of a row in the index of a table with hashed keys, and in its policies. Each column
+            shard has them. 0: the IDs are the rows of the table.
         trained: whether the table has a backward pass; otherwise only the forward phases cost.
         pooled: whether a bag gives one output row; otherwise each ID gives one.
         weighted: whether IDs have per-sample weights (4 bytes each).
@@ -56,6 +58,7 @@ class Table:
     num_poolings: tuple[float, ...] | None = None
     weight_bytes: float = 4
     row_bytes: float = 0
+    index_bytes: float = 0
     trained: bool = True
     pooled: bool = True
     weighted: bool = False
@@ -96,9 +99,9 @@ class Table:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights and optimizer state."""
+        """Bytes of weights, optimizer state and index."""
         per_column, per_row = self.optimizer.state_per_row
-        values = self.embedding_dim * self.weight_bytes + self.row_bytes
+        values = self.embedding_dim * self.weight_bytes + self.row_bytes + self.index_bytes
         row = values + STATE_BYTES * (self.embedding_dim * per_column + per_row)
         return round(self.num_embeddings * row)
 

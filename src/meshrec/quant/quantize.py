@@ -83,6 +83,11 @@ def checked_types(
     configs: Sequence[BaseEmbeddingConfig], weights: DataType, per_table: Mapping[str, DataType] | None
 ) -> dict[str, DataType]:
     """Return the data type of each table. ``quantize`` lists the errors."""
+    if hashed := [config for config in configs if config.keys is not None]:
+        raise ValueError(
+            f"table {hashed[0].name!r} has hashed keys, and its rows cannot be quantised yet. Serve it as it "
+            "is, or copy its items() into a table with num_embeddings rows."
+        )
     if quantised := [config for config in configs if config.data_type.bits]:
         raise ValueError(
             f"table {quantised[0].name!r} is already quantised ({quantised[0].data_type}). Quantise the "

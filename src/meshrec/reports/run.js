@@ -81,8 +81,23 @@ function chart(title, field) {
   }
   return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
 }
+const starts = config.starts || [];
+if (starts.length > 1 || Object.keys((starts[0] || {}).hosts || {}).length > 1) {
+  const named = hosts => Object.entries(hosts || {}).map(([host, ranks]) => `${host}: ${ranks}`).join(", ");
+  section("Where it ran", paragraph("A line for each time the ranks started, from the last checkpoint before it."),
+    plainTable(["began", "from step", "ranks", "ranks of each host", "changed options"], starts.map((s, i) => [(s.began || "").slice(0, 19).replace("T", " "), count(s.from_step || 0), `${s.ranks}${i && starts[i - 1].ranks !== s.ranks ? ` (${starts[i - 1].ranks} before)` : ""}`, named(s.hosts), (s.changes || []).map(c => c[0]).join(", ")])));
+}
+if ((data.stragglers || []).length) section("Who was waited for", paragraph("The share of the other ranks' time in training that they stood still for a rank."),
+  bars(data.stragglers.map(s => [`rank ${s.rank}`, bar([[s.share, "var(--ours)"]]), `${(100 * s.share).toFixed(1)} %`])));
 const charts = [[data.titles.loss, "loss"], [leading, lead], ["samples per second", "samples_per_second"], [data.titles.normalized_entropy, "normalized_entropy"], ["learning rate of the dense part", "lr"], ["learning rate of the tables", "table_lr"], ["gradient norm of the dense part", "dense_gradient_norm"], ["peak memory of all ranks, MiB", "peak_memory_mib"], ["CPU seconds of all ranks", "cpu_seconds"]].map(pair => chart(...pair)).filter(Boolean);
 if (charts.length) section("Curves", element("div", { class: "charts" }, ...charts));
+// By table: how many IDs live, and how many came, were refused and went since the point before.
+const said = { live: "IDs that live", new: "new IDs", refused: "refused IDs", evicted: "evicted IDs", hit_rate: "share of the IDs read that had a row" };
+const hashed = [...new Set(data.metrics.flatMap(m => Object.keys(m).filter(name => name.startsWith("hashed/")).map(name => name.slice(7, name.lastIndexOf("/")))))];
+for (const table of hashed) {
+  const found = Object.entries(said).map(([what, title]) => chart(`${table}: ${title}`, `hashed/${table}/${what}`)).filter(Boolean);
+  section(`IDs of table ${table}`, element("div", { class: "charts" }, ...found), paragraph("New, refused and evicted IDs are those since the point before."));
+}
 
 // Points in the unit square, one line for each part of the data, over the diagonal.
 function square(title, below, left, lines, dots) {

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshrec.metrics import Interval, auc_interval
-from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig, WideDeepConfig
+from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig
 from meshrec.train.baselines import baselines
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import join
 from meshrec.train.recipe import FittedSource, ModelConfig, Placement, Recipe
 from meshrec.train.trainer import Trainer
+from meshrec.train.wide_deep import WideDeepConfig
 
 MODELS: dict[str, ModelConfig] = {
     "wide_deep": WideDeepConfig(),
@@ -81,7 +82,7 @@ def _judged(
     source = recipe.data
 
     def opened() -> Any:
-        return source.load() if features is None else source.dataset(features)
+        return source.dataset(features) if isinstance(source, FittedSource) else source.load()
 
     dataset = opened()
     if dataset.validation is None or dataset.test is None:

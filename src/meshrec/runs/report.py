@@ -13,6 +13,7 @@ from meshrec.reports.measured import DENSE, read_phases
 from meshrec.reports.page import to_page
 from meshrec.reports.plan_report import make_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
+from meshrec.train.table_counts import PREFIX
 
 _MOST_POINTS = 800
 _CURVES = (
@@ -48,10 +49,26 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
         "leading": leading,
         "titles": {name: title_of(name) for name in (*METRICS, leading)},
         "intervals": _intervals(summary),
+        "stragglers": stragglers(folder.metrics()),
         "metrics": _curves(folder.metrics()),
         "phases": phase_times(folder),
         "plan": _plan(folder),
     }
+
+
+def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, by rank, the share of the other ranks' time that they waited for it; the worst rank first.
+
+    Of each line of metrics, only the rank that was waited for longest is known.
+    """
+    seconds: dict[int, float] = defaultdict(float)
+    total, before = 0.0, 0.0
+    for line in (line for line in lines if "straggler" in line):
+        passed = max(0.0, line["seconds"] - before)
+        before, total = line["seconds"], total + passed
+        seconds[line["straggler"]] += passed * line["straggler_share"]
+    found = [{"rank": rank, "share": waited / total} for rank, waited in seconds.items() if total]
+    return sorted(found, key=lambda each: -each["share"])
 
 
 def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
@@ -105,10 +122,14 @@ def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     train = [line for line in lines if line["kind"] == "train"]
     judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
-        {name: value for name, value in line.items() if name in _CURVES or metric_of(name).is_curve}
+        {name: value for name, value in line.items() if _is_curve(name)}
         for kind in (train, *judged)
         for line in _thinned(kind)
     ]
+
+
+def _is_curve(name: str) -> bool:
+    return name in _CURVES or name.startswith(PREFIX) or metric_of(name).is_curve
 
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -41,6 +41,7 @@ ENVIRONMENT = (
 them.
 """
 _FINGERPRINT_BYTES = 1 << 16
+_FINGERPRINT_PARTS = 9  # a file of up to half a MiB is read whole
 _MOST_FILES = 1000
 _MOST_NAMED = 5
 _DATA_SUFFIXES = (".parquet", ".csv", ".tsv", ".dat", ".txt", ".json", ".npy", ".gz", ".bz2", ".zst")
@@ -88,13 +89,22 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
             found.pop(name, None)  # the same data may lie elsewhere on each machine
         found |= {f"{name}: {file}": about for file, about in _listing(Path(path))}
     found |= {f"option {name}": value for name, value in options.items()}
-    found |= {f"version of {name}": value for name, value in _versions().items()}
+    found |= {f"version of {name}": value for name, value in versions().items()}
     found |= {f"variable {name}": os.environ.get(name) for name in ENVIRONMENT}
     found |= {f"source {name}": digest[:16] for name, digest in digests_of_source(source).items()}
     plan = recipe.placement.plan
     if plan is not None:
         found["placement.plan"] = _fingerprint(plan)
     return found
+
+
+def describe_places(source: DataSource) -> dict[str, str]:
+    """Return the files that a data source names, by name, each with its size and a digest."""
+    return {
+        f"{name}: {file}": about
+        for name, path in _places(source, "data")
+        for file, about in _listing(Path(path))
+    }
 
 
 def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
@@ -154,21 +164,22 @@ def _listing(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return the size of a file with a digest of its first and last bytes; a fixed text if there is no
-    file.
+    """Return the size of a file with a digest of parts from its beginning to its end; a fixed text if there
+    is no file.
     """
     if not path.is_file():
         return "no file of this machine"
     size = path.stat().st_size
     with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(_FINGERPRINT_BYTES))
-        file.seek(max(0, size - _FINGERPRINT_BYTES))
-        digest.update(file.read(_FINGERPRINT_BYTES))
+        digest = hashlib.sha256()
+        for number in range(_FINGERPRINT_PARTS):
+            file.seek(max(0, size - _FINGERPRINT_BYTES) * number // (_FINGERPRINT_PARTS - 1))
+            digest.update(file.read(_FINGERPRINT_BYTES))
     return f"{size} bytes {digest.hexdigest()[:16]}"
 
 
 @cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions of everything that computes a step. Between releases, file sizes tell sources
     apart.
     """

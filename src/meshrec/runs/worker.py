@@ -11,7 +11,7 @@ Whoever opens something closes it, in the reverse order, also after an error:
    for it.
 3. ``work`` writes an error to the rank's file before it closes anything. Closing the process group makes the
    other ranks fail, too, and the launcher must find the first cause.
-4. ``_logged`` gives back the rank's lock and the log file; ``_held_folder`` gives back the lock of the
+4. ``_logged`` gives back the rank's lock and the log file; ``held_folder`` gives back the lock of the
    folder.
 5. ``leave_process_group`` comes last: it closes the links between ranks, which wait until the others have
    read, and then the sockets.
@@ -21,19 +21,21 @@ The launcher removes the store of the ranks, and kills ranks that do not end (tr
 
 import logging
 import os
+import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from meshrec.checkpoint import find_checkpoint
+from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.random_state import seed_python_and_numpy
+from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
 from meshrec.comms.collectives import named_failure
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import save_plan
@@ -42,14 +44,15 @@ from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
 from meshrec.runs.explained import explained
 from meshrec.runs.fitting import load_data
-from meshrec.runs.lock import RunLock, claim_run, hold_as_rank
+from meshrec.runs.host_folder import check_storage, held_folder
+from meshrec.runs.job import BEGAN_VARIABLE, RUN_VARIABLE, Job
+from meshrec.runs.lock import hold_as_rank
 from meshrec.runs.report import write_report
 from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
-from meshrec.runs.saved_recipe import Change, check_data, describe_data
+from meshrec.runs.saved_recipe import check_data, describe_data
 from meshrec.runs.source import keep_source
 from meshrec.train.baselines import baselines, ranking_baselines
 from meshrec.train.class_loss import Softmax
-from meshrec.train.launch import RANK_TIMEOUT
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
     Advanced,
@@ -62,14 +65,12 @@ from meshrec.train.observers import (
 )
 from meshrec.train.query_loss import Ranking
 from meshrec.train.ranks import Ranks, choose_device, join
-from meshrec.train.recipe import Recipe
 from meshrec.train.remarks import remarks, winner
 from meshrec.train.run_folder import (
     CONFIG,
     RUNS,
     SUMMARY,
     RunFolder,
-    all_runs,
     drop_unstarted,
     now,
     to_json,
@@ -81,49 +82,12 @@ from meshrec.train.trainer import Trainer
 if TYPE_CHECKING:
     from meshrec.data import Dataset
 
-LAUNCH = "launch.json"
-"""The file with the ID of the launch that made the run's folder."""
-RUN_VARIABLE = "MESHREC_RUN"
-"""The environment variable with the run's folder, which our launcher has made, for the ranks that it
-starts.
+GOES_ON = "goes_on"
+"""Entry of the summary that `work` returns: whether the launcher is to start the ranks again, since another
+host leaves.
 """
-BEGAN_VARIABLE = "MESHREC_BEGAN"
-"""The environment variable with the time at which the command began, in seconds; ranks start later."""
 
 _logger = logging.getLogger("meshrec")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The options of a run.
-
-    Attributes:
-        recipe: the recipe to train.
-        source: the name of the recipe, as given to `meshrec.train.resolve`.
-        name: the name of the run's folder; if none, the recipe's name with a number.
-        runs: the folder of all run folders.
-        device: ``cpu`` or ``cuda``; if none, ``cuda`` where torch sees a GPU.
-        resume: continue the run of that name from its last checkpoint.
-        changes: the options that a resumed run changes.
-        profile: trace a few steps.
-        baselines: also compute the baselines.
-        track: names of further observers, see `meshrec.train.trackers.make_trackers`.
-        rank_timeout: seconds that ranks wait, during training, for a rank that does not answer.
-        folder: the run's folder, if the caller has made it and holds its `RunLock`.
-    """
-
-    recipe: Recipe
-    source: str | None = None
-    name: str | None = None
-    runs: Path = RUNS
-    device: str | None = None
-    resume: bool = False
-    changes: Sequence[Change] = field(default=())
-    profile: bool = False
-    baselines: bool = False
-    track: str = ""
-    rank_timeout: float = RANK_TIMEOUT
-    folder: RunFolder | None = None
 
 
 def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
@@ -139,12 +103,14 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
     began = float(os.environ.get(BEGAN_VARIABLE, time.time()))
     ranks = join(choose_device(job.device))
     try:
-        with _held_folder(job, ranks) as folder, _logged(folder, ranks):
+        with held_folder(job, ranks) as (folder, blind), _logged(folder, ranks):
             try:
+                if job.keep:
+                    check_storage(job, folder, blind, ranks)
                 return _Run(job, ranks, folder, screen, began).do()
             except BaseException as error:
                 cause = named_failure(error) if isinstance(error, RuntimeError) else error
-                _failed(folder, ranks, cause)
+                _failed(folder, ranks, cause, blind)
                 if cause is not error:
                     raise cause from error
                 raise
@@ -153,15 +119,15 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
             leave_process_group()
 
 
-def _failed(folder: RunFolder, ranks: Ranks, error: BaseException) -> None:
+def _failed(folder: RunFolder, ranks: Ranks, error: BaseException, blind: Sequence[int]) -> None:
     """Write the error to the run's folder, for the launcher and for later readers."""
     alone = RUN_VARIABLE not in os.environ
     try:
         folder.error(ranks.rank).write_text("".join(traceback.format_exception(error)))
         if ranks.is_first and alone:
             record_failure(folder, line_of(error))
-            if isinstance(error, ValueError):
-                drop_unstarted(folder)
+        if alone and isinstance(error, ValueError) and (ranks.is_first or ranks.rank in blind):
+            drop_unstarted(folder)
     except OSError as full:  # the disk may be what failed
         _logger.warning("%s could not be written: %s", folder.error(ranks.rank), full)
 
@@ -206,48 +172,6 @@ def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
         _logger.propagate = before[1]
 
 
-@contextmanager
-def _held_folder(job: Job, ranks: Ranks) -> Iterator[RunFolder]:
-    """Yield the run's folder. Rank 0 locks it unless our launcher holds the lock. Collective.
-
-    Raises:
-        ValueError: rank 0 cannot have the folder; raised on every rank.
-    """
-    made = os.environ.get(RUN_VARIABLE)
-    if made:
-        yield RunFolder(Path(made))
-        return
-    lock: RunLock | None = None
-    path, refusal = "", ""
-    if ranks.is_first:
-        try:
-            found = job.folder
-            if found is None:
-                lock = _claim(job)
-                found = lock.folder
-            path = str(found.path)
-        except ValueError as error:
-            refusal = str(error)
-    path, refusal = ranks.share((path, refusal))
-    if refusal:
-        raise ValueError(refusal)
-    with lock or nullcontext():
-        yield RunFolder(Path(path))
-
-
-def _claim(job: Job) -> RunLock:
-    """Lock the run's folder: a new one, or the one that this launch made before it restarted its ranks."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if launch != "none":
-        for known in all_runs(job.runs):
-            if known.read_json(LAUNCH) == launch:
-                return RunLock(known)
-    lock = claim_run(job.name, job.recipe.name, job.runs, resume=job.resume)
-    if launch != "none":
-        lock.folder.write_json(LAUNCH, launch)
-    return lock
-
-
 class _Run:
     """One run on one rank."""
 
@@ -263,7 +187,12 @@ class _Run:
                 *make_trackers(job.track, folder),
                 screen(folder),
             ]
+        if job.on_event is not None:
+            self._observers.append(job.on_event)
         self._began, self._start = now(), began
+        self._store: ObjectStore | None = None
+        if job.store is not None:
+            self._store = ObjectStore(job.store).under(ranks.share(folder.path.name))
 
     def do(self) -> dict[str, Any]:
         """Run everything from the comparison of the ranks to the summary, which is returned."""
@@ -285,6 +214,8 @@ class _Run:
                 observer=self._tell,
                 stop=stop,
                 profile=self._job.profile,
+                keep=self._job.keep,
+                store=self._store,
             )
             self._resume(trainer)
             self._write_inputs(trainer)
@@ -298,13 +229,15 @@ class _Run:
             if self._ranks.is_first:
                 self._conclude(trainer, summary, stop)
             self._ranks.wait_for_all()
+        if trainer.stopped and stop.signal is None and goes_on_without_a_host():
+            return {**summary, GOES_ON: True}
         return summary
 
     def _compare_starts(self) -> None:
         """Compare how the ranks were started. Collective."""
         job = self._job
         # The name is not compared: rank 0 alone chooses the folder.
-        names = ("resume", "changes", "profile", "baselines", "track", "rank_timeout")
+        names = ("resume", "changes", "profile", "baselines", "track", "rank_timeout", "keep", "store")
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
         options["device"] = self._ranks.device.type
         compare_ranks(self._ranks, describe_start(job.recipe, job.source, options), "were not started alike")
@@ -351,6 +284,7 @@ class _Run:
             observer(event)
 
     def _write_inputs(self, trainer: Trainer) -> None:
+        hosts = Counter(self._ranks.collect(socket.gethostname()))
         if not self._ranks.is_first:
             return
         before = self._folder.read_json(CONFIG) or {}
@@ -358,6 +292,7 @@ class _Run:
             "began": self._began,
             "from_step": trainer.progress.step,
             "ranks": self._ranks.size,
+            "hosts": dict(hosts),
             "changes": [list(change) for change in self._job.changes],
         }
         config = {
@@ -437,6 +372,8 @@ class _Run:
     def _conclude(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         """Compute the baselines and write the reports, on rank 0."""
         num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
+        if self._store is not None:
+            self._fetch(trainer.judge.weights_step, summary)
         summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
@@ -449,6 +386,18 @@ class _Run:
         self._folder.write_state(summary["state"], error=summary["error"], step=summary["step"])
         write_report(self._folder)
         self._tell(Finished(summary))
+
+    def _fetch(self, step: int, summary: dict[str, Any]) -> None:
+        """Bring the reported weights from the store into the run's folder, where all commands look for
+        them.
+        """
+        assert self._store is not None
+        for name in (BEST, CHECKPOINTS):
+            kept = StoredCheckpoints(self._store.under(name), self._folder.path, group=None)
+            if step in kept.steps():
+                kept.fetch(step, self._folder.path / name)
+                break
+        summary["checkpoints"] = self._checkpoints(step)
 
     def _judge_baselines(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         def tell(done: float) -> None:
@@ -467,6 +416,19 @@ class _Run:
                         summary[key][name] = quality[data]
         except _Stopped:
             self._tell(Said("the baselines were skipped, as you asked; the run itself is complete"))
+
+
+def goes_on_without_a_host() -> bool:
+    """Return whether an elastic launcher of several hosts starts this host's ranks again when they fail.
+
+    Then only the ranks of a host that is to leave end well after a signal. The others ask to be started
+    again, in a smaller world, by failing.
+    """
+    values = [
+        int(os.environ.get(f"{name}", "0"))
+        for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+    ]
+    return values[0] > 1 and values[2] < values[1]
 
 
 class _Stopped(Exception):

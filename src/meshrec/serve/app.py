@@ -1,4 +1,4 @@
-"""The routes of a server beside those for scores, and what stands before all of them."""
+"""The routes of a server other than those for scores, and the check of the token before all routes."""
 
 import hmac
 from collections.abc import Callable, Collection
@@ -24,26 +24,31 @@ _EXTENSIONS = ["binary_tensor_data", "model_repository"]
 
 
 class Everywhere(Protocol):
-    """Does something with a model in every worker of a server."""
+    """A function that changes a model in every worker of a server."""
 
     async def __call__(self, action: str, model: str, delta: int | None = None) -> None:
-        """``load``, with the deltas up to ``delta`` or all, or ``unload``.
+        """Load a model, with the deltas up to ``delta`` or with all, or unload it.
+
+        Args:
+            action: ``load`` or ``unload``.
+            model: the model's name.
+            delta: the last delta; None takes all.
 
         Raises:
-            RequestError: what one of them says that went wrong.
+            RequestError: a worker failed; the message is the first such worker's.
         """
 
 
 class Routes:
-    """What a server answers beside scores.
+    """The routes of a server other than those for scores.
 
     Args:
-        repository: its models.
-        metrics: its figures.
-        everywhere: loads and unloads.
-        refusal: says why a request for scores would be refused now; None if it would be answered.
-        admin: whether models are loaded and unloaded by requests.
-        hosts: names of this server that such requests may use; None for a server whose clients show a token.
+        repository: the server's models.
+        metrics: the server's metrics.
+        everywhere: loads and unloads models in every worker.
+        refusal: returns why a request for scores would be refused now; None if it would be answered.
+        admin: whether requests may load and unload models.
+        hosts: names of this server that such requests may use; None if clients have to show a token.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class Routes:
         self._admin, self._hosts = admin, hosts
 
     def app(self) -> Starlette:
-        """The application of them."""
+        """Return an application with all of these routes."""
         get, post = ["GET"], ["POST"]
         model = "/v2/models/{model}"
         routes = [
@@ -162,13 +167,14 @@ class Routes:
 
 
 class Guard:
-    """Asks for the token, and hands on: requests for scores, and others. While the server stops it has
-    clients close their connections.
+    """The entry of a server: it checks the token, and passes requests on.
+
+    While the server stops, its answers tell clients to close their connections.
 
     Args:
-        scoring: takes the requests for scores.
-        app: takes the others.
-        token: that clients must show; None asks for none. Health is told without.
+        scoring: answers the requests for scores.
+        app: answers all others.
+        token: the token that clients must show, except for health; None if they need none.
     """
 
     def __init__(self, scoring: Scoring, app: ASGIApp, token: str | None) -> None:
@@ -177,7 +183,7 @@ class Guard:
         self.is_stopping = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Of ASGI."""
+        """Answer a request, by the ASGI protocol."""
         if scope["type"] != "http":
             return
         reply = self._closing(send) if self.is_stopping else send

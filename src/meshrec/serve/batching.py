@@ -1,4 +1,4 @@
-"""Dynamic batching: requests that wait while another batch is computed are computed together."""
+"""Dynamic batching: requests that arrive while a batch is computed form the next batch."""
 
 import asyncio
 import math
@@ -14,16 +14,16 @@ import numpy as np
 from meshrec.serve.requests import Floats, Pieces, Request, RequestError, joined
 
 _LONGEST = 5e-3
-"""Seconds that a batch of several requests should take: Python stands still while a compiled program runs,
-and no request is read, answered or refused."""
+"""Longest time, in seconds, that a batch of several requests should take. A compiled program holds Python's
+lock, so nothing is read, answered or refused while it runs."""
 _PIECE = 1e-3
-"""Seconds that a piece of a request should take too large for one batch. Others are computed between."""
+"""Time, in seconds, that a piece of a request should take that is too large for one batch."""
 _MARGIN = 1.5
-"""Of a wait, against deadlines: what comes later may take longer, and answers have a way to go."""
+"""Factor by which an estimated wait is raised before it is compared with a deadline."""
 
 
 class VersionedScores(NamedTuple):
-    """Scores [B], and the version of the model that gave them."""
+    """Scores [B] and the version of the model that computed them."""
 
     scores: Floats
     version: str
@@ -34,15 +34,15 @@ Score = Callable[[Request], VersionedScores]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How requests are put together, and how many may wait."""
+    """Limits of batches and of the queue."""
 
     max_batch: int = 512
-    """Most samples in a batch; a request of more is computed in pieces, and other requests between them."""
+    """Largest number of samples in a batch. A larger request is computed in pieces, others between them."""
     max_wait_ms: float = 0.0
-    """How long a request may wait for others while nothing is computed. With 0, batches are of those that
-    came while the last one was computed."""
+    """Milliseconds that a request may wait for others while the model is idle. With 0, a batch consists of
+    the requests that arrived while the previous one was computed."""
     max_queue: int = 1024
-    """Most requests that wait for their scores; others are told to come back (503)."""
+    """Largest number of requests that wait for scores; further ones are answered with 503."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue"):
@@ -53,7 +53,7 @@ class Limits:
 
 
 class Batched(NamedTuple):
-    """For metrics: a batch that was computed, and how long its requests had waited, in seconds."""
+    """Metrics of a batch: its number of samples, and the seconds that its requests had waited."""
 
     num_samples: int
     waits: list[float]
@@ -67,14 +67,14 @@ class _Work(NamedTuple):
 
 
 class Batcher:
-    """Scores requests in a thread, one batch at a time. Lives in one event loop.
+    """The queue of a model. It scores requests in a thread, one batch at a time, for one event loop.
 
-    A request that cannot be scored fails alone: the others of its batch are scored.
+    If a request cannot be scored, the others of its batch still are.
 
     Args:
-        score: gives the scores of samples; called in the thread.
-        limits: of batches and of the queue.
-        observe: is told of every batch.
+        score: computes the scores of samples; called in the thread.
+        limits: limits of batches and of the queue.
+        observe: called after every batch.
     """
 
     def __init__(self, score: Score, limits: Limits, observe: Callable[[Batched], None]) -> None:
@@ -93,10 +93,10 @@ class Batcher:
         self._idle.set()
 
     def __enter__(self) -> "Batcher":
-        """Admit a request whose body has arrived: what others have not sent yet must not stand in its way.
+        """Admit a request whose body has arrived. Unfinished requests take no place in the queue.
 
         Raises:
-            RequestError: with status 503, where too many are there already.
+            RequestError: the queue is full (status 503).
         """
         if self.is_full:
             raise self._busy(f"{self._num_admitted} requests are waiting already")
@@ -106,7 +106,7 @@ class Batcher:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many requests wait as may."""
+        """Whether the queue is full."""
         return self._num_admitted >= self._limits.max_queue
 
     def __exit__(self, *_: object) -> None:
@@ -115,15 +115,15 @@ class Batcher:
             self._idle.set()
 
     async def __call__(self, request: Request, deadline: float = math.inf) -> VersionedScores:
-        """The scores [B] of an admitted request.
+        """Return the scores [B] of an admitted request.
 
         Args:
-            request: checked.
-            deadline: of ``time.monotonic``; what cannot be scored before it is not scored at all.
+            request: a checked request.
+            deadline: a time of ``time.monotonic``; the request is not scored after it.
 
         Raises:
-            RequestError: 503 where the queue is too long for the deadline, 504 where it has passed, and 400
-                for what the model does not take.
+            RequestError: the queue is too long for the deadline (status 503), the deadline has passed (504),
+                or the model rejects the request (400).
         """
         self.check(deadline, request.num_samples)
         self._usual_samples += 0.1 * (min(request.num_samples, self._limits.max_batch) - self._usual_samples)
@@ -153,13 +153,16 @@ class Batcher:
         return max(1, min(int(_PIECE / self._computing_per_sample), self._limits.max_batch))
 
     def check(self, deadline: float, num_samples: int | None = None) -> None:
-        """Check that samples (as many as usual) that come now have scores before their deadline.
+        """Check that a request that arrives now would get its scores before its deadline.
 
-        Without ``num_samples``, as before a body is read, check that the queue has room, too: what is refused
-        should cost little.
+        Args:
+            deadline: a time of ``time.monotonic``.
+            num_samples: the number of samples; None before the body is read, which assumes as many as usual
+                and also checks that the queue has room, so that a refusal costs little.
 
         Raises:
-            RequestError: 503 where the queue is full or too long for the deadline, 504 where it has passed.
+            RequestError: the queue is full or too long for the deadline (status 503), or the deadline has
+                passed (504).
         """
         now = time.monotonic()
         if num_samples is None and self.is_full:
@@ -173,12 +176,12 @@ class Batcher:
             raise self._busy(f"an answer would take about {1e3 * wait:.0f} ms, past the request's deadline")
 
     async def drain(self) -> None:
-        """Waits until every admitted request has its answer, and ends the thread."""
+        """Wait until every admitted request has its answer, then end the thread."""
         await self._idle.wait()
         self._pool.shutdown(wait=False)
 
     async def in_thread(self, call: Callable[[], None]) -> None:
-        """Runs something where batches are computed, between two of them."""
+        """Run a function in the thread that computes batches, between two of them."""
         await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     def _busy(self, reason: str) -> RequestError:
@@ -206,7 +209,7 @@ class Batcher:
         self._start()
 
     def _take(self, now: float) -> list[_Work]:
-        """The next batch: requests in their order that are still wanted, as many as it holds."""
+        """Take the next batch from the queue: as many requests as it may contain, without expired ones."""
         batch: list[_Work] = []
         num_samples = 0
         while self._waiting:
@@ -227,7 +230,7 @@ class Batcher:
         return batch
 
     def _scores(self, batch: Sequence[_Work]) -> list[VersionedScores | Exception]:
-        """In the thread: for each request its scores, or what is wrong with it."""
+        """Return the scores of each request, or the error that it causes. Called in the thread."""
         requests = [work.request for work in batch]
         found: list[VersionedScores | Exception] = []
         try:
@@ -246,7 +249,7 @@ class Batcher:
         self, batch: Sequence[_Work], began: float, done: "asyncio.Future[list[VersionedScores | Exception]]"
     ) -> None:
         now = time.monotonic()
-        # Where requests wait all the time, reading and answering them takes its share as well.
+        # Under load, reading and answering requests takes a share of the time as well.
         since = max(self._finished, min(work.since for work in batch))
         self._finished = now
         pace = (now - since) / self._num_running
@@ -268,5 +271,5 @@ class Batcher:
 
 
 def expired() -> RequestError:
-    """The deadline of a request has passed."""
+    """Return the error of a request whose deadline has passed."""
     return RequestError("the deadline has passed, nothing was computed. Give more time.", 504)

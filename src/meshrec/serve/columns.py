@@ -1,4 +1,4 @@
-"""Raw values of a request: columns of the data, made ids and dense values as in training."""
+"""Raw values of a request: columns of the data, converted to ids and dense values as in training."""
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -17,14 +17,14 @@ _TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
     "text": ("a text", (str,)),
     "time": ("a time such as '2030-01-31T12:00:00'", (str, int)),
 }
-"""What JSON says of a kind: in words, and as Python types."""
+"""Descriptions for messages, and Python types, of the values in JSON of each kind."""
 
 
 def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "Table":
-    """Values of JSON as columns of the types that the data has.
+    """Build columns of the data's types from values of JSON.
 
     Raises:
-        RequestError: for a value of another type; it names the column and the sample.
+        RequestError: a value has another type; the message names the column and the sample.
     """
     pa = needs("pyarrow", "data")
     return pa.table(
@@ -33,15 +33,15 @@ def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = 
 
 
 def encoded_request(own: "Table", shared: "Table", signature: Signature) -> Request:
-    """The request that raw values stand for.
+    """Convert raw values to a request.
 
     Args:
-        own: the columns that each sample has.
-        shared: one row of those that all have in common; no columns, where there are none.
-        signature: of a model that takes raw values.
+        own: the columns that each sample has, one row per sample.
+        shared: one row of the columns that all samples share; it may have no columns.
+        signature: the signature of a model that takes raw values.
 
     Raises:
-        RequestError: for values that were damage in training, too.
+        RequestError: a value would be damage in training, too.
     """
     assert signature.raw is not None
     try:
@@ -101,7 +101,7 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample: Any) -> Any:
 
 
 def _times(values: Sequence[Any], kind: Any) -> Any:
-    """Of texts; empty ones are null, as tensors have no other."""
+    """Parse texts as times. An empty text is null, since tensors have no other null."""
     pa = needs("pyarrow", "data")
     texts = [None if value == "" else value for value in values]
     if pa.types.is_time(kind):  # of a day, which Arrow does not cast from texts

@@ -23,8 +23,8 @@ from meshrec.serve.options import ConnectionLimits
 
 _SECONDS_BETWEEN_SWEEPS = 0.25
 _SECONDS_TO_LINGER = 2.0
-"""How long a connection that was refused still takes what its client sends: to close at once would have the
-kernel throw away the refusal with a reset."""
+"""Seconds for which a refused connection still reads. If it closed with unread data, the kernel would reset
+it, and the client would lose the answer."""
 _MOST_PIPELINED = 64
 _MOST_HEADERS = 256
 _TOO_MUCH = "the server holds too many bytes of unanswered requests. Try again later."
@@ -33,7 +33,7 @@ ANSWER, ANSWERS = "answer", "answers"
 
 
 class _Waits(NamedTuple):
-    """What a connection waits for, and since when."""
+    """The state of a connection: what it waits for, and since when."""
 
     state: str
     since: float
@@ -86,7 +86,7 @@ class Connections:
         return refusal
 
     def leave(self, connection: "Connection") -> None:
-        """Forget a connection that is closed."""
+        """Remove a connection that is closed."""
         own = self._of.get(connection.owner)
         if own is None or connection not in own:
             return
@@ -99,7 +99,7 @@ class Connections:
             self._sweep = None
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes of an unfinished body; the largest ones are refused where there are too many."""
+        """Count bytes of an unfinished body. If there are too many in all, refuse the largest bodies."""
         self._held += num_bytes
         while self._held > self.limits.max_unanswered and (largest := self._largest()) is not None:
             largest.refuse(503, _TOO_MUCH)
@@ -109,7 +109,7 @@ class Connections:
         self._held -= num_bytes
 
     def reserve(self, num_bytes: int) -> str | None:
-        """Count bytes of a request that is read, or return why there is no room for them."""
+        """Count bytes of a complete request; return the reason if there are too many in all."""
         if self._held + num_bytes > self.limits.max_unanswered:
             return _TOO_MUCH
         self._held += num_bytes
@@ -151,7 +151,7 @@ class Connections:
         return found
 
     def _on_sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close what is past its deadline.
+        """Drop connections whose deadline has passed.
 
         One walk over all connections four times a second costs less than a timer for each request.
         """
@@ -172,11 +172,11 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of a client.
+    """A connection of a client.
 
     Args:
         registry: all connections of the process.
-        given: of uvicorn's protocol.
+        given: arguments of uvicorn's protocol.
     """
 
     def __init__(self, registry: Connections, **given: Any) -> None:
@@ -206,7 +206,7 @@ class Connection(HttpToolsProtocol):
         return _Waits(self._reading or IDLE, self._began)
 
     def expire(self, state: str) -> None:
-        """End a connection whose deadline has passed."""
+        """Close this connection, since its deadline has passed; answer an unfinished request with 408."""
         if state in (HEADER, BODY) and not self._is_silent:
             self.refuse(408, f"the {state} of the request did not arrive in time. Send it at once.")
         else:
@@ -222,7 +222,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(_SECONDS_TO_LINGER, self.transport.abort)
 
     def refuse(self, status: int, reason: str) -> None:
-        """Answer the request that is being read with ``status``, and close the connection once it is told."""
+        """Answer the unfinished request with an error, then close the connection."""
         if self._refused_at is not None or self.transport.is_closing():
             return
         self._registry.count(status)

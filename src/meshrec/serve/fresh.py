@@ -1,4 +1,4 @@
-"""Deltas put into the weights of a model that answers."""
+"""Deltas applied to the weights of a model while it answers."""
 
 import logging
 import time
@@ -26,7 +26,7 @@ ROWS_AT_A_TIME = 1024
 
 
 class Freshness(NamedTuple):
-    """Which deltas a model holds: the last one's number and training step, and why there are no more."""
+    """The last delta of a model: its number, its training step, and the reason if the next one failed."""
 
     delta: int | None
     step: int | None
@@ -34,23 +34,23 @@ class Freshness(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Which weights of a package are quantised: their data types by name, and how they were rounded."""
+    """The quantised weights of a package: data types by name, and how the weights were rounded."""
 
     types: Mapping[str, str]
     rounding: str | None
 
 
 class Deltas:
-    """The deltas of a folder, in the order in which a package takes them.
+    """The deltas of a folder, in the order in which they are applied to a package.
 
-    Rows of tables that the package has quantised are quantised as it was: they are those of a fresh export.
+    Rows of quantised tables are quantised as the package was, so that they equal those of a fresh export.
 
     Args:
-        folder: that a `DeltaPublisher` fills.
-        about: of the package: its run, step and last delta say where to begin.
-        weights: of the package, by name; changed in place.
-        until: the last delta to take; None takes all that come.
-        codes: of the package.
+        folder: the folder that a `DeltaPublisher` writes to.
+        about: what the package's manifest says of its run, step and last delta: where to begin.
+        weights: the package's weights by name; changed in place.
+        until: the last delta to apply; None applies all.
+        codes: the package's quantised weights.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Deltas:
         self._last: DeltaRecord | None = None
         self._reason = ""
         self._looked_at: int | None = None
-        """When the folder was changed last as there was nothing new; None: it has to be looked at."""
+        """Time of the folder's last change when it had no new delta; None if it must be read again."""
 
     @property
     def freshness(self) -> Freshness:
-        """What was put in place so far."""
+        """The last delta that was applied."""
         if self._last is None:
             return Freshness(None, None, self._reason)
         return Freshness(self._last.number, self._last.step, self._reason)
@@ -96,7 +96,7 @@ class Deltas:
         return None if record is None or delta is None else (record, delta)
 
     def failed(self, error: Exception) -> None:
-        """Keep the reason why the next delta cannot be put in place, and log it once."""
+        """Keep the reason why the next delta cannot be applied, and log it once."""
         is_known = isinstance(error, DeltaError | ValueError | OSError)
         reason = (
             str(error) if is_known else f"the next delta cannot be used ({type(error).__name__}: {error})"
@@ -106,7 +106,7 @@ class Deltas:
             _log.error("%s: %s", self._folder, reason, exc_info=None if is_known else error)
 
     def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
-        """What puts a delta in place, in portions; call each while nothing is computed."""
+        """Yield functions that together apply a delta. Call each while nothing is computed."""
         for name, (ids, rows) in delta.rows.items():
             table = self._weights[name]
             for start in range(0, len(ids), ROWS_AT_A_TIME):
@@ -123,7 +123,7 @@ class Deltas:
     def _next_record(self) -> DeltaRecord | None:
         stamp = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
         if stamp == self._looked_at:
-            return None  # of many deltas, each look would take long
+            return None  # with many deltas, each look would take long
         last, step = self._published, self._about["step"]
         if self._last is not None:
             last, step = self._last.published, self._last.step
@@ -142,7 +142,7 @@ class Deltas:
         return record
 
     def _first_after(self, last: Published | None, step: int) -> DeltaRecord | None:
-        """The next delta of the folder, which need not be the one that must follow."""
+        """Return the folder's next delta, which may be another than the one that must follow."""
         if last is None:  # nothing was published before the package, or by an earlier release
             return next((each for each in delta_records(self._folder) if each.step > step), None)
         numbers = delta_numbers(self._folder)
@@ -152,7 +152,7 @@ class Deltas:
         return None if number is None else read_record(self._folder, number)
 
     def _check_history(self, numbers: Sequence[int], last: Published) -> None:
-        """That the deltas of a folder are those that weights up to ``last`` were published with."""
+        """Check that the package's last delta is one of the folder's, unless it was deleted since."""
         known = last.number in numbers
         if numbers[-1] < last.number or (known and read_record(self._folder, last.number).published != last):
             raise DeltaError(
@@ -161,7 +161,7 @@ class Deltas:
             )
 
     def _coded(self, record: DeltaRecord, delta: Delta) -> Delta:
-        """With rows as the package has them."""
+        """Return a delta with its rows quantised as the package's."""
         if not self._codes.types:
             return delta
         from meshrec.modules import DataType
@@ -183,7 +183,7 @@ class Deltas:
         )
 
     def _check(self, record: DeltaRecord, delta: Delta) -> None:
-        """A delta is put in place as a whole or not at all."""
+        """Check that all of a delta fits the package, so that it is applied as a whole or not at all."""
         for name, tensor in [*((n, r) for n, (_, r) in delta.rows.items()), *delta.whole.items()]:
             weight = self._weights.get(name)
             whole = name in delta.whole
@@ -212,7 +212,7 @@ class Deltas:
 
 
 def _published(about: Mapping[str, Any]) -> Published | None:
-    """Give the last delta that the package's weights hold."""
+    """Return the last delta that the package's weights contain."""
     said = about.get("published")
     if said is None:
         return None
@@ -225,7 +225,7 @@ def _published(about: Mapping[str, Any]) -> Published | None:
 
 
 def place(deltas: Deltas) -> None:
-    """Puts all deltas that there are in place, while nothing is computed."""
+    """Apply all deltas of a folder, while nothing is computed."""
     while (found := deltas.next()) is not None:
         with torch.no_grad():
             for portion in deltas.portions(*found):

@@ -1,4 +1,4 @@
-"""What Prometheus reads: how many requests came to which end, and how long they took."""
+"""Metrics for Prometheus: requests by outcome, and how long they took."""
 
 import functools
 import os
@@ -11,11 +11,11 @@ from meshrec.serve.batching import Batched
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SAMPLES = tuple(2.0**power for power in range(13))
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
-"""The variable that says where workers leave their figures, so that each shows those of all."""
+"""Environment variable with the folder in which workers share their metrics."""
 
 
 class Metrics:
-    """The figures of a server, by model."""
+    """The metrics of a server, by model."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -49,14 +49,14 @@ class Metrics:
             ["status"],
             registry=self._registry,
         )
-        # Its children by label are looked up under a lock, and labels made into text each time.
+        # prometheus_client looks children up under a lock, and converts labels to text each time.
         self._count = functools.cache(self._requests.labels)
         self._latency_of = functools.cache(self._latency.labels)
         self._queue_of = functools.cache(self._queue.labels)
         self._batches_of = functools.cache(self._batches.labels)
 
     def finished(self, model: str, outcome: str, seconds: float) -> None:
-        """A request came to its end."""
+        """Count a request by its outcome, and record how long it took if it got scores."""
         self._count(model, outcome).inc()
         if outcome == "ok":
             self._latency_of(model).observe(seconds)
@@ -66,14 +66,14 @@ class Metrics:
         self._refused.labels(status).inc()
 
     def batched(self, model: str, batch: Batched) -> None:
-        """A batch was computed."""
+        """Record a batch that was computed."""
         self._batches_of(model).observe(batch.num_samples)
         queue = self._queue_of(model)
         for wait in batch.waits:
             queue.observe(wait)
 
     def page(self) -> tuple[bytes, str]:
-        """The figures of all workers as text, and its media type."""
+        """Return the metrics of all workers as text, and the media type of that text."""
         registry = self._registry
         if SHARED in os.environ:
             registry = CollectorRegistry()

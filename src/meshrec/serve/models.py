@@ -1,56 +1,64 @@
-"""The models of a server: loaded, warmed up, replaced by newer versions without a lost request."""
+"""The models of a server: they are loaded, warmed up, and replaced without losing a request."""
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from meshrec.export import PackageError, Predictor
+from meshrec.export import PackageError, Predictor, check_package
 from meshrec.serve.batching import Batcher, Limits, VersionedScores
 from meshrec.serve.fresh import Codes, Deltas, Freshness, place
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.requests import Floats, Request, RequestError, Signature
-from meshrec.serve.samples import read_samples
+from meshrec.serve.requests import Request, RequestError
+from meshrec.serve.trial import PackageTrial, WarmUp, scores_of, signature_of
 
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
 _SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_BETWEEN_LOOKS_AT_FILES = 0.5
 _MOST_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta cannot be used: each look may read all of it
 
 
 class Wish(NamedTuple):
-    """What was last asked of a model: ``load`` (with the deltas up to ``delta``, or all) or ``unload``."""
+    """The last change that was requested of a model: ``load`` (up to ``delta``, or all) or ``unload``."""
 
     action: str
     delta: int | None
+
+
+class Opening(NamedTuple):
+    """The options with which packages are opened.
+
+    Attributes:
+        verify, public_key: see `check_package`.
+        copy_weights: see `Predictor`.
+        warm_up: what models score before they answer.
+    """
+
+    verify: bool
+    public_key: Path | None
+    copy_weights: bool
+    warm_up: WarmUp
 
 
 class Served:
     """One version of a model, ready to score.
 
     Args:
-        name: of the model.
-        predictor: of its package.
-        limits, metrics: of the server.
-        deltas: what the model's weights follow; None for a package as it is.
+        name: the name of the model.
+        predictor: the predictor of its package.
+        limits, metrics: those of the server.
+        deltas: the deltas to apply to the weights; None for a package as it is.
     """
 
     def __init__(
         self, name: str, predictor: Predictor, limits: Limits, metrics: Metrics, deltas: Deltas | None
     ) -> None:
         self.name, self._package = name, predictor.version
-        self.signature = Signature(
-            predictor.features,
-            predictor.num_dense,
-            predictor.rows,
-            predictor.outputs,
-            predictor.shared,
-            predictor.raw,
-        )
+        self.signature = signature_of(predictor)
         self.about = predictor.about
         self.is_compiled = predictor.is_compiled
         self._predictor, self._deltas = predictor, deltas
@@ -58,7 +66,7 @@ class Served:
 
     @property
     def version(self) -> str:
-        """A digest of the package, and the number of the last delta in the weights."""
+        """The version: a digest of the package, and the number of the last delta in the weights."""
         delta = self.freshness.delta
         return self._package if delta is None else f"{self._package}+{delta}"
 
@@ -68,12 +76,12 @@ class Served:
         return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
 
     def catch_up(self) -> None:
-        """Puts all deltas that there are in place, before the model answers."""
+        """Apply all deltas that exist, before the model answers."""
         if self._deltas is not None:
             place(self._deltas)
 
     async def follow(self) -> None:
-        """Put deltas in place as they come, in portions between batches, until this is cancelled."""
+        """Apply deltas as they appear, in portions between batches, until this is cancelled."""
         if self._deltas is None:
             return
         pause = _SECONDS_BETWEEN_LOOKS
@@ -93,29 +101,38 @@ class Served:
             has_failed = self.freshness.reason != ""
             pause = min(2 * pause, _MOST_SECONDS_BETWEEN_LOOKS) if has_failed else _SECONDS_BETWEEN_LOOKS
 
+    async def watch(self) -> PackageError:
+        """Wait until the package's file of weights is damaged under the model; return the error."""
+        while True:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS_AT_FILES)
+            try:
+                await asyncio.to_thread(self._predictor.check_weights)
+            except PackageError as error:
+                return error
+
     def score(self, request: Request) -> VersionedScores:
-        """Scores [B], or vectors [B, V], in this thread."""
-        scores: Floats = self._predictor.run(
-            torch.from_numpy(request.dense),
-            [torch.from_numpy(values) for values in request.values],
-            [torch.from_numpy(lengths) for lengths in request.lengths],
-            None if request.group is None else torch.from_numpy(request.group),
-        ).numpy()
-        return VersionedScores(scores, self.version)
+        """Compute scores [B], or vectors [B, V], in this thread.
+
+        Raises:
+            RequestError: with status 503, where the package's file of weights was cut short.
+        """
+        try:
+            return VersionedScores(scores_of(self._predictor, request), self.version)
+        except PackageError as error:  # `watch` takes the model away
+            raise RequestError(f"model {self.name!r} is not ready: {error}", 503) from error
 
 
 class Repository:
     """Models by name, each in one version at a time.
 
     Args:
-        folders: of the packages, by the model's name.
-        limits: of each model's batches and queue.
-        metrics: of the server.
-        warm_up: a file of samples, each a line as ``POST /predict`` takes it, that models score before they
-            are ready; without it, made-up ones.
+        folders: the packages, by the model's name.
+        limits: limits of each model's batches and queue.
+        metrics: the server's metrics.
+        opening: the options with which packages are opened.
+        trial: loads each package before this process does.
         deltas: folders of deltas that models follow, by name.
-        wishes: what is to become of a model at first, instead of loading it with all deltas.
-        verify: compare packages with their checksums before they are used.
+        wishes: the first change of a model, if not to load it with all deltas.
     """
 
     def __init__(
@@ -124,35 +141,35 @@ class Repository:
         limits: Limits,
         metrics: Metrics,
         *,
-        warm_up: Path | None = None,
+        opening: Opening,
+        trial: PackageTrial,
         deltas: Mapping[str, Path] | None = None,
         wishes: Mapping[str, Wish] | None = None,
-        verify: bool = True,
     ) -> None:
-        self.folders, self._verify = dict(folders), verify
-        self._limits, self._metrics, self._warm_up = limits, metrics, warm_up
+        self.folders, self._opening, self._trial = dict(folders), opening, trial
+        self._limits, self._metrics = limits, metrics
         self._served: dict[str, Served] = {}
         self._deltas, self._wishes = dict(deltas or {}), dict(wishes or {})
         unloaded = {name for name, wish in self._wishes.items() if wish.action == "unload"}
         self._reasons = {n: _UNLOADED if n in unloaded else "it is being loaded" for n in folders}
-        self._following: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._changing = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that is to be served is: in its newest version, or still in the one before."""
+        """Whether every model that was not unloaded answers, in its newest version or an older one."""
         return all(name in self._served or why == _UNLOADED for name, why in self._reasons.items())
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why models are not loaded, serve an older version, or do not follow their deltas, by name."""
+        """The reasons why models are not loaded, serve an older version, or miss deltas, by name."""
         found = {each["name"]: each["reason"] for each in self.index()}
         return {name: reason for name, reason in found.items() if reason not in ("", _UNLOADED)}
 
     @property
     def refusal(self) -> str | None:
-        """Why a request for scores would be refused now; None if it would be answered."""
+        """The reason why a request for scores would be refused now; None if it would be answered."""
         for name in sorted(self.folders):
             served, reason = self._served.get(name), self._reasons[name]
             if served is None and reason != _UNLOADED:
@@ -162,10 +179,10 @@ class Repository:
         return None
 
     def get(self, name: str, version: str | None = None) -> Served:
-        """A model, ready to score.
+        """Return a model that is ready to score.
 
         Raises:
-            RequestError: with status 404 for one that is not there, 503 for one that is not ready.
+            RequestError: there is no such model or version (status 404), or it is not ready (503).
         """
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
@@ -182,17 +199,17 @@ class Repository:
         return served
 
     def only(self) -> Served:
-        """The model, where there is one only.
+        """Return the only model.
 
         Raises:
-            RequestError: where there are several.
+            RequestError: there are several models (status 404), or the only one is not ready (503).
         """
         if len(self.folders) != 1:
             raise RequestError(f"there are several models: {sorted(self.folders)}. Use /predict/NAME.", 404)
         return self.get(next(iter(self.folders)))
 
     def index(self) -> list[dict[str, str]]:
-        """Name, version, state and reason of each model, as the repository API tells them."""
+        """Return name, version, state and reason of each model, in the form of the repository API."""
         found = []
         for name in sorted(self.folders):
             served = self._served.get(name)
@@ -209,21 +226,20 @@ class Repository:
         return found
 
     async def load(self, name: str, until: int | None = None) -> None:
-        """Loads a model, or what its folder holds by now; until that is ready, and if it fails, the old one
-        serves.
+        """Load a model from its folder. The old version serves until the new one is ready, and if that fails.
 
         Args:
-            name: of the model.
-            until: the last delta to put in place; without it all, and those that come.
+            name: the name of the model.
+            until: the last delta to apply; None applies all, also those that appear later.
 
         Raises:
-            RequestError: for a package that cannot be served, or a model that is not there.
+            RequestError: the package cannot be served, or there is no such model.
         """
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
         async with self._changing:
             try:
-                predictor = await asyncio.to_thread(Predictor, self.folders[name], verify=self._verify)
+                predictor = await self._open(name)
                 deltas = self._deltas_of(name, predictor, until)
                 served = Served(name, predictor, self._limits, self._metrics, deltas)
                 await asyncio.to_thread(served.catch_up)
@@ -237,15 +253,16 @@ class Repository:
                 _log.error("model %r was not loaded: %s", name, error)
                 raise RequestError(f"model {name!r} was not loaded: {error}") from error
             self._replace(name, served)
+            self._tasks[name] = [asyncio.create_task(self._watch(name, served))]
             if until is None:
-                self._following[name] = asyncio.create_task(served.follow())
+                self._tasks[name].append(asyncio.create_task(served.follow()))
             _log.info("model %r: version %s is ready", name, served.version)
 
     async def unload(self, name: str) -> None:
-        """Takes a model away; requests that were admitted are answered.
+        """Remove a model. Requests that were admitted are still answered.
 
         Raises:
-            RequestError: for a model that is not there.
+            RequestError: there is no such model.
         """
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
@@ -253,7 +270,7 @@ class Repository:
             self._replace(name, None)
 
     async def load_all(self) -> None:
-        """Loads each that is not unloaded; what fails is logged, and shown in the index."""
+        """Load every model that was not unloaded. Failures are logged and shown in the index."""
         for name in [name for name, reason in self._reasons.items() if reason != _UNLOADED]:
             wish = self._wishes.pop(name, None)
             try:
@@ -262,9 +279,31 @@ class Repository:
                 continue  # logged by load
 
     def close(self) -> None:
-        """No more deltas are followed."""
-        for following in self._following.values():
-            following.cancel()
+        """Stop following deltas and watching files."""
+        for name in list(self._tasks):
+            self._cancel(name)
+
+    async def _open(self, name: str) -> Predictor:
+        """Open a package once its files are as they were written, and another process could load it."""
+        verify, public_key, copy_weights, warm_up = self._opening
+        package = await asyncio.to_thread(
+            check_package, self.folders[name], verify=verify, public_key=public_key
+        )
+        await self._trial(package, warm_up)
+        return await asyncio.to_thread(Predictor, package, copy_weights=copy_weights)
+
+    async def _watch(self, name: str, served: Served) -> None:
+        """Take a model away when its file of weights is damaged, since its scores would be wrong."""
+        error = await served.watch()
+        async with self._changing:
+            if self._served.get(name) is served:
+                _log.error("model %r is taken away: %s", name, error)
+                del self._tasks[name][0]  # this task
+                self._replace(name, None, str(error))
+
+    def _cancel(self, name: str) -> None:
+        for task in self._tasks.pop(name, []):
+            task.cancel()
 
     def _deltas_of(self, name: str, predictor: Predictor, until: int | None) -> Deltas | None:
         if name not in self._deltas:
@@ -276,28 +315,21 @@ class Repository:
         codes = Codes(predictor.quantised, predictor.rounding)
         return Deltas(self._deltas[name], predictor.about, predictor.weights, until, codes)
 
-    def _replace(self, name: str, served: Served | None) -> None:
-        if (following := self._following.pop(name, None)) is not None:
-            following.cancel()
+    def _replace(self, name: str, served: Served | None, reason: str = _UNLOADED) -> None:
+        """Replace a model by another version, or by none for the given reason."""
+        self._cancel(name)
         old = self._served.pop(name, None)
         if served is not None:
             self._served[name] = served
-        self._reasons[name] = _UNLOADED if served is None else ""
+        self._reasons[name] = reason if served is None else ""
         if old is not None:
             leaving = asyncio.create_task(old.batcher.drain())
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
 
     def _warm(self, served: Served) -> None:
-        for request in self._warm_up_requests(served.signature):
+        for request in self._opening.warm_up.requests(served.signature):
             served.score(request)
-            if served.signature.shared and request.group is None:
-                served.score(request._replace(group=np.arange(request.num_samples)))
-
-    def _warm_up_requests(self, signature: Signature) -> Sequence[Request]:
-        if self._warm_up is not None:
-            return [read_samples(line, signature) for line in self._warm_up.read_bytes().splitlines() if line]
-        return [_made_up(signature, size) for size in (1, self._limits.max_batch)]
 
 
 def _unreached(until: int, served: Served) -> ValueError:
@@ -307,13 +339,3 @@ def _unreached(until: int, served: Served) -> ValueError:
     else:
         can = f"no delta up to it comes after the package, which is of step {served.about['step']}"
     return ValueError(f"delta {until} cannot be reached; {can}.{reason and f' {reason}'}")
-
-
-def _made_up(signature: Signature, num_samples: int) -> Request:
-    """Samples with one id of each feature, drawn from its whole table."""
-    draw = np.random.default_rng(0)
-    return Request(
-        draw.standard_normal((num_samples, signature.num_dense), np.float32),
-        [draw.integers(0, signature.rows.get(f, 1), num_samples) for f in signature.features],
-        [np.ones(num_samples, np.int64) for _ in signature.features],
-    )

@@ -1,4 +1,4 @@
-"""What a server offers, as OpenAPI 3.1 and as a page for people."""
+"""The description of a server: an OpenAPI 3.1 document, and a page for people."""
 
 import html
 import json
@@ -18,13 +18,13 @@ _ERRORS = {
 
 
 def schema(repository: Repository) -> dict[str, Any]:
-    """The OpenAPI document; samples are described for each model that is ready."""
+    """Return the OpenAPI document. It describes the samples of each model that is ready."""
     paths: dict[str, Any] = {
         "/v2": {"get": _operation("Name, version and extensions of the server.")},
         "/v2/health/live": {"get": _operation("Whether the server answers.")},
         "/v2/health/ready": {"get": _operation("Whether every model is ready.")},
         "/v2/repository/index": {"post": _operation("All models, their versions and states.")},
-        "/metrics": {"get": _operation("Figures for Prometheus.")},
+        "/metrics": {"get": _operation("Metrics for Prometheus.")},
     }
     for name in sorted(repository.folders):
         model = f"/v2/models/{name}"
@@ -35,7 +35,7 @@ def schema(repository: Repository) -> dict[str, Any]:
         }
         paths[f"{model}/freshness"] = {"get": _operation("The last delta in the model's weights.")}
         paths[f"/v2/repository/models/{name}/rollback/{{delta}}"] = {
-            "post": _operation("Goes back to a delta, and stays there until the model is loaded.")
+            "post": _operation("Return to a delta, and stay there until the model is loaded.")
         }
         for action in ("load", "unload"):
             paths[f"/v2/repository/models/{name}/{action}"] = {"post": _operation(f"{action}s the model.")}
@@ -65,7 +65,7 @@ def schema(repository: Repository) -> dict[str, Any]:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The document as HTML."""
+    """Return the document as HTML."""
     rows = []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -125,7 +125,7 @@ def _sample(signature: Signature) -> dict[str, Any]:
 
 
 def _value(kind: str, is_boolean: bool) -> dict[str, Any]:
-    """Of a column."""
+    """Return the schema of a column's values."""
     if kind.startswith("list of "):
         return {"type": ["array", "null"], "items": _value(kind.removeprefix("list of "), is_boolean)}
     names = {"integer": "boolean" if is_boolean else "integer", "number": "number"}

@@ -22,7 +22,7 @@ from meshrec.serve.writing import JSON_ANSWER, with_numbers
 SCORES = "scores"
 VALUES, LENGTHS = ".values", ".lengths"
 RAW = "raw."
-"""What the names of raw inputs begin with."""
+"""The prefix of the names of raw inputs."""
 TEXTS = "BYTES"
 _MOST_DIMS = 8
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -45,7 +45,7 @@ class InferRequest(NamedTuple):
 
 
 def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
-    """Datatype and shape of each input of ids and dense values; -1 is any size."""
+    """Return datatype and shape of each input of ids and dense values; -1 is any size."""
     inputs: dict[str, tuple[str, list[int]]] = {}
     if signature.num_dense:
         inputs[DENSE] = "FP32", [-1, signature.num_dense]
@@ -56,7 +56,7 @@ def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
 
 
 def raw_inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
-    """The same of raw values, which a request may have instead."""
+    """Return datatype and shape of each input of raw values, which a request may have instead of ids."""
     inputs: dict[str, tuple[str, list[int]]] = {}
     for name, kind in (signature.raw.kinds if signature.raw is not None else {}).items():
         if kind.startswith("list"):
@@ -68,12 +68,12 @@ def raw_inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
 
 
 def _datatype(kind: str) -> str:
-    """Of the values of a column; times are texts."""
+    """Return the datatype of a column's values; times are texts."""
     return {"integer": "INT64", "number": "FP64"}.get(kind.removeprefix("list of "), TEXTS)
 
 
 def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
-    """What ``GET /v2/models/NAME`` answers: inputs are raw values where the model takes them."""
+    """Return the answer to ``GET /v2/models/NAME``. Its inputs are raw values if the model takes them."""
     inputs = (raw_inputs_of(signature) or inputs_of(signature)).items()
     shape = [-1] if signature.outputs == SCORES else [-1, -1]
     return {
@@ -86,15 +86,15 @@ def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
 
 
 def read_infer(body: bytes, header_length: str | None, signature: Signature) -> InferRequest:
-    """The request in a body of ``POST .../infer``.
+    """Parse the body of ``POST .../infer``.
 
     Args:
-        body: JSON, and perhaps binary tensors behind it.
-        header_length: how many bytes of it are JSON (the header of that name); all of them without it.
-        signature: of the model.
+        body: JSON, which binary tensors may follow.
+        header_length: how many bytes are JSON (from the header of that name); None if all are.
+        signature: the model's signature.
 
     Raises:
-        RequestError: for what the protocol or the model does not take.
+        RequestError: the protocol or the model does not allow the body.
     """
     end = len(body)
     if header_length is not None:
@@ -137,7 +137,7 @@ def _request(arrays: Mapping[str, NDArray[Any]], shares: bool, signature: Signat
 
 
 def _common(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]:
-    """Which inputs have one row for all samples, and how many samples the others have."""
+    """Return the inputs that have one row for all samples, and the number of samples of the others."""
     several = [size for size in sizes.values() if size != 1]
     if not several:
         return frozenset(), None
@@ -255,7 +255,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
 
 
 class _Input(NamedTuple):
-    """What an input has, and the dtype that a request keeps it in (None: texts)."""
+    """An allowed input: its datatype, and the dtypes in which it is sent and kept (None for texts)."""
 
     datatype: str
     sent: np.dtype[Any] | None
@@ -265,7 +265,7 @@ class _Input(NamedTuple):
 
 @functools.lru_cache(16)
 def _allowed(signature: Signature) -> dict[str, _Input]:
-    """By name."""
+    """Return the allowed inputs of a model, by name."""
     found = {}
     for is_raw, inputs in ((False, inputs_of(signature)), (True, raw_inputs_of(signature))):
         for name, (datatype, _) in inputs.items():
@@ -277,7 +277,7 @@ def _allowed(signature: Signature) -> dict[str, _Input]:
 
 
 def _array_of(data: Any, expected: _Input, name: str) -> NDArray[Any]:
-    """Numbers or texts of JSON, laid flat."""
+    """Return numbers or texts of JSON as a flat array."""
     if expected.sent is not None:
         array = as_array(data, expected.sent, f"input {name!r}").reshape(-1)
         return array.astype(expected.kept, copy=False)
@@ -287,11 +287,11 @@ def _array_of(data: Any, expected: _Input, name: str) -> NDArray[Any]:
 
 
 def _from_bytes(data: memoryview, expected: _Input, name: str) -> NDArray[Any]:
-    """Numbers, or texts of four bytes with its length before each."""
+    """Parse binary numbers, or texts that follow their lengths of four bytes each."""
     if (sent := expected.sent) is not None:
         if len(data) % sent.itemsize:
             raise RequestError(
-                f"input {name!r}: {len(data)} bytes hold no whole number of {expected.datatype}; "
+                f"input {name!r}: {len(data)} bytes are not a whole number of {expected.datatype}; "
                 "give all of each."
             )
         # A copy: the tensor may stand at any byte.
@@ -307,7 +307,7 @@ def _from_bytes(data: memoryview, expected: _Input, name: str) -> NDArray[Any]:
         try:
             found.append(text.decode())
         except UnicodeDecodeError as error:
-            raise RequestError(f"input {name!r}: text {len(found)} is no UTF-8. Send UTF-8.") from error
+            raise RequestError(f"input {name!r}: text {len(found)} is not UTF-8. Send UTF-8.") from error
     return np.array([*found, ""], object)[:-1]
 
 
@@ -345,7 +345,7 @@ def _flag(parameters: dict[str, Any], name: str) -> bool:
 
 
 def _timeout(parameters: dict[str, Any]) -> float:
-    """Seconds; triton's parameter is in microseconds."""
+    """Return the timeout in seconds; Triton's parameter is in microseconds."""
     value = parameters.get("timeout")
     if value is None:
         return math.inf

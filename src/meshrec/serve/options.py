@@ -1,4 +1,4 @@
-"""How a server listens and what it allows."""
+"""The options of a server."""
 
 import ipaddress
 import socket
@@ -6,32 +6,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshrec.export.signing import read_public_key
 from meshrec.serve.batching import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """What clients may hold of one server process, and for how long.
+    """Limits on what clients may hold of one server process, and for how long.
 
-    A client is an IPv4 address or an IPv6 network of 64 bits. Where there are too many connections, the one
-    that has left its request unfinished for the longest time is closed. Only if there is none, the new one is
-    refused.
+    A client is an IPv4 address or an IPv6 network of 64 bits. If there are too many connections, the server
+    closes the one whose request has been unfinished longest. If there is none, it refuses the new one.
     """
 
     max_connections: int = 4096
-    """Most connections of all clients."""
+    """Largest number of connections of all clients."""
     max_per_client: int = 256
-    """Most connections of one client."""
+    """Largest number of connections of one client."""
     max_header: int = 64 << 10
-    """Most bytes of a request's first line and headers (431 beyond)."""
+    """Largest size of a request's first line and headers, in bytes (431 beyond)."""
     max_unanswered: int = 256 << 20
-    """Most bytes of all requests that are being read or wait for their answer (503 beyond)."""
+    """Largest total size of the requests that are being read or wait, in bytes (503 beyond)."""
     header_seconds: float = 10.0
-    """How long the headers of a request may take, from the connection or their first byte (408 beyond)."""
+    """Seconds to wait for a request's headers, from the connection or their first byte (408 beyond)."""
     body_seconds: float = 30.0
-    """How long a body may take (408 beyond), and how long a client may leave an answer unread."""
+    """Seconds to wait for a body (408 beyond), and for a client to read its answer."""
     idle_seconds: float = 30.0
-    """How long a connection may stay open between two requests."""
+    """Seconds that a connection may stay open between two requests."""
 
     def __post_init__(self) -> None:
         for name in ("max_connections", "max_per_client", "max_unanswered"):
@@ -46,39 +46,43 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server listens and what it allows."""
+    """The options of a server."""
 
     host: str = "127.0.0.1"
     """The address to listen at. Beyond loopback, as with 0.0.0.0 for all addresses, a token is required."""
     port: int = 8080
-    """0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     limits: Limits = field(default_factory=Limits)
     """Limits of batches and queues."""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     """Limits of connections and unfinished requests."""
     max_body: int = 16 << 20
-    """Most bytes of a request's body."""
+    """Largest body of a request, in bytes."""
     warm_up: Path | None = None
-    """A file of samples, one JSON object a line, that models score before they are ready."""
+    """File of samples, one JSON object per line, that models score before they are ready."""
     deltas: Mapping[str, Path] = field(default_factory=dict)
-    """By model the folder of the deltas that it follows."""
+    """Folders of the deltas that models follow, by the model's name."""
     token: str | None = None
     """The bearer token that clients must send."""
     admin: bool = True
     """Whether load, unload and rollback can be asked for over HTTP (403 otherwise)."""
     hosts: tuple[str, ...] = ()
-    """Names of this server that the header ``Host`` of load, unload and rollback may have where there is no
-    token, beside addresses, ``localhost`` and ``host``."""
+    """Without a token: further names of this server that the header ``Host`` may have in requests to load,
+    unload and roll back. Addresses, ``localhost`` and ``host`` are always allowed."""
     verify: bool = True
     """Compare packages with their checksums before they are used."""
+    public_key: Path | None = None
+    """PEM file of the ed25519 public key that must have signed every package."""
+    copy_weights: bool = False
+    """Copy the weights into memory of each worker, instead of mapping the files that all workers share."""
     tls_cert: Path | None = None
-    """A PEM file with the certificate."""
+    """PEM file of a certificate: serve HTTPS."""
     tls_key: Path | None = None
-    """A PEM file with its key."""
+    """PEM file of the certificate's key."""
     access_log: bool = False
-    """Write a line of the log for each request."""
+    """Log one line per request."""
     linger: float = 1.0
-    """Seconds that a server which stops waits for clients to close idle connections."""
+    """Seconds for which a stopping server waits for clients to close idle connections."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -87,6 +91,12 @@ class ServerOptions:
             raise ValueError(f"max_body must be at least 1 byte, got {self.max_body}.")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together. Give both, or none.")
+        if self.public_key is not None:
+            if not self.verify:
+                raise ValueError(
+                    "a signature is checked by reading every file. Leave out verify=False or the key."
+                )
+            read_public_key(self.public_key)  # fail now, and not when the first package is loaded
         if self.token is not None and (not self.token.isascii() or not self.token.strip()):
             raise ValueError("token must be of ASCII characters, and not empty.")
 
@@ -95,8 +105,8 @@ def listen(options: ServerOptions) -> socket.socket:
     """Return a bound socket, which all workers share.
 
     Raises:
-        ValueError: for an address or a port that cannot be had, and for an address that other machines reach
-            where there is no token.
+        ValueError: the address or port is not available, or other machines can reach it and there is no
+            token.
     """
     try:
         family, *_, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
@@ -110,7 +120,7 @@ def listen(options: ServerOptions) -> socket.socket:
         raise ValueError(
             f"cannot listen at {options.host}:{options.port}: {error.strerror}. Use another host or port."
         ) from error
-    # Connections inherit it; asyncio sets it only on sockets that were made with the protocol's number.
+    # Connections inherit the option; asyncio sets it only on sockets created with the protocol's number.
     # Without it the second part of each answer waits 40 ms for the client to acknowledge the first.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bound.setblocking(False)

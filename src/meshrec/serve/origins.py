@@ -1,4 +1,4 @@
-"""Whether a request that changes the server may come from a web page.
+"""The check that a request to change the server does not come from a web page.
 
 A server at loopback trusts the programs of its machine, and a browser is one of them. A page can post to it
 (``Origin`` then names the page), or have its own name resolve to 127.0.0.1 (``Host`` then has that name).
@@ -12,14 +12,14 @@ from meshrec.serve.requests import RequestError
 
 
 def check_origin(headers: Mapping[bytes, bytes], known: Collection[str]) -> None:
-    """Refuse a request of a page that is not this server's own.
+    """Check that a request does not come from another server's web page.
 
     Args:
-        headers: of the request; names in lower case.
-        known: names of this server beside its addresses and ``localhost``.
+        headers: headers of the request, with names in lower case.
+        known: names of this server other than its addresses and ``localhost``.
 
     Raises:
-        RequestError: with status 403.
+        RequestError: it does, or may (status 403).
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
     if not _is_own(_name_of("//" + host), known):

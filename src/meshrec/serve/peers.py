@@ -1,4 +1,4 @@
-"""A worker's line to its parent, which passes wishes on to all workers, and what they know of each other."""
+"""The connection of a worker to its parent, which passes changes of models on to all workers."""
 
 import asyncio
 import itertools
@@ -15,36 +15,36 @@ Change = Callable[[str, str, int | None], Awaitable[None]]
 
 
 class Peers:
-    """Asks all workers, this one among them, to load or unload a model.
+    """The workers of a server, as one of them sees them.
 
     Args:
-        pipe: to the parent.
-        loaded: a byte of each worker, in memory that they share: whether its models have been loaded once.
-        index: of this worker.
+        pipe: the pipe to the parent.
+        loaded: shared memory with a byte per worker: whether the worker has loaded its models once.
+        index: the number of this worker.
     """
 
     def __init__(self, pipe: Connection, loaded: mmap.mmap, index: int) -> None:
         self._pipe, self._loaded, self._index = pipe, loaded, index
         self.is_late = bool(loaded[index])
-        """Whether it takes another's place: it listens once it has loaded, as others answer meanwhile."""
+        """Whether this worker replaces one that ended. It then listens only after loading its models."""
         self._tickets = itertools.count()
         self._asked: dict[int, asyncio.Future[str | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def say_loaded(self) -> None:
-        """Tells the others that models have been loaded here."""
+        """Tell the other workers that this one has loaded its models."""
         self._loaded[self._index] = 1
 
     @property
     def are_loaded(self) -> bool:
-        """Whether they have in every worker that listens: a request may reach any of them."""
+        """Whether every worker has loaded its models: a request may reach any of them."""
         return all(self._loaded[:])
 
     async def ask(self, action: str, model: str, delta: int | None = None) -> None:
-        """``load`` or ``unload`` of a model, everywhere.
+        """Load or unload a model in every worker.
 
         Raises:
-            RequestError: what one of them says that went wrong.
+            RequestError: a worker failed; the message is the first such worker's.
         """
         ticket = next(self._tickets)
         answer = self._asked[ticket] = asyncio.get_running_loop().create_future()
@@ -54,7 +54,7 @@ class Peers:
             raise RequestError(error)
 
     def listen(self, loop: asyncio.AbstractEventLoop, change: Change) -> None:
-        """From now on does what the parent says, by ``change``."""
+        """Start to carry out the changes that the parent passes on, by ``change``."""
 
         def on_message() -> None:
             try:

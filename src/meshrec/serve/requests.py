@@ -1,4 +1,4 @@
-"""A request as arrays, checked sample by sample before it joins a batch with those of others."""
+"""A request as arrays, which is checked before it joins a batch with others."""
 
 import itertools
 import reprlib
@@ -15,7 +15,7 @@ from meshrec.export.raw_values import RawValues
 # B samples, D dense columns, F features, N ids
 
 _MOST_REPEATED = 1 << 24
-"""Ids and dense values that a request may become where what it shares is repeated."""
+"""Most ids and dense values that a request may have once its shared values are repeated."""
 _MOST_DEEP = 16
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxlong = 3, 4, 4, 60, 40
@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 class RequestError(ValueError):
-    """A request that is not answered with scores: ``status`` is that of HTTP, and the text says why."""
+    """A request that gets no scores; ``status`` is the HTTP status, and the message gives the reason."""
 
     def __init__(self, message: str, status: int = 400, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message, status, headers)  # all of them, as processes hand errors to each other
@@ -37,15 +37,15 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What a model's requests have, and what they are answered with.
+    """The inputs and outputs of a model.
 
     Attributes:
-        features: in order.
-        num_dense: dense columns.
-        rows: that ids may name, by feature.
+        features: the features in order.
+        num_dense: the number of dense columns.
+        rows: the number of rows that ids may name, by feature.
         outputs: ``scores``, or ``vectors``.
         shared: features (or "dense") that the model takes once for many samples.
-        raw: what makes ids and dense values of raw ones; None where requests have ids.
+        raw: the conversion of raw values; None if requests must have ids.
     """
 
     features: list[str]
@@ -57,10 +57,10 @@ class Signature:
 
 
 class Request(NamedTuple):
-    """Samples: dense [B, D], and per feature ids [N] and lengths [B].
+    """Samples as arrays: dense [B, D], and per feature ids [N] and lengths [B].
 
-    With ``group`` [B], samples share rows: what is shared has as many rows (lengths, and dense if it is
-    shared) as there are numbers in it, and each sample says which is its own.
+    With ``group`` [B], samples share rows: shared features (and dense, if it is shared) have R rows instead
+    of B, and ``group`` names the row of each sample.
     """
 
     dense: Floats
@@ -70,15 +70,15 @@ class Request(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """B."""
+        """The number of samples, B."""
         return len(self.dense) if self.group is None else len(self.group)
 
 
 class Pieces:
-    """A request of many samples, cut into requests of fewer.
+    """The pieces of a request with too many samples for one batch.
 
     Args:
-        request: all of its samples.
+        request: the whole request.
     """
 
     def __init__(self, request: Request) -> None:
@@ -92,7 +92,7 @@ class Pieces:
         ]
 
     def __call__(self, start: int, stop: int) -> Request:
-        """Return the samples in ``[start, stop)``; what is shared stays whole."""
+        """Return the samples in ``[start, stop)``, with all shared values."""
         whole = self._request
         num = whole.num_samples
         rows = slice(start, stop)
@@ -118,17 +118,17 @@ def checked(
     shared: Set[str] = frozenset(),
     num_samples: int | None = None,
 ) -> Request:
-    """Puts the arrays of a request in order.
+    """Check the arrays of a request, and put them in the model's order.
 
     Args:
-        signature: of the model.
-        dense: [B, D]; a model without dense columns needs none.
+        signature: the model's signature.
+        dense: [B, D]; None is allowed for a model without dense columns.
         values, lengths: per feature ids [N] and lengths [B].
         shared: features (or "dense") that are given once for all samples: one length, one row.
-        num_samples: B, where all is shared or nothing tells it.
+        num_samples: B, if it does not follow from the arrays.
 
     Raises:
-        RequestError: for what a model cannot score; it names the feature, the sample and the id.
+        RequestError: the model cannot score it; the message names the feature, the sample and the id.
     """
     for what, given in (("values", values), ("lengths", lengths)):
         for feature in signature.features:
@@ -186,7 +186,7 @@ def checked(
 
 
 def joined(requests: Sequence[Request]) -> Request:
-    """The samples of all of them, as one."""
+    """Join requests into one that has the samples of all."""
     if len(requests) == 1:
         return requests[0]
     features = range(len(requests[0].values))
@@ -199,7 +199,7 @@ def joined(requests: Sequence[Request]) -> Request:
 
 
 def _joined_groups(requests: Sequence[Request]) -> Ints | None:
-    """A request that shares nothing has a row of its own for each sample."""
+    """Join the groups of requests. Each sample of a request without a group gets a row of its own."""
     if all(request.group is None for request in requests):
         return None
     groups, num_rows = [], 0
@@ -266,7 +266,7 @@ def as_array(data: Any, dtype: "np.dtype[Any]", what: str) -> NDArray[Any]:
     """Return numbers of JSON, nested or not, as an array of ``dtype``.
 
     Raises:
-        RequestError: for what is no number, or does not fit the type.
+        RequestError: a value is not a number, or does not fit the type.
     """
     # The types come first: numpy takes true for 1, and one long text beside numbers for room for as many.
     types = _types_in(data, what)
@@ -291,7 +291,7 @@ def as_array(data: Any, dtype: "np.dtype[Any]", what: str) -> NDArray[Any]:
 
 
 def _types_in(data: Any, what: str) -> set[type]:
-    """Return the types of what stands in lists, at any depth."""
+    """Return the types of the values in nested lists."""
     found: set[type] = set()
     level = [data]
     for _ in range(_MOST_DEEP):
@@ -305,5 +305,5 @@ def _types_in(data: Any, what: str) -> set[type]:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value for a message; the rest is not even looked at."""
+    """Return the beginning of a value for a message, without formatting the rest."""
     return _SHORT.repr(value)

@@ -1,4 +1,4 @@
-"""Samples as people write them: one JSON object each, with the name of each feature or column."""
+"""Samples in JSON: one object each, with the values by feature or column."""
 
 import contextlib
 import itertools
@@ -18,17 +18,17 @@ Sample = Mapping[str, Any]
 
 
 def read_json(body: bytes) -> Any:
-    """What a body says in JSON.
+    """Parse a body as JSON.
 
     Raises:
-        RequestError: for what is no JSON.
+        RequestError: the body is not JSON.
     """
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:
-        raise RequestError(f"the body is no JSON: {error}. Send one JSON object.") from error
+        raise RequestError(f"the body is not JSON: {error}. Send one JSON object.") from error
     except UnicodeDecodeError as error:
-        raise RequestError("the body is no JSON: it is not encoded as UTF-8. Send UTF-8.") from error
+        raise RequestError("the body is not JSON: it is not encoded as UTF-8. Send UTF-8.") from error
     except ValueError as error:
         raise RequestError(
             "the body has an integer of more digits than Python reads. Send integers of 64 bits."
@@ -36,14 +36,14 @@ def read_json(body: bytes) -> Any:
 
 
 def read_samples(body: bytes, signature: Signature) -> Request:
-    """``{"dense": [0.5, 1], "user": 17, "seen": [3, 9]}``, or a list of such objects.
+    """Read samples in JSON: ``{"dense": [0.5, 1], "user": 17, "seen": [3, 9]}``, or a list of such objects.
 
-    Every feature is there in each object: an id, or a list of ids, which may be empty. A model that takes raw
-    values has the columns of the data instead; null is a missing value. ``{"shared": {...}, "samples":
-    [...]}`` gives once what all samples have in common.
+    Each object has all features: an id, or a list of ids, which may be empty. For a model that takes raw
+    values it has the columns of the data instead; null is a missing value. ``{"shared": {...}, "samples":
+    [...]}`` gives the values that all samples share once.
 
     Raises:
-        RequestError: for anything else; it names the sample and the feature.
+        RequestError: the body is anything else; the message names the sample and the feature.
     """
     given = read_json(body)
     if signature.raw is not None:

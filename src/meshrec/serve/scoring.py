@@ -1,7 +1,7 @@
 """Requests for scores, from their first header to the answer.
 
-They are most of what a server does, and at overload it must refuse many a second: so they are answered here,
-on plain ASGI, before the router and the request objects that the other routes are made of.
+Most requests are of this kind, and under overload the server must refuse many of them per second. So this
+file answers them on plain ASGI, without the router and the request objects of the other routes.
 """
 
 import json
@@ -23,7 +23,7 @@ from meshrec.serve.requests import Floats, RequestError
 from meshrec.serve.writing import JSON_ANSWER, with_numbers
 
 TIMEOUT = "X-Timeout-Ms"
-"""The header with which a client says how long it waits, counted from when the server saw the request."""
+"""The header that says how long the client waits, in ms from when the server sees the request."""
 _OUTCOMES = {
     401: "unauthorized",
     404: "unknown",
@@ -39,10 +39,10 @@ Headers = Mapping[bytes, bytes]
 
 
 class ScoresWanted(NamedTuple):
-    """What the path of a request asks for.
+    """The model, version and outputs that a path names.
 
-    ``model`` is None where there is one only; ``outputs`` is None for the Open Inference Protocol, whose
-    answers hold what the model gives.
+    ``model`` is None if the path names none, for a server of one model. ``outputs`` is None for the Open
+    Inference Protocol, whose answers contain whatever the model gives.
     """
 
     model: str | None
@@ -51,7 +51,7 @@ class ScoresWanted(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a client is told."""
+    """An answer to a client."""
 
     status: int
     body: bytes
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 
 def asked_by(path: str) -> ScoresWanted | None:
-    """What a path asks for, if that is scores."""
+    """Parse the path of a request; return None if it does not ask for scores."""
     if found := _INFER.fullmatch(path):
         return ScoresWanted(found["model"], found["version"], None)
     if found := _SAMPLES.fullmatch(path):
@@ -68,15 +68,16 @@ def asked_by(path: str) -> ScoresWanted | None:
 
 
 class Scoring:
-    """Answers requests for scores. A request that cannot be answered in time is refused by its headers; its
-    body is let pass unread.
+    """The answers to requests for scores.
+
+    A request that cannot be answered in time is refused after its headers, and its body is not parsed.
 
     Args:
         repository: the models.
-        metrics: counts what becomes of each request.
-        max_body: most bytes of a request.
-        reader: reads bodies.
-        connections: count the bytes of requests that wait.
+        metrics: counts requests by outcome.
+        max_body: largest body, in bytes.
+        reader: parses bodies.
+        connections: counts the bytes of waiting requests.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Scoring:
         self._reader, self._connections = reader, connections
 
     async def __call__(self, asked: ScoresWanted, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request whose path asks for scores."""
+        """Score a request whose path asks for scores, and send the answer."""
         if scope["method"] != "POST":
             error = RequestError("scores are asked for by POST: see / for what there is.", 405)
             error.headers["Allow"] = "POST"
@@ -121,7 +122,7 @@ class Scoring:
         deadline = _deadline(headers, began)
         self._check(self._served(asked), asked, deadline)
         body = await _body(headers, receive, self._max_body)
-        # The model may have another version by now; while its clients send, none is kept for them.
+        # The model may have another version by now: no version is kept while a client sends its body.
         served = self._served(asked)
         self._check(served, asked, deadline)
         with served.batcher:
@@ -145,7 +146,7 @@ class Scoring:
         return Answer(200, await with_numbers(said, asked.outputs, scores), dict(JSON_ANSWER))
 
     def _check(self, served: Served, asked: ScoresWanted, deadline: float) -> None:
-        """Refuse by its headers what will not be answered."""
+        """Check, before the body is read, that the request can be answered."""
         if asked.outputs not in (None, served.signature.outputs):
             raise RequestError(
                 f"model {served.name!r} gives {served.signature.outputs}, not {asked.outputs}. "
@@ -155,13 +156,13 @@ class Scoring:
 
 
 def refusal(error: RequestError) -> Answer:
-    """Why a request is not answered."""
+    """Return the answer that tells a client the error of its request."""
     body = json.dumps({"error": str(error)}).encode()
     return Answer(error.status, body, {"Content-Type": "application/json", **error.headers})
 
 
 async def respond(answer: Answer, send: Send) -> None:
-    """Hands an answer to the server."""
+    """Send an answer, by the ASGI protocol."""
     fields = [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
     fields.append((b"content-length", b"%d" % len(answer.body)))
     await send({"type": "http.response.start", "status": answer.status, "headers": fields})
@@ -191,7 +192,7 @@ async def _body(headers: Headers, receive: Receive, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> RequestError:
-    # Behind a body that was not read there is no next request.
+    # The unread body is still on the connection, so no further request can be read from it.
     return RequestError(
         f"the body is larger than {limit} bytes. Send fewer samples at once.", 413, {"Connection": "close"}
     )
@@ -203,7 +204,7 @@ def _text(headers: Headers, name: str) -> str | None:
 
 
 def _deadline(headers: Headers, began: float) -> float:
-    """Of the header, in the time of ``time.monotonic``."""
+    """Return the deadline from the request's headers, as a time of ``time.monotonic``."""
     text = _text(headers, TIMEOUT)
     if text is None:
         return math.inf
@@ -220,5 +221,5 @@ def _finite(scores: Floats) -> Floats:
     finite = np.isfinite(scores)
     if not finite.all():
         sample = int(finite.reshape(len(scores), -1).all(1).argmin())
-        raise RequestError(f"the score of sample {sample} is no number. Look for huge dense values.", 422)
+        raise RequestError(f"the score of sample {sample} is not finite. Look for huge dense values.", 422)
     return scores

@@ -1,4 +1,4 @@
-"""A server process: its socket, its event loop, its signals, and an end at which no request is lost."""
+"""A server process: its socket, its event loop, its signals, and an end that loses no request."""
 
 import asyncio
 import contextlib
@@ -16,22 +16,23 @@ import uvicorn
 from meshrec.serve.app import Guard, Routes
 from meshrec.serve.connections import Connection, Connections
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.models import Repository, Wish
+from meshrec.serve.models import Opening, Repository, Wish
 from meshrec.serve.options import ServerOptions
 from meshrec.serve.peers import Peers
 from meshrec.serve.reading import BodyReader
 from meshrec.serve.scoring import Scoring
+from meshrec.serve.trial import PackageTrial, WarmUp
 
 
 class Server:
-    """Serves models from this process.
+    """A server in this process.
 
     Args:
         models: folders of packages, by name.
-        options: how.
-        bound: of `listen`; closed at the end.
-        peers: the other workers; None is for a server of this process alone.
-        wishes: what was asked of models before this server began.
+        options: options of the server.
+        bound: the socket that `listen` returned; closed at the end.
+        peers: the other workers; None if this process is the whole server.
+        wishes: the last changes of models that were requested before this worker started.
     """
 
     def __init__(
@@ -43,17 +44,22 @@ class Server:
         wishes: Mapping[str, Wish] | None = None,
     ) -> None:
         self._options, self._bound, self._peers = options, bound, peers
+        self._reader, self._trial = BodyReader(), PackageTrial()  # forked before there are threads
         metrics = Metrics()
         self.repository = Repository(
             models,
             options.limits,
             metrics,
-            warm_up=options.warm_up,
+            opening=Opening(
+                options.verify,
+                options.public_key,
+                options.copy_weights,
+                WarmUp(options.warm_up, options.limits.max_batch),
+            ),
+            trial=self._trial,
             deltas=options.deltas,
             wishes=wishes,
-            verify=options.verify,
         )
-        self._reader = BodyReader()
         self._connections = Connections(options.connections, metrics.refused)
         scoring = Scoring(self.repository, metrics, options.max_body, self._reader, self._connections)
         everywhere = self.change if peers is None else peers.ask
@@ -87,31 +93,32 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's address."""
         scheme = "http" if self._options.tls_cert is None else "https"
         host, port = self._bound.getsockname()[:2]
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Until `stop`, or SIGTERM or SIGINT where this is the main thread; SIGHUP loads models anew."""
+        """Run until `stop`; in the main thread also until SIGTERM or SIGINT. SIGHUP loads the models anew."""
         loop = _new_event_loop()
         try:
             loop.run_until_complete(self._serve())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             self._reader.close()
+            self._trial.close()
             loop.close()
 
     def stop(self) -> None:
-        """Has `run` answer what was sent, and return; from any thread."""
+        """Make `run` answer the requests that have arrived, and return. Call it from any thread."""
         self._uvicorn.should_exit = True
 
     def reload(self) -> None:
-        """Loads all models anew. Of the event loop's thread."""
+        """Load all models anew. Call it from the event loop's thread."""
         self._start(self._load())
 
     async def change(self, action: str, model: str, delta: int | None = None) -> None:
-        """``load`` or ``unload`` of a model here."""
+        """Load or unload a model in this process."""
         if action == "load":
             await self.repository.load(model, delta)
         else:
@@ -148,7 +155,7 @@ class Server:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, which takes half the time, where it is installed."""
+    """Return uvloop's event loop, which needs half the time, if it is installed, else asyncio's."""
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -157,7 +164,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _Graceful(uvicorn.Server):
-    """Answers what clients have sent before it ends: uvicorn closes connections that bring a request."""
+    """A uvicorn server that answers what clients have sent before it ends; uvicorn itself would not."""
 
     def __init__(self, config: uvicorn.Config, guard: Guard, linger: float, header_seconds: float) -> None:
         super().__init__(config)
@@ -174,7 +181,7 @@ class _Graceful(uvicorn.Server):
             yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, as uvicorn does, and have the handshakes of TLS take no longer than headers."""
+        """Start to listen, as uvicorn does, with the time limit of headers for TLS handshakes."""
         await self.lifespan.startup()
         loop, config = asyncio.get_running_loop(), self.config
         seconds = self._header_seconds if config.ssl is not None else None
@@ -197,7 +204,7 @@ class _Graceful(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Has clients close their connections, and closes those that are left idle."""
+        """Tell clients to close their connections, then close those that are idle."""
         self._guard.is_stopping = True
         await self._accept_the_last(sockets or [])
         quiet_since = time.monotonic()
@@ -208,7 +215,7 @@ class _Graceful(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _accept_the_last(self, sockets: list[socket.socket]) -> None:
-        """Takes the connections that the kernel holds, which it would reset as the socket is closed."""
+        """Take the connections in the kernel's queue, which closing the socket would reset."""
         loop, config = asyncio.get_running_loop(), self.config
         accepted = []
         for server, each in zip(self.servers, sockets, strict=True):
@@ -225,7 +232,7 @@ class _Graceful(uvicorn.Server):
 def _signals(
     loop: asyncio.AbstractEventLoop, handlers: Mapping[signal.Signals, Callable[[], None]]
 ) -> Iterator[None]:
-    """Handlers of signals while it lasts; a loop outside the main thread has none."""
+    """Handle signals within the context; a loop outside the main thread handles none."""
     set_here = []
     with contextlib.suppress(ValueError, RuntimeError):
         for number, handler in handlers.items():

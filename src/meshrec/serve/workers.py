@@ -1,15 +1,17 @@
-"""Several server processes on one socket: started, told what to do together, restarted, stopped."""
+"""Several server processes on one socket: how they start, change models together, restart and stop."""
 
+import contextlib
 import json
 import logging
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,43 +19,62 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshrec.durable import scratch_folder
 from meshrec.serve.options import ServerOptions, listen
 from meshrec.serve.peers import Peers
 
 _log = logging.getLogger(__name__)
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable with the folder in which workers share their metrics."""
 _SECONDS_OF_A_BAD_START = 5.0
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 1) -> None:
-    """Serves models until SIGTERM or SIGINT; SIGHUP loads them anew. Call it from a program's main thread.
+    """Run a server until SIGTERM or SIGINT; SIGHUP reloads them. Call it from a program's main thread.
 
     Args:
         models: folders of packages, by name.
-        options: how.
-        workers: processes, which share the pages of the weights.
+        options: options of the server.
+        workers: the number of processes, which share the pages of the weights.
 
     Raises:
-        ValueError: for an address that cannot be had, and fewer workers than one.
+        ValueError: the address is not available, or there are fewer workers than one.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     bound = listen(options)
-    if workers == 1:
+    with scratch_folder("meshrec-serve") as scratch, _environment(scratch, workers):
+        if workers > 1:
+            _Supervisor(models, options, bound, workers).run()
+            return
         from meshrec.serve.server import Server
 
         server = Server(models, options, bound)
         _log.info("serving %s at %s", ", ".join(models), server.url)
         server.run()
-        return
-    # Read when prometheus_client is imported, which the workers do.
-    with tempfile.TemporaryDirectory(prefix="meshrec-metrics-") as folder:
-        os.environ[_SHARED_METRICS] = folder
-        try:
-            _Supervisor(models, options, bound, workers).run()
-        finally:
-            del os.environ[_SHARED_METRICS]
+
+
+@contextlib.contextmanager
+def _environment(scratch: Path, workers: int) -> Iterator[None]:
+    """Put all temporary files of the server into one folder, which the next server removes after SIGKILL."""
+    changes = {"TMPDIR": str(scratch)}  # read by torch, which extracts programs there
+    if workers > 1:
+        metrics = scratch / "metrics"
+        metrics.mkdir()
+        changes[_SHARED_METRICS] = str(metrics)  # read when the workers import prometheus_client
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    tempfile.tempdir = None  # Python keeps what TMPDIR was
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
 
 
 class _Worker(NamedTuple):
@@ -63,7 +84,7 @@ class _Worker(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Something that all workers do: what, which have not told how it went, what went wrong, who asked."""
+    """A change that all workers make: the change, who is not done, the errors, and who asked."""
 
     wish: dict[str, Any]
     left: set[int]
@@ -73,7 +94,7 @@ class _Task(NamedTuple):
 
 
 class _Supervisor:
-    """The parent of the workers. It runs no operator of torch, so that it can fork at any time."""
+    """The parent of the workers. It never runs an operator of torch, so it can fork at any time."""
 
     def __init__(
         self, models: Mapping[str, Path], options: ServerOptions, bound: socket.socket, num: int
@@ -88,7 +109,7 @@ class _Supervisor:
         self._wake, self._woken = multiprocessing.Pipe()
 
     def run(self) -> None:
-        """Until every worker has ended after a signal."""
+        """Run the workers until a signal has ended all of them."""
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             for index in range(self._num):
@@ -201,10 +222,10 @@ def _work(
     wishes: dict[str, tuple[str, int | None]],
     ends: Sequence[Connection],
 ) -> None:
-    """A worker, from its first line to its end.
+    """Run a worker, from its first line to its end.
 
-    ``ends`` are the parent's ends of all pipes. They are closed here: a pipe is at its end only when nobody
-    holds the other one, and that is how workers see that the parent was killed.
+    ``ends`` are the parent's ends of all pipes, which the worker closes. It notices that the parent was
+    killed when its own pipe has no other end left, so no worker may keep one open.
     """
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
@@ -214,7 +235,10 @@ def _work(
     from meshrec.serve.models import Wish
     from meshrec.serve.server import Server
 
+    parent = os.getppid()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
     server = Server(models, options, bound, peers, {m: Wish(*wish) for m, wish in wishes.items()})
     _log.info("serving %s at %s (process %d)", ", ".join(models), server.url, os.getpid())
     server.run()
+    if os.getppid() != parent:  # it was killed, and can remove nothing
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Scores written as JSON, without a pause that other clients would notice."""
+"""Writing of scores as JSON in parts, so that other clients do not wait."""
 
 import asyncio
 import json
@@ -9,15 +9,15 @@ from meshrec.serve.requests import Floats
 
 JSON_ANSWER = {"Content-Type": "application/json"}
 _AT_ONCE = 4096
-"""Numbers that are written before others have their turn: about 2 ms."""
+"""Numbers that are written at a time, in about 2 ms; then others have their turn."""
 
 
 async def with_numbers(said: Mapping[str, Any], name: str, numbers: Floats) -> bytes:
     """Return a JSON object with ``numbers`` as its last value, nested as the array is.
 
     Args:
-        said: its other values.
-        name: of the numbers.
+        said: the other values of the object.
+        name: the name of the numbers.
         numbers: scores [B], or vectors [B, V].
     """
     parts = []

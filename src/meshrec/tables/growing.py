@@ -33,12 +33,13 @@ class GrowingRows:
         name: the table's name in messages.
 
     Attributes:
+        first: the tensors of ``row``.
         tensors: for each tensor of ``row`` one with at least ``num_rows`` rows.
         num_rows: the number of rows so far.
     """
 
     def __init__(self, row: Sequence[Tensor], *, max_rows: int, name: str) -> None:
-        self._row, self._max_rows, self._name = [each.detach().clone() for each in row], max_rows, name
+        self.first, self._max_rows, self._name = [each.detach().clone() for each in row], max_rows, name
         found = [reserve_pages((max_rows, *each.shape[1:]), each.dtype, each.device) for each in row]
         self._reserved = [each for each in found if each is not None]
         if len(self._reserved) < len(found):
@@ -53,7 +54,7 @@ class GrowingRows:
                 row[0].device,
             )
         self.num_rows = 0
-        self.tensors = [each.new_empty(0, *each.shape[1:]) for each in self._row]
+        self.tensors = [each.new_empty(0, *each.shape[1:]) for each in self.first]
 
     @property
     def is_reserved(self) -> bool:
@@ -76,15 +77,15 @@ class GrowingRows:
             return
         if num_rows > len(self.tensors[0]):
             self._make_room(min(self._max_rows, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())))
-        for tensor, begin in zip(self.tensors, self._row, strict=True):
-            tensor[self.num_rows : num_rows] = begin
+        for tensor, begin in zip(self.tensors, self.first, strict=True):
+            tensor.data[self.num_rows : num_rows] = begin  # nobody's write: see ``OwnWrites``
         self.num_rows = num_rows
 
     def _make_room(self, height: int) -> None:
         # All that can fail comes first.
         room = [each[:height] for each in self._reserved]
         if not room:
-            room = [empty_pages((height, *each.shape[1:]), each.dtype, each.device) for each in self._row]
+            room = [empty_pages((height, *each.shape[1:]), each.dtype, each.device) for each in self.first]
             for new, old in zip(room, self.tensors, strict=True):
                 new[: self.num_rows] = old[: self.num_rows]
         for tensor, new in zip(self.tensors, room, strict=True):

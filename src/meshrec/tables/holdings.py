@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.carrier import Carrier
 from meshrec.tables.fixed import FixedTable
 from meshrec.tables.packing import Packing, RowGradients, sum_of_rows
 from meshrec.tables.storage import RowStorage, SideRows
@@ -21,6 +22,8 @@ class Held(NamedTuple):
     packing: Packing
     tables: Sequence[TableRows]
     """One for each rectangle."""
+    carriers: Sequence[Carrier] = ()
+    """One for each rectangle whose rows are not in the parameter."""
 
     @property
     def is_fixed(self) -> bool:
@@ -115,6 +118,14 @@ class Holdings:
                 found.update(zip(own, packing.unpack_rows(parameter.grad.coalesce()), strict=True))
         return found
 
+    def carriers(self) -> dict[int, Carrier]:
+        """Return the carriers of the rectangles whose rows are not in a parameter, by number."""
+        return {
+            i: carrier
+            for own, held in zip(self._rectangles(), self.held, strict=True)
+            for i, carrier in zip(own, held.carriers, strict=False)
+        }
+
     def _rectangles(self) -> list[list[int]]:
         """Return the numbers of each parameter's rectangles."""
         ends = list(accumulate((len(packing.rectangles) for packing in self.packings), initial=0))
@@ -130,6 +141,12 @@ def in_parameter(
     """Make rectangles whose rows are in a parameter. ``state`` has the optimizer's slots of each of them."""
     tables = [FixedTable(parameter, packing, i, each, spec) for i, each in enumerate(state)]
     return Held(parameter, packing, tables)
+
+
+def in_table(parameter: nn.Parameter, packing: Packing, tables: Sequence[TableRows]) -> Held:
+    """Rectangles that keep their rows themselves."""
+    carriers = [Carrier(table.rectangle.c1 - table.rectangle.c0) for table in tables]
+    return Held(parameter, packing, tables, carriers)
 
 
 def allocate(
@@ -157,7 +174,7 @@ def allocate(
         rows = storage.allocate(height if side is None else 0, width, device)
         parameter = nn.Parameter(rows, trained[table])
         if side is not None:
-            held.append(Held(parameter, packing, [side.table(r, spec, device) for r in own]))
+            held.append(in_table(parameter, packing, [side.table(r, spec, device) for r in own]))
             continue
         state = [storage.new_state(spec, r.r1 - r.r0, r.c1 - r.c0, device) for r in own]
         held.append(in_parameter(parameter, packing, state, spec))

@@ -105,3 +105,14 @@ def slots_of(
         for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
             part.copy_(own)
     return found, pins
+
+
+def pin(slots: Tensor, pins: Sequence[object]) -> None:
+    """Let slots keep their pins: whoever has the tensor has them."""
+    vars(slots)["_pins"] = pins
+
+
+def pins_of(slots: Tensor) -> Sequence[object]:
+    """Return the pins that slots keep."""
+    found: Sequence[object] = vars(slots).get("_pins", ())
+    return found

@@ -1,6 +1,6 @@
 """The optimizer that a module with fused tables shows to training loops, schedulers and checkpoints."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ class FusedTable(NamedTuple):
     """The table's name in messages."""
     dim: int
     """The width of the whole table."""
+    carriers: Sequence[nn.Parameter] = ()
+    """What has the collected gradients of such a table, see ``tables/carrier.py``."""
 
 
 class Deferred(NamedTuple):
@@ -86,7 +88,7 @@ class FusedOptimizer(KeyedOptimizer):
         for name, table in tables.items():
             params[name] = table.weight
             state[table.weight] = table.state
-            table.rule.group["params"].append(table.weight)
+            table.rule.group["params"] += [table.weight, *table.carriers]
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
         if deferred is not None and deferred.signal is not None:

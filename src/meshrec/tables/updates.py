@@ -36,6 +36,7 @@ from meshrec.tables.optimizer import FusedTable
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.row_updates import rows_as_lookups, slot_major
 from meshrec.tables.rule import UpdateRule, distinct
+from meshrec.tables.turnover import Decision, Turnover
 from meshrec.tables.writes import OwnWrites
 
 
@@ -123,6 +124,13 @@ class Prepared(NamedTuple):
     split: list[_RowUpdate] | _RunUpdate
 
 
+class PreparedUpdates(NamedTuple):
+    """The updates of all groups, and what they do to the IDs of hashed tables."""
+
+    groups: list[Prepared]
+    turnover: Decision | None
+
+
 class TableUpdates:
     """The fused updates of the tables that a rank holds together.
 
@@ -134,6 +142,7 @@ class TableUpdates:
         fused: the tables with a fused rule, by number; also those of which this rank holds no rows.
         writes: counts the writes that updates make.
         peers: tells which tables are split by columns; None where all rows are whole here.
+        turnover: lets IDs of hashed tables come and go with each update; None where there are none.
     """
 
     def __init__(
@@ -143,7 +152,9 @@ class TableUpdates:
         *,
         writes: OwnWrites,
         peers: FindPeers | None = None,
+        turnover: Turnover | None = None,
     ) -> None:
+        self.turnover = turnover
         self._held, self._fused, self._writes = held, dict(fused), writes
         self._rectangles = held.rectangles
         self._place = {number: writes.place_of(table.weight) for number, table in fused.items()}
@@ -163,28 +174,41 @@ class TableUpdates:
         deferred = [group for group in self._groups if group.rule.deferred]
         # Stochastic rounding, of these types alone, draws by the row of the whole table.
         self._row_keys = {
-            i: index.slot_keys
+            i: keys
             for i, index in held.indexes.items()
-            if index.slot_keys is not None and held.weights[i].dtype is not torch.float32
+            if (keys := getattr(index, "slot_keys", None)) is not None
+            and held.weights[i].dtype is not torch.float32
         }
         self._deferred = [i for group in deferred for i in group.whole + group.split]
+        self._carriers = {
+            i: carrier for i, carrier in held.carriers().items() if self._rectangles[i].table in fused
+        }
 
-    def prepare(self, gradient: TableGradient, *, deferred: bool) -> list[Prepared]:
+    def prepare(self, gradient: TableGradient, *, deferred: bool) -> PreparedUpdates:
         """Prepare the updates of the deferred rules, or of the others: do everything that can fail.
 
         Collective over the ranks that hold other columns of the same rows.
 
         Raises:
-            ValueError: a hyperparameter is out of its range now.
+            ValueError: a hyperparameter is out of its range now, or a hashed table has no room.
         """
         groups = [group for group in self._groups if group.rule.deferred == deferred]
         for group in groups:
             group.rule.refresh()
-        return [self._prepared(group, gradient) for group in groups]
+        prepared = [self._prepared(group, gradient) for group in groups]
+        if self.turnover is None:
+            return PreparedUpdates(prepared, None)
+        steps = {t: step for each in prepared for step, members in each.steps.items() for t in members}
+        hashed = {table: step for table, step in steps.items() if table in self.turnover.live}
+        decision = self.turnover.prepare(gradient.pins, hashed) if hashed else None
+        return PreparedUpdates(prepared, decision)
 
-    def apply(self, prepared: Sequence[Prepared], gradient: TableGradient) -> None:
+    def apply(self, prepared: PreparedUpdates, gradient: TableGradient) -> None:
         """Make the updates and count them."""
-        for each in prepared:
+        decision = prepared.turnover
+        if self.turnover is not None and decision is not None:
+            self.turnover.apply(decision)
+        for each in prepared.groups:
             group = each.group
             for step, members in each.steps.items():
                 chosen = group.whole
@@ -197,6 +221,8 @@ class TableUpdates:
                 for table in members:
                     self._fused[table].state["step"] = step
                 self._writes.count([self._place[table] for table in members])
+        if self.turnover is not None and decision is not None:
+            self.turnover.finish(decision)
 
     def ordinary(self, gradient: TableGradient) -> list[Tensor | None]:
         """Return for each parameter the gradient to give to autograd, None for the fused ones."""
@@ -206,7 +232,12 @@ class TableUpdates:
         """Add the gradients of deferred tables to ``parameter.grad``; return whether all there is finite."""
         if not self._deferred:
             return True
-        return self._held.collect(self._by_row(gradient, self._trained(self._deferred)))
+        parts = self._by_row(gradient, self._trained(self._deferred))
+        finite = True
+        for i, carrier in self._carriers.items():
+            if i in parts:
+                finite &= carrier.collect(parts.pop(i), gradient.pins)
+        return self._held.collect(parts) and finite
 
     def collected(self) -> TableGradient:
         """Return the collected gradients.
@@ -215,7 +246,13 @@ class TableUpdates:
             ValueError: somebody put a dense gradient in the place of a collected one.
         """
         deferred = {self._rectangles[i].table for i in self._deferred}
-        return TableGradient(None, self._held.collected({t: self._fused[t].label for t in deferred}))
+        rows = self._held.collected({t: self._fused[t].label for t in deferred})
+        pins: list[object] = []
+        for i, carrier in self._carriers.items():
+            if (found := carrier.collected()) is not None:
+                rows[i] = found
+                pins += [pin for pin in carrier.pins if pin not in pins]
+        return TableGradient(None, rows, pins)
 
     def _prepared(self, group: _Group, gradient: TableGradient) -> Prepared:
         chosen = [each for each in group.members if each[1].weight.requires_grad]

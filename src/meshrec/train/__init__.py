@@ -10,7 +10,6 @@ from meshrec.train.architectures import (
     MultiTaskConfig,
     SASRecConfig,
     TwoTowerConfig,
-    WideDeepConfig,
     tables_on_meta,
 )
 from meshrec.train.class_loss import Softmax
@@ -33,6 +32,7 @@ from meshrec.train.schedule import Schedule
 from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, MovieLensSequences, Parquet, SyntheticClicks
 from meshrec.train.trainer import Trainer
 from meshrec.train.watch import LossError
+from meshrec.train.wide_deep import WideDeepConfig
 
 __all__ = [
     "RECIPES",

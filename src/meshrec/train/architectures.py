@@ -25,7 +25,6 @@ from meshrec.models import (
     TowerRanking,
     TwoTower,
     TwoTowerClicks,
-    WideDeep,
 )
 from meshrec.modules import (
     EmbeddingBagCollection,
@@ -123,45 +122,6 @@ class DeepFMConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WideDeepConfig(ModelConfig):
-    """Wide and deep: linear terms, products of pairs, and an ensemble of MLPs, with embeddings of numbers."""
-
-    embedding_dim: int = 16
-    """Width of every table; the first column is the linear weight."""
-    table_std: float | None = 0.01
-    """Standard deviation of the tables' initial values; if none, small values that depend on the number of
-    rows.
-    """
-    layers: tuple[int, ...] = (128, 64)
-    """Hidden layer sizes of the MLPs."""
-    members: int = 8
-    """Number of MLPs of the ensemble; they share most of their weights."""
-    dropout: float = 0.1
-    """Share of the hidden values that training drops."""
-    id_dropout: float = 0.1
-    """Share of the IDs' embeddings that training drops."""
-
-    def __post_init__(self) -> None:
-        for name in ("dropout", "id_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be in [0, 1).")
-        if self.members < 1:
-            raise ValueError(f"model.members is {self.members}; it must be at least 1.")
-
-    def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``."""
-        return WideDeep(
-            tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
-            dataset.number_edges or ((),) * dataset.num_dense,
-            self.layers,
-            num_outputs=max(1, dataset.num_classes),
-            num_members=self.members,
-            dropout=self.dropout,
-            id_dropout=self.id_dropout,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClickTowersConfig(ModelConfig):
     """Two towers on clicks: the dot product of a query's and an item's vector is the logit.
 
@@ -203,9 +163,7 @@ class MultiTaskConfig(ModelConfig):
     """Model for several labels: a mixture over embeddings and dense values, and a tower for each label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
-    """How tasks share: one bottom for all, gates over shared experts, or shared experts beside those of each
-    task.
-    """
+    """Sharing between tasks: one bottom, gates over shared experts, or shared experts beside own ones."""
     embedding_dim: int = 16
     """Width of every table."""
     table_std: float | None = None
@@ -461,6 +419,7 @@ def sequence_table(
     config = EmbeddingConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
+        keys=table.keys,
         embedding_dim=table.embedding_dim,
         feature_names=list(features),
         init_fn=None if std is None else partial(nn.init.normal_, std=std),

@@ -1,4 +1,4 @@
-"""What a model has to beat: the global mean, item popularity, logistic regression, and LightGBM."""
+"""Baselines that a model has to beat: the global mean, item popularity, logistic regression, and LightGBM."""
 
 import itertools
 from collections.abc import Callable, Iterator

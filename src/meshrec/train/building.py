@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint.random_state import seed_python_and_numpy
-from meshrec.comms.wire import CommsPrecision, WireFormats
+from meshrec.comms.wire import CommsPrecision
 from meshrec.distributed import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.modules.embedding_modules import TableCollection
@@ -21,6 +21,7 @@ from meshrec.optim import (
     in_backward_optimizer_filter,
 )
 from meshrec.planner import PlannedShardingPlan
+from meshrec.planner.wire_choice import wires_of
 from meshrec.tables.initial import init_table
 from meshrec.tables.optimizer import UpdateMode
 from meshrec.train.planning import make_plan, topology_of
@@ -41,6 +42,18 @@ class Built(NamedTuple):
     dense: KeyedOptimizer
     optimizer: KeyedOptimizer
     plan: PlannedShardingPlan | None
+
+    def num_parameters(self) -> tuple[int, int]:
+        """Return the number of values in all tables, and of the dense part."""
+        tables = 0
+        for module in self.model.modules():
+            for name in ("embedding_bag_configs", "embedding_configs"):
+                if hasattr(module, name):
+                    tables += sum(
+                        each.num_embeddings * each.embedding_dim for each in getattr(module, name)()
+                    )
+                    break
+        return tables, sum(parameter.numel() for parameter in self.dense.params.values())
 
 
 def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
@@ -67,7 +80,7 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
     )
     plan = make_plan(recipe, model, dataset, topology, ranks.control)
-    update, precision = _update(recipe), CommsPrecision(*WireFormats.parse(recipe.placement.wire))
+    update, precision = _update(recipe), CommsPrecision.of(wires_of(plan))
     sharders: list[Sharder] = [
         EmbeddingBagCollectionSharder(recipe.tables, update=update, precision=precision),
         EmbeddingCollectionSharder(recipe.tables, update=update, precision=precision),

@@ -4,10 +4,12 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager
-from meshrec.checkpoint.finding import CHECKPOINTS
+from meshrec.checkpoint.finding import BEST, CHECKPOINTS
+from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Training
 from meshrec.train.run_folder import RunFolder
+from meshrec.train.stored_run import RUN, upload_run
 
 
 class Checkpoints:
@@ -22,8 +24,10 @@ class Checkpoints:
         ranks: the ranks, from `join`.
         state: the objects to save, from `Trainer.state`.
         tell: prints a line for the user; called on every rank.
+        store: where checkpoints go; if none, into the folder.
 
     Attributes:
+        best: the manager of the best weights.
         failures: messages of the saves that failed.
     """
 
@@ -34,10 +38,12 @@ class Checkpoints:
         ranks: Ranks,
         state: MutableMapping[str, Any],
         tell: Callable[[str], None],
+        *,
+        store: ObjectStore | None = None,
     ) -> None:
-        self._manager = CheckpointManager(
-            folder.path / CHECKPOINTS, keep_last=training.keep_checkpoints, group=ranks.control
-        )
+        self._manager = _manager(folder, CHECKPOINTS, store, training.keep_checkpoints, ranks)
+        self.best = _manager(folder, BEST, store, 1, ranks)
+        self._mirror = None if store is None or not ranks.is_first else (folder.path, store.under(RUN))
         self._every, self._state, self._tell = training.checkpoint_every, state, tell
         self._saved: int | None = None
         self.failures: list[str] = []
@@ -56,6 +62,7 @@ class Checkpoints:
         try:
             self._manager.async_save(step, self._state)
             self._saved = step
+            self._copy_small_files()
         except CheckpointError as error:
             self.failed(error)
 
@@ -66,6 +73,7 @@ class Checkpoints:
             try:
                 self._manager.save(step, self._state)
                 self._saved = step
+                self._copy_small_files()
             except CheckpointError as error:
                 self.failed(error)
         return self._saved == step
@@ -82,8 +90,24 @@ class Checkpoints:
         found = self._manager.latest()
         return None if found is None else str(found)
 
+    def _copy_small_files(self) -> None:
+        """Bring what else is in the run's folder to the store, on the first rank: another host may go on
+        there.
+        """
+        if self._mirror is not None:
+            upload_run(*self._mirror)
+
     def failed(self, error: CheckpointError) -> None:
         """Record a save that failed."""
         self._saved = None
         self.failures.append(str(error))
         self._tell(f"no checkpoint was saved: {error}")
+
+
+def _manager(
+    folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
+) -> CheckpointManager | StoredCheckpoints:
+    if store is None:
+        return CheckpointManager(folder.path / name, keep_last=keep_last, group=ranks.control)
+    local = folder.path / ".staged" / name
+    return StoredCheckpoints(store.under(name), local, keep_last=keep_last, group=ranks.control)

@@ -78,7 +78,7 @@ def explain(
     ids = {name: _rows(batches, name) for name in names}
     gathered = [each for each in ranks.collect((plain, labels, ids)) if len(each[1])]
     plain, labels = (torch.cat([each[part] for each in gathered]) for part in (0, 1))
-    slices = {}
+    slices: dict[str, dict[int, dict[str, float]]] = {}
     for name in sorted(names, key=lambda each: -importance.get(each, 0.0)):
         rows = [each[2][name] for each in gathered]
         if all(each is not None for each in rows) and len(slices) < _MOST_SLICED:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
-from meshrec.checkpoint.finding import BEST
+from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.train.building import Built
 from meshrec.train.checkpoints import Checkpoints
@@ -28,6 +28,8 @@ class Keeper:
         training: the intervals.
         ranks: the ranks, from `join`.
         folder: the folder of the run; None: nothing is stored, and the best weights are in memory.
+        keep: save checkpoints. If not, each rank keeps its part of the best weights in memory.
+        store: where checkpoints go; if none, into the folder.
         tell: prints a line for the user; called on every rank.
 
     Attributes:
@@ -47,6 +49,8 @@ class Keeper:
         training: Training,
         ranks: Ranks,
         folder: RunFolder | None,
+        keep: bool = True,
+        store: ObjectStore | None = None,
         tell: Callable[[str], None],
     ) -> None:
         self.folder, self._progress, self._tell = folder, progress, tell
@@ -62,17 +66,17 @@ class Keeper:
         self._publishes = folder is not None and training.publish_every is not None
         self._publisher: DeltaPublisher | None = None
         self._checkpoints: Checkpoints | None = None
-        best: CheckpointManager | None = None
-        if folder is not None:
-            self._checkpoints = Checkpoints(folder, training, ranks, self.state, tell)
-            self.failures = self._checkpoints.failures
-            best = CheckpointManager(folder.path / BEST, keep_last=1, group=ranks.control)
+        best: CheckpointManager | StoredCheckpoints | None = None
+        if folder is not None and keep:
+            self._checkpoints = Checkpoints(folder, training, ranks, self.state, tell, store=store)
+            self.failures, best = self._checkpoints.failures, self._checkpoints.best
         self._best = BestWeights(built.model, best)
         self._kept_step: int | None = None
 
     def resume(self) -> bool:
         """Load the newest intact checkpoint; return False if there is none."""
-        assert self._checkpoints is not None
+        if self._checkpoints is None:
+            return False
         optimizers = (self.state["table_optimizer"], self.state["dense_optimizer"])
         groups = [group for each in optimizers for group in each.param_groups]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -82,7 +86,7 @@ class Keeper:
         return found
 
     def start(self) -> None:
-        """Begin to publish deltas, if the recipe says so: from here on, touched rows are noted."""
+        """Start to record touched rows for deltas, if the recipe publishes any."""
         model = self.state["model"]
         if self._publishes and self.folder is not None:
             assert isinstance(model, DistributedModelParallel)

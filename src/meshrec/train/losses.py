@@ -72,11 +72,9 @@ class BinaryCrossEntropy(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.binary_metrics`."""
         return binary_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return probabilities."""
         return torch.sigmoid(outputs)
 
 
@@ -91,7 +89,6 @@ class SquaredError(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.number_metrics`."""
         return number_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
@@ -121,7 +118,6 @@ class Huber(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.number_metrics`."""
         return number_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
@@ -155,7 +151,6 @@ class NextItem(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.place_metrics`."""
         chosen = outputs[labels > 0]
         return place_metrics(chosen[:, 0], chosen[:, 1], ks=self.ks, group=group, gather=gather)
 

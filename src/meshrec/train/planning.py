@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from meshrec.comms.wire import WireFormats
+from meshrec.comms.wire import FULL_WIRES, TableWires
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import (
     EmbeddingShardingPlanner,
@@ -21,6 +21,7 @@ from meshrec.planner import (
 from meshrec.planner.module_tables import optimizer_kind, tables_of_model
 from meshrec.planner.optimize import DEFAULT_EFFORT
 from meshrec.planner.search import Effort
+from meshrec.planner.wire_choice import AUTO, wires_of
 from meshrec.train.recipe import Placement, Recipe
 
 if TYPE_CHECKING:
@@ -76,13 +77,15 @@ def _priced_for(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPla
     Raises:
         ValueError: The plan was made for other wire formats than the recipe's.
     """
-    wanted = WireFormats.parse(recipe.placement.wire)
+    if recipe.placement.wire == AUTO:
+        return plan
+    wanted = TableWires.parse(recipe.placement.wire)
     for table in plan.required_inputs().tables:
-        if table.wire != wanted:
+        if table.wire != wanted.of(table.name):
             raise ValueError(
-                f"placement.plan {recipe.placement.plan} was made for {table.wire} between ranks, and "
-                f"placement.wire is {wanted}. Set placement.wire to {table.wire}, or plan again with "
-                f"`meshrec plan --wire {wanted}`."
+                f"placement.plan {recipe.placement.plan} was made for {table.wire} between ranks (table "
+                f"{table.name!r}), and placement.wire is {wanted}. Set placement.wire to "
+                f"{wires_of(plan)}, or plan again with `meshrec plan --wire {wanted}`."
             )
     return plan
 
@@ -108,6 +111,7 @@ def make_plan(
                 f"placement.plan {recipe.placement.plan} is not a file; save one with `meshrec plan`."
             )
         return _priced_for(load_plan(recipe.placement.plan), recipe)
+    is_auto = recipe.placement.wire == AUTO
     planner = EmbeddingShardingPlanner(
         topology=topology,
         constraints=constraints_of(recipe, model, dataset, world_size=topology.world_size),
@@ -116,7 +120,8 @@ def make_plan(
         max_work=effort.max_work,
         gap=effort.gap,
         default_optimizer=optimizer_kind(recipe.tables),
-        default_wire=WireFormats.parse(recipe.placement.wire),
+        default_wire=FULL_WIRES if is_auto else TableWires.parse(recipe.placement.wire),
+        wire_bound=recipe.placement.wire_bound if is_auto else None,
     )
     plan = planner.plan(model) if group is None else planner.collective_plan(model, pg=group)
     assert isinstance(plan, PlannedShardingPlan)

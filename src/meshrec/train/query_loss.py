@@ -55,7 +55,7 @@ class Ranking(Loss):
         if labels.shape != (*outputs.shape, 2):
             raise ValueError(
                 f"the model returned {list(outputs.shape)} for labels {list(labels.shape)}: Ranking takes "
-                "one output per sample, and two labels, the second of kind='query'."
+                "one output per sample, and two labels, the second of kind='query'. Name them in Features."
             )
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_PRECISION, FULL_WIRES, TableWires
 from meshrec.optim import FTRL, OptimizerSpec, RowWiseAdagrad
+from meshrec.planner.wire_choice import AUTO, WireBound
 from meshrec.train.class_loss import Softmax
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, SquaredError, Tasks
 from meshrec.train.query_loss import Ranking
@@ -43,7 +44,7 @@ class FittedSource(ABC):
     features: Any
     """The features to make of the columns: `meshrec.data.features.Features`."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """How to split validation and test rows off the training data; if none, they have their own files."""
+    """Split of validation and test rows from the training data; if none, they have their own files."""
     split_column: str | None = None
     """Column that decides the split: numbers or times for time, any type for hash."""
     split_validation: float = 0.1
@@ -161,7 +162,7 @@ class Training:
     bf16: bool = False
     """Compute the dense part in bfloat16 (autocast)."""
     pipeline: bool = True
-    """With several ranks, exchange the next batch while this one is computed; results are the same."""
+    """With several ranks, exchange the next batch while this one computes. Results are the same."""
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     log_every: int = 20
@@ -214,8 +215,14 @@ class Placement:
     sharding_types: tuple[str, ...] | None = None
     """Sharding types that the planner may choose from."""
     wire: str = str(FULL_PRECISION)
-    """How embeddings and their gradients travel between ranks: fp32, fp16 or bf16, or two formats such as
-    fp16/bf16, embeddings first."""
+    """How embeddings and their gradients travel between ranks: fp32, fp16, bf16, int8 or int4, or two formats
+    such as int8/bf16, embeddings first. +stochastic rounds at random, and +feedback gives gradients back what
+    rounding took. Tables of their own come after commas: int8/bf16,users:fp32. auto: what is fastest within
+    wire_auc_loss and wire_error."""
+    wire_auc_loss: float | None = 5e-4
+    """For wire auto: AUC that the formats may cost, by MeshRec's measurements; none: no limit."""
+    wire_error: float | None = None
+    """For wire auto: largest error of a value over its row's largest value; none: no limit."""
     replicate_mib: float | None = None
     """Tables larger than this are split, never copied to every rank; if none, the planner decides."""
     sample_batches: int = 4
@@ -225,9 +232,16 @@ class Placement:
 
     def __post_init__(self) -> None:
         try:
-            WireFormats.parse(self.wire)
+            if self.wire != AUTO:
+                TableWires.parse(self.wire)
+            _ = self.wire_bound
         except ValueError as error:
             raise ValueError(f"placement.wire: {error}") from error
+
+    @property
+    def wire_bound(self) -> WireBound:
+        """What the choice of wire formats may cost."""
+        return WireBound(auc_loss=self.wire_auc_loss, error=self.wire_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +297,7 @@ class Recipe:
             raise ValueError(
                 "training.publish_every needs sharded tables, also on one rank. Leave placement.sharded True."
             )
-        if not self.placement.sharded and WireFormats.parse(self.placement.wire) != FULL_PRECISION:
+        if not self.placement.sharded and self.placement.wire not in (AUTO, str(FULL_WIRES)):
             raise ValueError(
                 f"placement.wire is {self.placement.wire}, but with placement.sharded False nothing travels "
                 "between ranks. Leave placement.wire out, or placement.sharded True."

@@ -18,6 +18,8 @@ from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
+from meshrec.train.stragglers import WaitClock
+from meshrec.train.table_counts import TableCounts
 from meshrec.train.usage import gradient_norm, memory_and_cpu
 
 _logger = logging.getLogger("meshrec.train")
@@ -60,7 +62,7 @@ class Steps:
         self._trace = folder.trace(ranks.rank) if profile and folder is not None else None
         self._profiler: StepProfiler | None = None
 
-    def run(self, batches: Iterator[Batch], num_samples: int, lines: "Lines") -> None:
+    def run(self, batches: Iterator[Batch], num_samples: int, lines: "MetricLines") -> None:
         """Train one step on ``num_samples`` samples of all ranks, and add it to ``lines``.
 
         Raises:
@@ -90,7 +92,7 @@ class Steps:
             self._profiler.step()
 
 
-class Lines:
+class MetricLines:
     """The samples, time and outputs since the last line of training metrics.
 
     Args:
@@ -108,12 +110,15 @@ class Lines:
         self._samples_per_epoch = samples_per_epoch
         self._window = Window(recipe.loss)
         self._since = (0, 0.0)
+        self._waits = WaitClock()
+        self._tables = TableCounts(built.model, ranks)
         self._num_untold = 0
 
     def add(self, outputs: list[Any]) -> None:
         """Add the outputs of a step."""
         self._window.add(outputs)
         self._num_untold += sum(len(output.labels) for output in outputs)
+        self._waits.stepped()
 
     @property
     def is_empty(self) -> bool:
@@ -123,6 +128,7 @@ class Lines:
     def start_clock(self) -> None:
         """Measure the next line's throughput from now on."""
         self._since = (self.progress.num_samples, time.perf_counter())
+        self._waits.start()
 
     def where(self) -> dict[str, Any]:
         """Return the place in the run, as every line has it."""
@@ -144,7 +150,7 @@ class Lines:
         samples, since = self._since
         seconds = time.perf_counter() - since
         progress.seconds += seconds
-        line = {
+        line: dict[str, Any] = {
             "kind": "train",
             **self.where(),
             **self._window.take(self._ranks),
@@ -154,6 +160,11 @@ class Lines:
             "dense_gradient_norm": gradient_norm(built.dense.params.values()),
             "peak_memory_mib": memory,
             "cpu_seconds": cpu,
+            **self._tables.take(),
         }
-        _logger.info("step %d: loss %.6g", progress.step, line.get("loss", math.nan))
+        slowest, waiting = self._waits.take(self._ranks, seconds), ""
+        if slowest is not None:
+            line |= {"straggler": slowest.rank, "straggler_share": slowest.share}
+            waiting = f"; {100 * slowest.share:.0f} % waiting for rank {slowest.rank}"
+        _logger.info("step %d: loss %.6g%s", progress.step, line.get("loss", math.nan), waiting)
         return line

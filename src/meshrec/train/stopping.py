@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshrec.comms.waiting import blocked
 from meshrec.train.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -49,7 +51,10 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for SIGINT (Ctrl-C) and SIGTERM (preemption) while inside."""
+        """Listen for SIGINT (Ctrl-C) and SIGTERM (preemption) while inside, if this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():  # such as a worker of Ray
+            yield
+            return
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
@@ -82,7 +87,8 @@ class StopRequest:
         if self._asked is None:
             return Agreement()
         (flags, work), self._asked = self._asked, None
-        work.wait()
+        with blocked():
+            work.wait()
         return Agreement(*(bool(flag) for flag in flags.tolist()))
 
     def request(self) -> None:

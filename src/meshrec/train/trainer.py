@@ -1,8 +1,8 @@
 """The trainer: it runs the steps, metrics, evaluations and checkpoints of a run, and ends it."""
 
 from collections.abc import Iterator
-from typing import Any
 
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.metrics.named import leading_metric, title_of
 from meshrec.train.building import Built, build
@@ -14,7 +14,7 @@ from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
-from meshrec.train.steps import Lines, Steps
+from meshrec.train.steps import MetricLines, Steps
 from meshrec.train.stopping import StopRequest
 from meshrec.train.watch import LossError
 
@@ -27,9 +27,11 @@ class Trainer:
         dataset: the dataset that ``recipe.data`` loaded.
         ranks: the ranks, from `join`.
         folder: the folder of the run; None: nothing is stored.
-        observer: receives the events of the run, on rank 0.
+        observer: receives the events of the run, on every rank that passes one.
         stop: can request an early end.
         profile: trace a few steps.
+        keep: save checkpoints. If not, each rank keeps its part of the best weights in memory.
+        store: where checkpoints go; if none, into the folder.
 
     Attributes:
         built: the model and its optimizers.
@@ -52,10 +54,12 @@ class Trainer:
         observer: Observer | None = None,
         stop: StopRequest | None = None,
         profile: bool = False,
+        keep: bool = True,
+        store: ObjectStore | None = None,
     ) -> None:
         recipe.check(ranks.size)
         self.recipe, self.dataset, self.ranks = recipe, dataset, ranks
-        self._observer = observer if ranks.is_first else None
+        self._observer = observer
         self._stop = stop or StopRequest()
         self.stopped = False
         self.built: Built = build(recipe, dataset, ranks)
@@ -68,12 +72,14 @@ class Trainer:
             training=recipe.training,
             ranks=ranks,
             folder=folder,
+            keep=keep,
+            store=store,
             tell=lambda text: self._tell(Said(text)),
         )
         self._steps = Steps(
             recipe, self.built, ranks, folder=folder, num_steps=self.num_steps, profile=profile
         )
-        self._lines = Lines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
+        self._lines = MetricLines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
 
     @property
     def validation(self) -> dict[str, float]:
@@ -100,9 +106,8 @@ class Trainer:
     def resume(self) -> bool:
         """Continue from the folder's newest intact checkpoint; return False if there is none. Collective."""
         folder = self.keeper.folder
-        assert folder is not None
         found = self.keeper.resume()
-        if found and self.ranks.is_first:
+        if found and folder is not None and self.ranks.is_first:
             step = self.progress.step
             folder.forget_after(step, judged=self.judge.early.last_step == step)
         return found
@@ -284,12 +289,7 @@ class Trainer:
             self._observer(event)
 
     def _started(self) -> Started:
-        tables = sum(
-            config.num_embeddings * config.embedding_dim
-            for module in self.built.model.modules()
-            for config in _table_configs(module)
-        )
-        dense = sum(parameter.numel() for parameter in self.built.dense.params.values())
+        tables, dense = self.built.num_parameters()
         validation = self.dataset.validation
         return Started(
             recipe=self.recipe,
@@ -306,10 +306,3 @@ class Trainer:
             first_step=self.progress.step,
             num_steps=self.num_steps,
         )
-
-
-def _table_configs(module: Any) -> list[Any]:
-    for name in ("embedding_bag_configs", "embedding_configs"):
-        if hasattr(module, name):
-            return list(getattr(module, name)())
-    return []

@@ -256,7 +256,7 @@ def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Tr
                 if trial.should_prune():
                     stop.request()
 
-    trainer = Trainer(recipe, dataset, ranks, observer=observe, stop=stop)
+    trainer = Trainer(recipe, dataset, ranks, observer=observe if ranks.is_first else None, stop=stop)
     trainer.run()
     if trial is None:
         return 0.0

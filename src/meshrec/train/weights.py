@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint import CheckpointManager
+from meshrec.checkpoint.stored import StoredCheckpoints
 from meshrec.train.progress import Progress
 
 
@@ -16,7 +17,9 @@ class BestWeights:
             memory.
     """
 
-    def __init__(self, model: nn.Module, manager: CheckpointManager | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, manager: CheckpointManager | StoredCheckpoints | None = None
+    ) -> None:
         self._model, self._manager = model, manager
         self._kept: dict[str, Tensor] = {}
         self._step: int | None = None

@@ -121,6 +121,23 @@ MODULES: dict[str, dict[str, str]] = {
         "FusedEmbeddingBagCollection FusedEmbeddingCollection fuse_embedding_optimizer",
     ),
     "torchrec.modules.lazy_extension": _of(f"{_C}.lazy_extension", "LazyModuleExtensionMixin lazy_apply"),
+    "torchrec.modules.mc_embedding_modules": _of(
+        f"{_C}.mc_embeddings",
+        "BaseManagedCollisionEmbeddingCollection ManagedCollisionEmbeddingBagCollection "
+        "ManagedCollisionEmbeddingCollection",
+    ),
+    "torchrec.modules.mc_modules": {
+        **_of(
+            f"{_C}.managed_collisions",
+            "ManagedCollisionCollection ManagedCollisionModule MCHManagedCollisionModule",
+        ),
+        **_of(
+            f"{_C}.eviction",
+            "DistanceLFU_EvictionPolicy LFU_EvictionPolicy LRU_EvictionPolicy MCHEvictionPolicy "
+            "MCHEvictionPolicyMetadataInfo average_threshold_filter dynamic_threshold_filter "
+            "probabilistic_threshold_filter",
+        ),
+    },
     "torchrec.modules.mlp": _of("meshrec.modules.mlp", "MLP Perceptron"),
     "torchrec.modules.keyed_jagged_tensor_pool": _of(f"{_C}.pools", "KeyedJaggedTensorPool"),
     "torchrec.modules.object_pool": _of(f"{_C}.pools", "ObjectPool"),
@@ -172,8 +189,14 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.distributed.comm": _of(
         f"{_C}.comm", "get_group_rank get_local_rank get_local_size get_num_groups"
     ),
+    "torchrec.distributed.fbgemm_qcomm_codec": _of(
+        f"{_C}.qcomms",
+        "CommOp CommType QCommsConfig QuantizedCommCodec QuantizedCommCodecs get_qcomm_codecs "
+        "get_qcomm_codecs_registry",
+    ),
     "torchrec.distributed.types": {
         **_AWAITABLES,
+        **_of(f"{_C}.qcomms", "CommOp QuantizedCommCodec QuantizedCommCodecs"),
         **_PLANS,
         **_ENV,
         **_of(f"{_OWN_PLAN}", "ShardingType"),

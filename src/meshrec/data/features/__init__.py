@@ -10,6 +10,7 @@ from meshrec.data.features.derived import Buckets, Cross, DatePart
 from meshrec.data.features.features import ColumnFeature, Coverage, Features, FitState
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
 from meshrec.data.features.join import Join
+from meshrec.data.features.keys import Key
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
 from meshrec.data.features.values import hashes_of
@@ -27,6 +28,7 @@ __all__ = [
     "IdFeature",
     "Integer",
     "Join",
+    "Key",
     "Label",
     "Number",
     "UnfittedError",

@@ -16,6 +16,7 @@ from meshrec.data.features.column_feature import from_json, need_fitted, to_json
 from meshrec.data.features.derived import Buckets, Cross, DatePart
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
 from meshrec.data.features.join import Join
+from meshrec.data.features.keys import Key
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
 from meshrec.data.features.sketches import Counts, Distinct, RowSample
@@ -27,7 +28,9 @@ ColumnFeature = Number | IdFeature
 """A feature of any kind."""
 
 _VERSION = 1
-_KINDS = {each.__name__: each for each in (Number, Hashed, Integer, Vocabulary, Cross, Buckets, DatePart)}
+_KINDS = {
+    each.__name__: each for each in (Number, Hashed, Integer, Key, Vocabulary, Cross, Buckets, DatePart)
+}
 
 
 class FitState(NamedTuple):
@@ -44,7 +47,7 @@ class FitState(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How the values of a feature meet the rows of its table."""
+    """The coverage of a table's rows by the values of its feature."""
 
     name: str
     """The name of the feature."""
@@ -66,17 +69,17 @@ class Coverage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(Encoding):
-    """What a model reads of a table, and what it learns to say.
+    """The features that a model reads from a table, and the labels that it learns to predict.
 
     Args:
-        labels: what it learns; the first is the one that chooses among weights.
+        labels: the labels. The first one selects the best weights.
         features: numbers become columns of ``Batch.dense``, others keys of ``Batch.sparse``, in this order.
         joins: tables whose columns are looked up first.
         weight: a column with the weight of each sample in the loss.
-        num_labels: as many as there are labels; known still where data has none.
+        num_labels: the number of labels, which stays known if the data has none.
 
     Raises:
-        ValueError: names that occur twice, names of tables with a dot, or no ids.
+        ValueError: a name occurs twice, the name of a table has a dot, or there is no feature of IDs.
     """
 
     labels: tuple[Label, ...]
@@ -143,7 +146,7 @@ class Features(Encoding):
 
     @property
     def shape(self) -> Shape:
-        """The schema of samples; data without labels has one column of NaN for each."""
+        """The shape of samples. Data without labels has a column of NaN for each label."""
         return Shape(
             len(self.numbers),
             len(self.ids),
@@ -154,7 +157,7 @@ class Features(Encoding):
         )
 
     def id_columns(self) -> tuple[str, ...]:
-        """The columns that IDs come from, without those of joins."""
+        """Return the columns that IDs come from, without those of joins."""
         joined = {column for join in self.joins for column in join.columns}
         return tuple(
             dict.fromkeys(
@@ -165,7 +168,7 @@ class Features(Encoding):
         )
 
     def labels_of(self) -> tuple[str, ...]:
-        """The names of the labels, if there are several."""
+        """Return the names of the labels if there are several, otherwise nothing."""
         names = tuple(each.column for each in self.labels if each.kind != "query")
         return names if len(names) > 1 else ()
 
@@ -202,14 +205,14 @@ class Features(Encoding):
         raise KeyError(f"there is no feature {name!r}; there are {[each.name for each in self.features]}.")
 
     def columns(self) -> list[str]:
-        """The columns to read, each once: labels, weight, features, and the keys of joins."""
+        """Return the columns to read, each once: labels, weight, features, and the keys of joins."""
         joined = {column for join in self.joins for column in join.columns}
         names = [each.column for each in self.labels] + ([] if self.weight is None else [self.weight])
         names += [column for each in self.features for column in each.columns() if column not in joined]
         return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
 
     def fitted_kinds(self) -> Mapping[str, str]:
-        """The kinds of the columns of fitted features, and of the keys of joins."""
+        """Return the kinds of the columns of fitted features, and of the keys of joins."""
         joined = {column for join in self.joins for column in join.columns}
         kinds: dict[str, str] = {join.key: join.key_kind() for join in self.joins}
         for each in self.features:
@@ -220,7 +223,7 @@ class Features(Encoding):
         return {column: kind for column, kind in kinds.items() if column not in joined}
 
     def wrong_columns(self, found: pa.Schema) -> list[str]:
-        """Return what is missing or of a kind that cannot be read; empty if nothing is."""
+        """Return a message for each column that is missing, or whose kind cannot be read."""
         missing = [name for name in self.columns() if found.get_field_index(name) < 0]
         if missing:
             return [f"there is no column {name!r} among {found.names}" for name in missing]
@@ -244,15 +247,19 @@ class Features(Encoding):
         return replace(self, labels=(), weight=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """Return what a model needs to know of the IDs. UnfittedError before they are fitted."""
-        return tuple(each.feature() for each in self.ids)
-
-    def encode(self, table: pa.Table, place: Place, faults: Faults) -> Samples:
-        """Return the samples of a table's rows; damaged ones are not ``kept``, or an error.
+        """Describe the tables of the IDs for the model.
 
         Raises:
             UnfittedError: a feature is not fitted.
-            DataError: for damage.
+        """
+        return tuple(each.feature() for each in self.ids)
+
+    def encode(self, table: pa.Table, place: Place, faults: Faults) -> Samples:
+        """Return the samples of a table's rows. Damaged rows are not ``kept``, or raise an error.
+
+        Raises:
+            UnfittedError: a feature is not fitted.
+            DataError: rows are damaged, and ``faults`` does not skip them.
         """
         for each in self.features:
             need_fitted(each)

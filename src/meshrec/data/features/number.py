@@ -23,24 +23,24 @@ from meshrec.data.samples import Bools, Floats
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A column of numbers or times becomes a column of ``Batch.dense``.
+    """A feature that turns a column of numbers or times into a column of ``Batch.dense``.
 
-    The steps, in this order, each if it is asked for: the part of a time; ``missing`` for null and NaN;
-    ``log``; ``clip`` to quantiles; ``standardize`` to mean 0 and deviation 1.
+    The steps that you ask for run in this order: the part of a time; ``missing`` for null and NaN; ``log``;
+    ``clip`` to quantiles; ``standardize`` to mean 0 and deviation 1.
 
     Args:
-        name: of the feature.
-        column: where it is from; None: the column of that name.
-        found: what the column held when the feature was fitted; None: not fitted.
-        part: of a time (UTC): hour, weekday, ...; None: the number itself, of times the seconds since 1970.
-        unit: of times that are integers.
-        missing: what stands for null and NaN; None: these are damage. Infinity always is.
-        log: log(1 + x), where x below 0 counts as 0.
-        clip: shares, such as (0.01, 0.99): values outside these quantiles become the quantiles.
-        standardize: subtract the mean, divide by the standard deviation.
-        num_bins: cut the range into so many bins of equally many training values. Models that embed numbers
-            learn a piecewise-linear function over them; others read the value as it is.
-        low, high, mean, deviation, edges: fitted.
+        name: the name of the feature.
+        column: the column that it reads; None for the column with the feature's name.
+        found: the kind of the column when the feature was fitted; None if it is not fitted.
+        part: the part of a time (UTC), such as "hour"; None for the number itself, or seconds since 1970.
+        unit: the unit of times that are integers.
+        missing: the value for null and NaN; None if these are damage. Infinity is always damage.
+        log: whether to take log(1 + x), where negative x counts as 0.
+        clip: two shares, such as (0.01, 0.99). Values outside these quantiles become the quantiles.
+        standardize: whether to subtract the mean and divide by the standard deviation.
+        num_bins: number of bins with equally many training values. Models that embed numbers learn a
+            piecewise-linear function over them; others read the value itself.
+        low, high, mean, deviation, edges: fitted values.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("number", "integer", "time")
@@ -78,7 +78,6 @@ class Number:
         return wrong_kind(self, self.allowed, kinds)
 
     def columns(self) -> tuple[str, ...]:
-        """The columns that it reads."""
         return (self.source,)
 
     @property

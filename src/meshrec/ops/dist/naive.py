@@ -6,8 +6,9 @@ The ops share these terms (U uses, Q routes, K keys, R ranks, N IDs, B bags of a
   ``segments`` (int64 [K + 1] on the CPU: the first bag of each key; None: equally many bags per key) describe
   the IDs.
 - ``router``: five int64 tensors on the CPU. ``cuts`` holds for every use, from ``cut_begin[u]`` to
-  ``cut_begin[u + 1]``, its row cuts 0 = c_0 < ... < c_P = rows. Between two cuts lies an interval; intervals
-  are numbered through all uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take
+  ``cut_begin[u + 1]``, its row cuts 0 = c_0 < ... < c_P = rows. (Hashed keys have cuts from -2^63 to
+  2^63 - 1, which stands for no end: any int64 is inside.) Between two cuts lies an interval; intervals are
+  numbered through all uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take
   the IDs of interval i. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
 - A *message* is a sequence of int32 words: [bags of each route, if they differ between uses][lengths, route
   by route][IDs, minus the route's first row, as int32, or with ``wide`` as int64][weights, fp32]. ``header``
@@ -19,13 +20,16 @@ The ops share these terms (U uses, Q routes, K keys, R ranks, N IDs, B bags of a
 """
 
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.layout import check_offsets, segment_bounds
+
+
+_NO_END = (1 << 63) - 1
 
 
 class _Router(NamedTuple):
@@ -73,9 +77,11 @@ def _use_ids(
     offsets_B1 = offsets[begin : end + 1].long()
     ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
     rows = values[ids].long()
-    bad = (rows < 0) | (rows >= router.num_rows(use))
+    bad = (rows < router.cuts[use][0]) | (rows >= router.num_rows(use))
+    if router.num_rows(use) == _NO_END:
+        bad = torch.zeros_like(bad)
     rows = rows.masked_fill(bad, 0)
-    cuts = torch.tensor(router.cuts[use][1:], device=values.device)
+    cuts = torch.tensor(router.cuts[use][1:-1], dtype=torch.int64, device=values.device)
     return _UseIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
 
 
@@ -234,24 +240,32 @@ def scatter_pooled(
     return torch.cat([source.view(-1) for source in sources[:-1]]).to(dtype), sources[-1]
 
 
-def gather_sequence(
-    received: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-) -> Tensor:
+class SequenceRows(NamedTuple):
+    """A batch and the rows of sequences that travel for it: the arguments that two ops share."""
+
+    values: Tensor
+    offsets: Tensor
+    segments: Tensor | None
+    num_keys: int
+    keys: list[int]
+    router: list[Tensor]
+    lookups: Tensor
+    """int64 [L, 4]: route, use, first column and width of each lookup."""
+    counts: Tensor
+    """int64 [Q]: the number of IDs of each route."""
+    dims: list[int]
+    """The width of each use; 0 for uses that are left out."""
+
+    def num_elements(self) -> int:
+        """Return the number of elements that travel."""
+        return int((self.counts.cpu()[self.lookups[:, 0]] * self.lookups[:, 3]).sum())
+
+
+def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
     """Return the rows of each use, flat fp32 [ids, dims[u]], put together from the lookups. Uses of width 0
     are left out.
     """
-    places, num_elements, out_elements = _sequence_places(
-        values, offsets, segments, num_keys, keys, router, lookups, counts, dims
-    )
+    places, num_elements, out_elements = _sequence_places(SequenceRows(*arguments))
     if received.numel() != num_elements:
         raise ValueError(f"received {received.numel()} elements in place of {num_elements}")
     out = received.new_empty(out_elements, dtype=torch.float32)
@@ -260,24 +274,10 @@ def gather_sequence(
     return out
 
 
-def scatter_sequence(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-    scale: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
     """Reverse ``gather_sequence``, times ``scale``."""
-    places, num_elements, out_elements = _sequence_places(
-        values, offsets, segments, num_keys, keys, router, lookups, counts, dims
-    )
+    *shared, scale, dtype = arguments
+    places, num_elements, out_elements = _sequence_places(SequenceRows(*shared))
     if grad.numel() != out_elements:
         raise ValueError(f"the gradient must be float32 with {out_elements} elements, got {grad.numel()}")
     out = grad.new_empty(num_elements, dtype=dtype)
@@ -314,20 +314,11 @@ def gather_weight_grads(
     return out
 
 
-def _sequence_places(
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-) -> tuple[list[tuple[slice, Tensor]], int, int]:
+def _sequence_places(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]], int, int]:
     """Return, for each lookup, its slice of the payload and the places of these elements; then the sizes of
     both.
     """
+    values, offsets, segments, num_keys, keys, router, lookups, _, dims = batch
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _read(router)
     uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshrec.ops.dist.naive import SequenceRows
 from meshrec.ops.library import implement
 from meshrec.ops.sending import on_device, sent_to
 from meshrec.ops.dist.triton_plans import (
@@ -107,7 +108,7 @@ def route_ids(
     check_ids: bool,
     names: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``naive.route_ids``, and the differences in the module's docstring."""
+    """Compute ``naive.route_ids`` with Triton kernels; the module's docstring has the differences."""
     from meshrec.ops.dist import triton_kernels
 
     device, num_ids = values.device, values.numel()
@@ -173,7 +174,7 @@ def route_ids(
 def unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``naive.unpack_ids``. ``header`` is on the CPU."""
+    """Compute ``naive.unpack_ids`` with Triton kernels. ``header`` is on the CPU."""
     from meshrec.ops.dist import triton_kernels
 
     words, num_ids, batches = header[:, 1].tolist(), header[:, 2].tolist(), header[:, 3].tolist()
@@ -235,7 +236,7 @@ def gather_pooled(
     link: int = 0,
     exchange: int = 0,
 ) -> Tensor:
-    """See ``naive.gather_pooled``."""
+    """Compute ``naive.gather_pooled`` with Triton kernels."""
     from meshrec.ops.dist import triton_kernels
 
     if received.numel() != batch * sum(dims):
@@ -277,7 +278,7 @@ def scatter_pooled(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """See ``naive.scatter_pooled``."""
+    """Compute ``naive.scatter_pooled`` with Triton kernels."""
     from meshrec.ops.dist import triton_kernels
 
     (batch, out_dim), device = grad.shape, grad.device
@@ -307,68 +308,36 @@ def scatter_pooled(
     return sent, local
 
 
-def gather_sequence(
-    received: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-) -> Tensor:
-    """See ``naive.gather_sequence``."""
-    batch = values, offsets, segments, num_keys, keys
-    num_elements = int((counts.cpu()[lookups[:, 0]] * lookups[:, 3]).sum())
+def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
+    """Compute ``naive.gather_sequence`` with Triton kernels."""
+    batch = SequenceRows(*arguments)
+    num_elements = batch.num_elements()
     if received.numel() != num_elements:
         raise ValueError(f"received {received.numel()} elements in place of {num_elements}")
     # Each element of the result comes from exactly one rank.
     out = torch.empty(num_elements, dtype=torch.float32, device=received.device)
-    _copy_sequences(received.contiguous(), out, 1.0, batch, router, lookups, counts, dims, gather=True)
+    _copy_sequences(received.contiguous(), out, 1.0, batch, gather=True)
     return out
 
 
-def scatter_sequence(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-    scale: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """See ``naive.scatter_sequence``."""
-    batch = values, offsets, segments, num_keys, keys
-    num_elements = int((counts.cpu()[lookups[:, 0]] * lookups[:, 3]).sum())
+def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
+    """Compute ``naive.scatter_sequence`` with Triton kernels."""
+    *shared, scale, dtype = arguments
+    batch = SequenceRows(*shared)
+    num_elements = batch.num_elements()
     if grad.numel() != num_elements:
         raise ValueError(f"the gradient must be float32 with {num_elements} elements, got {grad.numel()}")
     out = torch.empty(num_elements, dtype=dtype, device=grad.device)
-    _copy_sequences(grad.contiguous(), out, float(scale), batch, router, lookups, counts, dims, gather=False)
+    _copy_sequences(grad.contiguous(), out, float(scale), batch, gather=False)
     return out
 
 
 def _copy_sequences(
-    source: Tensor,
-    target: Tensor,
-    scale: float,
-    batch: tuple[Tensor, Tensor, Tensor | None, int, list[int]],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-    *,
-    gather: bool,
+    source: Tensor, target: Tensor, scale: float, batch: SequenceRows, *, gather: bool
 ) -> None:
     from meshrec.ops.dist import triton_kernels
 
-    values, offsets, segments, num_keys, keys = batch
+    values, offsets, segments, num_keys, keys, router, lookups, counts, dims = batch
     rows: list[list[int]] = lookups.tolist()
     if not rows or not target.numel():
         return
@@ -410,7 +379,7 @@ def gather_weight_grads(
     router: list[Tensor],
     counts: Tensor,
 ) -> Tensor:
-    """See ``naive.gather_weight_grads``."""
+    """Compute ``naive.gather_weight_grads`` with Triton kernels."""
     from meshrec.ops.dist import triton_kernels
 
     num_sent = int(counts.sum())

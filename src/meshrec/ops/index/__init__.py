@@ -6,7 +6,10 @@ from torch import Tensor
 from meshrec.ops.index import fakes  # noqa: F401 - registers the shapes
 from meshrec.ops.index.hash_index import HashIndex
 
-__all__ = ["HashIndex", "mix", "unique", "unmix"]
+__all__ = ["BYTES_PER_ID", "HashIndex", "mix", "unique", "unmix"]
+
+BYTES_PER_ID = 16
+"""The bytes that a ``HashIndex`` takes for each ID that it has had at once, at most."""
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist before fakes are registered for them
+from meshrec.ops.tbe.layout import Lookups
 
 # F features, T tables, N ids
 
@@ -17,22 +18,8 @@ _register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fak
 
 
 @_register_fake("meshrec::tbe_forward")
-def _forward_fake(
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    out_size: int | SymInt,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
+def _forward_fake(weights: list[Tensor], values: Tensor, *arguments: Any) -> Tensor:
+    tables, _, flat, out_size, out_dtype, *_ = arguments[5:]
     shape = [out_size] if flat else [out_size, sum(weights[table].shape[1] for table in tables)]
     return values.new_empty(shape, dtype=out_dtype)
 
@@ -43,20 +30,9 @@ def _update_fake(*args: Any) -> None:
 
 
 @_register_fake("meshrec::tbe_sparse_grad")
-def _sparse_grad_fake(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-    num_rows: list[int | SymInt],
-) -> list[Tensor]:
+def _sparse_grad_fake(grad: Tensor, *arguments: Any) -> list[Tensor]:
+    lookups, (num_rows,) = Lookups.split(arguments)
+    values, tables, dims = lookups.values, lookups.tables, lookups.dims
     context = torch.library.get_ctx()
     result: list[Tensor] = []
     for table in range(len(num_rows)):

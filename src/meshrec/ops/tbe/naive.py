@@ -17,33 +17,26 @@ Sums are in fp32. Duplicates are summed in the order of features, then of IDs.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.formulas import Hyper, formula_of
-from meshrec.ops.tbe.layout import MEAN, NONE, FeaturePiece, OutputLayout, check_offsets, make_layout
+from meshrec.ops.tbe.layout import (
+    MEAN,
+    NONE,
+    FeaturePiece,
+    Lookups,
+    OutputLayout,
+    check_offsets,
+    make_layout,
+)
 from meshrec.ops.tbe.naive_update import update_rows
 
 
-def tbe_forward(
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    out_size: int,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
+def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     """Look up and pool. ``out_size`` is the number of rows (2-D) or elements (flat) of the output.
 
     ``names`` is uint8, the UTF-8 text ``"table\\tfeature\\n"`` per feature, for messages.
@@ -51,47 +44,28 @@ def tbe_forward(
     Raises:
         ValueError: offsets do not fit; or, with ``check_ids``, an ID is outside the table or a weight is NaN.
     """
-    _check_inputs(values, offsets, per_sample_weights, pooling)
-    dims = [weights[table].shape[1] for table in tables]
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
+    *shared, out_size, out_dtype, check_ids, names = arguments
+    lookups = Lookups._make([*shared, [weights[table].shape[1] for table in shared[6]]])
+    values, sample_weights = lookups.values, lookups.per_sample_weights
+    layout = _layout(lookups)
     if layout.out_size != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {layout.out_size}.")
     if check_ids:
-        _check_ids(layout, values, per_sample_weights, [weights[table].shape[0] for table in tables], names)
-    shape = [out_size] if flat else [out_size, sum(dims)]
+        num_rows = [weights[table].shape[0] for table in lookups.tables]
+        _check_ids(layout, values, sample_weights, num_rows, names)
+    shape = [out_size] if lookups.flat else [out_size, sum(lookups.dims)]
     out = torch.zeros(shape, dtype=out_dtype, device=values.device)
     for piece in layout.pieces:
-        table = weights[tables[piece.feature]]
+        table = weights[lookups.tables[piece.feature]]
         rows_nD = table[values[piece.ids].long()].float()
-        if per_sample_weights is not None:
-            rows_nD *= per_sample_weights[piece.ids, None]
-        mode = pooling[piece.feature]
+        if sample_weights is not None:
+            rows_nD *= sample_weights[piece.ids, None]
+        mode = lookups.pooling[piece.feature]
         piece.of(out, table.shape[1]).copy_(rows_nD if mode == NONE else _pooled(rows_nD, piece, mode))
     return out
 
 
-def tbe_update(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-    weights: list[Tensor],
-    state: list[Tensor],
-    optimizer: int,
-    hyper: Tensor,
-    row_stats: Tensor | None,
-    origins: list[int],
-    runs: Tensor | None = None,
-    mean_squares: Tensor | None = None,
-    row_keys: list[Tensor] | None = None,
-) -> None:
+def tbe_update(grad: Tensor, *arguments: Any) -> None:
     """Sum the gradient of every touched row, then update it once. Untouched rows and their state do not
     change.
 
@@ -111,8 +85,10 @@ def tbe_update(
     ``row_keys``: for each weight the rows of the whole table that its rows are, int64, in place of their
     numbers and the row in ``origins``; or an empty tensor, where it has its rows in order.
     """
-    _check_inputs(values, offsets, per_sample_weights, pooling)
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
+    lookups, (weights, state, optimizer, hyper, row_stats, origins, *rest) = Lookups.split(arguments)
+    # The dispatcher leaves out defaults.
+    mean_squares = rest[1] if len(rest) > 1 else None
+    row_keys = rest[2] if len(rest) > 2 else None
     numbers = Hyper.from_tensor(hyper)
     num_slots = len(formula_of(optimizer).slots)
     if len(state) != num_slots * len(weights):
@@ -124,9 +100,7 @@ def tbe_update(
         raise ValueError(
             f"origins must hold a row and a column for each of the {len(weights)} tables, or nothing."
         )
-    num_rows = [weight.shape[0] for weight in weights]
-    gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows)
-    for table, parts in enumerate(_by_table(gradients, len(weights))):
+    for table, parts in enumerate(_by_table(grad, lookups, [weight.shape[0] for weight in weights])):
         if parts:
             rows_U, gradient_UD, inverse_n = _summed(parts)
             stats_U3 = None
@@ -144,122 +118,55 @@ def tbe_update(
             )
 
 
-def tbe_sparse_grad(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-    num_rows: list[int],
-) -> list[Tensor]:
+def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
     """Return the gradient of T = len(num_rows) tables by touched rows: ``rows_0, grads_0, rows_1, ...``.
 
     ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. A table that no feature reads
     has U_t = 0 and D_t = 0.
     """
-    _check_inputs(values, offsets, per_sample_weights, pooling)
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
-    gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows)
+    lookups, (num_rows,) = Lookups.split(arguments)
     result: list[Tensor] = []
-    for parts in _by_table(gradients, len(num_rows)):
+    for parts in _by_table(grad, lookups, num_rows):
         if parts:
             result += _summed(parts)[:2]
         else:
-            result += [values.new_empty(0, dtype=torch.int64), grad.new_empty(0, 0, dtype=torch.float32)]
+            nothing = lookups.values.new_empty(0, dtype=torch.int64)
+            result += [nothing, grad.new_empty(0, 0, dtype=torch.float32)]
     return result
 
 
-def tbe_row_squares(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-    num_rows: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums of squared gradients of the touched rows of T = len(num_rows) tables.
 
     They are fp32 [sum of U_t], table by table, in ascending order of rows. The second result is U_t, int64
     [T] on the CPU. The third is ``runs`` for ``tbe_update``, whose contents only the kernel that made it
     knows.
     """
-    flat_grads = tbe_sparse_grad(
-        grad,
-        values,
-        offsets,
-        per_sample_weights,
-        segments,
-        num_keys,
-        keys,
-        tables,
-        pooling,
-        flat,
-        dims,
-        num_rows,
-    )
+    flat_grads = tbe_sparse_grad(grad, *arguments)
     squares = torch.cat([grads.square().sum(1) for grads in flat_grads[1::2]])
     counts = torch.tensor([rows.numel() for rows in flat_grads[::2]], dtype=torch.int64)
-    return squares, counts, values.new_empty(0, dtype=torch.int64)
+    return squares, counts, grad.new_empty(0, dtype=torch.int64)
 
 
-def tbe_dense_grad(
-    grad: Tensor,
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-) -> list[Tensor]:
+def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
     """Return the gradient of each table as a dense tensor of its shape and dtype. Sums are in fp32."""
-    _check_inputs(values, offsets, per_sample_weights, pooling)
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
-    num_rows = [weight.shape[0] for weight in weights]
-    for part in _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows):
+    for part in _id_gradients(grad, Lookups(*arguments), [weight.shape[0] for weight in weights]):
         totals[part.table].index_add_(0, part.rows_n, part.gradient_nD)
     return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
 
 
 def tbe_sample_weight_grad(
-    grad: Tensor,
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
+    grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, *arguments: Any
 ) -> Tensor:
     """Return the gradient of the per-sample weights, fp32 [N]. Features of one key add up; IDs that are not
     read get 0.
     """
-    _check_inputs(values, offsets, None, [])
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
-    _check_pooled(pooling)
+    lookups = Lookups(values, offsets, None, *arguments)
+    check_offsets(offsets, values.numel())
+    _check_pooled(lookups.pooling)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
-    num_rows = [weight.shape[0] for weight in weights]
-    for part in _id_gradients(layout, grad, values, None, tables, pooling, dims, num_rows):
+    for part in _id_gradients(grad, lookups, [weight.shape[0] for weight in weights]):
         total[part.ids] += (weights[part.table][part.rows_n].float() * part.gradient_nD).sum(1)
     return total
 
@@ -308,41 +215,38 @@ class _Gradient(NamedTuple):
     gradient_nD: Tensor
 
 
-def _id_gradients(
-    layout: OutputLayout,
-    grad: Tensor,
-    values: Tensor,
-    per_sample_weights: Tensor | None,
-    tables: Sequence[int],
-    pooling: Sequence[int],
-    dims: Sequence[int],
-    num_rows: Sequence[int],
-) -> Iterator[_Gradient]:
-    """Yield each piece's gradients per ID, scaled by weight and 1/length (MEAN). Skipped features are left
-    out.
-    """
-    out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(dims)
+def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> Iterator[_Gradient]:
+    """Yield each piece's gradients per ID, scaled by weight and 1/length (MEAN), without skipped features."""
+    layout = _layout(lookups)
+    out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(lookups.dims)
     if grad.numel() != out_size:
         raise ValueError(f"the gradient has {grad.numel()} elements; the forward gave {out_size}.")
     for piece in layout.pieces:
-        table, mode = tables[piece.feature], pooling[piece.feature]
+        table, mode = lookups.tables[piece.feature], lookups.pooling[piece.feature]
         if table < 0:
             continue
-        gradient = piece.of(grad, dims[piece.feature]).float()
+        gradient = piece.of(grad, lookups.dims[piece.feature]).float()
         if mode == MEAN:
             gradient = gradient / piece.lengths_B.clamp(min=1)[:, None]
         if mode != NONE:
             gradient = gradient[piece.bag_of_id()]
-        if per_sample_weights is not None:
-            gradient = gradient * per_sample_weights[piece.ids, None]
-        rows_n = values[piece.ids].long()
+        if lookups.per_sample_weights is not None:
+            gradient = gradient * lookups.per_sample_weights[piece.ids, None]
+        rows_n = lookups.values[piece.ids].long()
         _check_rows(piece, rows_n, num_rows[table], str(table), str(piece.feature))
         yield _Gradient(table, piece.ids, rows_n, gradient)
 
 
-def _by_table(gradients: Iterator[_Gradient], num_tables: int) -> list[list[_Gradient]]:
-    parts: list[list[_Gradient]] = [[] for _ in range(num_tables)]
-    for part in gradients:
+def _layout(lookups: Lookups) -> OutputLayout:
+    """Check the shared arguments, and return the layout of the output."""
+    values, offsets, weights, segments, num_keys, keys, _, pooling, flat, dims = lookups
+    _check_inputs(values, offsets, weights, pooling)
+    return make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
+
+
+def _by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> list[list[_Gradient]]:
+    parts: list[list[_Gradient]] = [[] for _ in num_rows]
+    for part in _id_gradients(grad, lookups, num_rows):
         parts[part.table].append(part)
     return parts
 

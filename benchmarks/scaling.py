@@ -1,0 +1,172 @@
+"""A training step on 1 to 8 hosts with links of 1 Gb/s, beside the calibrated model's prediction, up to
+1,024 ranks.
+
+Hosts are network namespaces of this machine, with a rank each. Weak scaling: every rank has the same batch.
+The machine is calibrated with as many ranks as are measured, as `meshrec calibrate` asks; predictions beyond
+are those of the profile of two ranks. The loss of the first step is compared with that of a single rank
+before anything is believed. Needs root, and no other load: 8 ranks share the machine's cores.
+
+    sudo python -m benchmarks.scaling
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.dlrm_contenders import Shape, build, make_inputs
+from benchmarks.dlrm_phases import measure_phases, planned
+from benchmarks.harness import table
+from meshrec.calibration.calibrate import Sizes, calibrate
+from meshrec.comms.joining import form_group
+from meshrec.comms.leaving import leave_process_group
+from meshrec.planner.hardware import HardwareProfile
+from meshrec.reports.measured import compare
+from meshrec.testing.namespaces import hosts
+
+SHAPE = Shape(num_tables=8, num_rows=100_000, dim=32, batch=512, bottom=(128, 32), top=(128, 1))
+KIND = "row_wise"
+SIZES = (1, 2, 4, 8)
+BEYOND = (16, 64, 256, 1024)
+RATE = "1gbit"
+_ROUNDS, _STEPS = 5, 6
+
+
+def worker(out: Path) -> None:
+    """Calibrate and measure as one rank; rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    form_group("gloo", timedelta(minutes=5))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    profile = calibrate(dist.group.WORLD, sizes=Sizes(batch_size=SHAPE.batch, steps=4, rounds=4))
+    times = measure_phases(KIND, SHAPE)
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, times)
+    alone = [_first_loss(other) for other in range(max(SIZES))] if size == 1 else []
+    step = build("meshrec", KIND, SHAPE).step
+    batches = [make_inputs(SHAPE, number) for number in range(4)]
+    losses = [float(step(batch).detach()) for batch in batches]
+    taken = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        for number in range(_STEPS):
+            step(batches[number % 4])
+        taken.append((time.perf_counter() - began) / _STEPS)
+    total = torch.tensor(losses)
+    dist.all_reduce(total)
+    if rank == 0:
+        plan = planned(KIND, SHAPE, profile, size, local_ranks=1)
+        found = {
+            each.phase: (each.predicted, each.measured)
+            for each in compare(plan, list(itertools.chain(*every)))
+        }
+        dense = [t.seconds for of_rank in every for t in of_rank if t.phase == "dense"]
+        result = {
+            "ranks": size,
+            "phases": found,
+            "dense": statistics.median(dense),
+            "whole": statistics.median(taken),
+            "losses": (total / size).tolist(),
+            "alone": alone,
+            "profile": profile.to_json(),
+        }
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    leave_process_group()
+
+
+def _first_loss(rank: int) -> float:
+    """The loss of a rank's first batch under the first weights, computed by a single rank."""
+    return float(build("meshrec", KIND, SHAPE).step(make_inputs(SHAPE, 0, rank)).detach())
+
+
+def measured(size: int, folder: Path) -> dict[str, Any]:
+    """Run a rank on each of ``size`` hosts."""
+    out = folder / f"{size}.json"
+    with hosts(size, folder / str(size), rate=RATE) as (*found, _):
+        ranks = []
+        for rank, host in enumerate(found):
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+            environment |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": found[0].address, "MASTER_PORT": "29500"}
+            environment |= {"OMP_NUM_THREADS": "1", "MESHREC_HOST_LINK": "0"}
+            words = [sys.executable, "-m", "benchmarks.scaling", "--worker", str(out)]
+            ranks.append(host.popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=None))
+        codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}. Look at their errors above.")
+    found_here: dict[str, Any] = json.loads(out.read_text())
+    return found_here
+
+
+def run(folder: Path) -> str:
+    """Measure, predict, and return the tables as text."""
+    results = {size: measured(size, folder) for size in SIZES}
+    for size in SIZES:
+        expected, found = statistics.mean(results[1]["alone"][:size]), results[size]["losses"][0]
+        if abs(found - expected) > 1e-4 * expected:
+            raise RuntimeError(f"{size} ranks have a loss of {found} instead of {expected}. Find out why.")
+    header = [
+        "ranks",
+        "tables, predicted [ms]",
+        "measured",
+        "error",
+        "dense [ms]",
+        "whole step [ms]",
+        "efficiency",
+    ]
+    rows = []
+    alone = sum((results[1]["phases"]["step"][1], results[1]["dense"]))
+    for size, each in results.items():
+        predicted, real = each["phases"]["step"]
+        whole = real + each["dense"]
+        row = [
+            1e3 * predicted,
+            1e3 * real,
+            100 * (predicted / real - 1),
+            1e3 * each["dense"],
+            1e3 * each["whole"],
+        ]
+        cells = [f"{value:.1f}" for value in row]
+        cells[2] = f"{row[2]:+.0f} %"
+        rows.append([str(size), *cells, f"{alone / whole:.2f}"])
+    profile = HardwareProfile.from_json(results[2]["profile"])
+    dense = results[2]["dense"]
+    for size in BEYOND:
+        seconds = planned(KIND, SHAPE, profile, size, local_ranks=1).seconds
+        efficiency = f"{alone / (seconds + dense):.2f}"
+        rows.append([str(size), f"{1e3 * seconds:.1f}", "", "", f"{1e3 * dense:.1f}", "", efficiency])
+    phases = [
+        [name, *(_cell(results[size]["phases"].get(name)) for size in SIZES)] for name in results[8]["phases"]
+    ]
+    names = ["phase, predicted / measured [ms]", *(f"{size} ranks" for size in SIZES)]
+    return f"{table(header, rows)}\n\n{table(names, phases)}"
+
+
+def _cell(values: list[float] | None) -> str:
+    return "" if values is None else f"{1e3 * values[0]:.1f} / {1e3 * values[1]:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker", type=Path)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        worker(arguments.worker)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        print(run(Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""``meshrec doctor``: examine the hosts before training."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from meshrec.cli.arguments import parse
+from meshrec.comms.leaving import leave_process_group
+from meshrec.data.locations import is_address
+from meshrec.health import Examination, Wanted, examine
+from meshrec.train.recipes import resolve
+from meshrec.train.run_folder import RUNS
+
+_WIDTH = 150
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Examine the hosts before training: a line per check, each with a remedy.
+
+    Start it as you would start the training, with any launcher: torchrun ... -m meshrec doctor [RECIPE].
+
+    The exit code is 0 if training works, and 1 if it does not; with --strict also if it works badly.
+    """
+
+    recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
+    """Recipe whose data is looked at."""
+    out: str = str(RUNS)
+    """Folder of runs that all hosts reach, or the address of an object store."""
+    timeout: float = 60.0
+    """Seconds to wait for the other ranks."""
+    strict: bool = False
+    """Exit with 1 also for warnings."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Examine, print on rank 0 (on every rank, if they do not meet), and return the exit code."""
+    options = parse(DoctorOptions, arguments, program="meshrec doctor")
+    is_store = is_address(options.out)
+    wanted = Wanted(
+        folder=None if is_store else Path(options.out),
+        runs=RUNS if is_store else Path(options.out),
+        store=options.out if is_store else None,
+        recipe=None if options.recipe is None else resolve(options.recipe),
+        join_seconds=options.timeout,
+    )
+    try:
+        examination = examine(wanted)
+    finally:
+        if dist.is_initialized():
+            leave_process_group()
+    if examination.rank == 0 or not examination.has_met:
+        _print(examination)
+    return int(examination.level == "fail" or (options.strict and examination.level == "warn"))
+
+
+def _print(examination: Examination) -> None:
+    title = f"{examination.num_ranks} ranks"
+    if not examination.has_met:
+        title = f"rank {examination.rank} of {title}, which have not met: each prints its own findings"
+    grid = Table(title=title)
+    for name in ("check", "", "ranks", "found", "remedy"):
+        grid.add_column(name, overflow="fold")
+    for finding, ranks in examination.findings:
+        everywhere = len(ranks) == examination.num_ranks
+        named = "all" if everywhere else ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        style = _STYLES[finding.level]
+        grid.add_row(finding.check, f"[{style}]{finding.level}[/]", named, finding.found, finding.remedy)
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_WIDTH)
+    console.print(grid)

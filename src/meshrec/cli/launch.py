@@ -1,0 +1,253 @@
+"""``meshrec launch``: start a run on Slurm, print manifests for Kubernetes, or keep the store of an elastic
+run.
+"""
+
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from meshrec.cli.arguments import UsageError, Words, parse
+from meshrec.cli.output import check_output
+from meshrec.comms.joining import host_store
+from meshrec.data.faults import needs
+from meshrec.data.nearest import did_you_mean
+from meshrec.launch import JobOptions, ServeJob, SlurmJob, job_set, pytorch_job, script, serving, submit
+
+Recipe = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """Write a batch script for Slurm and submit it. Words after `--` are options of `meshrec train`.
+
+    Run it in the folder that the nodes share. The job saves a checkpoint when it is preempted or its time is
+    over, is queued again, and goes on.
+    """
+
+    recipe: Recipe
+    """Recipe to train."""
+    nodes: int = 1
+    """Number of nodes."""
+    ranks_per_node: int = 1
+    """Number of ranks on each node."""
+    sbatch: Words = ()
+    """Further options of sbatch: --sbatch time=12:00:00 partition=long exclusive."""
+    env: Words = ()
+    """Variables for the ranks: --env GLOO_SOCKET_IFNAME=ib0."""
+    name: str = "meshrec"
+    """Name of the job."""
+    out: str = "runs"
+    """Folder of runs that all nodes reach."""
+    python: str = sys.executable
+    """Interpreter on the nodes."""
+    save_seconds: int = 120
+    """Seconds before the time limit at which the run saves and ends."""
+    max_requeues: int = SlurmJob.max_requeues
+    """How often the job is queued again after a failure."""
+    script: Path | None = None
+    """Where to write the script; if none, NAME.sbatch."""
+    dry_run: bool = False
+    """Print the script instead of submitting it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions:
+    """Print the manifest of a training job for Kubernetes. Words after `--` are options of `meshrec train`.
+
+    meshrec launch k8s RECIPE --image IMAGE --replicas 4 | kubectl apply -f -
+    """
+
+    recipe: Recipe
+    """Recipe to train, as the image knows it."""
+    image: str
+    """Image of the container; the Dockerfile of the project builds one."""
+    kind: Literal["jobset", "pytorchjob"] = "jobset"
+    """Kind of the job: of JobSet's controller, or of Kubeflow's training operator."""
+    replicas: int = JobOptions.replicas
+    """Number of pods."""
+    ranks_per_pod: int = JobOptions.ranks_per_pod
+    """Number of ranks in each pod."""
+    name: str = JobOptions.name
+    """Name of the job. A job that is applied again under its name continues its run."""
+    claim: str = JobOptions.claim
+    """PersistentVolumeClaim for runs and checkpoints, which all pods can mount (ReadWriteMany)."""
+    cpus: str = JobOptions.cpus
+    """Cores of a pod."""
+    memory: str = JobOptions.memory
+    """Memory of a pod."""
+    shm: str = JobOptions.shm
+    """Size of /dev/shm, which counts towards the memory."""
+    gpus: int = JobOptions.gpus
+    """GPUs of a pod."""
+    restarts: int = JobOptions.restarts
+    """How often the job starts again after a failure."""
+    env: Words = ()
+    """Variables for the ranks: --env OMP_NUM_THREADS=4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeManifestOptions:
+    """Print a Deployment, a Service and an autoscaler of `meshrec serve` for Kubernetes."""
+
+    package: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PACKAGE")]
+    """Package to serve, as a path in the volume with the models."""
+    image: str
+    """Image of the container."""
+    name: str = ServeJob.name
+    """Name of the server."""
+    replicas: int = ServeJob.replicas
+    """Smallest number of pods."""
+    most_replicas: int = ServeJob.most_replicas
+    """Largest number of pods."""
+    claim: str = ServeJob.claim
+    """PersistentVolumeClaim with the packages."""
+    workers: int = ServeJob.workers
+    """Processes of a pod."""
+    cpus: str = ServeJob.cpus
+    """Cores of a pod."""
+    memory: str = ServeJob.memory
+    """Memory of a pod."""
+    requests_per_second: int = ServeJob.requests_per_second
+    """Requests of a pod per second, above which there are more pods."""
+    secret: str = ServeJob.secret
+    """Secret whose key `token` clients must send."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Keep the store in which the launchers of an elastic run meet, until it is interrupted.
+
+    Start it on a machine that does not train, so that any training host may fail, and torchrun on every host
+    with --rdzv-backend c10d --rdzv-endpoint ADDRESS:PORT --rdzv-conf is_host=0.
+    """
+
+    address: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ADDRESS")]
+    """Address to listen at. Whoever reaches it can run code in the launchers: take a private network."""
+    port: int = 29400
+    """Port to listen on."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the action that the first word names."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in _ACTIONS:
+        raise UsageError(
+            f"launch {name}: take one of {', '.join(_ACTIONS)}.{did_you_mean(name, list(_ACTIONS))}"
+        )
+    own, more = rest, list[str]()
+    if "--" in rest:
+        at = rest.index("--")
+        own, more = rest[:at], rest[at + 1 :]
+    return _ACTIONS[name](own, more)
+
+
+def _slurm(arguments: Sequence[str], more: Sequence[str]) -> int:
+    options = parse(SlurmOptions, arguments, program="meshrec launch slurm")
+    job = SlurmJob(
+        recipe=options.recipe,
+        arguments=more,
+        nodes=options.nodes,
+        ranks_per_node=options.ranks_per_node,
+        name=options.name,
+        python=options.python,
+        out=options.out,
+        save_seconds=options.save_seconds,
+        max_requeues=options.max_requeues,
+        sbatch={key: value if equals else None for key, equals, value in map(_parts, options.sbatch)},
+        environment=_variables(options.env),
+    )
+    text = script(job)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    path = options.script or Path(f"{options.name}.sbatch")
+    check_output(path)
+    path.write_text(text)
+    path.chmod(0o755)
+    number = submit(path)
+    print(
+        f"job {number} is queued: {shlex.quote(str(path))}. squeue -j {number} shows it; scancel "
+        f"{number} ends it."
+    )
+    return 0
+
+
+def _kubernetes(arguments: Sequence[str], more: Sequence[str]) -> int:
+    options = parse(KubernetesOptions, arguments, program="meshrec launch k8s")
+    names = ("recipe", "image", "replicas", "ranks_per_pod", "name", "claim", "cpus", "memory", "shm", "gpus")
+    values = {name: getattr(options, name) for name in (*names, "restarts")}
+    job = JobOptions(**values, arguments=more, environment=_variables(options.env))
+    _print_yaml((job_set if options.kind == "jobset" else pytorch_job)(job))
+    return 0
+
+
+def _serve(arguments: Sequence[str], more: Sequence[str]) -> int:
+    options = parse(ServeManifestOptions, [*arguments, *more], program="meshrec launch k8s-serve")
+    _print_yaml(*serving(ServeJob(**vars(options))))
+    return 0
+
+
+def _store(arguments: Sequence[str], more: Sequence[str]) -> int:
+    options = parse(StoreOptions, [*arguments, *more], program="meshrec launch store")
+    store = host_store(options.address, options.port)
+    print(f"the store listens at {options.address}:{store.port}", flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _print_yaml(*manifests: object) -> None:
+    yaml = needs("yaml", "cli")
+    print(yaml.safe_dump_all(manifests, sort_keys=False), end="")
+
+
+def _parts(word: str) -> tuple[str, str, str]:
+    return word.removeprefix("--").partition("=")
+
+
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--env {word}: give NAME=VALUE.")
+        found[name] = value
+    return found
+
+
+_ACTIONS: dict[str, Callable[[Sequence[str], Sequence[str]], int]] = {
+    "slurm": _slurm,
+    "k8s": _kubernetes,
+    "k8s-serve": _serve,
+    "store": _store,
+}
+
+
+def _help() -> str:
+    kinds = {
+        "slurm": SlurmOptions,
+        "k8s": KubernetesOptions,
+        "k8s-serve": ServeManifestOptions,
+        "store": StoreOptions,
+    }
+    lines = [f"  {name:10} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in kinds.items()]
+    return "\n".join(
+        [
+            "usage: meshrec launch [-h] {slurm,k8s,k8s-serve,store} ...",
+            "",
+            "Start runs on clusters.",
+            "",
+            *lines,
+        ]
+    )

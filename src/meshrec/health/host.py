@@ -1,0 +1,174 @@
+"""Checks of one host that need no other rank."""
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from meshrec.checkpoint.stored import ObjectStore
+from meshrec.health.findings import Finding
+from meshrec.ops.library import has_kernels
+
+GIB = 1 << 30
+_MIN_MEMORY = 1 * GIB
+"""Free memory per rank: below, even importing everything and a small model do not fit."""
+_MIN_SHM = 256 << 20
+"""Docker gives 64 MiB, which NCCL and loaders of data with workers overrun."""
+_MIN_DISK = 1 * GIB
+_FILES_PER_RANK, _FILES_BESIDE = 8, 512
+"""Sockets of process groups for each other rank, and files beside them."""
+_SYS, _PROC = Path("/sys"), Path("/proc")
+
+
+def host_checks(*, num_ranks: int, local_ranks: int, folder: Path) -> Iterator[Finding]:
+    """Yield what the checks of this host find.
+
+    Args:
+        num_ranks: the number of all ranks.
+        local_ranks: the number of ranks on this host.
+        folder: where runs are kept.
+    """
+    yield kernels()
+    yield cores(local_ranks)
+    yield memory(local_ranks)
+    yield huge_pages()
+    yield shared_memory()
+    yield files(num_ranks)
+    yield disk(folder)
+
+
+def kernels() -> Finding:
+    """Check that the compiled kernels are loaded."""
+    if has_kernels:
+        return Finding("kernels", "ok", "compiled")
+    return Finding(
+        "kernels",
+        "warn",
+        "none: plain torch takes their place, which is much slower",
+        "Install the wheel; or a C++20 compiler, and then MeshRec anew, without MESHREC_NO_KERNELS.",
+    )
+
+
+def cores(local_ranks: int) -> Finding:
+    """Compare the threads of the ranks with the cores of this host."""
+    available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    found = f"{available} cores for {local_ranks} ranks of {threads} threads"
+    if threads * local_ranks <= available or threads == 1:
+        return Finding("cores", "ok", found)
+    fitting = max(1, available // local_ranks)
+    return Finding("cores", "warn", found, f"Set OMP_NUM_THREADS={fitting} on every rank.")
+
+
+def memory(local_ranks: int) -> Finding:
+    """Check the free memory, also under the limit of a container."""
+    free = free_memory()
+    if free is None:
+        return Finding("memory", "ok", "unknown on this system")
+    found = f"{free / GIB:.1f} GiB free for {local_ranks} ranks"
+    if free < local_ranks * _MIN_MEMORY:
+        remedy = "Give the host or the container more memory, or start fewer ranks there."
+        return Finding("memory", "fail", found, remedy)
+    if _read(_PROC / "sys/vm/overcommit_memory") == "2":
+        return Finding(
+            "memory",
+            "warn",
+            f"{found}; vm.overcommit_memory is 2",
+            "Checkpoints in the background fork: set `sysctl vm.overcommit_memory=0`.",
+        )
+    return Finding("memory", "ok", found)
+
+
+def free_memory() -> int | None:
+    """Return the bytes that processes of this host may still take; None if the system does not tell."""
+    found = []
+    for line in (_read(_PROC / "meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(1024 * int(line.split()[1]))
+    limit, used = (_read(_SYS / "fs/cgroup" / name) for name in ("memory.max", "memory.current"))
+    if limit is not None and limit.isdigit() and used is not None and used.isdigit():
+        found.append(int(limit) - int(used))
+    return min(found, default=None)
+
+
+def huge_pages() -> Finding:
+    """Check whether tables may have huge pages."""
+    text = _read(_SYS / "kernel/mm/transparent_hugepage/enabled")
+    if text is None:
+        return Finding("huge pages", "ok", "unknown on this system")
+    chosen = text[text.find("[") + 1 : text.find("]")]
+    if chosen != "never":
+        return Finding("huge pages", "ok", chosen)
+    return Finding(
+        "huge pages",
+        "warn",
+        "never: rows of large tables miss the TLB",
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+    )
+
+
+def shared_memory() -> Finding:
+    """Check the size of /dev/shm."""
+    if not Path("/dev/shm").is_dir():
+        return Finding("/dev/shm", "ok", "none on this system")
+    size = shutil.disk_usage("/dev/shm").total
+    if size >= _MIN_SHM:
+        return Finding("/dev/shm", "ok", f"{size / GIB:.1f} GiB")
+    return Finding(
+        "/dev/shm",
+        "warn",
+        f"{size / (1 << 20):.0f} MiB",
+        "docker run --shm-size 2g; Kubernetes: an emptyDir of medium Memory at /dev/shm.",
+    )
+
+
+def files(num_ranks: int) -> Finding:
+    """Compare the limit of open files with the sockets that the ranks need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_BESIDE + _FILES_PER_RANK * num_ranks
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return Finding("open files", "ok", f"up to {soft}")
+    return Finding(
+        "open files",
+        "fail",
+        f"up to {soft}, where {num_ranks} ranks may need {needed}",
+        f"ulimit -n {max(needed, 65536)} (LimitNOFILE= of systemd, `--ulimit nofile` of Docker)"
+        + ("." if hard == resource.RLIM_INFINITY or hard >= needed else f"; the hard limit is {hard}."),
+    )
+
+
+def disk(folder: Path) -> Finding:
+    """Check that the folder of runs can be written to, and has room."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY:
+        remedy = "Name another folder (--out), or give its user the right to write there."
+        return Finding("folder of runs", "fail", f"{place} cannot be written to", remedy)
+    free = shutil.disk_usage(place).free
+    if free < _MIN_DISK:
+        remedy = "Make room, or name another folder (--out)."
+        return Finding("folder of runs", "fail", f"{free / (1 << 20):.0f} MiB free at {place}", remedy)
+    return Finding("folder of runs", "ok", f"{free / GIB:.0f} GiB free at {place}")
+
+
+def object_store(address: str) -> Finding:
+    """Write, read and remove a small object in the store of checkpoints."""
+    try:
+        ObjectStore(address).check()
+    except (OSError, ValueError) as error:
+        found = f"{address} cannot be written to: {str(error).splitlines()[0][:200]}"
+        remedy = "Check the address, the region, and the store's keys on this host (AWS_ACCESS_KEY_ID, ...)."
+        return Finding("object store", "fail", found, remedy)
+    return Finding("object store", "ok", address)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

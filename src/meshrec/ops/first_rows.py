@@ -1,0 +1,57 @@
+"""First values of rows as a function of (seed, ID, column), for tables whose IDs nobody can number.
+
+A row can be made again wherever and whenever its ID is met: on any rank, in any order, in a server.
+"""
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.index.naive import mix
+from meshrec.ops.library import implement
+
+# N ids, D columns
+
+_WORD = (1 << 32) - 1
+
+
+def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int) -> Tensor:
+    """Return values that are uniform in ``[low, low + 2^24 step)``, fp32 [N, c1 - c0].
+
+    The reference, in plain torch. ``step`` must be an fp32 value, so that its product with 24 random bits is
+    exact in fp64.
+
+    Args:
+        ids: int64 [N].
+        seed: any int64.
+        low: the least value.
+        step: the distance of two values that follow each other.
+        c0: the first column of the row that is wanted.
+        c1: the end of the columns.
+    """
+    bits_N = mix(ids, seed)
+    lower_N, upper_N = bits_N & _WORD, (bits_N >> 32) & _WORD
+    columns_D = torch.arange(c0, c1, device=ids.device) * 0x9E3779B9
+    x_ND = ((lower_N[:, None] + columns_D) & _WORD) ^ upper_N[:, None]
+    x_ND = ((x_ND ^ (x_ND >> 16)) * 0x7FEB352D) & _WORD
+    x_ND = ((x_ND ^ (x_ND >> 15)) * 0x846CA68B) & _WORD
+    x_ND = x_ND ^ (x_ND >> 16)
+    return (low + (x_ND >> 8).double() * step).float()
+
+
+def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tuple[int, int]) -> Tensor:
+    """Return the first values of rows, uniform in [low, high), fp32 [N, columns]."""
+    step = torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
+    found: Tensor = torch.ops.meshrec.first_rows.default(ids, seed, low, step, *columns)
+    return found
+
+
+implement([first_rows])
+
+
+def _fake(
+    ids: Tensor, seed: int, low: float, step: float, c0: int | torch.SymInt, c1: int | torch.SymInt
+) -> Tensor:
+    return ids.new_empty([ids.shape[0], c1 - c0], dtype=torch.float32)
+
+
+torch.library.register_fake("meshrec::first_rows", _fake)

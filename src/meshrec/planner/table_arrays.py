@@ -1,0 +1,80 @@
+"""The attributes of tables as arrays, as the cost model computes with them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshrec.comms.wire import WireFormats
+from meshrec.planner.types import Bools, Floats, Ints, Table
+
+ID_BYTES, WIDE_ID_BYTES = 4, 8
+_WIDE_ROWS = 1 << 31
+"""Number of rows of a table from which all IDs of its module travel as 64-bit numbers."""
+SAMPLE_WEIGHT_BYTES = 4
+STATISTIC_BYTES = 4
+
+
+class TableArrays(NamedTuple):
+    """The attributes of T tables as arrays."""
+
+    rows_T: Ints
+    columns_T: Ints
+    ids_T: Floats
+    """IDs per rank's batch."""
+    bags_T: Floats
+    """Bags per rank's batch."""
+    outputs_T: Floats
+    """Output rows per rank's batch: one per bag of a pooled table, one per ID of others."""
+    pooled_T: Bools
+    weight_bytes_T: Floats
+    row_bytes_T: Floats
+    in_memory_T: Floats
+    index_bytes_T: Floats
+    trained_T: Bools
+    id_bytes_T: Floats
+    """Bytes of an ID on the wire, with its per-sample weight."""
+    state_per_column_T: Floats
+    state_per_row_T: Floats
+    wires_T: Ints
+    """Index into ``wires`` of each table's pair of wire formats."""
+    wires: list[WireFormats]
+    row_statistics_bytes_T: Floats
+    """Bytes of row statistics per distinct row, which column shards add up before the update."""
+    effective_rows_T: Floats
+
+
+def arrays_of(tables: Sequence[Table], batch_size: int) -> TableArrays:
+    """Return the attributes of tables, for so many samples per rank."""
+    batch = np.array([table.batch_size or batch_size for table in tables], np.float64)
+    ids = batch * [table.ids_per_sample for table in tables]
+    bags = batch * [table.bags_per_sample for table in tables]
+    rows = np.array([table.num_embeddings for table in tables], np.int64)
+    hashed = any(table.index_bytes for table in tables)  # keys have 64 bits
+    id_bytes = WIDE_ID_BYTES if hashed or (rows >= _WIDE_ROWS).any() else ID_BYTES
+    wires = sorted({table.wire for table in tables}, key=str)
+    hot = np.array([table.effective_rows or table.num_embeddings for table in tables], np.float64)
+    return TableArrays(
+        rows_T=rows,
+        columns_T=np.array([table.embedding_dim for table in tables], np.int64),
+        ids_T=ids,
+        bags_T=bags,
+        outputs_T=np.where([table.pooled for table in tables], bags, ids),
+        pooled_T=np.array([table.pooled for table in tables], bool),
+        weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
+        row_bytes_T=np.array([table.row_bytes for table in tables], np.float64),
+        in_memory_T=np.array([table.in_memory for table in tables], np.float64),
+        index_bytes_T=np.array([table.index_bytes for table in tables], np.float64),
+        trained_T=np.array([table.trained for table in tables], bool),
+        id_bytes_T=np.array(
+            [id_bytes + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64
+        ),
+        state_per_column_T=np.array([table.optimizer.state_per_row[0] for table in tables], np.float64),
+        state_per_row_T=np.array([table.optimizer.state_per_row[1] for table in tables], np.float64),
+        wires_T=np.array([wires.index(table.wire) for table in tables], np.int64),
+        wires=wires,
+        row_statistics_bytes_T=np.array(
+            [STATISTIC_BYTES * table.optimizer.row_statistics for table in tables], np.float64
+        ),
+        effective_rows_T=np.minimum(hot, rows),
+    )

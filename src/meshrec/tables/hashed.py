@@ -1,0 +1,409 @@
+"""Tables for IDs that nobody can number: rows in memory that grows, found by a hash index.
+
+[Note: the life of a row]
+
+A slot is *free*, *pending* or *alive*. ``resolve`` gives the unseen IDs of a batch free slots and writes
+their first rows there: they are pending, and pinned to the batch. At the update of the batch
+(``tables/turnover.py``) an ID that is due comes alive with the row that it has. One that is not stays
+pending until no batch in flight has it; then its slot is free again. A row that is evicted while a batch in
+flight has it becomes pending, with its first row. So nobody reads or updates the row of another ID, and what
+a batch reads does not depend on how far ahead it was resolved.
+
+Slots are given in the order of keys, so that rectangles of other columns of the same rows, here and on other
+ranks, have the same ones.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.first_rows import uniform_rows
+from meshrec.ops.index import HashIndex, mix, unique, unmix
+from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.at_rest import AtRest
+from meshrec.tables.growing import GrowingRows
+from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
+from meshrec.tables.hashed_keys import Hashed
+from meshrec.tables.index import Index, Resolved
+from meshrec.tables.storage import DenseRows, SideRows
+from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
+from meshrec.tables.waiting import Waiting, in_span, waiting_for
+
+# N IDs or slots
+
+_BLOCK_BYTES = 1 << 23
+_SPARE_ROWS = 1 << 24
+_MOST_SLOTS = (1 << 32) - 1
+
+
+@final
+class HashedTable:
+    """The rows of the keys of a rectangle that are alive; see [Note: the life of a row].
+
+    Args:
+        rectangle: its keys (see [Note: the keys of hashed tables]) and columns.
+        storage: how the rows lie, and the table's choices.
+        spec: the optimizer; None: no state.
+        device: the CPU.
+    """
+
+    def __init__(
+        self,
+        rectangle: Rectangle,
+        storage: "HashedRows",
+        spec: OptimizerSpec | None,
+        device: torch.device | None,
+    ) -> None:
+        width = rectangle.c1 - rectangle.c0
+        self.rectangle, self.storage, self.index = rectangle, storage, self
+        slots = spec.state_slots() if spec is not None else ()
+        self.parts: Sequence[RowPart] = [
+            *storage.row_parts,
+            *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots),
+        ]
+        state = storage.new_state(spec, 1, width, device)
+        own = [torch.zeros(1, dtype=part.dtype) for part in storage.row_parts[1:]]
+        marks = [torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)]
+        row = [torch.zeros(1, width, dtype=storage.dtype), *own, *state, *marks]
+        most = min(_MOST_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
+        self._grown = GrowingRows(row, max_rows=most, name=f"table {storage.name!r}")
+        self.rows = self._grown.tensors[0]
+        self.memory: dict[str, Tensor] = dict(
+            zip([part.name for part in self.parts] + ["", "pins"], self._grown.tensors, strict=True)
+        )
+        """The parts by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many batches in
+        flight have a pending one."""
+        self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
+        self.waiting = self._new_waiting()
+        self.in_flight: WeakSet[PinnedRows] = WeakSet()
+        self.released: deque[Tensor] = deque()
+        self.books = Books()
+
+    @property
+    def state(self) -> Sequence[Tensor]:
+        """The optimizer state, by slot of the optimizer."""
+        return self._grown.tensors[len(self.storage.row_parts) : -2]
+
+    @property
+    def num_alive(self) -> int:
+        """The number of rows."""
+        return self.books.report.live
+
+    @property
+    def num_changes(self) -> int:
+        """The number of times that IDs came or went."""
+        return self.books.changes
+
+    @property
+    def report(self) -> TableCounts:
+        """What has happened so far."""
+        self.books.report.early = self.waiting.early()
+        return self.books.report
+
+    # ---- slots ------------------------------------------------------------------------------------
+
+    def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
+        """Return the slot of each key; unseen ones get pending slots with their first rows."""
+        self.release()
+        slots = self.slots.find(keys)
+        absent = slots < 0
+        if bool(absent.any()):
+            distinct, inverse = unique(keys[absent])
+            new = self.slots.insert(distinct)
+            self._begin(new, distinct)
+            slots[absent] = new[inverse]
+        pending = slots[:0]
+        if self.slots.num_live > self.num_alive:
+            pending = unique(slots[~self.memory[""][slots]])[0]
+            self.memory["pins"][pending] += 1
+        if train:
+            report = self.books.report
+            report.read += len(keys)
+            report.hits += len(keys) - int(absent.sum())
+        pin = PinnedRows(self, slots, pending, self.released)
+        self.in_flight.add(pin)
+        return Resolved(slots, pin)
+
+    def keys_of(self, slots: Tensor) -> Tensor:
+        """Return the key that has each slot."""
+        return self.slots.ids_of(slots)
+
+    def ids_of(self, keys: Tensor) -> Tensor:
+        """Return the IDs whose keys these are."""
+        return unmix(keys, self.storage.keys.seed)
+
+    def release(self) -> None:
+        """Free the pending slots that no batch in flight has any more."""
+        while self.released:
+            pending = self.released.popleft()
+            if len(pending):
+                pins = self.memory["pins"]
+                pins[pending] -= 1
+                self._free(pending[(pins[pending] == 0) & ~self.memory[""][pending]])
+
+    def revive(self, slots: Tensor) -> None:
+        """Let pending rows come alive as they are."""
+        if len(slots):
+            self.memory[""][slots] = True
+            self.books.report.live += len(slots)
+            self.books.changes += 1
+
+    def forget(self, slots: Tensor) -> None:
+        """Take alive rows out. Those that a batch in flight has become pending, with their first rows."""
+        if len(slots) == 0:
+            return
+        alive = self.memory[""]
+        keys = self.keys_of(slots)
+        if self.books.is_watched:
+            self.books.evicted.append(keys)
+        alive[slots] = False
+        gone = torch.zeros(len(alive) if self.in_flight else 0, dtype=torch.bool)
+        gone[slots if self.in_flight else slots[:0]] = True
+        for pin in self.in_flight:
+            held = unique(pin.slots[gone[pin.slots]])[0]
+            pin.pending = torch.cat([pin.pending, held])
+            self.memory["pins"][held] += 1
+        held = self.memory["pins"][slots] > 0
+        self._begin(slots[held], keys[held])
+        self._free(slots[~held])
+        self.books.report.live -= len(slots)
+        self.books.changes += 1
+
+    def reset(self, slots: Tensor) -> None:
+        """Give pending rows their first values again."""
+        self._begin(slots, self.keys_of(slots))
+
+    def _begin(self, slots: Tensor, keys: Tensor) -> None:
+        """Write first rows and the state before the first update; grow where it is due."""
+        if len(slots) == 0:
+            return
+        self._grown.grow(int(slots.max()) + 1)
+        r = self.rectangle
+        first = self.storage.first_rows(self.ids_of(keys), r.columns)
+        self.rows.data[slots] = first.to(self.rows.dtype)
+        for tensor, begin in zip(self._grown.tensors[1:-1], self._grown.first[1:-1], strict=True):
+            tensor[slots] = begin
+
+    def _free(self, slots: Tensor) -> None:
+        if len(slots):
+            self.slots.remove(self.keys_of(slots))
+
+    # ---- streams ----------------------------------------------------------------------------------
+
+    def listed(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
+        """Return the keys that are alive, ascending, and their slots."""
+        found, slots = self.slots.items()
+        chosen = self.memory[""][slots] if self.slots.num_live > self.num_alive else None
+        if keys is not None:
+            inside = in_span(found, keys)
+            chosen = inside if chosen is None else inside & chosen
+        return (found, slots) if chosen is None else (found[chosen], slots[chosen])
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the parts of the rows at rest, see ``tables/at_rest.py``."""
+        return self.at_rest().tensors()
+
+    def at_rest(self, first: int = 0) -> AtRest:
+        """Return the rows as they are now, ``first`` being the position of the first; one object as long as
+        nothing has changed and somebody has it.
+        """
+        found = self.books.resting() if self.books.resting is not None else None
+        if found is None or found.rectangle.r0 != first or not found.is_of(self):
+            found = AtRest(self, first)
+            self.books.resting = ref(found)
+        return found
+
+    def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
+        """Yield the rows that are alive, in blocks, and then the counts of IDs that wait."""
+        found, slots = self.listed(keys)
+        columns = columns or self.rectangle.columns
+        step = self.block_rows
+        for first in range(0, len(found), step):
+            here = slots[first : first + step]
+            yield RowBlock(found[first : first + step], columns, self.gathered(here, columns))
+        for waiting, counts in self.waiting.stream(keys):
+            for first in range(0, len(waiting), 1 << 18):
+                piece = slice(first, first + (1 << 18))
+                yield RowBlock(waiting[piece], columns, {"waiting": counts[piece]})
+
+    def _new_waiting(self) -> Waiting:
+        span, storage = (self.rectangle.r0, self.rectangle.r1), self.storage
+        return waiting_for(storage.keys, storage.max_rows, span, storage.name)
+
+    @property
+    def block_rows(self) -> int:
+        """The number of rows of a block."""
+        return max(1, _BLOCK_BYTES // max(1, self.rows[:1].nbytes))
+
+    def gathered(self, slots: Tensor, columns: Span, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return the parts of some rows."""
+        first, end = (column - self.rectangle.c0 for column in columns)
+        found = {}
+        for name in names if names is not None else [part.name for part in self.parts]:
+            part = self.memory[name].detach()[slots]
+            found[name] = part if part.dim() == 1 else part[:, first:end]
+        return found
+
+    @torch.no_grad()
+    def load(self, blocks: Iterable[RowBlock]) -> None:
+        """Replace rows, or parts of them; keys that are not there come alive.
+
+        Raises:
+            ValueError: there would be more rows than the table may have.
+        """
+        self.release()
+        c0 = self.rectangle.c0
+        for block in blocks:
+            keys = block.keys if isinstance(block.keys, Tensor) else torch.arange(*_span(block.keys))
+            if "waiting" in block.parts:
+                self.waiting.load(keys, block.parts["waiting"])
+                continue
+            slots = self.slots.find(keys)
+            new = slots < 0
+            if bool(new.any()):
+                slots[new] = self.slots.insert(keys[new])
+                self._begin(slots[new], keys[new])
+            self.revive(slots[~self.memory[""][slots]])
+            first, end = (column - c0 for column in block.columns)
+            for name, values in block.parts.items():
+                target = self.memory[name].detach()
+                if target.dim() == 1 or end - first == target.shape[1]:
+                    target[slots] = values.to(target.dtype)
+                else:
+                    target[slots[:, None], torch.arange(first, end)] = values.to(target.dtype)
+
+    def clear(self) -> None:
+        """Forget all rows, and the IDs that wait."""
+        self.forget(self.listed()[1])
+        self.waiting = self._new_waiting()
+
+    def items(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the IDs that are alive on this rank, in the order of their keys, int64 [n], copies of their
+        rows, [n, columns], and of their optimizer state and the policy's parts, by name.
+        """
+        keys, slots = self.listed()
+        parts = self.gathered(slots, self.rectangle.columns)
+        return self.ids_of(keys), parts.pop("weight"), parts
+
+    def waiting_parts(self) -> dict[str, Tensor]:
+        """Return the counts of IDs that wait, for state dicts: their keys, ascending, and the counts."""
+        found = list(self.waiting.stream())
+        empty = torch.empty(0, dtype=torch.int64)
+        keys, counts = found[0] if found else (empty, empty)
+        return {"waiting_ids": keys, "waiting": counts}
+
+    def snapshot(self) -> RowsSnapshot:
+        """Return the rows as they are now, for the forked process that writes a checkpoint."""
+        return self.at_rest()
+
+
+@dataclass(frozen=True)
+class HashedRows(SideRows):
+    """Rows in fp32, fp16 or bf16 that an index finds. First rows are a function of (seed, table, ID).
+
+    Args:
+        dtype: of the rows.
+        keys: the table's choices.
+        name: the table's name.
+        dim: the width of whole rows.
+        max_rows: the number of rows that the table may have.
+        bounds: the least first value, and the end.
+        init_fn: draws first rows instead, one row ``[1, dim]`` at a time, from torch's default generator.
+    """
+
+    dtype: torch.dtype
+    keys: Hashed
+    name: str
+    dim: int
+    max_rows: int
+    bounds: tuple[float, float]
+    init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
+    bits = 0
+    is_trainable = True
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """``weight``, and what the eviction policy keeps."""
+        policy = self.keys.evict
+        return (RowPart("weight", self.dtype, False), *(policy.parts if policy is not None else ()))
+
+    def columns(self, dim: int) -> int:
+        """``dim``."""
+        return dim
+
+    def part_column(self, column: int) -> int:
+        """``column``."""
+        return column
+
+    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
+        """The memory of the parameter, which has no rows."""
+        return torch.empty((0, columns), dtype=self.dtype, device=device)
+
+    def index(self, first_row: int, num_rows: int) -> Index | None:
+        """Return None: a ``HashedTable`` is its own index."""
+        return None
+
+    def num_bytes(self, num_rows: int, dim: int) -> int:
+        """Rows, and what the policy keeps of them."""
+        own = sum(part.dtype.itemsize for part in self.row_parts[1:])
+        return num_rows * (dim * self.dtype.itemsize + own)
+
+    def new_state(
+        self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
+    ) -> list[Tensor]:
+        """As of ordinary rows."""
+        return DenseRows(self.dtype).new_state(spec, num_rows, dim, device)
+
+    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
+        """The rows."""
+        return [rows]
+
+    def encode(self, numbers: Tensor) -> Tensor:
+        """In this type."""
+        return numbers.to(self.dtype)
+
+    def table(
+        self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
+    ) -> HashedTable:
+        """Make a rectangle of the table.
+
+        Raises:
+            ValueError: it would be on a GPU.
+        """
+        if device is not None and device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"table {self.name!r} has hashed keys, whose index is on the CPU; it cannot be on {device}. "
+                "Put the module on the CPU, or give the table num_embeddings."
+            )
+        return HashedTable(rectangle, self, spec, torch.device("cpu"))
+
+    @property
+    def row_seed(self) -> int:
+        """The seed of the first rows, from the table's name and seed."""
+        digest = hashlib.blake2b(f"{self.keys.seed}\n{self.name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 2
+
+    def first_rows(self, ids: Tensor, columns: Span | None = None) -> Tensor:
+        """Return the first values of rows, fp32 [N, columns]."""
+        first, end = columns or (0, self.dim)
+        if self.init_fn is None:
+            low, high = self.bounds
+            return uniform_rows(ids, seed=self.row_seed, low=low, high=high, columns=(first, end))
+        found = torch.empty(len(ids), end - first)
+        row = torch.empty(1, self.dim)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for number, seed in enumerate(mix(ids, self.row_seed).tolist()):
+                torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
+                self.init_fn(row)
+                found[number] = row[0, first:end]
+        return found
+
+
+def _span(keys: range) -> Span:
+    return keys.start, keys.stop

@@ -1,0 +1,58 @@
+"""What a hashed table notes beside its rows: the batches that hold some, and what has happened to IDs."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from weakref import ReferenceType
+
+from torch import Tensor
+
+from meshrec.tables.at_rest import AtRest
+
+
+class PinnedRows:
+    """The rows of one table that a batch holds."""
+
+    def __init__(self, table: object, slots: Tensor, pending: Tensor, released: deque[Tensor]) -> None:
+        self.table, self.slots, self.pending = table, slots, pending
+        self._released = released
+
+    def __del__(self) -> None:
+        # Anywhere, in any thread: the table takes it from there when it is next asked.
+        self._released.append(self.pending)
+
+
+@dataclass
+class TableCounts:
+    """What has happened to the IDs of a table since it was made, on this rank.
+
+    Attributes:
+        live: IDs that have a row now.
+        new: IDs that were admitted.
+        refused: new IDs in updates that were not admitted, counted once an update.
+        evicted: IDs whose rows went.
+        read: IDs that were looked up.
+        hits: those of them that had a row.
+        early: the estimated share of new IDs that a sketch admits early.
+    """
+
+    live: int = 0
+    new: int = 0
+    refused: int = 0
+    evicted: int = 0
+    read: int = 0
+    hits: int = 0
+    early: float = 0.0
+
+
+@dataclass
+class Books:
+    """What a table notes beside its rows."""
+
+    report: TableCounts = field(default_factory=TableCounts)
+    evicted: list[Tensor] = field(default_factory=list)
+    """The keys of rows that went, for whoever publishes them; kept if ``is_watched``."""
+    is_watched: bool = False
+    changes: int = 0
+    """How often IDs came or went."""
+    resting: "ReferenceType[AtRest] | None" = None
+    """The rows at rest, as long as somebody has them."""

@@ -1,0 +1,344 @@
+"""Which IDs of an update come alive, and which rows go: decided once for all ranks, before anything changes.
+
+[Note: one threshold for all ranks]
+
+Every rank tells how many rows each interval of keys has, and how many more it would have (one small sum over
+ranks for all tables). If a table would be too full, the ranks find the score of the last row that must go,
+digit by digit, from histograms that they add up. Of equal scores the least keys go. Rows of the update itself
+stay. Only rectangles that begin at column 0 are counted, so that each row counts once; the others follow the
+threshold with the same scores. A table that is full gives up a 64th of its rows, so that it is not searched
+in every step.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.tables.hashed_books import PinnedRows
+from meshrec.tables.hashed_keys import TTL, Clock, RowsToJudge
+from meshrec.tables.table import Span
+from meshrec.tables.waiting import in_span
+
+# N rows, U distinct IDs of an update
+
+_DIGITS = 1 << 16
+_MOST = (1 << 63) - 1
+_SLACK = 64
+
+
+def set_event_time(model: nn.Module, seconds: int) -> None:
+    """Tell the tables of a model the event time, for ``TTL(seconds=...)``.
+
+    Ranks may give different times: the latest one counts.
+
+    Args:
+        model: a model with fused or sharded tables.
+        seconds: the time of the latest event in the batch, such as a Unix time.
+    """
+    for module in model.modules():
+        own = getattr(module, "turnovers", None) or getattr(
+            getattr(module, "tables", None), "turnovers", None
+        )
+        for turnover in own or ():
+            turnover.seconds = max(turnover.seconds, int(seconds))
+
+
+class Everyone(Protocol):
+    """The ranks that hold parts of the same tables."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks, int64. Collective."""
+
+    def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return sums over all columns from the sums over those of a table's rectangles here. Collective."""
+
+
+class Alone:
+    """A single rank, which holds whole tables."""
+
+    rank, size = 0, 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the values."""
+        return values
+
+    def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the values."""
+        return list(values)
+
+
+class Due(NamedTuple):
+    """What an update does to one rectangle."""
+
+    slots: Tensor
+    """The slots of the update's IDs, which may repeat."""
+    new: Tensor
+    """The slots of those that are not alive, [U], by key."""
+    keys: Tensor
+    """Their keys."""
+    counts: Tensor
+    """How often each of them is in the update."""
+    admitted: Tensor
+    """Whether it is admitted, bool [U]."""
+    gone: Tensor
+    """The slots of the rows that go."""
+    clock: Clock
+
+
+class Decision(NamedTuple):
+    """What an update does to the IDs of all tables."""
+
+    due: dict[int, Due]
+    """By rectangle."""
+    live: dict[int, list[int]]
+    """The rows that each interval of each table will have."""
+
+
+class Turnover:
+    """The coming and going of IDs in the hashed tables that a rank looks up together.
+
+    Args:
+        tables: the rectangles of hashed tables that are here, by number.
+        storages: the storages of all hashed tables, also of those that have no rows here, by table.
+        intervals: for each of them the intervals of keys that no rectangle of any rank cuts.
+        names: what messages call them.
+        everyone: the ranks; None: this process has the whole tables.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[int, HashedTable],
+        storages: Mapping[int, HashedRows],
+        intervals: Mapping[int, Sequence[Span]],
+        everyone: Everyone | None = None,
+    ) -> None:
+        self.tables, self.storages, self.intervals = dict(tables), dict(storages), dict(intervals)
+        self._everyone: Everyone = everyone or Alone()
+        self.live = {table: [0] * len(spans) for table, spans in intervals.items()}
+        """The number of rows in each interval of each table, on whatever rank."""
+        self.seconds = 0
+        """The latest event time that was set on this rank."""
+
+    def recount(self) -> None:
+        """Count the rows of all ranks anew. Collective."""
+        self.live = self._counted({})
+
+    def prepare(self, pins: Sequence[object], steps: Mapping[int, int]) -> Decision:
+        """Decide what the next update does. Nothing changes yet. Collective.
+
+        Args:
+            pins: those of the update's rows.
+            steps: the number of the update, for each table that is trained.
+
+        Raises:
+            ValueError: a table is full and evicts nothing, or the update alone has too many IDs. All ranks
+                raise it.
+        """
+        seconds = self._latest()
+        due = {
+            i: _due(table, pins, Clock(steps[table.rectangle.table], seconds))
+            for i, table in self.tables.items()
+            if table.rectangle.table in steps
+        }
+        live = self._counted(due)
+        full = [t for t in live if t in steps and sum(live[t]) > self.storages[t].max_rows]
+        for table in full:
+            own = {i: each for i, each in due.items() if self.tables[i].rectangle.table == table}
+            due.update(self._with_room(table, sum(live[table]), own))
+        return Decision(due, self._counted(due) if full else live)
+
+    def apply(self, decision: Decision) -> None:
+        """Let rows come and go. The update of the rows follows."""
+        due, self.live = decision
+        for i, each in due.items():
+            table, admitted, policy = self.tables[i], each.admitted, self.tables[i].storage.keys.evict
+            report = table.books.report
+            table.forget(each.gone)
+            table.waiting.count(each.keys, each.counts, admitted)
+            table.revive(each.new[admitted])
+            num_admitted = int(admitted.sum())
+            report.evicted += len(each.gone)
+            report.new += num_admitted
+            report.refused += len(admitted) - num_admitted
+            if policy is not None:
+                alive = table.memory[""]
+                used = each.slots if num_admitted == len(admitted) else each.slots[alive[each.slots]]
+                policy.use(table.memory, used, each.clock)
+
+    def finish(self, decision: Decision) -> None:
+        """Take the update back from the rows of IDs that were not admitted."""
+        for i, each in decision.due.items():
+            refused = each.new[~each.admitted]
+            if len(refused):
+                self.tables[i].reset(refused)
+
+    def _counted(self, due: Mapping[int, Due]) -> dict[int, list[int]]:
+        """Return the rows that each interval will have, over all ranks."""
+        sizes = [len(spans) for spans in self.intervals.values()]
+        own = torch.zeros(sum(sizes), dtype=torch.int64)
+        begins = dict(zip(self.intervals, torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False))
+        for i, table in self.tables.items():
+            r = table.rectangle
+            if r.c0 == 0:
+                inside = [
+                    (begins[r.table] + number, span)
+                    for number, span in enumerate(self.intervals[r.table])
+                    if r.r0 <= span[0] and span[1] <= r.r1
+                ]
+                for place, span in inside:
+                    own[place] = _num_rows(table, due.get(i), None if len(inside) == 1 else span)
+        split = self._everyone.sum(own).split(sizes)
+        return {table: each.tolist() for table, each in zip(self.intervals, split, strict=True)}
+
+    def _latest(self) -> int:
+        """Return the latest event time of all ranks, where a policy asks for it. Collective."""
+        policies = [storage.keys.evict for storage in self.storages.values()]
+        if not any(isinstance(policy, TTL) and policy.seconds is not None for policy in policies):
+            return 0
+        own = torch.zeros(self._everyone.size, dtype=torch.int64)
+        own[self._everyone.rank] = self.seconds
+        return int(self._everyone.sum(own).max())
+
+    def _with_room(self, table: int, total: int, due: Mapping[int, Due]) -> dict[int, Due]:
+        """Add the rows that must go so that ``total`` rows become no more than are allowed. Collective."""
+        storage = self.storages[table]
+        most, policy = storage.max_rows, storage.keys.evict
+        if policy is None:
+            raise ValueError(
+                f"table {storage.name!r} is full: with the new IDs of this update it would have {total:,} "
+                f"rows, and max_rows is {most:,}. Nothing was changed. Raise max_rows, or choose which rows "
+                "go: Hashed(evict=LRU())."
+            )
+        candidates = {i: _candidates(self.tables[i], each) for i, each in due.items()}
+        owned = [i for i in due if self.tables[i].rectangle.c0 == 0]
+        sizes = torch.tensor([sum(len(candidates[i]) for i in owned)])
+        num_candidates = int(self._everyone.sum(sizes))
+        if num_candidates < total - most:
+            raise ValueError(
+                f"table {storage.name!r}: this update alone has {total - num_candidates:,} distinct IDs that "
+                f"need a row, and max_rows is {most:,}. Nothing was changed. Raise max_rows, or make batches "
+                "smaller."
+            )
+        num_going = min(num_candidates, total - most + most // _SLACK)
+        scores = self._scores(table, candidates, due)
+        of_owned = torch.cat([sizes[:0], *(scores[i] for i in owned)])
+        last, below = nth(of_owned, num_going, self._everyone)
+        keys = {i: self.tables[i].keys_of(candidates[i][scores[i] == last]) for i in due}
+        ties = torch.cat([sizes[:0], *(keys[i] for i in owned)])
+        last_key, _ = nth(ties, num_going - below, self._everyone)
+        found = {}
+        for i, each in due.items():
+            equal = (scores[i] == last).nonzero()[:, 0]
+            goes = scores[i] < last
+            goes[equal[keys[i] <= last_key]] = True
+            found[i] = each._replace(gone=torch.cat([each.gone, candidates[i][goes]]))
+        return found
+
+    def _scores(
+        self, number: int, candidates: Mapping[int, Tensor], due: Mapping[int, Due]
+    ) -> dict[int, Tensor]:
+        policy = self.storages[number].keys.evict
+        assert policy is not None
+        found: dict[int, Tensor] = {}
+        for i, slots in candidates.items():
+            table = self.tables[i]
+            names = None if policy.needs_rows else [part.name for part in policy.parts]
+            parts = table.gathered(slots, table.rectangle.columns, names)
+            ids = table.ids_of(table.keys_of(slots)) if policy.needs_rows else slots
+            found[i] = policy.scores(RowsToJudge(ids, parts), due[i].clock)
+        if policy.needs_rows:
+            sums = self._everyone.row_sums(number, list(found.values()))
+            found = dict(zip(found, sums, strict=True))
+        return found
+
+
+def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
+    own = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
+    slots = (
+        own[0].slots
+        if len(own) == 1
+        else torch.cat([torch.empty(0, dtype=torch.int64), *(p.slots for p in own)])
+    )
+    alive = table.memory[""]
+    pending = slots[:0]
+    if table.slots.num_live > table.num_alive and len(slots):
+        pending = slots[~alive[slots]]
+    new, counts = torch.unique(pending, return_counts=True)
+    keys = table.keys_of(new)
+    order = keys.argsort()
+    new, keys, counts = new[order], keys[order], counts[order]
+    admitted = table.waiting.admits(keys, counts, clock.step)
+    policy = table.storage.keys.evict
+    over = None if policy is None else policy.expired(table.memory, clock)
+    gone = slots[:0]
+    if over is not None:
+        over &= alive
+        over[slots] = False
+        gone = over.nonzero()[:, 0]
+    return Due(slots, new, keys, counts, admitted, gone, clock)
+
+
+def _num_rows(table: HashedTable, due: Due | None, span: Span | None) -> int:
+    """Return the rows that a table will have, in a span of its keys."""
+    if span is None:
+        if due is None:
+            return table.num_alive
+        return table.num_alive - len(due.gone) + int(due.admitted.sum())
+    num = int(in_span(table.listed()[0], span).sum())
+    if due is not None:
+        num -= int(in_span(table.keys_of(due.gone), span).sum())
+        num += int(in_span(due.keys[due.admitted], span).sum())
+    return num
+
+
+def _candidates(table: HashedTable, due: Due) -> Tensor:
+    """Return the slots of the rows that may go: not those of the update."""
+    free = table.memory[""].clone()
+    free[due.gone] = False
+    free[due.slots] = False
+    return free.nonzero()[:, 0]
+
+
+def nth(values: Tensor, n: int, everyone: Everyone) -> tuple[int, int]:
+    """Return the n-th smallest value of all ranks, from 1 on, and how many are smaller. Collective.
+
+    Args:
+        values: int64, those of this rank; all ranks together have at least ``n``.
+    """
+    shift, base, below = _range_of(values, everyone)
+    while True:
+        digits = (values >> shift) - (base >> shift)
+        counts = everyone.sum(torch.bincount(digits, minlength=_DIGITS))
+        ends = counts.cumsum(0)
+        digit = int(torch.searchsorted(ends, n - below))
+        below += int(ends[digit] - counts[digit])
+        base = ((base >> shift) + digit) << shift
+        if shift == 0:
+            return base, below
+        values = values[digits == digit]
+        shift = max(0, shift - 16)
+
+
+def _range_of(values: Tensor, everyone: Everyone) -> tuple[int, int, int]:
+    """Return by how many bits to shift, so that what is left of the values of all ranks fits one digit, the
+    least value, and 0."""
+    own = torch.zeros(everyone.size, 3, dtype=torch.int64)
+    if len(values):
+        own[everyone.rank] = torch.stack([values.min(), values.max(), torch.ones((), dtype=torch.int64)])
+    found = everyone.sum(own.view(-1)).view(-1, 3)
+    least, greatest, _ = zip(*[row for row in found.tolist() if row[2]], strict=True)
+    base, end, shift = min(least), max(greatest), 0
+    while (end >> shift) - (base >> shift) >= _DIGITS:
+        shift += 1
+    return shift, base, 0

@@ -1,0 +1,206 @@
+"""The counts of IDs that wait for admission, on one rank: exact, or in a count-min sketch."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.index import HashIndex, mix
+from meshrec.tables.growing import GrowingRows
+from meshrec.tables.hashed_keys import Admission, Hashed, MinCount, MinCountSketch, Probability
+from meshrec.tables.key_space import FIRST_KEY, bucket_of, first_keys
+from meshrec.tables.table import Span
+
+# N IDs, C cells of an ID
+
+_CELLS = 4
+_WORD = 8
+_MOST = 255
+
+
+class Waiting(Protocol):
+    """What a rectangle remembers of IDs that have no row."""
+
+    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
+        """Return which new IDs are due, ascending and read ``counts`` times in this update."""
+
+    def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
+        """Add the counts of an update, and forget the IDs that are admitted."""
+
+    def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys, ascending, and their counts, int64 [N] each."""
+
+    def load(self, keys: Tensor, counts: Tensor) -> None:
+        """Add what another rank or a checkpoint has streamed."""
+
+    def early(self) -> float:
+        """Return the estimated share of new IDs that are admitted too early."""
+
+
+class Nobody:
+    """IDs do not wait: they are admitted at once, or by chance."""
+
+    def __init__(self, admission: Probability | None, seed: int) -> None:
+        self._admission, self._seed = admission, seed
+
+    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
+        """Return the decision, which depends on nothing that came before."""
+        if self._admission is None:
+            return torch.ones_like(keys, dtype=torch.bool)
+        return self._admission.admits(keys, counts, step, self._seed)
+
+    def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
+        """Do nothing."""
+
+    def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield nothing."""
+        yield from ()
+
+    def load(self, keys: Tensor, counts: Tensor) -> None:
+        """Do nothing: a table with another admission policy had counted."""
+
+    def early(self) -> float:
+        """Return 0."""
+        return 0.0
+
+
+class ExactCounts:
+    """A count for each ID that waits."""
+
+    def __init__(self, k: int, seed: int, name: str) -> None:
+        self._k = k
+        most = (1 << 32) - 1
+        self._slots = HashIndex(most, seed=seed, name=f"the waiting IDs of {name}")
+        self._memory = GrowingRows([torch.zeros(1, dtype=torch.int64)], max_rows=most, name=name)
+
+    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
+        """Return whether the counts so far and those of this update reach ``k``."""
+        return self._so_far(keys) + counts >= self._k
+
+    def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
+        """Add the counts; an admitted ID counts from 0 when it has lost its row again."""
+        known = self._slots.find(keys) >= 0
+        if bool((gone := known & admitted).any()):
+            self._counts[self._slots.remove(keys[gone])] = 0
+        waits = ~admitted
+        self._add(keys[waits], counts[waits])
+
+    def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield all counts."""
+        found, slots = self._slots.items()
+        inside = in_span(found, keys)
+        yield found[inside], self._counts[slots[inside]]
+
+    def load(self, keys: Tensor, counts: Tensor) -> None:
+        """Add the counts."""
+        self._add(keys, counts)
+
+    def early(self) -> float:
+        """Return 0."""
+        return 0.0
+
+    @property
+    def _counts(self) -> Tensor:
+        return self._memory.tensors[0]
+
+    def _so_far(self, keys: Tensor) -> Tensor:
+        slots = self._slots.find(keys)
+        found = torch.zeros_like(keys)
+        found[slots >= 0] = self._counts[slots[slots >= 0]]
+        return found
+
+    def _add(self, keys: Tensor, counts: Tensor) -> None:
+        slots = self._slots.find(keys)
+        new = slots < 0
+        if bool(new.any()):
+            slots[new] = self._slots.insert(keys[new])
+            self._memory.grow(int(slots.max()) + 1)
+            self._counts[slots[new]] = 0
+        self._counts[slots] += counts
+
+
+class Sketch:
+    """Counts in cells of a byte: ``num_cells`` of them for each bucket of keys, up to four for an ID."""
+
+    def __init__(self, k: int, seed: int, *, rows: Span, max_rows: int, num_cells: int) -> None:
+        self._k, self._seed, self._max_rows, self._num_cells = k, seed, max_rows, num_cells
+        self._first = rows[0]
+        self._cells = torch.zeros((rows[1] - rows[0]) * num_cells, dtype=torch.uint8)
+
+    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
+        """Return whether all cells of an ID reach ``k`` with this update."""
+        cells_NC, new_NC = self._added(keys, counts)
+        return (self._cells[cells_NC].long() + new_NC).amin(1) >= self._k
+
+    def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
+        """Add the counts; a full cell stays full."""
+        cells_NC, new_NC = self._added(keys, counts)
+        self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MOST).byte()
+
+    def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the words of eight cells that are not 0; their keys begin at that of the bucket."""
+        words = self._cells.view(torch.int64)
+        used = words.nonzero()[:, 0]
+        per_row = self._num_cells // _WORD
+        found = first_keys(used // per_row + self._first, self._max_rows) + used % per_row
+        inside = in_span(found, keys)
+        yield found[inside], words[used[inside]]
+
+    def load(self, keys: Tensor, counts: Tensor) -> None:
+        """Take words over. Those of a sketch of another size do not fit and are left out."""
+        buckets = bucket_of(keys, self._max_rows)
+        within = keys - first_keys(buckets, self._max_rows)
+        fits = (within >= 0) & (within < self._num_cells // _WORD)
+        words = self._cells.view(torch.int64)
+        words[((buckets - self._first) * (self._num_cells // _WORD) + within)[fits]] = counts[fits]
+
+    def early(self) -> float:
+        """Return how likely all cells of a new ID are at ``k - 1`` already."""
+        if self._cells.numel() == 0:
+            return 0.0
+        full = (self._cells >= self._k - 1).view(-1, self._num_cells).double().mean(1)
+        return float((full ** min(_CELLS, self._num_cells)).mean())
+
+    def _added(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cells of each ID, and what this update adds to each of them in all, [N, C]."""
+        bits = mix(keys, self._seed)
+        own = (bucket_of(keys, self._max_rows) - self._first) * self._num_cells
+        chosen = [((bits >> (16 * c)) & 0xFFFF) % self._num_cells for c in range(_CELLS)]
+        cells_NC = own[:, None] + torch.stack(chosen, 1)
+        distinct, inverse = torch.unique(cells_NC, return_inverse=True)
+        sums = torch.zeros_like(distinct)
+        # An ID counts once in a cell that it has chosen twice.
+        first_NC = torch.ones_like(cells_NC, dtype=torch.bool)
+        for c in range(1, _CELLS):
+            first_NC[:, c] = (cells_NC[:, :c] != cells_NC[:, c : c + 1]).all(1)
+        sums.index_add_(0, inverse[first_NC], counts[:, None].expand_as(cells_NC)[first_NC])
+        return cells_NC, sums[inverse]
+
+
+def waiting_for(keys: Hashed, max_rows: int, span: Span, name: str) -> Waiting:
+    """Return the store that an admission policy needs for the keys in ``span``."""
+    admit: Admission | None = keys.admit
+    if isinstance(admit, MinCount):
+        return ExactCounts(admit.k, keys.seed, name)
+    if isinstance(admit, MinCountSketch):
+        rows = _rows_of(span, max_rows)
+        num_cells = admit.bytes // max_rows // _WORD * _WORD
+        return Sketch(admit.k, keys.seed, rows=rows, max_rows=max_rows, num_cells=num_cells)
+    assert admit is None or isinstance(admit, Probability)
+    return Nobody(admit, keys.seed)
+
+
+def in_span(keys: Tensor, span: Span | None) -> Tensor:
+    """Return which keys lie in a span; all without one. The end of the key space is no key."""
+    inside = torch.ones_like(keys, dtype=torch.bool)
+    if span is not None:
+        inside &= keys >= span[0]
+        if span[1] < -FIRST_KEY:
+            inside &= keys < span[1]
+    return inside
+
+
+def _rows_of(span: Span, max_rows: int) -> Span:
+    first, end = ((key - FIRST_KEY) * max_rows for key in span)
+    return first >> 64, -(-end >> 64)

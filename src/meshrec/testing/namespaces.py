@@ -1,0 +1,160 @@
+"""Hosts made of Linux namespaces: each has a network, processes and files of its own, on one machine.
+
+A host is a process that sits in a network namespace, and is the first process of a PID namespace: when it is
+killed, so is everything that runs on the host, as when a machine loses its power. Hosts are connected by a
+bridge; links can be shaped to a bandwidth. A folder of a host is private: others do not see it.
+"""
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_numbers = itertools.count()
+
+
+def why_not() -> str | None:
+    """Why there can be no hosts here; None if there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    missing = [name for name in ("ip", "tc", "unshare", "nsenter", "mount") if shutil.which(name) is None]
+    if missing:
+        return f"namespaces need {', '.join(missing)}"
+    name = f"mrprobe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if made.returncode != 0:
+        return "this system allows no network namespaces"
+    link = subprocess.run(
+        ["ip", "-n", name, "link", "add", "br0", "type", "bridge"], capture_output=True, check=False
+    )
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return "this system has no bridges between namespaces" if link.returncode else None
+
+
+def ip(*words: object) -> None:
+    subprocess.run(["ip", *map(str, words)], check=True, capture_output=True)
+
+
+class Host:
+    """One host. ``run`` starts a command there; ``kill`` ends everything that runs on it."""
+
+    def __init__(self, name: str, space: str, address: str, private: Path, seen: Path) -> None:
+        self.name, self.address = name, address
+        self._space, self._private, self._seen = space, private, seen
+        self._names = private.with_name("names")  # what /etc/hosts is on every host
+        self._root: subprocess.Popen[bytes] | None = None
+        private.mkdir(parents=True, exist_ok=True)
+
+    def boot(self) -> None:
+        """Start the host's first process."""
+        # PID 1 of the host: whatever it is killed with takes all others along.
+        script = (
+            f"mount --bind {self._names} /etc/hosts; mount --bind {self._private} {self._seen}; "
+            "mount -t tmpfs tmpfs /dev/shm; hostname "
+            f"{self.name}; "
+            "echo up; while :; do sleep 1000; done"
+        )
+        self._root = subprocess.Popen(
+            [
+                *("ip", "netns", "exec", self._space, "unshare", "--pid", "--fork", "--kill-child"),
+                *("--mount-proc", "--uts", "--mount", "bash", "-c", script),
+            ],
+            stdout=subprocess.PIPE,
+        )
+        assert self._root.stdout is not None
+        assert self._root.stdout.readline() == b"up\n"
+        children = Path(f"/proc/{self._root.pid}/task/{self._root.pid}/children").read_text().split()
+        self.pid = int(children[0])
+
+    def popen(self, words: Sequence[object], **options: object) -> "subprocess.Popen[str]":
+        """Start a command on the host."""
+        options = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "cwd": os.getcwd(),
+            **options,
+        }
+        inside = [
+            "nsenter",
+            "-t",
+            str(self.pid),
+            "--net",
+            "--pid",
+            "--mount",
+            "--uts",
+            f"--wd={options.pop('cwd')}",
+        ]
+        return subprocess.Popen([*inside, *map(str, words)], **options)  # type: ignore[call-overload,no-any-return]
+
+    def run(self, words: Sequence[object], **options: object) -> str:
+        """Run a command on the host, and return what it prints."""
+        process = self.popen(words, **options)
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+        return out
+
+    def kill(self) -> None:
+        """End everything that runs on the host at once."""
+        if self._root is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._root.wait()
+            assert self._root.stdout is not None
+            self._root.stdout.close()
+            self._root = None
+
+
+@contextlib.contextmanager
+def hosts(
+    number: int, folder: Path, *, rate: str | None = None, seen: Path | None = None
+) -> Iterator[list[Host]]:
+    """Give hosts 10.77.N.1, 10.77.N.2, ... that reach each other, and end them.
+
+    Args:
+        number: the number of hosts.
+        folder: where their private files lie.
+        rate: the bandwidth of each host's link, each way, such as "1gbit".
+        seen: where each host sees its private folder; by default ``folder/own``.
+    """
+    net = 1 + (os.getpid() * 7 + next(_numbers) * 61) % 250
+    prefix = f"mr{os.getpid() % 100000}x{net}"
+    switch = f"{prefix}s"
+    seen = seen or folder / "own"
+    seen.mkdir(parents=True, exist_ok=True)
+    spaces = [switch, *(f"{prefix}h{n}" for n in range(number))]
+    found: list[Host] = []
+    names = [(f"10.77.{net}.{n + 1}", f"host{n}") for n in range(number)] + [(f"10.77.{net}.254", "switch")]
+    lines = [f"{address} {name}" for address, name in [("127.0.0.1", "localhost"), *names]]
+    (folder / "names").write_text("\n".join(lines) + "\n")
+    try:
+        for space in spaces:
+            ip("netns", "add", space)
+            ip("-n", space, "link", "set", "lo", "up")
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "addr", "add", f"10.77.{net}.254/24", "dev", "br0")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for n, space in enumerate(spaces[1:]):
+            ip("-n", switch, "link", "add", f"v{n}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("-n", switch, "link", "set", f"v{n}", "master", "br0", "up")
+            ip("-n", space, "addr", "add", f"10.77.{net}.{n + 1}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            if rate is not None:
+                for where, device in ((space, "eth0"), (switch, f"v{n}")):
+                    shape = ["qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "64kb"]
+                    subprocess.run(["tc", "-n", where, *shape, "latency", "50ms"], check=True)
+            found.append(Host(f"host{n}", space, f"10.77.{net}.{n + 1}", folder / f"host{n}", seen))
+            found[-1].boot()
+        found_switch = Host("switch", switch, f"10.77.{net}.254", folder / "switch", seen)
+        found_switch.boot()
+        found.append(found_switch)
+        yield found
+    finally:
+        for host in found:
+            host.kill()
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)

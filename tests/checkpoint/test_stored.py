@@ -1,0 +1,103 @@
+"""Checkpoints in an object store: here a folder by its address, and S3 where a server for tests is
+installed.
+"""
+
+import os
+
+import pytest
+import torch
+
+from meshrec.checkpoint import CheckpointError, DamagedCheckpointError
+from meshrec.checkpoint.manifest import MANIFEST
+from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
+from meshrec.train import join
+
+
+def saved_and_loaded(address, folder):
+    """Ranks whose folders are their own save three times, and load."""
+    ranks = join("cpu")
+    local = folder / f"host{ranks.rank}"
+    kept = StoredCheckpoints(ObjectStore(address), local, keep_last=2)
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    for step in (10, 20, 30):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        kept.save(step, {"model": model})
+    other = torch.nn.Linear(3, 2)
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        found = kept.load_latest({"model": other})
+    finally:
+        del os.environ["LOCAL_RANK"]
+    left = [str(path) for path in local.rglob("*") if path.is_file()]
+    return found, other.weight.mean().item(), kept.steps(), left
+
+
+def test_ranks_without_a_shared_folder(ranks, tmp_path):
+    found = ranks(2).run(saved_and_loaded, f"file://{tmp_path}/store", tmp_path)
+    assert found == [(30, 3.0, [20, 30], [])] * 2
+
+
+def alone(tmp_path, keep_last=2):
+    return StoredCheckpoints(ObjectStore(f"file://{tmp_path}/store"), tmp_path / "local", keep_last=keep_last)
+
+
+def test_a_checkpoint_without_its_manifest_is_none(tmp_path):
+    kept, model = alone(tmp_path), torch.nn.Linear(3, 2)
+    assert kept.load_latest({"model": model}) is None
+    assert kept.latest() is None
+    kept.save(5, {"model": model})
+    kept.async_save(6, {"model": model})
+    kept.wait()
+    (tmp_path / "store" / "step-0000000006" / MANIFEST).unlink()
+    assert kept.steps() == [5]
+    assert kept.load_latest({"model": model}) == 5
+    kept.remove_after(4)
+    assert kept.steps() == []
+
+
+def test_damage_leads_to_the_checkpoint_before(tmp_path):
+    kept, model = alone(tmp_path), torch.nn.Linear(3, 2)
+    for step in (5, 6):
+        kept.save(step, {"model": model})
+    damaged = [*(tmp_path / "store" / "step-0000000006").glob("data-*")]
+    damaged[0].write_bytes(b"x")
+    assert kept.load_latest({"model": model}) == 5
+    for each in (tmp_path / "store").glob("*/data-*"):
+        each.write_bytes(b"x")
+    with pytest.raises(DamagedCheckpointError):
+        kept.load_latest({"model": model})
+
+
+def test_a_store_that_refuses(tmp_path):
+    (tmp_path / "store").write_text("a file, where the store would be")
+    with pytest.raises(CheckpointError, match="uploading to file"):
+        alone(tmp_path).save(5, {"model": torch.nn.Linear(3, 2)})
+    with pytest.raises(OSError, match=r"."):
+        ObjectStore(f"file://{tmp_path}/store").check()
+    with pytest.raises(ValueError, match="no address of a store"):
+        ObjectStore("nosuch://bucket")
+
+
+def test_s3(tmp_path, monkeypatch):
+    pytest.importorskip("flask", reason="no server of S3 for tests is installed")
+    server = pytest.importorskip("moto.server", reason="no server of S3 for tests is installed")
+    served = server.ThreadedMotoServer(port=0, verbose=False)
+    served.start()
+    try:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        host, port = served.get_host_and_port()
+        options = f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
+        store = ObjectStore(f"s3://bucket/runs{options}").under("mine")
+        store.check()
+        kept, model = StoredCheckpoints(store, tmp_path, keep_last=1), torch.nn.Linear(3, 2)
+        for step in (5, 6):
+            kept.save(step, {"model": model})
+        assert kept.steps() == [6]
+        assert kept.load_latest({"model": torch.nn.Linear(3, 2)}) == 6
+        assert all(name.startswith("step-0000000006/") for name in store.names())
+    finally:
+        served.stop()

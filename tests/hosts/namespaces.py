@@ -1,0 +1,23 @@
+"""The marks of tests that need hosts."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from meshrec.testing.namespaces import Host, hosts, why_not
+
+__all__ = ["ROOT", "Host", "hosts", "makes_hosts", "needs_hosts", "until"]
+ROOT = Path(__file__).parents[2]
+makes_hosts = pytest.mark.skipif("MESHREC_HOSTS" not in os.environ, reason="`make hosts` runs it")
+"""The heavy tests: some minutes each."""
+needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def until(condition, seconds=120.0, what=""):
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what() if callable(what) else what
+        time.sleep(0.05)
