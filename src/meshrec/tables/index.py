@@ -41,13 +41,9 @@ class Index(Protocol):
 
     The same calls in the same order must give the same slots: rectangles with other columns of the same rows
     are looked up and compared by the same slots, on one rank and on several.
-    """
 
-    @property
-    def slot_keys(self) -> Tensor | None:
-        """The key of each slot, int64 [rows in memory], as a batch in flight has it; None if slots are
-        rounded by their own numbers.
-        """
+    An index may have ``slot_keys``, the key of each slot, int64: 16-bit rows are then rounded by their keys.
+    """
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
         """Return the slot of each key, in [0, rows in memory), and bring the rows there, or begin to.
