@@ -10,6 +10,7 @@ from benchmarks import (
     default_model,
     dlrm_step,
     early_bags,
+    file_rows,
     import_time,
     index,
     inspect_auc,
@@ -86,6 +87,10 @@ def run_checkpoint(arguments: argparse.Namespace, effort: Effort) -> Result:
     return checkpoint.run(effort, tiny=arguments.tiny)
 
 
+def run_file_rows(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return file_rows.run(effort, tiny=arguments.tiny)
+
+
 def run_stages(arguments: argparse.Namespace, effort: Effort) -> Result:
     return stages.run(effort, tiny=arguments.tiny)
 
@@ -140,6 +145,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "trainer": run_trainer,
     "criteo_wall": run_criteo_wall,
     "checkpoint": run_checkpoint,
+    "file_rows": run_file_rows,
     "stages": run_stages,
     "layouts": run_layouts,
     "train_pipeline": run_train_pipeline,

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.dlrm_contenders import LR, TINY, Shape, keyed, make_inputs
 from benchmarks.harness import Bar, Effort, Result, table
-from meshrec.data import Batch, Dataset, Feature, FileRows, Position, Reader
+from meshrec.data import Batch, Dataset, Feature, Position, Reader, RowsOfFile
 from meshrec.optim import RowWiseAdagrad
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.testing.rank_pool import RankPool
@@ -41,8 +41,8 @@ class Repeated(Reader):
         return _STEPS * self._batch_size * dist.get_world_size()
 
     @property
-    def files(self) -> list[FileRows]:
-        return [FileRows("repeated", 0, self.num_samples)]
+    def files(self) -> list[RowsOfFile]:
+        return [RowsOfFile("repeated", 0, self.num_samples)]
 
     def batches(
         self,

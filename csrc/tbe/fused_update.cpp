@@ -63,7 +63,7 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
                 std::vector<int64_t> dims, std::vector<Tensor> weight_list, std::vector<Tensor> state,
                 int64_t optimizer, Tensor hyper_tensor, std::optional<Tensor> row_stats,
                 std::vector<int64_t> origins, std::optional<Tensor> sorted_runs,
-                std::optional<Tensor> mean_squares) {
+                std::optional<Tensor> mean_squares, std::optional<std::vector<Tensor>> row_keys) {
   const Weights weights = make_weights(std::move(weight_list), true);
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
@@ -98,6 +98,16 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
     if (!sorted || mean->scalar_type() != ScalarType::Float || mean->numel() != runs.num_runs)
       fail("mean_squares must be float32 with one number for each of the sorted runs, and come with them.");
   }
+  if (row_keys.has_value() && row_keys->size() != weights.tensors.size())
+    fail("row_keys must hold a tensor for each of the ", weights.tensors.size(), " tables.");
+  const auto keys_of = [&](int64_t table) -> const int64_t* {
+    if (!row_keys.has_value() || (*row_keys)[table].numel() == 0) return nullptr;
+    const Tensor& found = (*row_keys)[table];
+    if (found.scalar_type() != ScalarType::Long || !found.is_contiguous() ||
+        found.numel() != weights.num_rows[table])
+      fail("row_keys must be contiguous int64, one for each row of the weight.");
+    return static_cast<const int64_t*>(found.const_data_ptr());
+  };
   const auto* means = mean.has_value() ? static_cast<const float*>(mean->const_data_ptr()) : nullptr;
   const int64_t num_tables = weights.tensors.size();
   const auto slot_data = [&](int64_t slot, int64_t table) {
@@ -113,6 +123,7 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
                     .row_stats = table.row_stats,
                     .mean_squares = means == nullptr ? nullptr : means + range.first_run,
                     .hyper = hyper,
+                    .row_keys = keys_of(table.table),
                     .first_row = origin(table.table, 0),
                     .first_column = origin(table.table, 1)};
     if (args.hyper.row_dim == 0) args.hyper.row_dim = double(table.dim);

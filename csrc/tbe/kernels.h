@@ -105,7 +105,10 @@ struct UpdateArgs {
   const float* const* row_stats;  // by slot, or null: [sum g^2, sum w^2, sum r^2] of the whole row
   const float* mean_squares;      // by run, or null: the mean of g^2 over the whole row
   Hyper hyper;
-  int64_t first_row, first_column;  // of the weight in its whole table, for the noise of stochastic rounding
+  // Of the weight in its whole table, for the noise of stochastic rounding: its rows, or null where they
+  // follow each other; its first row and column.
+  const int64_t* row_keys;
+  int64_t first_row, first_column;
 };
 
 // Writes the row number and the summed gradient of each run.

@@ -228,7 +228,9 @@ void update_rows(const UpdateArgs& args) {
         } else {
           row_to_float(typename DenseRows<Weight>::Row{target}, dim, row_buffer);
           step_row(Code<kOptimizer>(), row_buffer, run.grad, s0, s1, dim, step);
-          const uint64_t row = uint64_t(args.first_row) + run.row, column = uint64_t(args.first_column);
+          const uint64_t row = args.row_keys != nullptr ? uint64_t(args.row_keys[run.row])
+                                                        : uint64_t(args.first_row) + run.row;
+          const uint64_t column = uint64_t(args.first_column);
           for (int64_t d = 0; d < dim; ++d) {
             const uint32_t noise =
                 stochastic ? random_bits(args.hyper.seed, args.hyper.step, row, column + uint64_t(d)) : 0;

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from meshrec.modules.fusing import fuse
     from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+    from meshrec.tables.file_rows import FileRows
     from meshrec.tables.hashed_keys import Hashed
 
     __version__: str
@@ -28,6 +29,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "FileRows",
     "Hashed",
     "JaggedTensor",
     "KeyedJaggedTensor",
@@ -40,6 +42,7 @@ __all__ = [
 _HOMES = {
     "meshrec.modules": [*__all__[:6], "PoolingType"],
     "meshrec.modules.fusing": ["fuse"],
+    "meshrec.tables.file_rows": ["FileRows"],
     "meshrec.tables.hashed_keys": ["Hashed"],
     "meshrec.sparse": ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"],
 }

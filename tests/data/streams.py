@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterable
 
 import numpy as np
 
-from meshrec.data import Batch, FileRows, Position, Reader, Source
+from meshrec.data import Batch, Position, Reader, RowsOfFile, Source
 from meshrec.data.samples import Ints, Ragged, Samples, Shape
 
 
@@ -19,7 +19,7 @@ class Numbered(Source):
 
     @property
     def files(self):
-        return [FileRows("numbered", 0, int(self.sizes.sum()))]
+        return [RowsOfFile("numbered", 0, int(self.sizes.sum()))]
 
     shape = Shape(1, 2)
 

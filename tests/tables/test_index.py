@@ -20,7 +20,7 @@ ROWS = 5
 class Modulo:
     """The slot of a key is the remainder of its division by ROWS."""
 
-    num_calls = 0
+    num_calls, slot_keys = 0, None
 
     def __init__(self, first_row):
         self.first_row = first_row

@@ -47,6 +47,8 @@ class Pin:
 class DictTable:
     """Rows in a dict, and rows of 0 for all other keys. The kernels see those of batches in flight."""
 
+    slot_keys = None
+
     def __init__(self, rectangle, storage, spec, device):
         self.rectangle, self.parts, self.index = rectangle, parts_of(storage, spec), self
         c0, c1 = rectangle.columns

@@ -28,6 +28,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshrec.checkpoint.agreement import CheckpointError, describe
@@ -208,6 +209,7 @@ def _write_and_exit(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.nice(5)
+        torch.set_num_threads(1)  # the parent's threads are not here
         written = write_data_file(path, parts, _Inline())
         write_durably(note, json.dumps(written.to_json()).encode())
         code = 0

@@ -1,7 +1,7 @@
 """``meshrec calibrate``: measure this machine and save a hardware profile."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from meshrec.calibration.calibrate import Sizes, calibrate
+from meshrec.calibration.disk import measure_disk
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.comms.joining import form_group
@@ -36,6 +37,8 @@ class CalibrateOptions:
     """Number of ranks per node; if none, all ranks share one node."""
     device: str = "cpu"
     """Device to measure: cpu or cuda."""
+    disk: Path | None = None
+    """Folder of a disk to measure, for tables in files (`meshrec.FileRows`)."""
     quick: bool = False
     """Measure small tables for a few rounds: a rough profile in seconds."""
 
@@ -57,11 +60,21 @@ def run(options: CalibrateOptions) -> None:
         group = dist.group.WORLD if dist.is_initialized() else None
         profile = calibrate(group, local_size=options.ranks_per_node, device=device, sizes=sizes)
         if group is None or group.rank() == 0:
-            profile.named(options.name).save(options.out)
+            if options.disk is not None:
+                profile = with_disk(profile, options.disk, quick=options.quick)
+            profile = profile.named(options.name)
+            profile.save(options.out)
             _print(profile, options.out)
     finally:
         if under_torchrun:
             leave_process_group()
+
+
+def with_disk(profile: HardwareProfile, folder: Path, *, quick: bool) -> HardwareProfile:
+    """Return a profile with the figures of a disk."""
+    reads, writes = measure_disk(folder, num_rows=20_000 if quick else 500_000)
+    sources = {**profile.sources, "disk": f"measured in {folder.absolute()}"}
+    return replace(profile, disk_reads=reads, disk_writes=writes, sources=sources)
 
 
 def _print(profile: HardwareProfile, path: Path) -> None:

@@ -19,7 +19,9 @@ in the same order on all ranks. The threads of a rank are
 5. the "checkpoint" thread of the first rank: it waits for files and writes the manifest. A forked child of
    each rank writes the data (checkpoint/snapshot.py); it must not use threads, devices or sockets;
 6. the workers and carriers of stages in one process (pipeline/stages/threads.py): each runs only its own
-   stage.
+   stage;
+7. the two threads of a table in a file (tables/file_table.py): one reads rows to memory, one writes rows that
+   had to leave it. They start no collective, and no work on torch's threads.
 
 The launcher has a thread that kills ranks which keep others waiting (train/launch.py). A server answers on
 the thread of its event loop, reads packed requests on another one, and computes on one thread per model

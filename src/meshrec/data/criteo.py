@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshrec.data.dataset import Dataset, FileRows, Paths, Reader
+from meshrec.data.dataset import Dataset, Paths, Reader, RowsOfFile
 from meshrec.data.delimited import parse
 from meshrec.data.encoding import Place
 from meshrec.data.faults import DataError, Faults, OnError, needs
@@ -77,7 +77,7 @@ class CriteoText(Source):
         return self._features.shape
 
     @property
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         """Files that have lines."""
         return files_of([(str(block.file), block.lines) for block in self._blocks])
 

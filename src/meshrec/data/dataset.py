@@ -47,7 +47,7 @@ class Position(NamedTuple):
     sample: int = 0
 
 
-class FileRows(NamedTuple):
+class RowsOfFile(NamedTuple):
     """Row numbers of a file within a reader: ``[first_row, first_row + num_rows)``."""
 
     name: str
@@ -62,7 +62,7 @@ class FilePlaces(NamedTuple):
     row_B: Tensor
 
 
-def locate(files: Sequence[FileRows], rows: Tensor) -> FilePlaces:
+def locate(files: Sequence[RowsOfFile], rows: Tensor) -> FilePlaces:
     """Return the file and the row within it of each row number in ``Batch.rows``.
 
     Args:
@@ -89,7 +89,7 @@ class Reader(ABC):
 
     @property
     @abstractmethod
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         """Files that ``Batch.rows`` number consecutively, including rows that are not in this part of the
         data.
         """

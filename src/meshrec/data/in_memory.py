@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from meshrec.data.batch import Batch
-from meshrec.data.dataset import FileRows, Position, Reader, locate
+from meshrec.data.dataset import Position, Reader, RowsOfFile, locate
 from meshrec.data.faults import DataError, rows_text
 from meshrec.data.order import Step, Stream, check_seed, generator, rank_slice, steps
 from meshrec.data.samples import Floats, Ints, Samples, Shape, gather_ranges, to_batch
@@ -53,7 +53,7 @@ class InMemoryReader(Reader):
         ids: Mapping[str, Ranges],
         *,
         rows: Ints | None = None,
-        files: Sequence[FileRows] = (),
+        files: Sequence[RowsOfFile] = (),
         seed: int,
         shuffle: bool = True,
         label_range: tuple[float, float] | None = (0.0, 1.0),
@@ -65,7 +65,7 @@ class InMemoryReader(Reader):
         if len(labels) == 0:
             raise ValueError("there are no samples to read: the arrays are empty.")
         self._rows = np.arange(len(labels), dtype=np.int64) if rows is None else rows
-        self._files = tuple(files) or (FileRows("memory", 0, len(labels)),)
+        self._files = tuple(files) or (RowsOfFile("memory", 0, len(labels)),)
         if label_range is not None:
             outside = ~((labels >= label_range[0]) & (labels <= label_range[1]))
             bad = outside.reshape(len(labels), -1).any(axis=1)
@@ -86,7 +86,7 @@ class InMemoryReader(Reader):
         return len(self._labels)
 
     @property
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         """Files that the row numbers refer to."""
         return self._files
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshrec.data.dataset import Dataset, Feature, FileRows
+from meshrec.data.dataset import Dataset, Feature, RowsOfFile
 from meshrec.data.faults import Faults, OnError, needs
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.movielens_files import RawRatings, load_folder, load_packaged
@@ -66,7 +66,7 @@ class Ratings(NamedTuple):
             labels,
             ids,
             rows=self.rows[at],
-            files=[FileRows(self.name, 0, len(self.rows))],
+            files=[RowsOfFile(self.name, 0, len(self.rows))],
             seed=seed or 0,
             shuffle=seed is not None,
         )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshrec.data.dataset import Dataset, FileRows, Paths
+from meshrec.data.dataset import Dataset, Paths, RowsOfFile
 from meshrec.data.encoding import Encoding, Place
 from meshrec.data.faults import DataError, Faults, OnError, needs
 from meshrec.data.locations import File, expand, opened
@@ -60,7 +60,7 @@ class ParquetSource(Source, Tables):
         return self._schema.shape
 
     @property
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         """Files that can be read."""
         return files_of([(str(group.file), group.rows) for group in self._groups])
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.data.dataset import FileRows, Paths
+from meshrec.data.dataset import Paths, RowsOfFile
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.hashing import hash_bytes, mix
 from meshrec.data.samples import Bools, Ints, Samples, Shape, rewindowed
@@ -164,7 +164,7 @@ class ChosenRows(Source):
         return self._source.shape
 
     @property
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         return self._source.files
 
     @property

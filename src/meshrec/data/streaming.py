@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshrec.data.batch import Batch
-from meshrec.data.dataset import FileRows, Position, Reader
+from meshrec.data.dataset import Position, Reader, RowsOfFile
 from meshrec.data.order import LanePart, Step, Stream, check_seed, generator, lane_parts, lane_sizes, steps
 from meshrec.data.samples import Ints, Samples, Shape, to_batch, together
 
@@ -37,7 +37,7 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         """Files of the blocks, in order. Row numbers are consecutive over all of them."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class StreamReader(Reader):
         return self._num_samples
 
     @property
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         return self._source.files
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -177,15 +177,15 @@ class StreamReader(Reader):
             skip = 0
 
 
-def files_of(blocks: Sequence[tuple[str, int]]) -> list[FileRows]:
+def files_of(blocks: Sequence[tuple[str, int]]) -> list[RowsOfFile]:
     """Group (file, rows) pairs of blocks, in order, into files."""
-    found: list[FileRows] = []
+    found: list[RowsOfFile] = []
     for name, rows in blocks:
         if found and found[-1].name == name:
             found[-1] = found[-1]._replace(num_rows=found[-1].num_rows + rows)
         else:
             first = found[-1].first_row + found[-1].num_rows if found else 0
-            found.append(FileRows(name, first, rows))
+            found.append(RowsOfFile(name, first, rows))
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.data.dataset import Dataset, Feature, FileRows
+from meshrec.data.dataset import Dataset, Feature, RowsOfFile
 from meshrec.data.faults import DataError
 from meshrec.data.hashing import mix
 from meshrec.data.order import Stream, check_seed, generator
@@ -118,9 +118,9 @@ class ClickSource(Source):
         return Shape(self._num_dense, len(self.keys))
 
     @property
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         """A single name that rows are counted by; there is not a file of that name."""
-        return [FileRows("synthetic_clicks", 0, self._num_samples)]
+        return [RowsOfFile("synthetic_clicks", 0, self._num_samples)]
 
     @property
     def block_sizes(self) -> Ints:

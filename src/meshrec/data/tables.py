@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrec.data.dataset import Dataset, FileRows, Reader
+from meshrec.data.dataset import Dataset, Reader, RowsOfFile
 from meshrec.data.encoding import Encoding, Place
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.nearest import did_you_mean
@@ -69,7 +69,7 @@ class ArrowSource(Source, Tables):
         return self._schema.shape
 
     @property
-    def files(self) -> Sequence[FileRows]:
+    def files(self) -> Sequence[RowsOfFile]:
         """The tables, in place of files."""
         return files_of([(name, table.num_rows) for name, table in self._tables])
 

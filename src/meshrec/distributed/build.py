@@ -1,5 +1,6 @@
 """The construction of a sharded module's tables from an unsharded module, its plan, and the ranks."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -39,7 +40,7 @@ from meshrec.tables.initial import initial_rows
 from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, UpdateMode
 from meshrec.tables.rule import UpdateRule, rules_of
 from meshrec.tables.storage import RowStorage, SideRows, cut
-from meshrec.tables.table import Rectangle, RowBlock
+from meshrec.tables.table import LazyRows, Rectangle, RowBlock, Span
 
 AcrossNodes = Literal["sums", "rows"]
 """What crosses the network between nodes, see [Note: two levels] in node_rows.py."""
@@ -258,6 +259,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         input_dist=input_dist,
         sequence=options.sequence,
         wire=options.wire,
+        may_fail=any(isinstance(each, SideRows) and each.may_fail for each in blueprint.storages),
         turnovers=turnovers,
         inside=inside,
     )
@@ -389,15 +391,21 @@ def _allocate(
     for each in held.held:
         for table in each.tables:
             source, rule = sources[table.rectangle.table], rules[table.rectangle.table]
-            table.load(_first_blocks(table.rectangle, source, rule, seed))
+            first = functools.partial(_first_blocks, table.rectangle, source, rule, seed)
+            if isinstance(table, LazyRows) and source.weight.is_meta:
+                table.begin_with(first)
+            else:
+                table.load(first((table.rectangle.r0, table.rectangle.r1)))
     return held
 
 
 def _first_blocks(
-    rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int
+    rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield what a rectangle starts from: rows and state of the unsharded module, or first values."""
-    _, r0, r1, c0, c1 = rectangle
+    """Yield what some rows of a rectangle start from: rows and state of the unsharded module, or first
+    values.
+    """
+    (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
     if source.rows is not None:
         yield from source.rows.stream((c0, c1), keys=(r0, r1))

@@ -37,6 +37,7 @@ from meshrec.distributed.node_rows import Fetch, NodeRows
 from meshrec.distributed.output_dist import Asked, Codecs, PooledOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
+from meshrec.distributed.row_arrival import RowArrival
 from meshrec.distributed.row_stats import column_peers
 from meshrec.distributed.sequence_output import SequenceOutput
 from meshrec.distributed.weight_grads import WeightGrads
@@ -63,6 +64,8 @@ class ArrivedBatch:
     local_ids: LookupIds | None
     """The IDs to look up in the data-parallel tables."""
     is_resolved: bool = False
+    has_rows: bool = False
+    """Whether the rows of tables with an index are in memory."""
     fetch: Fetch | None = None
     """The distinct IDs of this node, if rows cross the network in place of sums."""
 
@@ -98,6 +101,7 @@ class ShardedTables:
         turnovers: the coming and going of IDs in the split tables, and in the data-parallel ones.
         inside: the routing and the ranks inside a node, if rows cross the network in place of sums.
             ``input_dist`` is for these.
+        may_fail: whether rows of some table, on any rank, may fail to come to memory.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class ShardedTables:
         wire: TableWires,
         turnovers: Sequence[Turnover | None] = (None, None),
         inside: tuple[Routing, ShardingEnv] | None = None,
+        may_fail: bool = False,
     ) -> None:
         self._env = env
         self._fused = list(fused.values())
@@ -134,6 +139,7 @@ class ShardedTables:
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
         self.needs_resolve = bool(split.indexes or local.indexes or self._nodes)
         """Whether some table finds the slots of its keys in an index. Otherwise batches skip ``resolve``."""
+        self._row_arrival = RowArrival(routing, env, may_fail=may_fail)
         self._is_checked = False
         self._writes = OwnWrites(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
@@ -245,12 +251,32 @@ class ShardedTables:
             batch.ids = [batch.fetch.slots]
         batch.is_resolved = True
 
+    @property
+    def rows_arrive(self) -> bool:
+        """Whether rows may be on their way to memory after ``resolve``, so that it pays to call it early."""
+        return self._row_arrival.may_fail
+
     def look_up(self, batch: ArrivedBatch) -> "Results":
-        """Look the IDs up and start to send the results back."""
+        """Look the IDs up and start to send the results back.
+
+        Raises:
+            RowFileError: rows of a table in a file could not come; raised on every rank.
+            ValueError: they have no room in the cache; raised on every rank.
+        """
+        self._await_rows(batch)
         arrived, pending = batch.arrived, PendingLookup(batch=batch)
         # The anchor gives every rank a backward pass if any has one, because they exchange gradients.
         anchor = torch.empty(0, requires_grad=arrived.wishes.backward)
         return Results(self, pending, _send(self, pending, anchor, arrived.weights, *self._parameters))
+
+    def _await_rows(self, batch: ArrivedBatch) -> None:
+        if not self.rows_arrive or batch.has_rows:
+            return
+        self.resolve(batch)
+        with phase("lookup") if recorders else OFF:
+            local = batch.local_ids.pins if batch.local_ids is not None else ()
+            self._row_arrival.wait([*batch.ids[0].pins, *local])
+        batch.has_rows = True
 
     def send(self, pending: PendingLookup) -> Tensor:
         """Run the forward pass up to the exchange; return the rows of the data-parallel tables, fp32,
@@ -325,6 +351,9 @@ class ShardedTables:
         else:
             split = self._replicas.sum_of_all(batch.arrived.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
+        if self.rows_arrive and (self._env.replicate.size > 1 or local is not None):
+            # Rows of other replicas' IDs, which this rank did not look up.
+            self._row_arrival.wait([pin for gradient in gradients for pin in gradient.pins])
         with phase("update") if recorders else OFF:
             self._collect(gradients)
             grads = [

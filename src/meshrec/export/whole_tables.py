@@ -1,5 +1,8 @@
 """The unsharded form of a sharded model, which torch.export can trace."""
 
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,9 +10,12 @@ from torch import nn
 
 from meshrec.distributed import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.model_parallel import DistributedModelParallel
+from meshrec.modules import BaseEmbeddingConfig
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.table_lookup import storage_for
 from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copied_but_for
+from meshrec.tables.streamed import StreamedPart
 
 _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
@@ -41,7 +47,37 @@ def _whole(module: Any) -> TableCollection:
     types = {config.name: config.data_type for config in configs()}
     options = module.built.options
     made = empty_like(module, types, options.bounds_check, options.output_dtype)
-    made.to_empty(device=torch.device("cpu"))
+    give_rows(made, configs())
     state = module.state_dict()
-    made.load_state_dict({name: getattr(each, "full_tensor", each.clone)() for name, each in state.items()})
+    made.load_state_dict(
+        {
+            name: each if isinstance(each, StreamedPart) else getattr(each, "full_tensor", each.clone)()
+            for name, each in state.items()
+        }
+    )
     return made
+
+
+def give_rows(made: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:
+    """Give the tables of a collection on ``meta`` rows on the CPU, not filled.
+
+    A table whose configuration keeps its rows in a file has them in a mapped file without a name, in the same
+    folder: it may be larger than memory.
+    """
+    holders = made.table_holders()[1]._modules
+    for config in configs:
+        data_type = made.tables()[f"{made.table_holders()[0]}.{config.name}.weight"][0].data_type
+        storage = storage_for(data_type)
+        shape = (config.num_embeddings, storage.columns(config.embedding_dim))
+        if config.storage is None:
+            rows = storage.allocate(*shape, torch.device("cpu"))
+        else:
+            rows = _mapped(Path(config.storage.path), shape, storage.dtype)
+        holders[config.name].weight = nn.Parameter(rows, requires_grad=False)
+
+
+def _mapped(folder: Path, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        rows = torch.from_file(f"{place}/rows", shared=True, size=shape[0] * shape[1], dtype=dtype)
+    return rows.view(shape)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from meshrec.tables.file_rows import FileRows
 from meshrec.tables.hashed_keys import Hashed
 
 # What torch assigns to every module; a table is a module inside another one.
@@ -108,12 +109,14 @@ class BaseEmbeddingConfig:
         init_fn: fills the new weight ``[num_embeddings, embedding_dim]`` in place. By default the elements
             are uniform in ``[weight_init_min, weight_init_max]``, which default to
             ``-sqrt(1/num_embeddings)`` and ``sqrt(1/num_embeddings)``.
+        storage: where the rows of a sharded module are; None: in memory. See ``FileRows``.
         keys: ``meshrec.Hashed(max_rows=...)`` for a table whose IDs nobody can number: any int64 is an ID,
             and rows come and go. First rows are a function of (seed, table, ID); ``init_fn`` then fills one
             row ``[1, embedding_dim]`` at a time, which is slow.
 
     Raises:
-        ValueError: a size is below 1, the name is empty or has a dot, or features are missing or given twice.
+        ValueError: a size is below 1, the name is empty or has a dot, features are missing or given twice, or
+            a quantised table has a storage.
     """
 
     num_embeddings: int = 0
@@ -124,9 +127,21 @@ class BaseEmbeddingConfig:
     weight_init_min: float | None = None
     weight_init_max: float | None = None
     init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
+    storage: FileRows | None = None
     keys: Hashed | None = None
 
     def __post_init__(self) -> None:
+        if self.storage is not None and self.keys is not None:
+            raise ValueError(
+                f"table {self.name!r} has keys=Hashed(...) and storage=FileRows(...), which do not go "
+                "together yet. Leave out one of the two."
+            )
+        if self.storage is not None and (not isinstance(self.storage, FileRows) or self.data_type.bits):
+            raise ValueError(
+                f"table {self.name!r}: storage={self.storage!r} with data_type {self.data_type}. A storage "
+                f"is "
+                "meshrec.FileRows(path=..., cache_rows=...), of a table of FP32, FP16 or BF16."
+            )
         if not self.name or "." in self.name:
             raise ValueError(f"a table's name must not be empty nor contain a dot, got {self.name!r}.")
         if self.name in _TAKEN_NAMES:

@@ -20,7 +20,14 @@ from meshrec.modules.embedding_configs import (
 from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.input_checks import inverse_rows
 from meshrec.modules.quantised_table import QuantisedTable
-from meshrec.modules.table_lookup import TableLookup, init_weight, make_weight, spans, storage_of
+from meshrec.modules.table_lookup import (
+    TableLookup,
+    init_weight,
+    make_weight,
+    no_room,
+    spans,
+    storage_of,
+)
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.hashed import HashedRows, HashedTable
@@ -178,6 +185,12 @@ class TableCollection(nn.Module, ABC):
                 "a fused module cannot be moved or cast: its optimizer state would stay behind. "
                 "Move it first and fuse it afterwards."
             )
+        for config, weight in zip(self._configs, before, strict=True):
+            if (
+                config.storage is not None
+                and (moved := fn(weight.detach().new_empty(0)).device).type != "meta"
+            ):
+                raise ValueError(no_room(config, moved))
         for number, config in self._lookup.hashed.items():
             if not before[number].is_meta and _is_changed(before[number], fn):
                 raise ValueError(

@@ -17,6 +17,7 @@ from meshrec.modules.embedding_configs import (
 from meshrec.modules.input_checks import check_device, key_bounds, mixed, positions_of, sample_weights
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.tables.file_rows import FileBackedRows
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.index import Index, KeyReader, pin, slots_of
@@ -200,10 +201,22 @@ class TableLookup:
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
     """Make a weight ``[num_embeddings, embedding_dim]``, or quantised rows. On ``meta`` nothing is filled."""
     storage = storage_of(config)
+    if config.storage is not None and (device is None or device.type != "meta"):
+        raise ValueError(no_room(config, device))
     weight = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), device)
     if not weight.is_meta:
         init_weight(config, weight)
     return nn.Parameter(weight, requires_grad=storage.is_trainable)
+
+
+def no_room(config: BaseEmbeddingConfig, device: torch.device | None) -> str:
+    """Return what is wrong with a table on a device that is not ``meta``, if it has a storage."""
+    return (
+        f"table {config.name!r} has storage=FileRows(...), and the module was given the device "
+        f"{device or 'cpu'}: an unsharded module would hold the whole table in memory. Make it with "
+        "device='meta' and shard it, in one process too: DistributedModelParallel(model, "
+        "ShardingEnv.single_process(), ...)."
+    )
 
 
 def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
@@ -232,7 +245,11 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
         )
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype
-    return DenseRows(weight.dtype) if was_cast and weight is not None else storage
+    dtype = weight.dtype if was_cast and weight is not None else storage.dtype
+    if config.storage is not None:
+        size = (config.num_embeddings, config.embedding_dim)
+        return FileBackedRows(dtype, config.storage, config.name, size)
+    return DenseRows(dtype) if was_cast else storage
 
 
 def storage_for(data_type: DataType) -> RowStorage:

@@ -13,6 +13,7 @@ from meshrec.distributed.input_dist import IdsInFlight
 from meshrec.distributed.sharded_tables import ArrivedBatch
 from meshrec.pipeline.batch_paths import Path, tensors_of, text_of
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.tables.row_file import RowFileError
 
 Collection = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
@@ -116,17 +117,36 @@ class BatchInFlight:
         except ValueError as error:
             self._fail(error)
 
+    def begin_rows(self) -> None:
+        """Begin to bring rows that are not in memory, while the batch before computes. Collective.
+
+        It waits for the exchange of IDs, and only tables with rows outside of memory need it.
+        """
+        try:
+            for lookup in self.lookups:
+                if lookup.module.tables.rows_arrive:
+                    lookup.receive_ids()
+        except ValueError as error:
+            self._fail(error)
+
     def send_embeddings(self, is_ready: Callable[[Collection], bool], *, stays: bool = False) -> None:
         """Start to send back the embeddings of the modules that are ready. For ``stays``, see
         `LookupInFlight`.
 
         The slots of keys are found for all modules now, whoever updates the tables: at most one batch ahead.
         """
-        for lookup in self.lookups:
-            if lookup.module.tables.needs_resolve:
-                lookup.receive_ids()
-            if is_ready(lookup.module):
-                lookup.send_embeddings(stays=stays)
+        try:
+            for lookup in self.lookups:
+                if lookup.module.tables.needs_resolve:
+                    lookup.receive_ids()
+                if is_ready(lookup.module):
+                    lookup.send_embeddings(stays=stays)
+        except (ValueError, RowFileError) as error:
+            if not any(lookup.module.tables.rows_arrive for lookup in self.lookups):
+                raise
+            self._fail(
+                error
+            )  # on every rank alike, and nothing has changed: it is raised at the batch's turn
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
         """Return the result for this call of a module, once; None if its lookup is not under way.

@@ -108,6 +108,8 @@ class Lookahead:
         current.send_ids()
         if current.error is not None:
             _raise(current.take_error())
+        if self._waiting:
+            self._waiting[0].begin_rows()
         if current.lookups:
             self._checking = Checking(current.take_change(), self._axis)
         return current.batch

@@ -1,7 +1,8 @@
 """The planner: fast sharding plans, with a proof of how good they are."""
 
+from meshrec.planner.disk import IdSample, PlacedTable, StoragePlan, place_rows
 from meshrec.planner.evaluate import StepEstimate, evaluate
-from meshrec.planner.hardware import BUILTIN_PROFILES, HardwareProfile, Link, get_profile
+from meshrec.planner.hardware import BUILTIN_PROFILES, Disk, HardwareProfile, Link, get_profile
 from meshrec.planner.module_tables import estimate_from_batches, tables_of_model
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs, load_plan, save_plan
 from meshrec.planner.planners import EmbeddingShardingPlanner, plan_tables
@@ -9,20 +10,25 @@ from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, To
 
 __all__ = [
     "BUILTIN_PROFILES",
+    "Disk",
     "EmbeddingShardingPlanner",
     "HardwareProfile",
+    "IdSample",
     "Link",
     "OptimizerKind",
     "ParameterConstraints",
+    "PlacedTable",
     "PlannedShardingPlan",
     "PlannerInputs",
     "StepEstimate",
+    "StoragePlan",
     "Table",
     "Topology",
     "estimate_from_batches",
     "evaluate",
     "get_profile",
     "load_plan",
+    "place_rows",
     "plan_tables",
     "save_plan",
     "tables_of_model",

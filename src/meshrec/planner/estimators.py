@@ -216,6 +216,7 @@ class CostModel:
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
         parameters = rows * (columns * self._column_bytes(table) + self._row_bytes(table))
+        parameters = parameters * self.arrays.in_memory_T[table]
         # IDs as they arrived, and unpacked.
         buffers = 2 * ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
         return parameters + buffers + outputs * self._row_buffers(table, columns)
@@ -289,7 +290,8 @@ class CostModel:
         columns = a.columns_T[table].astype(np.float64)
         row = columns * self._column_bytes(table) + self._row_bytes(table)
         touched = np.minimum(a.rows_T[table], a.ids_T[table] * self.topology.world_size)
-        held = a.rows_T[table] * row + touched * columns * VALUE_BYTES * a.trained_T[table]
+        held = a.rows_T[table] * a.in_memory_T[table] * row
+        held = held + touched * columns * VALUE_BYTES * a.trained_T[table]
         return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
 
     def id_travel_seconds(self, table_N: npt.NDArray[np.integer], share_N: Floats) -> Floats:

@@ -34,6 +34,27 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The disk of a node, for the files of tables.
+
+    Attributes:
+        num_bytes: the room for files.
+        reads: records that it reads per second at random; None: the hardware profile's.
+        writes: records that it writes per second at random; None: the hardware profile's.
+    """
+
+    num_bytes: int
+    reads: float | None = None
+    writes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_bytes", "reads", "writes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Disk.{name} is {value}; it must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
     """Speeds and sizes of one rank. ``meshrec calibrate`` measures one; `BUILTIN_PROFILES` holds others.
 
@@ -60,6 +81,8 @@ class HardwareProfile:
             statistics, as the CPU kernels do. Otherwise the gradients of rows are summed into memory, and
             read again.
         memory: bytes of a rank for tables, buffers and the dense model.
+        disk_reads: records of tables in files that a node's disk reads per second; 0: nobody has measured it.
+        disk_writes: records that it writes per second.
         sources: source of each figure.
     """
 
@@ -82,6 +105,8 @@ class HardwareProfile:
     full_duplex: bool = True
     sorts_once: bool = False
     memory: int
+    disk_reads: float = 0.0
+    disk_writes: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

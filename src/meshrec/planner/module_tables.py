@@ -1,6 +1,7 @@
 """The tables of a model as the planner's input, with pooling factors and skew measured on sample batches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +122,7 @@ def table_of_config(
             f"table {config.name!r}: {len(batch_sizes)} batch_sizes for the {num_features} features "
             f"{list(config.feature_names)}; give one per feature."
         )
-    return Table(
+    made = Table(
         name=config.name,
         num_embeddings=config.num_embeddings,
         embedding_dim=config.embedding_dim,
@@ -139,6 +140,16 @@ def table_of_config(
         module_path=module_path,
         wire=wire,
     )
+    return replace(made, in_memory=_in_memory(config, made))
+
+
+def _in_memory(config: Any, table: Table) -> float:
+    """Return the fraction of a table's rows that its storage keeps in memory."""
+    storage = getattr(config, "storage", None)
+    if storage is None:
+        return 1.0
+    cached: int = storage.num_cached(table.num_bytes // table.num_embeddings)
+    return min(1.0, cached / table.num_embeddings)
 
 
 def _bits(config: Any) -> int:

@@ -29,6 +29,7 @@ class TableArrays(NamedTuple):
     pooled_T: Bools
     weight_bytes_T: Floats
     row_bytes_T: Floats
+    in_memory_T: Floats
     index_bytes_T: Floats
     trained_T: Bools
     id_bytes_T: Floats
@@ -62,6 +63,7 @@ def arrays_of(tables: Sequence[Table], batch_size: int) -> TableArrays:
         pooled_T=np.array([table.pooled for table in tables], bool),
         weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
         row_bytes_T=np.array([table.row_bytes for table in tables], np.float64),
+        in_memory_T=np.array([table.in_memory for table in tables], np.float64),
         index_bytes_T=np.array([table.index_bytes for table in tables], np.float64),
         trained_T=np.array([table.trained for table in tables], bool),
         id_bytes_T=np.array(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.ops.tbe.formulas import OptimizerKind as OptimizerKind  # tables name their optimizer by it
 from meshrec.plan.sharding_plan import ShardingType
-from meshrec.planner.hardware import HardwareProfile, get_profile, with_memory
+from meshrec.planner.hardware import Disk, HardwareProfile, get_profile, with_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +48,7 @@ class Table:
         batch_size: samples per rank, if the features of the table have another number than the rest.
         module_path: path of the module that holds the table.
         wire: wire formats of its embeddings and their gradients.
+        in_memory: the fraction of the rows that are in memory; the others are in a file.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Table:
     batch_size: int | None = None
     module_path: str = ""
     wire: WireFormats = FULL_PRECISION
+    in_memory: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
@@ -166,6 +168,7 @@ class Topology:
         replicate: sizes of the ``replicate`` axis to choose from; 1 is no replication.
         sum_in_node: whether partial rows are summed inside a node before they cross the network. The mesh
             then has the axes ``node`` and ``local``.
+        disk: the disk of each node, for tables in files; see ``planner.disk.place_rows``.
     """
 
     world_size: int
@@ -180,6 +183,7 @@ class Topology:
     dense_bytes: int = 0
     replicate: tuple[int, ...] = (1,)
     sum_in_node: bool = True
+    disk: Disk | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -17,7 +17,7 @@ from meshrec.modules.embedding_modules import TableCollection
 def empty_like(
     module: Any, types: Mapping[str, DataType], bounds_check: BoundsCheckMode, output_dtype: DataType | None
 ) -> TableCollection:
-    """Return an unsharded collection on ``meta`` with the tables of ``module`` in other types."""
+    """Return an unsharded collection on ``meta`` with the tables of ``module`` in other types, in memory."""
     if hasattr(module, "embedding_bag_configs"):
         made: TableCollection = EmbeddingBagCollection(
             tables=[_retyped(config, types) for config in module.embedding_bag_configs()],
@@ -38,4 +38,4 @@ def empty_like(
 
 def _retyped(config: Any, types: Mapping[str, DataType]) -> Any:
     assert isinstance(config, BaseEmbeddingConfig)
-    return replace(config, data_type=types[config.name])
+    return replace(config, data_type=types[config.name], storage=None)

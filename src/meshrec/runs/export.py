@@ -13,9 +13,9 @@ from meshrec.data.faults import Faults
 from meshrec.export.package import export
 from meshrec.export.raw_values import RawValues
 from meshrec.export.towers import Side, Tower
+from meshrec.export.whole_tables import give_rows
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.modules.table_lookup import storage_of
 from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copied_but_for
 from meshrec.runs.fitting import data_of_run, features_of
@@ -70,9 +70,7 @@ def export_run(
     rounding = None
     if quantised is None:
         checkpoint = find_checkpoint(run.path, step=step, last=last)
-        for child in model.modules():
-            if isinstance(child, TableCollection):
-                child.to_empty(device=torch.device("cpu"))
+        model = _with_rows(model)
         load(checkpoint, {"model": model})
         about |= origin_of(checkpoint)
     else:
@@ -104,6 +102,22 @@ def export_run(
     )
 
 
+def _with_rows(model: nn.Module) -> nn.Module:
+    """Return the model with rows for its tables, not filled."""
+    memo: dict[int, nn.Module] = {}
+    for child in model.modules():
+        if not isinstance(child, TableCollection):
+            continue
+        configs = [config for config, _ in child.tables().values()]
+        if all(config.storage is None for config in configs):
+            child.to_empty(device=torch.device("cpu"))
+            continue
+        types = {config.name: config.data_type for config in configs}
+        memo[id(child)] = made = empty_like(child, types, child.bounds_check, child.output_dtype)
+        give_rows(made, configs)
+    return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model)
+
+
 def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model with the tables of a quantised checkpoint, and what that says of itself."""
     state: dict[str, Any] = {"quantised": {}}
@@ -118,13 +132,7 @@ def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module,
     for child in model.modules():
         if isinstance(child, TableCollection):
             made = empty_like(child, types, child.bounds_check, child.output_dtype)
-            holders = made.table_holders()[1]._modules
-            for config, _ in made.tables().values():
-                storage = storage_of(config)
-                rows = storage.allocate(
-                    config.num_embeddings, storage.columns(config.embedding_dim), torch.device("cpu")
-                )
-                holders[config.name].weight = nn.Parameter(rows, requires_grad=False)
+            give_rows(made, [config for config, _ in child.tables().values()])
             memo[id(child)] = made
     result = memo.get(id(model)) or copied_but_for(model, memo)
     load(checkpoint, {"model": result})

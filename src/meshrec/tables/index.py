@@ -1,7 +1,7 @@
 """The protocol of an index, which finds the slot of a key where it is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,25 @@ class Resolved(NamedTuple):
     pin: object = None
     """An object that keeps the slots valid as long as it is alive; None if slots never change.
 
-    A batch keeps the pin for its own lifetime, even if its backward pass never comes."""
+    A batch keeps the pin for its own lifetime, even if its backward pass never comes. The pin is an
+    ``ArrivingRows`` if rows may still be on their way to the slots."""
+
+
+@runtime_checkable
+class ArrivingRows(Protocol):
+    """Rows on their way to memory."""
+
+    band: tuple[int, int, int]
+    """The table, the first of its rows that may come, and the end of these."""
+    trace: int
+    """A number that differs, as good as always, where the same calls gave other slots."""
+
+    def wait(self) -> None:
+        """Wait until the rows are in memory. Later calls return at once.
+
+        Raises:
+            Exception: the rows cannot come.
+        """
 
 
 class Index(Protocol):
@@ -23,10 +41,12 @@ class Index(Protocol):
 
     The same calls in the same order must give the same slots: rectangles with other columns of the same rows
     are looked up and compared by the same slots, on one rank and on several.
+
+    An index may have ``slot_keys``, the key of each slot, int64: 16-bit rows are then rounded by their keys.
     """
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return the slot of each key, in [0, rows in memory), and bring the rows there.
+        """Return the slot of each key, in [0, rows in memory), and bring the rows there, or begin to.
 
         Args:
             keys: int64 [N], keys of the whole table within the rectangle's rows; they may repeat.

@@ -27,16 +27,21 @@ def initial_rows(
     """
     num_rows, dim = size
     r0, r1 = rows
-    block_rows = min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
-    memory = torch.empty(block_rows, dim)
-    for block in range(r0 // block_rows, -(-r1 // block_rows)):
-        begin = block * block_rows
+    height = block_rows(num_rows, dim)
+    memory = torch.empty(height, dim)
+    for block in range(r0 // height, -(-r1 // height)):
+        begin = block * height
         values = memory[: num_rows - begin]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_seed(seed, table, block))
             init_fn(values)
         low, high = max(begin, r0), min(begin + len(values), r1)
         yield low, values[low - begin : high - begin]
+
+
+def block_rows(num_rows: int, dim: int) -> int:
+    """Return the number of rows that are drawn together."""
+    return min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
 
 
 @torch.no_grad()

@@ -81,6 +81,9 @@ class SideRows(ABC):
     A sharded module asks it for its tables. An unsharded one has ordinary memory (``RowStorage.allocate``).
     """
 
+    may_fail = False
+    """Whether rows may fail to come on one rank alone, so that ranks ask each other before each lookup."""
+
     @abstractmethod
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None

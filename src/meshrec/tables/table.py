@@ -13,8 +13,8 @@ resharding and state dicts know nothing else of it. The blocks of a fixed table 
 copied before it is written or sent.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -128,6 +128,14 @@ class SideTable(TableRows, Protocol):
 
     def snapshot(self) -> RowsSnapshot:
         """Return a snapshot of the rows."""
+
+
+@runtime_checkable
+class LazyRows(Protocol):
+    """A table that makes its first rows when they are needed."""
+
+    def begin_with(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
+        """Take the first values of rows from a function of their keys."""
 
 
 def weights_at(table: TableRows, keys: Tensor) -> Tensor:

@@ -172,6 +172,13 @@ class TableUpdates:
             self._groups.append(group)
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table not in fused]
         deferred = [group for group in self._groups if group.rule.deferred]
+        # Stochastic rounding, of these types alone, draws by the row of the whole table.
+        self._row_keys = {
+            i: keys
+            for i, index in held.indexes.items()
+            if (keys := getattr(index, "slot_keys", None)) is not None
+            and held.weights[i].dtype is not torch.float32
+        }
         self._deferred = [i for group in deferred for i in group.whole + group.split]
         self._carriers = {
             i: carrier for i, carrier in held.carriers().items() if self._rectangles[i].table in fused
@@ -280,6 +287,7 @@ class TableUpdates:
                 hyper,
                 None,
                 group.origins,
+                *self._trailing(together),
             )
             return
         if together and gradient.looked_up is not None:
@@ -315,8 +323,17 @@ class TableUpdates:
             hyper,
             sums,
             [start for i in rectangles for start in self._rectangles[i].origin],
-            *runs,
+            *self._trailing(rectangles, runs),
         )
+
+    def _trailing(
+        self, rectangles: Sequence[int], runs: tuple[Tensor, Tensor] | tuple[()] = ()
+    ) -> Sequence[object]:
+        """Return the last arguments of the kernel, as far as these rectangles need them."""
+        if not self._row_keys:
+            return runs
+        nothing = torch.empty(0, dtype=torch.int64)
+        return *(runs or (None, None)), [self._row_keys.get(i, nothing) for i in rectangles]
 
     def _update_split(self, prepared: Prepared, gradient: TableGradient, tables: set[int]) -> None:
         group, split = prepared.group, prepared.split

@@ -81,9 +81,14 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     ``runs``: the result of ``tbe_row_squares`` for the same arguments, so that nothing is sorted again. With
     it comes ``mean_squares``, fp32 [sum of U_t]: the mean of the squared gradient over each touched whole
     row, for the optimizers that need no other statistic.
+
+    ``row_keys``: for each weight the rows of the whole table that its rows are, int64, in place of their
+    numbers and the row in ``origins``; or an empty tensor, where it has its rows in order.
     """
     lookups, (weights, state, optimizer, hyper, row_stats, origins, *rest) = Lookups.split(arguments)
-    mean_squares = rest[1] if len(rest) > 1 else None  # the dispatcher leaves out defaults
+    # The dispatcher leaves out defaults.
+    mean_squares = rest[1] if len(rest) > 1 else None
+    row_keys = rest[2] if len(rest) > 2 else None
     numbers = Hyper.from_tensor(hyper)
     num_slots = len(formula_of(optimizer).slots)
     if len(state) != num_slots * len(weights):
@@ -107,7 +112,10 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
                 numbers = numbers._replace(row_dim=1)  # the statistic is a mean already
             slots = state[table :: len(weights)]
             origin = origins[2 * table : 2 * table + 2] or (0, 0)
-            update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers, origin)
+            keys_U = row_keys[table][rows_U] if row_keys and len(row_keys[table]) else None
+            update_rows(
+                weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers, origin, keys_U
+            )
 
 
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:

@@ -22,24 +22,27 @@ def update_rows(
     optimizer: int,
     h: Hyper,
     origin: Sequence[int] = (0, 0),
+    keys_U: Tensor | None = None,
 ) -> None:
     """Apply one optimizer step to the distinct rows ``rows_U`` of one table, in place.
 
-    ``origin`` is the row and the column of the whole table at which ``weight`` begins.
+    ``origin`` is the row and the column of the whole table at which ``weight`` begins; ``keys_U``: the rows
+    of the whole table, where the weight does not have them in order.
     """
     slots = [slot[rows_U] for slot in state]
     updated = formula_of(optimizer).apply(Rows(weight[rows_U].float(), gradient_UD, slots, stats_U3), h)
-    weight[rows_U] = _rounded(updated, weight.dtype, rows_U, h, origin)
+    weight[rows_U] = _rounded(
+        updated, weight.dtype, rows_U + origin[0] if keys_U is None else keys_U, h, origin[1]
+    )
     for slot, values in zip(state, slots, strict=True):
         slot[rows_U] = values
 
 
-def _rounded(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, origin: Sequence[int]) -> Tensor:
+def _rounded(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, first_column: int) -> Tensor:
     if dtype == torch.float32 or h.seed == 0:
         return x_UD.to(dtype)
-    first_row, first_column = origin
     columns_D = torch.arange(first_column, first_column + x_UD.shape[1], device=x_UD.device)
-    return stochastic_round(x_UD, dtype, random_bits(rows_U + first_row, columns_D, h.seed, h.step))
+    return stochastic_round(x_UD, dtype, random_bits(rows_U, columns_D, h.seed, h.step))
 
 
 def signed(x: int) -> int:

@@ -259,7 +259,9 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     from meshrec.ops.tbe import triton_kernels
 
     batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
-    runs, mean_squares = (*sorted_runs, None, None)[:2]
+    runs, mean_squares, row_keys = (*sorted_runs, None, None, None)[:3]
+    if row_keys is not None:
+        raise ValueError("row_keys are for tables whose rows come and go, which are on the CPU.")
     device, num_ids = batch.values.device, batch.values.numel()
     h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), len(formula_of(optimizer).slots)
     if len(state) != num_state * num_tables:

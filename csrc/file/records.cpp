@@ -1,0 +1,298 @@
+// Rows in records of a file: reads to and writes from the memory of a cache. See ops/records/naive.py for
+// what the operations mean.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "file/io_threads.h"
+#include "host/crc32.h"
+#include "stable_abi.h"
+
+namespace meshrec {
+
+namespace {
+
+constexpr int64_t kLargestTransfer = 1 << 17;  // bytes that one call reads or writes
+constexpr int64_t kLargestGap = 1 << 11;       // bytes between two records that are read along
+constexpr int64_t kAlignment = 4096;
+constexpr int64_t kDamaged = -1;
+constexpr int64_t kEndOfFile = -2;
+
+struct Layout {
+  int64_t first_key, per_block, block_bytes, record_bytes;
+  uint32_t salt;
+
+  explicit Layout(const std::vector<int64_t>& numbers) {
+    if (numbers.size() != 5) fail("a layout has 5 numbers, got ", numbers.size(), ".");
+    first_key = numbers[0], per_block = numbers[1], block_bytes = numbers[2], record_bytes = numbers[3];
+    salt = uint32_t(numbers[4]);
+    if (per_block < 1 || record_bytes < 5 || block_bytes < per_block * record_bytes)
+      fail("blocks of ", block_bytes, " bytes do not hold ", per_block, " records of ", record_bytes, ".");
+  }
+  int64_t block(int64_t key) const { return (key - first_key) / per_block; }
+  // Where in its block a record begins.
+  int64_t offset(int64_t key) const { return (key - first_key) % per_block * record_bytes; }
+};
+
+struct Part {
+  char* data;
+  int64_t bytes;  // of a row
+};
+
+struct Records {
+  Layout layout;
+  std::vector<Part> parts;
+  const int64_t* keys;
+  const int64_t* slots;
+  int64_t count;
+
+  Records(const std::vector<int64_t>& numbers, const Tensor& keys_, const std::vector<Tensor>& memory,
+          const Tensor& slots_)
+      : layout(numbers), count(keys_.numel()) {
+    for (const Tensor* each : {&keys_, &slots_})
+      if (each->scalar_type() != ScalarType::Long || !each->is_contiguous() || each->numel() != count)
+        fail("keys and slots must be contiguous int64 tensors of one length.");
+    keys = static_cast<const int64_t*>(keys_.const_data_ptr());
+    slots = static_cast<const int64_t*>(slots_.const_data_ptr());
+    int64_t bytes = 4;
+    for (const Tensor& each : memory) {
+      if (!each.is_contiguous() || each.dim() == 0) fail("the parts of rows must be contiguous.");
+      const int64_t height = each.size(0);
+      const int64_t row = height == 0 ? 0 : each.numel() / height * each.element_size();
+      for (int64_t i = 0; i < count; ++i)
+        if (slots[i] < 0 || slots[i] >= height) fail("slot ", slots[i], " is outside [0, ", height, ").");
+      parts.push_back({static_cast<char*>(const_cast<void*>(each.const_data_ptr())), row});
+      bytes += row;
+    }
+    if (count > 0 && bytes != layout.record_bytes)
+      fail("the parts of a row have ", bytes - 4, " bytes, its record ", layout.record_bytes - 4, ".");
+    for (int64_t i = 0; i < count; ++i)
+      if (keys[i] < layout.first_key || (i > 0 && keys[i] <= keys[i - 1]))
+        fail("keys must ascend from ", layout.first_key, " on.");
+  }
+
+  uint32_t checksum(int64_t key, const char* record) const {
+    const int64_t place = key;
+    return crc32(crc32(layout.salt, &place, sizeof place), record, layout.record_bytes - 4);
+  }
+  bool take(int64_t i, const char* record) const {
+    uint32_t stored;
+    std::memcpy(&stored, record + layout.record_bytes - 4, 4);
+    if (stored != checksum(keys[i], record)) return false;
+    for (const Part& part : parts) {
+      std::memcpy(part.data + slots[i] * part.bytes, record, part.bytes);
+      record += part.bytes;
+    }
+    return true;
+  }
+  void put(int64_t i, char* record) const {
+    char* at = record;
+    for (const Part& part : parts) {
+      std::memcpy(at, part.data + slots[i] * part.bytes, part.bytes);
+      at += part.bytes;
+    }
+    const uint32_t found = checksum(keys[i], record);
+    std::memcpy(at, &found, 4);
+  }
+};
+
+struct Failures {
+  std::mutex mutex;
+  std::vector<std::array<int64_t, 2>> all;  // number of the record; kDamaged, kEndOfFile or errno
+
+  void add(int64_t record, int64_t cause) {
+    const std::lock_guard lock(mutex);
+    all.push_back({record, cause});
+  }
+  Tensor tensor(const Tensor& like) {
+    std::sort(all.begin(), all.end());
+    Tensor found = torch::stable::new_empty(like, {int64_t(all.size()), 2}, ScalarType::Long);
+    auto* to = static_cast<int64_t*>(found.mutable_data_ptr());
+    for (const auto& each : all) *to++ = each[0], *to++ = each[1];
+    return found;
+  }
+};
+
+struct FreeAligned {
+  void operator()(char* memory) const { std::free(memory); }
+};
+
+// Memory of this thread that the disk may read from and write to directly.
+char* transfer_buffer(int64_t num_bytes) {
+  thread_local std::unique_ptr<char, FreeAligned> memory;
+  thread_local int64_t size = 0;
+  if (size < num_bytes) {
+    size = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+    memory.reset(static_cast<char*>(std::aligned_alloc(kAlignment, size)));
+    if (memory == nullptr) size = 0;
+  }
+  return memory.get();
+}
+
+// Returns 0, kEndOfFile or errno.
+template <typename Call>
+int64_t transfer_all(const Call& call, int file, char* memory, int64_t num_bytes, int64_t position) {
+  while (num_bytes > 0) {
+    const ssize_t done = call(file, memory, size_t(num_bytes), off_t(position));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) return errno;
+    if (done == 0) return kEndOfFile;
+    memory += done, position += done, num_bytes -= done;
+  }
+  return 0;
+}
+
+const auto read_some = [](int file, char* to, size_t size, off_t at) { return ::pread(file, to, size, at); };
+const auto write_some = [](int file, char* from, size_t size, off_t at) {
+  return ::pwrite(file, from, size, at);
+};
+
+// Records [begin, end) that one call transfers.
+struct Run {
+  int64_t begin, end;
+};
+
+// Joins records whose blocks are at most `gap` bytes apart.
+std::vector<Run> runs_of(const Records& records, int64_t gap) {
+  std::vector<Run> runs;
+  const Layout& layout = records.layout;
+  for (int64_t i = 0; i < records.count; ++i) {
+    const int64_t block = layout.block(records.keys[i]);
+    if (!runs.empty()) {
+      const int64_t first = layout.block(records.keys[runs.back().begin]);
+      const int64_t last = layout.block(records.keys[i - 1]);
+      const bool near = (block - last - 1) * layout.block_bytes <= gap;
+      const bool fits = (block - first + 1) * layout.block_bytes <= kLargestTransfer;
+      // Records of one block always stay together: it is written as a whole.
+      if (block == last || (near && fits)) {
+        runs.back().end = i + 1;
+        continue;
+      }
+    }
+    runs.push_back({i, i + 1});
+  }
+  return runs;
+}
+
+Tensor records_read(int64_t file, std::vector<int64_t> numbers, Tensor keys, std::vector<Tensor> parts,
+                    Tensor slots, int64_t threads) {
+  const Records records(numbers, keys, parts, slots);
+  const Layout& layout = records.layout;
+  const std::vector<Run> runs = runs_of(records, kLargestGap);
+  Failures failures;
+  run_on_io_threads(runs.size(), threads, [&](int64_t number) {
+    const Run run = runs[number];
+    const int64_t first = layout.block(records.keys[run.begin]);
+    const int64_t size = (layout.block(records.keys[run.end - 1]) - first + 1) * layout.block_bytes;
+    char* const memory = transfer_buffer(size);
+    const int64_t cause = memory == nullptr
+                              ? ENOMEM
+                              : transfer_all(read_some, int(file), memory, size, first * layout.block_bytes);
+    if (cause != 0) return failures.add(run.begin, cause);
+    for (int64_t i = run.begin; i < run.end; ++i) {
+      const int64_t key = records.keys[i];
+      const char* record = memory + (layout.block(key) - first) * layout.block_bytes + layout.offset(key);
+      if (!records.take(i, record)) failures.add(i, kDamaged);
+    }
+  });
+  return failures.tensor(keys);
+}
+
+// Whether all records of all blocks of a run are written, so that nothing need be read before.
+bool covers_blocks(const Records& records, Run run) {
+  const Layout& layout = records.layout;
+  if (layout.per_block == 1) return true;
+  const int64_t blocks = layout.block(records.keys[run.end - 1]) - layout.block(records.keys[run.begin]) + 1;
+  return run.end - run.begin == blocks * layout.per_block;
+}
+
+Tensor records_write(int64_t file, std::vector<int64_t> numbers, Tensor keys, std::vector<Tensor> parts,
+                     Tensor slots, int64_t threads) {
+  const Records records(numbers, keys, parts, slots);
+  const Layout& layout = records.layout;
+  const std::vector<Run> runs = runs_of(records, 0);
+  Failures failures;
+  run_on_io_threads(runs.size(), threads, [&](int64_t number) {
+    const Run run = runs[number];
+    const int64_t first = layout.block(records.keys[run.begin]);
+    const int64_t size = (layout.block(records.keys[run.end - 1]) - first + 1) * layout.block_bytes;
+    char* const memory = transfer_buffer(size);
+    if (memory == nullptr) return failures.add(run.begin, ENOMEM);
+    int64_t cause = 0;
+    if (covers_blocks(records, run)) {
+      std::memset(memory, 0, size);
+    } else {
+      cause = transfer_all(read_some, int(file), memory, size, first * layout.block_bytes);
+    }
+    for (int64_t i = run.begin; cause == 0 && i < run.end; ++i) {
+      const int64_t key = records.keys[i];
+      records.put(i, memory + (layout.block(key) - first) * layout.block_bytes + layout.offset(key));
+    }
+    if (cause == 0) cause = transfer_all(write_some, int(file), memory, size, first * layout.block_bytes);
+    if (cause != 0) failures.add(run.begin, cause);
+  });
+  return failures.tensor(keys);
+}
+
+Tensor cache_used(Tensor slots, Tensor stamps, int64_t batch) {
+  const Tensor held = as_contiguous(slots);
+  if (held.scalar_type() != ScalarType::Long || stamps.scalar_type() != ScalarType::Long ||
+      !stamps.is_contiguous())
+    fail("slots and stamps must be int64, and stamps contiguous.");
+  const auto* from = static_cast<const int64_t*>(held.const_data_ptr());
+  auto* stamp = static_cast<int64_t*>(stamps.mutable_data_ptr());
+  std::vector<int64_t> used;
+  for (int64_t i = 0; i < held.numel(); ++i) {
+    const int64_t slot = from[i];
+    if (slot < 0) continue;
+    if (slot >= stamps.numel()) fail("slot ", slot, " is outside [0, ", stamps.numel(), ").");
+    if (stamp[slot] == batch) continue;
+    stamp[slot] = batch;
+    used.push_back(slot);
+  }
+  Tensor found = torch::stable::new_empty(held, {int64_t(used.size())}, ScalarType::Long);
+  std::copy(used.begin(), used.end(), static_cast<int64_t*>(found.mutable_data_ptr()));
+  return found;
+}
+
+std::tuple<Tensor, int64_t> cache_victims(Tensor counts, Tensor pins, int64_t hand, int64_t number) {
+  if (counts.scalar_type() != ScalarType::Byte || pins.scalar_type() != ScalarType::Int ||
+      !counts.is_contiguous() || !pins.is_contiguous() || counts.numel() != pins.numel())
+    fail("counts must be uint8, pins int32, contiguous and of one length.");
+  const int64_t size = counts.numel();
+  auto* count = static_cast<uint8_t*>(counts.mutable_data_ptr());
+  const auto* pin = static_cast<const int32_t*>(pins.const_data_ptr());
+  std::vector<int64_t> victims;
+  std::vector<bool> taken(size_t(size), false);
+  // After 256 turns every count is 0; one turn more finds all that are not pinned.
+  for (int64_t steps = 0; int64_t(victims.size()) < number && steps < 257 * size; ++steps) {
+    const int64_t slot = hand;
+    hand = hand + 1 == size ? 0 : hand + 1;
+    if (pin[slot] != 0 || taken[slot]) continue;
+    if (count[slot] != 0) {
+      --count[slot];
+      continue;
+    }
+    taken[slot] = true;
+    victims.push_back(slot);
+  }
+  Tensor found = torch::stable::new_empty(counts, {int64_t(victims.size())}, ScalarType::Long);
+  std::copy(victims.begin(), victims.end(), static_cast<int64_t*>(found.mutable_data_ptr()));
+  return {found, hand};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("records_read", TORCH_BOX(&records_read));
+  m.impl("records_write", TORCH_BOX(&records_write));
+  m.impl("cache_used", TORCH_BOX(&cache_used));
+  m.impl("cache_victims", TORCH_BOX(&cache_victims));
+}
+
+}  // namespace
+}  // namespace meshrec

@@ -1,0 +1,105 @@
+"""``meshrec.FileRows``: tables larger than memory, with their rows in a file and a cache of them in
+memory."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.file_table import FileTable, RowPartStart
+from meshrec.tables.fixed import parts_of
+from meshrec.tables.initial import block_rows
+from meshrec.tables.row_cache import slot_bytes
+from meshrec.tables.row_file import RowFile, file_in, part_bytes
+from meshrec.tables.storage import DenseRows, SideRows
+from meshrec.tables.table import Rectangle, RowPart, Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRows:
+    """A table's rows and optimizer state in a file, with a cache of rows in memory.
+
+    Give the size of the cache in rows or in bytes, for the whole table: a table that is split over ranks has
+    a share of it on each of them. Training gives the same bits as with the table in memory.
+
+    The files are scratch: they are made when the module is sharded, removed with it, and written anew from a
+    checkpoint. Use a local disk.
+
+    Args:
+        path: a folder; it is made if it does not exist.
+        cache_rows: the number of rows in memory. It must hold the distinct rows of two batches.
+        cache_bytes: the memory of the cache in bytes, with optimizer state and all else that it needs.
+
+    Raises:
+        ValueError: neither size is given, or both are, or one is below 1.
+    """
+
+    path: str | Path
+    cache_rows: int | None = None
+    cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cache_rows is None) == (self.cache_bytes is None):
+            raise ValueError(
+                f"FileRows takes cache_rows or cache_bytes, got cache_rows={self.cache_rows} and "
+                f"cache_bytes={self.cache_bytes}. Give one of the two."
+            )
+        for name in ("cache_rows", "cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"FileRows: {name} must be an integer >= 1, got {value!r}.")
+
+    def num_cached(self, row_bytes: int) -> int:
+        """Return how many rows of a table are in memory; ``row_bytes``: of a whole row with its state."""
+        if self.cache_rows is not None:
+            return self.cache_rows
+        assert self.cache_bytes is not None
+        return self.cache_bytes // slot_bytes(row_bytes)
+
+
+@dataclass(frozen=True)
+class FileBackedRows(DenseRows, SideRows):
+    """Rows as ``DenseRows`` has them, of a table in a file; ``size``: the rows and columns of the whole."""
+
+    options: FileRows
+    name: str
+    size: Span
+    may_fail = True
+
+    def table(
+        self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
+    ) -> FileTable:
+        """Make a rectangle, and its file."""
+        if device is not None and device.type != "cpu":
+            raise ValueError(
+                f"table {self.name!r}: rows in a file are for the CPU, and the module is on {device}. Leave "
+                f"out "
+                "storage=FileRows(...), or shard the module over CPUs."
+            )
+        _, r0, r1, c0, c1 = rectangle
+        parts = parts_of(self, spec)
+        name = re.sub(r"\W", "_", self.name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
+        what = f"table {self.name!r}"
+        path = file_in(Path(self.options.path), name)
+        file = RowFile(path, what, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
+        return FileTable(
+            rectangle,
+            _starts(parts, spec),
+            file,
+            num_slots=self._num_slots(rectangle, parts),
+            region_rows=block_rows(*self.size),
+            name=what,
+        )
+
+    def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
+        num_rows, dim = self.size
+        height = rectangle.r1 - rectangle.r0
+        cached = self.options.num_cached(sum(part_bytes(parts, dim)))
+        return max(1, min(height, -(-cached * height // num_rows)))
+
+
+def _starts(parts: list[RowPart], spec: OptimizerSpec | None) -> list[RowPartStart]:
+    values = {slot.name: slot.initial_value for slot in spec.state_slots()} if spec is not None else {}
+    return [RowPartStart(part, float(values.get(part.name, 0.0))) for part in parts]
