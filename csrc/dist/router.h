@@ -10,9 +10,10 @@ namespace meshrec {
 
 // U uses (a feature read in a table), Q routes (the part of one use that one rank gets), K keys, N ids.
 //
-// cuts: the row cuts c_0 < ... < c_P of every use, beginning at cut_begin[u]: from 0 to the number of rows, or
-// for hashed keys from -2^63 to 2^63 - 1, which stands for no end. Two neighbouring cuts bound an interval.
-// Intervals are numbered through all uses; interval_begin[i] says where the routes of interval i begin.
+// cuts: the row cuts c_0 < ... < c_P of every use, beginning at cut_begin[u]: from 0 to the number of rows,
+// or for hashed keys from -2^63 to 2^63 - 1, which stands for no end. Two neighbouring cuts bound an
+// interval. Intervals are numbered through all uses; interval_begin[i] says where the routes of interval i
+// begin.
 struct Router {
   std::vector<Tensor> tensors;
   const int64_t* cut_begin;
