@@ -126,22 +126,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if HELP_ALL in asked.rest:
         asked = asked._replace(rest=[HELP[1]])
     options, recipe = parse([asked.source, *asked.rest], asked.recipe)
-    resumed = asked.resumed
-    job = Job(
-        recipe=recipe,
-        source=asked.source,
-        name=options.name if resumed is None else resumed.path.name,
-        runs=_runs(options),
-        device=options.device,
-        resume=options.resume,
-        changes=[] if resumed is None else changes(asked.recipe, recipe),
-        profile=options.profile,
-        baselines=options.baselines,
-        track=options.track,
-        rank_timeout=options.rank_timeout,
-        keep=not options.no_checkpoints,
-        store=options.out if options.out is not None and is_address(options.out) else None,
-    )
+    resumed, job = asked.resumed, _job(asked, options, recipe)
     if resumed is not None and _is_over(resumed, job):
         if os.environ.get("RANK", "0") == "0":
             step = (resumed.read_json(SUMMARY) or {}).get("step")
@@ -176,6 +161,25 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if ended.error is not None:
         return _tell_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
+
+
+def _job(asked: _Asked, options: TrainOptions, recipe: Recipe) -> Job:
+    resumed = asked.resumed
+    return Job(
+        recipe=recipe,
+        source=asked.source,
+        name=options.name if resumed is None else resumed.path.name,
+        runs=_runs(options),
+        device=options.device,
+        resume=options.resume,
+        changes=[] if resumed is None else changes(asked.recipe, recipe),
+        profile=options.profile,
+        baselines=options.baselines,
+        track=options.track,
+        rank_timeout=options.rank_timeout,
+        keep=not options.no_checkpoints,
+        store=options.out if options.out is not None and is_address(options.out) else None,
+    )
 
 
 def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:

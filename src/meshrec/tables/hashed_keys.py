@@ -319,7 +319,7 @@ class HashedKeys:
         if (self.max_rows is None) == (self.max_bytes is None):
             raise ValueError(
                 f"Hashed takes either max_rows or max_bytes, got max_rows={self.max_rows!r} and "
-                f"max_bytes={self.max_bytes!r}."
+                f"max_bytes={self.max_bytes!r}. Give one of them."
             )
         for name in ("max_rows", "max_bytes"):
             value = getattr(self, name)

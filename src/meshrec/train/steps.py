@@ -19,7 +19,7 @@ from meshrec.train.run_folder import RunFolder
 from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
 from meshrec.train.stragglers import WaitClock
-from meshrec.train.table_counts import TableCounts
+from meshrec.train.table_counts import IdCounts
 from meshrec.train.usage import gradient_norm, memory_and_cpu
 
 _logger = logging.getLogger("meshrec.train")
@@ -111,7 +111,7 @@ class MetricLines:
         self._window = Window(recipe.loss)
         self._since = (0, 0.0)
         self._waits = WaitClock()
-        self._tables = TableCounts(built.model, ranks)
+        self._tables = IdCounts(built.model, ranks)
         self._num_untold = 0
 
     def add(self, outputs: list[Any]) -> None:

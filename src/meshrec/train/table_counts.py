@@ -13,7 +13,7 @@ PREFIX = "hashed/"
 _COUNTS = ("live", "new", "refused", "evicted", "read", "hits")
 
 
-class TableCounts:
+class IdCounts:
     """The IDs of each hashed table that live, came, were refused and went, and the share of known ones.
 
     Args:
