@@ -28,6 +28,7 @@ WIDER_CLASSES = {
     "KeyedJaggedTensor",
     "Lookahead",
     "LookupTables",
+    "MCHManagedCollisionModule",  # its buffers are TorchRec's
     "Predictor",
     "SequenceOutput",
     "ShardedTables",
@@ -35,6 +36,7 @@ WIDER_CLASSES = {
 }
 MAX_FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {
+    "distributed.sharded_tables.__init__",
     "export.package.export",
     "ops.dist.triton.route_ids",  # kernels with their launch
     "ops.dist.wire_triton_kernels.encode_rows",

@@ -57,7 +57,17 @@ OPTIONS = {
     "train": [train.TrainOptions],
     "tune": [tune.TuneOptions],
 }
-OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--batch-size"}
+OTHER_PROGRAMS = {
+    *("--logdir", "--batch-size"),
+    # torchrun
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
+    *("--rdzv-id", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"),
+    # sbatch and srun
+    *("--parsable", "--requeue", "--kill-on-bad-exit", "--ntasks", "--ntasks-per-node", "--overlap"),
+    # unshare, nsenter and mount, and docker
+    *("--bind", "--fork", "--kill-child", "--pid", "--mount", "--mount-proc", "--uts", "--net", "--wd"),
+    "--shm-size",
+}
 
 
 def of_recipes():
