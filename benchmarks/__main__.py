@@ -7,6 +7,7 @@ from collections.abc import Callable
 from benchmarks import (
     checkpoint,
     criteo_wall,
+    default_model,
     dlrm_step,
     early_bags,
     import_time,
@@ -41,6 +42,10 @@ def run_quant_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 def run_inspect_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
     return inspect_auc.run(tiny=arguments.tiny)
+
+
+def run_default_model(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return default_model.run(tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -106,6 +111,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "nbit": run_nbit,
     "quant_auc": run_quant_auc,
     "inspect_auc": run_inspect_auc,
+    "default_model": run_default_model,
     "import": run_import,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,

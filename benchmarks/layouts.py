@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshrec
 from benchmarks.harness import Bar, Effort, Result, table
+from benchmarks.slow_network import BACKEND, set_network
 from meshrec.distributed import ShardingEnv, ShardingPlan
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.pipeline.stages import StagedOverRanks
 from meshrec.pipeline.stages.layouts import DenseLayout, layouts
 from meshrec.planner import Link
-from meshrec.testing import RankPool, set_network
-from meshrec.testing.slow_network import BACKEND
+from meshrec.testing import RankPool
 
 LINKS = {
     "no limit": (0.0, float("inf")),

@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.harness import Bar, Effort, Result, Timing, measure, table
 from meshrec import EmbeddingBagCollection, fuse
-from meshrec.data import Batch, Dataset, DenseColumn, IdColumn, Schema, parquet
+from meshrec.data import Batch, Dataset, parquet
+from meshrec.data.features import Features, Hashed, Integer, Label, Number
 from meshrec.models import DLRM, DLRMTrain
 from meshrec.optim import RowWiseAdagrad
 
@@ -86,18 +87,16 @@ def write(path: Path, shape: Shape) -> dict[str, int]:
 
 
 def load(folder: str, shape: Shape, *, hashed: bool) -> Dataset:
-    schema = Schema(
-        label="label",
-        dense=[DenseColumn(name=f"I{number + 1}", log=True) for number in range(shape.num_dense)],
-        ids=[
-            IdColumn(
-                name=f"C{number + 1}",
-                num_embeddings=shape.num_rows,
-                hashed=hashed,
-                average_length=float(shape.bag),
-            )
-            for number in range(shape.num_tables)
-        ],
+    kind = Hashed if hashed else Integer
+    schema = Features(
+        labels=(Label(column="label"),),
+        features=(
+            *(Number(name=f"I{number + 1}", log=True) for number in range(shape.num_dense)),
+            *(
+                kind(name=f"C{number + 1}", num_embeddings=shape.num_rows, average_length=float(shape.bag))
+                for number in range(shape.num_tables)
+            ),
+        ),
     )
     return parquet(train=folder, schema=schema)
 

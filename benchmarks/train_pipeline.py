@@ -23,13 +23,13 @@ import meshrec
 from benchmarks import train_pipeline_torchrec
 from benchmarks.dlrm_contenders import fill
 from benchmarks.harness import Bar, Effort, Result, table
+from benchmarks.slow_network import BACKEND, set_network
 from meshrec import distributed as md
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.models.dlrm import DLRM
 from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdagrad
 from meshrec.pipeline import TrainPipeline
-from meshrec.testing import RankPool, set_network
-from meshrec.testing.slow_network import BACKEND
+from meshrec.testing import RankPool
 
 LOOPS = ("plain", "pipeline")
 PEER = "torchrec"

@@ -59,12 +59,15 @@ TBE_TESTS = [
 ]
 DIST_TESTS = ["tests/ops/dist/test_naive.py"]
 NBIT_TESTS = ["tests/ops/nbit/test_kernels.py", "tests/ops/nbit/test_naive.py"]
+INDEX_TESTS = ["tests/ops/index/test_kernels.py", "tests/ops/index/test_naive.py"]
 CPP_TESTS = {
     "anneal.cpp": ["tests/ops/test_planning.py"],
     "batch.cpp": TBE_TESTS,
+    "choose.cpp": TBE_TESTS,
     "crc32.cpp": ["tests/ops/test_checksums.py"],
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,
+    "hash_index.cpp": INDEX_TESTS,
     "host_link.cpp": ["tests/comms/test_host_link.py"],
     "interaction.cpp": ["tests/ops/interaction/test_naive.py"],
     "jagged.cpp": ["tests/ops/jagged/test_kernels.py"],
@@ -80,6 +83,9 @@ CPP_TESTS = {
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,
     "runs.cpp": TBE_TESTS,
+    "shard.cpp": INDEX_TESTS,
+    "unique.cpp": INDEX_TESTS,
+    "wire.cpp": ["tests/ops/dist/test_wire.py"],
 }
 
 

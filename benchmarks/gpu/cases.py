@@ -39,10 +39,12 @@ class Call(NamedTuple):
     changed: tuple[int, ...] = ()
 
 
-def lookups(batch: int, pooling: list[int], *, weighted: bool, dtype: torch.dtype) -> tuple[Any, ...]:
+def lookups(
+    batch: int, pooling: list[int], *, weighted: bool, dtype: torch.dtype, longest: int = 300
+) -> tuple[Any, ...]:
     """The arguments that table-batched ops share, from values to flat. One bag is huge, some are empty."""
     lengths = torch.randint(0, 6, (NUM_KEYS * batch,))
-    lengths[-1] = 300
+    lengths[-1] = longest
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     limit = torch.tensor([ROWS[1], 1, min(ROWS[0], ROWS[1]), ROWS[2]]).repeat_interleave(batch)
     values = (torch.rand(int(lengths.sum())) * limit.repeat_interleave(lengths)).to(dtype)
@@ -64,14 +66,17 @@ def output_shape(shared: tuple[Any, ...]) -> list[int]:
     return [sum(number * dim for number, dim in zip(rows, dims, strict=True))]
 
 
-def tbe_calls(num_optimizers: int = len(FORMULAS)) -> Iterator[Call]:
+def tbe_calls(*, quick: bool = False) -> Iterator[Call]:
+    """Calls of the table-batched ops. ``quick``: small ones, and each optimizer for one dtype only."""
     dims, rows = [DIMS[table] for table in TABLES], list(ROWS)
-    for ways, weighted, ids, dtype in (
+    variants = (
         ([SUM, MEAN, SUM, MEAN], False, torch.int64, torch.float32),
         ([SUM] * 4, True, torch.int32, torch.float16),
         ([NONE] * 4, False, torch.int64, torch.bfloat16),
-    ):
-        shared = lookups(16, ways, weighted=weighted, dtype=ids)
+    )
+    for number, (ways, weighted, ids, dtype) in enumerate(variants):
+        size, longest = (4, 40) if quick else (16, 300)
+        shared = lookups(size, ways, weighted=weighted, dtype=ids, longest=longest)
         weights = [torch.randn(height, dim).to(dtype) for height, dim in zip(ROWS, DIMS, strict=True)]
         shape = output_shape(shared)
         grad = torch.randint(-16, 17, shape) / 8
@@ -79,7 +84,7 @@ def tbe_calls(num_optimizers: int = len(FORMULAS)) -> Iterator[Call]:
         yield Call(f"lookup, {what}", "tbe_forward", (weights, *shared, shape[0], torch.float32, True, NAMES))
         yield Call(f"sparse gradient, {what}", "tbe_sparse_grad", (grad, *shared, dims, rows))
         yield Call(f"dense gradient, {what}", "tbe_dense_grad", (grad, weights, *shared, dims))
-        for formula in FORMULAS[:num_optimizers]:
+        for formula in FORMULAS[number :: len(variants)] if quick else FORMULAS:
             state = [
                 torch.rand(weight.shape[: 2 - slot.per_row]) for slot in formula.slots for weight in weights
             ]
@@ -102,8 +107,9 @@ def tbe_calls(num_optimizers: int = len(FORMULAS)) -> Iterator[Call]:
             yield Call(f"update {formula.code}, {what}", "tbe_update", arguments, (11, 12))
 
 
-def nbit_calls() -> Iterator[Call]:
-    shared = lookups(16, [SUM] * 4, weighted=True, dtype=torch.int64)
+def nbit_calls(*, quick: bool = False) -> Iterator[Call]:
+    size, longest = (4, 40) if quick else (16, 300)
+    shared = lookups(size, [SUM] * 4, weighted=True, dtype=torch.int64, longest=longest)
     dims = [DIMS[table] for table in TABLES]
     for bits in ([8, 4, 2], [0, 8, 4]):
         weights = [torch.randn(height, dim) for height, dim in zip(ROWS, DIMS, strict=True)]

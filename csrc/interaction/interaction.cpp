@@ -1,8 +1,8 @@
 // Dot products of a sample's vectors in one pass over them, forward and backward. ops/interaction/naive.py
 // documents arguments and results.
 #include "host/memory.h"
+#include "isa/kernels.h"
 #include "stable_abi.h"
-#include "tbe/kernels.h"
 
 namespace meshrec {
 namespace {

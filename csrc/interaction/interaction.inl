@@ -1,5 +1,5 @@
-// Dot products of all pairs of a sample's vectors, and their gradient. Included by kernels.inl only, inside
-// its unnamed namespace.
+// Dot products of all pairs of a sample's vectors, and their gradient. Included by isa/kernels.inl only,
+// inside its unnamed namespace.
 
 constexpr int kPairRows = 4;  // vectors per tile
 

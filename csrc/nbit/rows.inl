@@ -1,4 +1,4 @@
-// Quantised rows. Included by kernels.inl only, inside its unnamed namespace.
+// Quantised rows. Included by isa/kernels.inl only, inside its unnamed namespace.
 //
 // A row is its fp16 scale, its fp16 bias and a code for each number, the first one in the lowest bits of a
 // byte. The number is scale * code + bias. The product has at most 19 bits, so the sum is rounded only once,

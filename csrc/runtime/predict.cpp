@@ -1,5 +1,5 @@
-// meshrec-predict FOLDER [FILE]: scores the requests in a file (or standard input) and prints a line for
-// each.
+// meshrec-predict [--require-signature KEY] [--no-verify] [--copy-weights] FOLDER [FILE]: scores the requests
+// in a file (or standard input) and prints a line for each.
 //
 // A line is one sample: its dense values, then for each feature of the package a bar and its ids, all
 // separated by spaces. "0.5 1.25 | 17 3 | | 9" has two dense values, and three features with 2, 0 and 1 ids.
@@ -59,18 +59,36 @@ Requests read(std::istream& lines, const meshrec::Predictor& predictor) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count < 2 || count > 3) {
-    std::fprintf(stderr, "usage: meshrec-predict FOLDER [FILE]\n");
+  meshrec::Options options;
+  std::vector<std::string> places;
+  bool is_understood = true;
+  for (int at = 1; at < count; ++at) {
+    const std::string argument = arguments[at];
+    if (argument == "--require-signature" && at + 1 < count) {
+      options.public_key = arguments[++at];
+    } else if (argument == "--no-verify") {
+      options.verify = false;
+    } else if (argument == "--copy-weights") {
+      options.copy_weights = true;
+    } else {
+      is_understood = is_understood && !argument.starts_with("--");
+      places.push_back(argument);
+    }
+  }
+  if (!is_understood || places.empty() || places.size() > 2) {
+    std::fprintf(
+        stderr,
+        "usage: meshrec-predict [--require-signature KEY] [--no-verify] [--copy-weights] FOLDER [FILE]\n");
     return 2;
   }
   try {
-    const meshrec::Predictor predictor(arguments[1]);
+    const meshrec::Predictor predictor(places[0], options);
     std::ifstream file;
-    if (count == 3) {
-      file.open(arguments[2]);
-      if (!file) throw std::runtime_error(std::string(arguments[2]) + " cannot be opened.");
+    if (places.size() == 2) {
+      file.open(places[1]);
+      if (!file) throw std::runtime_error(places[1] + " cannot be opened.");
     }
-    const Requests requests = read(count == 3 ? file : std::cin, predictor);
+    const Requests requests = read(places.size() == 2 ? file : std::cin, predictor);
     std::vector<meshrec::Feature> features;
     for (std::size_t f = 0; f < requests.ids.size(); ++f) {
       features.push_back({requests.ids[f].data(), static_cast<std::int64_t>(requests.ids[f].size()),

@@ -15,44 +15,97 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <regex>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
+
+#include "verify.h"
+
+// Of libmeshrec.so: a mapping that survives its file being cut short (csrc/host/mapping.h).
+extern "C" void* meshrec_map(int file, std::size_t bytes, int* guard);
+extern "C" std::uint64_t meshrec_lost_pages(int guard);
+extern "C" void meshrec_unmap(void* address, std::size_t bytes, int guard);
 
 namespace meshrec {
 namespace {
 
 [[noreturn]] void fail(const std::string& text) { throw std::runtime_error(text); }
 
-// A memory-mapped file; unmapped by the destructor.
-class Mapped {
+// The weights in memory: the file, mapped, or a copy of it. Released by the destructor.
+class Memory {
  public:
-  explicit Mapped(const std::string& path) {
-    const int file = ::open(path.c_str(), O_RDONLY);
-    if (file < 0) fail(path + " cannot be opened. Export the model again.");
+  Memory(const std::string& path, bool copy)
+      : path_(path), file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
     struct stat status{};
-    ::fstat(file, &status);
-    size_ = static_cast<std::size_t>(status.st_size);
-    if (size_ > 0) {
-      memory_ = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
+    if (file_ < 0 || ::fstat(file_, &status) != 0) {
+      release();
+      fail(path + " cannot be opened. Export the model again.");
     }
-    ::close(file);
-    if (memory_ == MAP_FAILED) fail(path + " cannot be mapped into memory.");
+    size_ = static_cast<std::size_t>(status.st_size);
+    if (size_ > 0 && copy) {
+      memory_ = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (memory_ == MAP_FAILED) memory_ = nullptr;
+      if (memory_ != nullptr && !read_all()) {
+        release();
+        fail(path + " cannot be read. Export the model again.");
+      }
+    } else if (size_ > 0) {
+      is_mapped_ = true;
+      memory_ = meshrec_map(file_, size_, &guard_);
+    }
+    if (size_ > 0 && memory_ == nullptr) {
+      release();
+      fail(path + " does not fit into memory. Free memory, or use a larger machine.");
+    }
   }
-  ~Mapped() {
-    if (size_ > 0) ::munmap(memory_, size_);
-  }
-  Mapped(const Mapped&) = delete;
-  Mapped& operator=(const Mapped&) = delete;
+  ~Memory() { release(); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
 
   char* at(std::size_t offset, std::size_t bytes) const {
-    if (offset + bytes > size_) fail("weights.bin is too short. Export the model again.");
+    if (offset > size_ || bytes > size_ - offset) fail(path_ + " is too short. Export the model again.");
     return static_cast<char*>(memory_) + offset;
   }
 
+  // Throws if the file was cut short since it was mapped: what was computed from it is wrong.
+  void check() const {
+    struct stat status{};
+    if (!is_mapped_) return;
+    if (::fstat(file_, &status) == 0 && static_cast<std::size_t>(status.st_size) >= size_ &&
+        meshrec_lost_pages(guard_) == 0) {
+      return;
+    }
+    fail(path_ +
+         " was cut short while it was in use. Copy the package again, and load it; never write into a "
+         "package that is in use.");
+  }
+
  private:
+  bool read_all() const {
+    for (std::size_t done = 0; done < size_;) {
+      const ssize_t count =
+          ::pread(file_, static_cast<char*>(memory_) + done, size_ - done, static_cast<off_t>(done));
+      if (count <= 0) return false;
+      done += static_cast<std::size_t>(count);
+    }
+    return true;
+  }
+  void release() {
+    if (memory_ != nullptr && is_mapped_) meshrec_unmap(memory_, size_, guard_);
+    if (memory_ != nullptr && !is_mapped_) ::munmap(memory_, size_);
+    if (file_ >= 0) ::close(file_);
+    memory_ = nullptr;
+    file_ = -1;
+  }
+
+  std::string path_;
+  int file_;  // kept open: another file may get the path
   void* memory_ = nullptr;
   std::size_t size_ = 0;
+  bool is_mapped_ = false;
+  int guard_ = -1;
 };
 
 struct Layout {
@@ -146,33 +199,80 @@ void check_machine(const Layout& layout, const std::string& folder) {
 
 }  // namespace
 
+namespace {
+
+// Nothing of a package is used before its files are compared with what was written.
+Layout checked_layout(const std::string& folder, const Options& options) {
+  if (!std::ifstream(folder + "/layout.txt")) {
+    fail(folder + " is no package of this version. Export the model again.");
+  }
+  if (!std::ifstream(folder + "/program.pt2")) {
+    fail(folder + " holds no compiled program. Export the model where a C++ compiler is found.");
+  }
+  const std::vector<std::string> used = {"layout.txt", "weights.bin", "program.pt2"};
+  if (!options.public_key.empty()) {
+    verify_signature(folder, used, options.public_key);
+  } else if (options.verify) {
+    verify_checksums(folder, used);
+  }
+  return read_layout(folder);
+}
+
+// The folders that this process has loaded programs of packages from; none where there is no /proc.
+std::set<std::string> extracted() {
+  static const std::regex form(" (/.*/aotinductor_[A-Za-z0-9]+)/program/data/aotinductor/model/");
+  std::set<std::string> found;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::smatch match;
+    if (std::regex_search(line, match, form)) found.insert(match[1]);
+  }
+  return found;
+}
+
+// Load a compiled program. torch extracts the library into a folder for temporary files, which a process that
+// gets SIGKILL would leave there: it is removed as soon as the library is loaded.
+std::unique_ptr<torch::inductor::AOTIModelPackageLoader> load(const std::string& path,
+                                                              std::size_t num_runners) {
+  static std::mutex loading;
+  const std::lock_guard lock(loading);
+  const auto before = extracted();
+  auto loader = std::make_unique<torch::inductor::AOTIModelPackageLoader>(
+      path, "model", /*run_single_threaded=*/false, num_runners);
+  for (const auto& folder : extracted()) {
+    std::error_code ignored;
+    if (!before.contains(folder)) std::filesystem::remove_all(folder, ignored);
+  }
+  return loader;
+}
+
+}  // namespace
+
 struct Predictor::State {
-  explicit State(const std::string& folder, std::size_t num_runners)
-      : layout(read_layout(folder)), file(folder + "/weights.bin") {
+  State(const std::string& folder, const Options& options)
+      : layout(checked_layout(folder, options)), file(folder + "/weights.bin", options.copy_weights) {
     check_machine(layout, folder);
-    if (!std::ifstream(folder + "/program.pt2")) {
-      fail(folder + " holds no compiled program. Export the model where a C++ compiler is found.");
-    }
     for (const auto& weight : layout.weights) {
       std::size_t bytes = c10::elementSize(weight.dtype);
       for (const auto dim : weight.shape) bytes *= static_cast<std::size_t>(dim);
       weights.push_back(at::from_blob(file.at(weight.offset, bytes), weight.shape, weight.dtype));
     }
-    loader =
-        std::make_unique<torch::inductor::AOTIModelPackageLoader>(folder + "/program.pt2", "model",
-                                                                  /*run_single_threaded=*/false, num_runners);
+    loader = load(folder + "/program.pt2", options.num_runners);
   }
 
   Layout layout;
-  Mapped file;
+  Memory file;
   std::vector<at::Tensor> weights;
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader;
 };
 
-Predictor::Predictor(const std::string& folder, std::size_t num_runners) {
+Predictor::Predictor(const std::string& folder, std::size_t num_runners)
+    : Predictor(folder, Options{.num_runners = num_runners}) {}
+
+Predictor::Predictor(const std::string& folder, const Options& options) {
   const std::string place = resolved(folder);
   const auto before = identity(place);
-  state_ = std::make_unique<State>(place, num_runners);
+  state_ = std::make_unique<State>(place, options);
   if (identity(place) != before) fail(place + " became another package while it was read. Load it again.");
 }
 Predictor::~Predictor() = default;
@@ -214,6 +314,7 @@ std::vector<float> Predictor::predict(const float* dense, std::int64_t batch,
     inputs.push_back(tensor(given[f].lengths, {batch}, at::kLong));
   }
   at::Tensor scores = state_->loader->run(inputs).at(0).contiguous();
+  state_->file.check();
   const float* data = scores.const_data_ptr<float>();
   return {data, data + scores.numel()};
 }

@@ -2,8 +2,8 @@
 // which table, and where their output rows go.
 #pragma once
 
+#include "isa/kernels.h"
 #include "stable_abi.h"
-#include "tbe/kernels.h"
 
 namespace meshrec {
 

@@ -1,6 +1,4 @@
-// The inner loops, compiled once per instruction set (kernels_*.cpp include kernels.inl) and chosen at run
-// time. Plain pointers only: this header is shared by translation units built with different machine flags,
-// so it must not pull in inline functions that a linker could take from the wrong one.
+// The arguments of the inner loops of lookups and updates (kernels.inl). See isa/kernels.h for the rules.
 #pragma once
 
 #include <cstdint>
@@ -125,60 +123,7 @@ struct SquareArgs {
   float* squares;
 };
 
-// Samples [first, last) of dense vectors [B, dim] and sparse ones [B, num_sparse, dim].
-struct InteractionArgs {
-  const float* dense;
-  const float* sparse;
-  int64_t num_sparse, dim, first, last;
-  float* out;         // [B, dim + pairs]
-  const float* grad;  // like out
-  float* grad_dense;
-  float* grad_sparse;
-  float* scratch;
-};
-
-// Quantises numbers; nbit/rows.inl describes the layout of a row.
-constexpr int64_t kQuantizeRows = 16;
-struct QuantizeArgs {
-  const float* rows;  // [num_rows, dim]
-  int64_t num_rows;   // at most kQuantizeRows
-  int64_t dim;
-  const uint16_t* params;  // [num_rows, 2] fp16 scale and bias to take, or null
-  uint8_t* out;            // [num_rows, row_bytes]
-  int64_t row_bytes;
-};
-
 constexpr int64_t kScratchRows = 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
-inline int64_t interaction_stride(int64_t num_vectors) { return (num_vectors + 4 + 31) / 32 * 32; }
-
-struct Kernels {
-  const char* name;
-  void (*pool[kNumRowTypes][2])(const PoolArgs&);  // [row type][ids are int64]
-  void (*gather[kNumRowTypes][2])(const GatherArgs&);
-  void (*dot[kNumWeightTypes][2])(const DotArgs&);
-  void (*update[kNumOptimizers][kNumWeightTypes])(const UpdateArgs&);
-  void (*sum)(const SumArgs&);
-  int64_t (*square)(const SquareArgs&);
-  float (*square_row)(const float* row, int64_t dim);
-  bool (*all_below32)(const int32_t* ids, int64_t n, uint64_t bound);
-  bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
-  void (*interact)(const InteractionArgs&);
-  void (*interact_grad)(const InteractionArgs&);
-  int64_t (*quantize[3])(
-      QuantizeArgs);  // to 8, 4, 2 bits; returns the first row that cannot be quantised, or num_rows
-};
-
-const Kernels* kernels_baseline();
-const Kernels* kernels_avx2();    // null if not built for it
-const Kernels* kernels_avx512();  // null if not built for it
-
-// Whether rows are prefetched to L1 or to L2, whichever was faster in measurements on one machine of each
-// kind. AMD's Zen 5: L1. Zen 4 and Intel's, which can have fewer lines under way to L1: L2 (on Zen 4, 2.6
-// times as fast for quantised rows, 1.6 times for fp32). MESHREC_PREFETCH=l1|l2 overrides this.
-bool prefetch_to_l1();
-
-// The best instruction set that this machine runs; MESHREC_ISA=baseline|avx2|avx512 asks for another.
-const Kernels& kernels();
 
 }  // namespace meshrec

@@ -1,20 +1,4 @@
-// The inner loops. Every kernels_<isa>.cpp defines MESHREC_KERNELS (the name of its table) and includes this
-// file.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <utility>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include "tbe/kernels.h"
-
-namespace meshrec {
-namespace {
-
-#include "simd.h"
+// The inner loops of lookups and updates. Included by isa/kernels.inl only, inside its unnamed namespace.
 
 // ---- forward
 // ----------------------------------------------------------------------------------------------------
@@ -342,40 +326,3 @@ bool all_below(const Id* ids, int64_t n, uint64_t bound) {
   for (int64_t i = 0; i < n; ++i) bad |= uint64_t(uint64_t(int64_t(ids[i])) >= bound);
   return bad == 0;
 }
-
-#include "interaction/interaction.inl"
-
-// Quantised rows, with the interface of pool.inl's rows.
-#include "nbit/rows.inl"
-
-#define MESHREC_BY_ID(function, ...) {function<__VA_ARGS__, int32_t>, function<__VA_ARGS__, int64_t>}
-#define MESHREC_BY_ROWS(function)                                                           \
-  {MESHREC_BY_ID(function, DenseRows<float>),    MESHREC_BY_ID(function, DenseRows<Half>),  \
-   MESHREC_BY_ID(function, DenseRows<BFloat16>), MESHREC_BY_ID(function, QuantisedRows<8>), \
-   MESHREC_BY_ID(function, QuantisedRows<4>),    MESHREC_BY_ID(function, QuantisedRows<2>)}
-#define MESHREC_BY_WEIGHT(function) \
-  {MESHREC_BY_ID(function, float), MESHREC_BY_ID(function, Half), MESHREC_BY_ID(function, BFloat16)}
-
-const Kernels kTable = {MESHREC_NAME,
-                        MESHREC_BY_ROWS(pool),
-                        MESHREC_BY_ROWS(gather),
-                        MESHREC_BY_WEIGHT(dot),
-                        {
-#define FORMULA(name, ...) {update<k##name, float>, update<k##name, Half>, update<k##name, BFloat16>},
-#include "formulas.inc"
-#undef FORMULA
-                        },
-                        sum,
-                        square,
-                        square_row,
-                        all_below<int32_t>,
-                        all_below<int64_t>,
-                        interact,
-                        interact_grad,
-                        {quantize<8>, quantize<4>, quantize<2>}};
-
-}  // namespace
-
-const Kernels* MESHREC_KERNELS() { return &kTable; }
-
-}  // namespace meshrec

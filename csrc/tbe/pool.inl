@@ -1,4 +1,4 @@
-// Pooled lookups. Included by kernels.inl only, inside its unnamed namespace.
+// Pooled lookups. Included by isa/kernels.inl only, inside its unnamed namespace.
 
 // How many rows ahead of the current one to prefetch.
 inline int64_t rows_ahead(int64_t row_bytes, bool to_l1 = false) {

@@ -1,7 +1,7 @@
 // Sorting (row, gradient) pairs, a range of rows at a time.
 #pragma once
 
-#include "tbe/kernels.h"
+#include "isa/kernels.h"
 
 namespace meshrec {
 

@@ -108,7 +108,7 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def env(self) -> ShardingEnv:
-        """The ranks."""
+        """The ranks and axes over which the tables are sharded."""
         return self._env
 
     @property

@@ -32,6 +32,7 @@ X = "export a --no-compile --out package"
 Q = "quantize a --out small"
 M = "embed a --feature user --out vectors.parquet --force"
 L = "plan recipe.py:recipe --ranks 2"
+B = "leaderboard clicks.csv --label clicked --force"
 U = "tune recipe.py:recipe --trials 1 --training.epochs 1"
 
 MISTAKES = [
@@ -59,9 +60,9 @@ MISTAKES = [
         (f"{T} --training.bf16 yes", "'yes' is one argument too many", f"{T} --training.bf16"),
         (f"{T} --training.clip-norm -1", "it must be above 0", f"{T} --training.clip-norm 1"),
         (
-            f"{T} --model.bottom 32,16",
+            f"{T} --model.layers 32,16",
             "give numbers with blanks between them, such as 32 16",
-            f"{T} --model.bottom 32 16",
+            f"{T} --model.layers 32 16",
         ),
         (f"{T} --dense.kind adamm", "Did you mean adam?", f"{T} --dense.kind adam"),
         (f"{T} --schedule.decay cosin", "Did you mean cosine?", f"{T} --schedule.decay cosine"),
@@ -102,7 +103,14 @@ MISTAKES = [
         ("inspect --label clicked --force", "DATA is missing", I),
         ("inspect click.csv --label clicked --force", "click.csv stands for no file", I),
         ("inspect clicks.csv --label click --force", "Did you mean clicked?", I),
-        ("inspect clicks.csv --label country --force", "it holds text", I),
+        ("inspect clicks.csv --label country --task binary --force", "it holds text", I),
+        ("inspect clicks.csv --label clicked --query usr --force", "Did you mean user?", f"{I} --query user"),
+        (f"{I} --task regression", "take one of", f"{I} --task number"),
+        (f"{T} --model.members 0", "must be at least 1", f"{T} --model.members 4"),
+        (f"{T} --model.dropout 1", "must be in [0, 1)", f"{T} --model.dropout 0.5"),
+        ("leaderboard clicks.csv", "--label is missing", f"{B} --epochs 1"),
+        (f"{B} --models bert", "take some of wide_deep", f"{B} --models dlrm --epochs 1"),
+        (f"{B} --epochs 0", "must be at least 1", f"{B} --epochs 1"),
         ("inspect clicks.csv --label clicked --time whem --force", "Did you mean when?", f"{I} --time when"),
         ("inspect clicks.csv --label clicked --time country --force", "holds text", f"{I} --time when"),
         (

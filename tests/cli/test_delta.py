@@ -30,4 +30,7 @@ def test_the_help_explains_the_folder(capsys):
     with pytest.raises(SystemExit) as ended:
         delta.main(["--help"])
     assert ended.value.code == 0
-    assert "Name or folder of a run" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Name or folder of a run" in told
+    assert "--training.publish-every" in told
+    assert "meshrec delta verify movielens_dlrm-001" in told

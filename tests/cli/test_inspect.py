@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.cli import inspect
+from meshrec.cli.predict import main as predict
 from meshrec.cli.train import main as train
 from meshrec.train import RunFolder
 from tests.browser import drawn, needs_browser
@@ -104,3 +105,35 @@ def test_the_page_shows_times_as_dates(tmp_path):
     assert inspect.main(args) == 0
     page = drawn(f"file://{tmp_path}/r.html").split("<noscript>")[0]
     assert ">2020-09-13 12:26:40<" in page
+
+
+def test_texts_become_classes_with_a_probability_each(tmp_path):
+    table = ratings(3000)
+    stars = np.asarray(table["stars"])
+    names = np.array(["bad", "fair", "good"])[np.digitize(stars, [2.5, 3.5])]
+    table = table.drop_columns("stars").append_column("verdict", pa.array(names))
+    pq.write_table(table, tmp_path / "data.parquet")
+    summary = two_commands(tmp_path, [tmp_path / "data.parquet"], "verdict", "--time", "time")
+    assert summary["test"]["auc"] > 0.65
+    assert summary["test"]["accuracy"] > 0.4
+    out = tmp_path / "scores.parquet"
+    data = ["--data", str(tmp_path / "data.parquet"), "--runs", str(tmp_path), "--out", str(out)]
+    assert predict(["r", *data]) == 0
+    scores = pq.read_table(out)
+    chance = np.stack([np.asarray(scores[f"score_{name}"]) for name in ("bad", "fair", "good")], 1)
+    assert np.allclose(chance.sum(1), 1, atol=1e-5)
+    assert (names == np.array(["bad", "fair", "good"])[chance.argmax(1)]).mean() > 0.4
+
+
+def test_rows_are_ranked_within_a_query(tmp_path):
+    rng = np.random.default_rng(0)
+    num, queries = 4000, 400
+    item, query = rng.integers(0, 50, num), np.sort(rng.integers(0, queries, num))
+    quality = rng.normal(size=50)
+    grade = np.clip(np.round(quality[item] + 0.5 * rng.normal(size=num) + 1.5), 0, 4).astype(int)
+    pq.write_table(pa.table({"session": query, "item": item, "grade": grade}), tmp_path / "data.parquet")
+    summary = two_commands(tmp_path, [tmp_path / "data.parquet"], "grade", "--query", "session")
+    assert summary["test"]["ndcg@10"] > 0.85
+    text = (tmp_path / "recipe.py").read_text()
+    assert 'split_by="hash"' in text
+    assert 'loss=Ranking(kind="listwise")' in text

@@ -69,7 +69,7 @@ def test_data_without_labels_is_scored(run, tmp_path):
     ("change", "message"),
     [
         (lambda table: table.drop_columns(["user"]), "there is no column 'user' among"),
-        (lambda table: table.set_column(0, "age", pa.array(["x"] * 50)), "column 'age' has type string"),
+        (lambda table: table.set_column(0, "age", pa.array(["x"] * 50)), "column 'age' holds text"),
     ],
 )
 def test_data_of_another_schema_is_refused(run, tmp_path, change, message):

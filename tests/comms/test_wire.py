@@ -3,16 +3,17 @@ import math
 import pytest
 import torch
 
+from meshrec.comms.encoding import Block, Columns, RowEncoding
 from meshrec.comms.wire import (
     BF16,
     FORMATS,
     FP16,
     FP32,
-    Block,
+    INT4,
+    INT8,
     CommsPrecision,
+    TableWires,
     WireFormats,
-    decode_blocks,
-    encode_blocks,
     wire_format,
 )
 from tests.distributed.test_wire import SCALED
@@ -55,33 +56,50 @@ def test_bounds_are_tight_and_overflow_is_told():
     assert math.isfinite(BF16.error_bound(7e4))
 
 
-@pytest.mark.parametrize("wire", ALL, ids=str)
-def test_blocks_of_any_shape_come_back(wire):
+def columns(widths, *formats):
+    number = len(widths)
+    return Columns(
+        tuple(widths),
+        tuple(formats * number)[:number],
+        (1,) * number,
+        (0,) * number,
+        ("",) * number,
+        (0,) * number,
+    )
+
+
+MIXTURES = [*[(each,) for each in ALL], (INT8, FP16, INT4), (BF16, SCALED, FP32)]
+
+
+@pytest.mark.parametrize("formats", MIXTURES, ids=str)
+def test_blocks_of_any_shape_come_back(formats):
     torch.manual_seed(1)
+    encoding = RowEncoding.of(formats)
     blocks = [
-        Block(3, [4, 4]),
-        Block(2, [4]),
-        Block(0, [5]),
-        Block(5, []),
-        Block(2, [3, 6]),
-        Block(1, [3, 6]),
+        Block(rows, columns(widths, *formats))
+        for rows, widths in [(3, [4, 4]), (2, [4]), (0, [5]), (5, []), (2, [3, 6]), (1, [3, 6])]
     ]
-    values = torch.randn(sum(rows * sum(widths) for rows, widths in blocks)).to(wire.kernel_dtype)
-    message = encode_blocks(wire, values, blocks)
-    assert message.nbytes == sum(rows * sum(map(wire.row_bytes, widths)) for rows, widths in blocks)
-    decoded = decode_blocks(wire, message, blocks)
-    assert (decoded.float() - values.float()).abs().max() <= wire.error_bound(4.0)
+    size = sum(block.num_rows * block.columns.width for block in blocks)
+    values = torch.randn(size).to(encoding.kernel_dtype)
+    message, _ = encoding.encode(values, blocks)
+    assert message.dtype is encoding.unit
+    assert message.numel() == sum(block.num_rows * encoding.units(block.columns) for block in blocks)
+    decoded = encoding.decode(message, blocks)
+    assert decoded.dtype is encoding.kernel_dtype
+    bound = max(each.error_bound(4.0) for each in formats)
+    assert (decoded.float() - values.float()).abs().max() <= bound
     # A row is encoded by itself, in whatever block it stands: a huge neighbour does not change it.
     values[:4] *= 1e3
-    assert torch.equal(decode_blocks(wire, encode_blocks(wire, values, blocks), blocks)[4:], decoded[4:])
+    again, _ = encoding.encode(values, blocks)
+    assert torch.equal(encoding.decode(again, blocks)[4:], decoded[4:])
 
 
 @pytest.mark.parametrize("wire", ALL, ids=str)
 def test_nothing_is_encoded_to_nothing(wire):
-    empty = torch.empty(0, dtype=wire.kernel_dtype)
-    message = encode_blocks(wire, empty, [Block(0, [4])])
+    encoding = RowEncoding.of([wire])
+    message, _ = encoding.encode(torch.empty(0, dtype=wire.kernel_dtype), [Block(0, columns([4], wire))])
     assert (message.numel(), message.dtype) == (0, wire.unit)
-    assert decode_blocks(wire, message, []).dtype is wire.kernel_dtype
+    assert encoding.decode(message, []).dtype is wire.kernel_dtype
 
 
 def test_formats_are_named_by_text_by_dtype_or_themselves():
@@ -91,6 +109,37 @@ def test_formats_are_named_by_text_by_dtype_or_themselves():
     assert WireFormats.parse("fp16") == WireFormats(FP16, FP16)
     for text in ("fp32", "fp16/bf16"):
         assert str(WireFormats.parse(text)) == text
+    assert WireFormats.parse("int4/int8+stochastic+feedback") == WireFormats(
+        INT4, FORMATS["int8+stochastic+feedback"]
+    )
+
+
+def test_tables_have_formats_of_their_own():
+    text = "int8/bf16,a.b:fp32,c:int4/int8"
+    wires = TableWires.parse(text)
+    assert str(wires) == text
+    assert [str(wires.of(name)) for name in ("x", "a.b", "c")] == ["int8/bf16", "fp32", "int4/int8"]
+    assert CommsPrecision.of(wires).wires == wires
+    assert (
+        str(TableWires.of_each({name: wires.of(name) for name in ("x", "y", "c")})) == "int8/bf16,c:int4/int8"
+    )
+    for wrong in ("int8,", "int8,a", "int8,a:fp32,a:fp16", "int8,:fp32"):
+        with pytest.raises(ValueError, match="give TABLE:FORMATS for each exception once"):
+            TableWires.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("int4", "int4 is for embeddings only; gradients travel as"),
+        ("int8+feedback", "feedback is for gradients"),
+    ],
+)
+def test_formats_for_the_other_direction_are_told(text, match):
+    with pytest.raises(ValueError, match=match):
+        WireFormats.parse(text)
+    with pytest.raises(ValueError, match=match):
+        _ = CommsPrecision(text, text).wires
 
 
 @pytest.mark.parametrize("given", ["fp8", torch.int8, torch.float64, None, 16])

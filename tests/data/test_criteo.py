@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshrec.data import DataError, Position, criteo
-from meshrec.data.criteo import criteo_schema
+from meshrec.data.criteo import criteo_features
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -15,7 +15,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 def line(number, **fields):
     """Sample `number`: I1 is its number, I2 is missing, I3 negative; C2 is missing."""
     values = {"label": number % 2, "I1": number, "I2": "", "I3": -2, "C2": ""} | fields
-    names = criteo_schema(10).columns()
+    names = criteo_features(10).columns()
     return "\t".join(str(values.get(name, f"{number:08x}" if name[0] == "C" else 3)) for name in names) + "\n"
 
 
@@ -55,7 +55,7 @@ def test_day_files(tmp_path, suffix):
 
 def test_parquet_has_the_same_samples(tmp_path):
     (tmp_path / "day_0").write_text("".join(line(number) for number in range(20)))
-    names = criteo_schema(10).columns()
+    names = criteo_features(10).columns()
     rows = [line(number).rstrip("\n").split("\t") for number in range(20)]
     columns = dict(zip(names, zip(*rows, strict=True), strict=True))
     table = {
@@ -80,7 +80,7 @@ def test_parquet_has_the_same_samples(tmp_path):
     ("bad", "message"),
     [
         (line(3, I4="many"), r"day_0: line 4, column 'I4': 'many' is not of type float"),
-        (line(3, label=""), r"day_0, column 'label': row 3 is null"),
+        (line(3, label=""), r"day_0, column 'label': row 3 has no label"),
         ("1\t2\n", r"day_0: line 4 has 2 fields, expected 40"),
     ],
 )
@@ -104,8 +104,8 @@ def test_all_lines_damaged(tmp_path):
 
 def test_sizes_and_empty_files(tmp_path):
     with pytest.raises(ValueError, match="num_embeddings must be one number or 26, got 2"):
-        criteo_schema([5, 5])
-    sizes = [feature.num_embeddings for feature in criteo_schema(np.arange(2, 28).tolist()).described()]
+        criteo_features([5, 5])
+    sizes = [feature.num_embeddings for feature in criteo_features(np.arange(2, 28).tolist()).described()]
     assert sizes == list(range(2, 28))
     (tmp_path / "day_0").touch()
     with pytest.raises(DataError, match="day_0 has no lines"):

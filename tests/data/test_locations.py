@@ -6,12 +6,13 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
-from meshrec.data import DataError, IdColumn, Schema, criteo, parquet
+from meshrec.data import DataError, criteo, parquet
 from meshrec.data.faults import Faults
+from meshrec.data.features import Features, Integer, Label
 from meshrec.data.frames import open_tables
 from meshrec.data.locations import expand, expand_tables
 
-SCHEMA = Schema(label="y", ids=[IdColumn(name="user", num_embeddings=50)])
+SCHEMA = Features(labels=(Label(column="y"),), features=(Integer(name="user", num_embeddings=50),))
 
 
 @pytest.fixture

@@ -3,17 +3,21 @@ import itertools
 import numpy as np
 import pytest
 
-from meshrec.data import DataError, DenseColumn, IdColumn, Position, Schema, parquet
+from meshrec.data import DataError, Position, parquet
+from meshrec.data.features import Features, Integer, Label, Number
 
 from .streams import covered, epoch, numbers
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-SCHEMA = Schema(
-    label="y",
-    dense=[DenseColumn(name="x")],
-    ids=[IdColumn(name="one", num_embeddings=1000), IdColumn(name="some", num_embeddings=1000)],
+SCHEMA = Features(
+    labels=(Label(column="y"),),
+    features=(
+        Number(name="x"),
+        Integer(name="one", num_embeddings=1000),
+        Integer(name="some", num_embeddings=1000),
+    ),
 )
 
 
@@ -94,7 +98,7 @@ def test_a_damaged_row_group_can_be_skipped(folder):
 
 def test_damaged_rows_can_be_skipped(tmp_path):
     path = write(tmp_path / "a.parquet", 0, 20, one=pa.array([*range(18), None, 1000]))
-    with pytest.raises(DataError, match=r"a\.parquet: row group 1, column 'one': row \d+ is null"):
+    with pytest.raises(DataError, match=r"a\.parquet: row group 1, column 'one': row \d+ has null"):
         list(read(path).batches(5))
     reader = read(path, on_error="skip")
     assert sorted(itertools.chain.from_iterable(covered(epoch(reader, 5)))) == list(range(18))
@@ -104,8 +108,8 @@ def test_damaged_rows_can_be_skipped(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": ["text"] * 20}, r"b\.parquet: column 'x' has type string, expected numbers"),
-        ({"one": [0.5] * 20}, r"b\.parquet: column 'one' has type double, expected integers"),
+        ({"x": ["text"] * 20}, r"b\.parquet: column 'x' holds text; feature 'x' takes number"),
+        ({"one": [0.5] * 20}, r"b\.parquet: column 'one' holds number; feature 'one' takes integer"),
     ],
 )
 def test_files_with_other_columns(tmp_path, change, message):

@@ -2,7 +2,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from meshrec.data.features import DatePart, Hashed, Label, Number, Vocabulary
+from meshrec.data.features import Buckets, Cross, DatePart, Hashed, Label, Number, Vocabulary
 from meshrec.data.profile import Column, profile
 from meshrec.data.propose import propose
 
@@ -31,9 +31,9 @@ def table(**more) -> pa.Table:
     return pa.table(columns | more)
 
 
-def proposed(label="y", time="ts", **more):
+def proposed(label="y", time="ts", task=None, query=None, **more):
     data = table(**more)
-    return propose(profile([data], label), label=label, time=time)
+    return propose(profile([data], label), label=label, time=time, task=task, query=query)
 
 
 def test_every_column_has_a_role_and_a_reason():
@@ -97,7 +97,8 @@ def test_large_columns_are_hashed():
     [
         ({"label": "nobody"}, "--label nobody: there is no such column"),
         ({"time": "never"}, "--time never: there is no such column"),
-        ({"label": "country"}, "it holds text, and labels are numbers"),
+        ({"label": "country", "task": "binary"}, "it holds text, and labels are numbers"),
+        ({"query": "never"}, "--query never: there is no such column"),
         ({"label": "same", "same": np.ones(N)}, "all rows have the same"),
         ({"label": "gaps", "gaps": pa.array([1, None] * (N // 2))}, "2,000 of 4,000 rows have none"),
         ({"time": "country"}, "and times are dates, timestamps or"),
@@ -162,3 +163,36 @@ def test_features_have_names_that_tables_can_have_and_kinds_that_they_take():
     assert columns.items() >= wanted.items()
     fitted = found.fit([table(**odd, code=code)])
     assert fitted["code"].rows == 2 + 5
+
+
+def test_a_cross_that_pays_is_proposed_and_numbers_have_bins():
+    rng = np.random.default_rng(0)
+    left, right = rng.integers(0, 5, N), rng.integers(0, 5, N)
+    chance = np.where((left % 2) == (right % 2), 0.8, 0.2)
+    x = rng.normal(size=N)
+    y = (rng.random(N) < chance).astype(int)
+    found = proposed(y=y, left=left, right=right, x=x)
+    crosses = [each for each in found.features.features if isinstance(each, Cross)]
+    assert [each.columns_crossed for each in crosses] == [("left", "right")]
+    numbers = [each for each in found.features.features if isinstance(each, Number)]
+    assert {each.num_bins for each in numbers} == {16}
+
+
+def test_ranges_of_a_number_are_proposed_where_they_pay():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=N)
+    y = (rng.random(N) < np.where(np.abs(x) > 1, 0.9, 0.1)).astype(int)
+    found = proposed(y=y, bend=x, gaps=np.where(rng.random(N) < 0.2, np.nan, x))
+    names = {each.name for each in found.features.features if isinstance(each, Buckets)}
+    assert names >= {"bend_range", "gaps_range"}
+
+
+def test_texts_are_classes_and_queries_rank():
+    found = proposed(label="country", country=np.array(["fr", "no"])[np.arange(N) % 2])
+    assert found.features.labels == (Label(column="country", kind="class", classes=("fr", "no")),)
+    found = proposed(query="user")
+    assert found.features.labels == (
+        Label(column="y", kind="number"),
+        Label(column="user", kind="query"),
+    )
+    assert "user" not in [each.name for each in found.features.features]

@@ -1,14 +1,16 @@
 import datetime
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from meshrec.data import DataError, IdColumn, InMemoryReader, Schema, Split, locate, parquet, parquet_reader
+from meshrec.data import DataError, InMemoryReader, Split, locate, parquet, parquet_reader
+from meshrec.data.features import Features, Integer, Label
 from meshrec.data.in_memory import Ranges
 
-SCHEMA = Schema(label="y", ids=[IdColumn(name="user", num_embeddings=40)])
+SCHEMA = Features(labels=(Label(column="y"),), features=(Integer(name="user", num_embeddings=40),))
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_labels_that_the_loss_cannot_take_name_file_row_and_value(folder):
         assert len(rows_of(data.train)) == 599
     assert [sum(reasons.values()) for reasons in data.skipped.values()] == [1]
     assert next(iter(data.skipped)).endswith("b.parquet")
-    any_label = Schema(label="y", ids=SCHEMA.ids, label_range=None)
+    any_label = replace(SCHEMA, labels=(Label(column="y", kind="number"),))
     assert len(rows_of(parquet_reader(folder, schema=any_label))) == 600
     ids = {"user": Ranges(np.zeros(3, np.int64), np.arange(3), np.ones(3, np.int64))}
     with pytest.raises(DataError, match=r"memory: row 1 has the label 5, outside \[0.0, 1.0\]"):

@@ -9,9 +9,12 @@ from meshrec import (
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
 from meshrec.distributed.input_dist import SourceIds
-from meshrec.distributed.output_dist import Hop
+from meshrec.distributed.output_dist import Codecs, Hop
 from meshrec.distributed.pieces import Span
+from meshrec.distributed.routing import RoutedTable, compile_plan
+from meshrec.distributed.wire_codec import Codec
 from meshrec.optim import SGD
+from meshrec.plan.builders import WorldShape
 
 
 def steps(forward, backward):
@@ -48,8 +51,12 @@ def gather_both_ways(dtype):
     axis = default_env().world
     torch.manual_seed(0)
     spans = [[Span(0, 7, 5, 0), Span(0, 0, 3)], [Span(1, 7, 5, 0), Span(1, 3, 4)]]
-    wire = md.CommsPrecision(dtype, dtype).formats
-    hop = Hop.of(axis, spans, [], 12, wire)
+    table = RoutedTable("t", 5, 12, ("a",))
+    builder = md.table_wise(rank=0)("t", md.TableSize(5, 12), WorldShape(2, 2))
+    routing = compile_plan([table], md.EmbeddingModuleShardingPlan({"t": builder}), num_ranks=2)
+    wires = [md.CommsPrecision(dtype, dtype).formats]
+    codecs = Codecs(*(Codec(routing, wires, way, int) for way in range(2)))
+    hop = Hop.of(axis, spans, [], 12, codecs=codecs)
     rows = [201, 130]
     blocks = [torch.randn(count, hop.dims[axis.rank]).to(dtype) for count in rows]
     sent = torch.cat([block.view(-1) for block in blocks])

@@ -51,7 +51,7 @@ class ScaledRows(WireFormat):
 
 
 SCALED = ScaledRows()
-WIRES = {**FORMATS, "scaled": SCALED}
+WIRES = {name: FORMATS[name] for name in ("fp32", "fp16", "bf16", "int8")} | {"scaled": SCALED}
 
 
 def _flat(output):
@@ -97,7 +97,7 @@ def trained(kind, wire):
     return torch.cat(weights), values.detach().flatten(), dict(traffic)
 
 
-@pytest.mark.parametrize("wire", ["fp16", "bf16", "scaled"])
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "scaled"])
 @pytest.mark.parametrize("kind", ["pooled", "sequence", "nodes"])
 def test_every_format_keeps_its_bound_in_modules(ranks, kind, wire):
     pool = ranks(4 if kind == "nodes" else 2)
@@ -109,7 +109,7 @@ def test_every_format_keeps_its_bound_in_modules(ranks, kind, wire):
         assert 0 < (values - coded_values).abs().max() <= parts
         assert 0 < (weights - coded_weights).abs().max() <= 20 * bound(1.2)
         for name, num_bytes in full_traffic.items():
-            if "ids" in name or wire != "scaled":
+            if "ids" in name or wire not in ("int8", "scaled"):
                 assert num_bytes == (traffic[name] if "ids" in name else 2 * traffic[name])
 
 
@@ -122,7 +122,9 @@ KINDS = {
     "grid_shard": (md.grid_shard(), md.grid_shard()),
     "data_parallel": (md.data_parallel(), md.data_parallel()),
 }
-PAIRS = [(each, each) for each in WIRES] + [("fp16", "scaled"), ("scaled", "bf16")]
+WIRES["int4"] = FORMATS["int4"]
+PAIRS = [(each, each) for each in WIRES if each != "int4"]
+PAIRS += [("fp16", "scaled"), ("scaled", "bf16"), ("int4", "int8")]
 NUM_ROWS, BATCH = 16, 4
 SENT = {
     "output": ("embeddings", "embeddings between nodes"),

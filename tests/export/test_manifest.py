@@ -48,7 +48,9 @@ def test_packages_without_digests_are_verified_by_their_manifest(package, tmp_pa
 def test_nothing_is_used_before_it_is_verified(package, tmp_path, monkeypatch):
     folder = copied(package, tmp_path)
     flip(folder / "program.pt2", 1000)
-    monkeypatch.setattr("meshrec.export.predictor.mapped", lambda *_: pytest.fail("weights are mapped"))
+    monkeypatch.setattr(
+        "meshrec.export.predictor.Weights", lambda *_, **__: pytest.fail("weights are mapped")
+    )
     with pytest.raises(PackageError, match=r"program.pt2 is not what was written"):
         Predictor(folder)
     with pytest.raises(PackageError, match=r"program.pt2 is not what was written"):

@@ -9,6 +9,7 @@ import meshrec
 from meshrec.export import PackageError, Predictor, compile_anew, export
 from meshrec.export import predictor as predictor_module
 from meshrec.export.archive import load_exported
+from meshrec.export.weights import Weights
 from meshrec.train.losses import SquaredError
 from tests.export.conftest import FEATURES, NUM_DENSE, NUM_ROWS, SHARED, torchs_own_warnings
 
@@ -326,15 +327,14 @@ def test_packages_that_change_places_meanwhile_are_never_mixed(uncompiled, tmp_p
     first, second, place = uncompiled, copied(uncompiled, tmp_path), tmp_path / "current"
     manifest = (second / "manifest.json").read_bytes()
     replace(second / "manifest.json", manifest.replace(b'"step": 7', b'"step": 8'))
-    mapped = predictor_module.mapped
 
     def read_while(change):
-        def late(path, records):
+        def late(*given, **how):
             change()
-            return mapped(path, records)
+            return Weights(*given, **how)
 
         with monkeypatch.context() as patch:
-            patch.setattr(predictor_module, "mapped", late)
+            patch.setattr(predictor_module, "Weights", late)
             return Predictor(place, verify=False)
 
     def turn():

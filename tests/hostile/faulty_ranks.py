@@ -66,8 +66,8 @@ MOMENTS = ("starting", "training", "saving")
 def draw(number: int, seed: int) -> Iterator[Fault]:
     """Faults of our launcher's ranks; the first ones are one of each kind and rank."""
     source = random.Random(seed)
-    first = [("stopped", 0, "training"), ("stopped", 1, "training"), ("stopped", 0, "starting")]
-    first += [("killed", 0, "saving"), ("stopped", 1, "saving"), ("killed", 1, "starting")]
+    first = [("stopped", 0, "starting"), ("killed", 0, "saving"), ("stopped", 0, "training")]
+    first += [("stopped", 1, "training"), ("stopped", 1, "saving"), ("killed", 1, "starting")]
     for at in range(number):
         size = source.choice((2, 2, 2, 3))
         kind, rank, moment = (

@@ -12,6 +12,7 @@ from meshrec.durable import write_digests
 from meshrec.export import PackageError, Predictor, export
 from meshrec.export import predictor as predictor_module
 from meshrec.export.manifest import layout_of
+from meshrec.export.weights import Weights
 from meshrec.models.dlrm import DLRM
 from tests.export.conftest import torchs_own_warnings
 from tests.hostile.damage import Tally, crafted, harm, number
@@ -42,8 +43,9 @@ def opened(exported, monkeypatch):
     """``opened(is_good)`` opens the package. Nothing of a bad one may be mapped or executed."""
     used = []
     monkeypatch.setattr(Predictor, "_load", lambda *_: used.append("a program"))
-    mapped = predictor_module.mapped
-    monkeypatch.setattr(predictor_module, "mapped", lambda *given: used.append("weights") or mapped(*given))
+    monkeypatch.setattr(
+        predictor_module, "Weights", lambda *given, **how: used.append("weights") or Weights(*given, **how)
+    )
     version = Predictor(exported).version
 
     def check(is_good):

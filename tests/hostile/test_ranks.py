@@ -25,7 +25,7 @@ from tests.hostile.faulty_ranks import (
     run_by_hand,
 )
 
-NUMBER = max(3, int(os.environ.get("MESHREC_HOSTILE") or 0) * 20 // 1000)
+NUMBER = max(2, int(os.environ.get("MESHREC_HOSTILE") or 0) * 20 // 1000)
 SEED = int(os.environ.get("MESHREC_SEED", "0"))
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

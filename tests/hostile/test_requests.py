@@ -12,7 +12,7 @@ from meshrec.serve import ConnectionLimits, Limits
 from tests.hostile.damage import NUMBER, Tally
 from tests.serve.conftest import Client, running, samples, scores_of
 from tests.serve.test_mutations import mutated, served  # noqa: F401 - a fixture
-from tests.serve.toys import Toy, make_toy
+from tests.serve.toys import Toy, check_toy, make_toy, open_with
 
 SEED = 31
 GIVEN = samples(3, 7)
@@ -111,7 +111,7 @@ def limited(tmp_path_factory):
     package = make_toy(tmp_path_factory.mktemp("limited") / "clicks", 1)
     limits = ConnectionLimits(max_per_client=16, header_seconds=1.0, body_seconds=1.0, idle_seconds=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshrec.serve.models.Predictor", Toy)
+        open_with(patch, Toy, check_toy)
         with running({"clicks": package}, connections=limits, limits=Limits(max_queue=64)) as server:
             yield server, scores_of(Toy(package), GIVEN)
 

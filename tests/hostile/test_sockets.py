@@ -1,8 +1,9 @@
-"""On one machine, nothing that trains listens where another machine reaches it."""
+"""On one machine, nothing that trains listens where another machine reaches it.
 
-import json
+``tests/cli/test_train.py`` watches the sockets of two ranks, in its run that Ctrl-C ends.
+"""
+
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -40,25 +41,6 @@ def test_what_listens_is_seen():
             found = {one for one in listening(os.getpid()) if one.endswith(f" {each.getsockname()[1]}")}
             assert found == {f"{address} {each.getsockname()[1]}"}
             assert bool(beyond_loopback(found)) is (address != "127.0.0.1")
-
-
-def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path):
-    options = ("--nproc", 2, "--runs", tmp_path, "--name", "mine", "--quiet", "--training.epochs", 100_000)
-    # A user's own choice of an interface is for several machines.
-    process = meshrec("train", SMALL, *options, GLOO_SOCKET_IFNAME="eth0")
-    try:
-        metrics = tmp_path / "mine" / "metrics.jsonl"
-        found = watched(process, until=metrics.exists)
-        assert metrics.exists(), process.stderr.read()
-        process.send_signal(signal.SIGTERM)
-        found |= watched(process)
-        assert json.loads((tmp_path / "mine" / "summary.json").read_text())["state"] == "stopped"
-        assert found  # gloo's sockets
-        assert beyond_loopback(found) == set()
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def test_tuning_listens_nowhere(tmp_path):

@@ -6,15 +6,13 @@ import torch
 
 import meshrec
 from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, fuse
+from meshrec.compat.bridge.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from meshrec.optim import (
     SGD,
     Adagrad,
     Adam,
     CombinedOptimizer,
     RowWiseAdagrad,
-    WarmupOptimizer,
-    WarmupPolicy,
-    WarmupStage,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
+from meshrec.compat.bridge.warmup import WarmupOptimizer
 from meshrec.optim import (
     SGD,
     Adam,
@@ -14,7 +15,6 @@ from meshrec.optim import (
     GradientClippingOptimizer,
     KeyedOptimizerWrapper,
     RowWiseAdagrad,
-    WarmupOptimizer,
 )
 
 TABLES = {"t0": (12, 4, ["a", "b"]), "t1": (7, 4, ["b"])}

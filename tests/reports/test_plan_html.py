@@ -27,3 +27,5 @@ def test_a_browser_draws_it(small_plan, tmp_path):
     assert "1 of 6" in page
     assert "moving only this table to" in page
     assert '<svg class="map"' in page
+    assert "What the planner reckoned with" in page
+    assert "Tables, as the cost model sees them" in page

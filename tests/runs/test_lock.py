@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrec.cli import train
 from meshrec.runs.lock import RunLock, claim_run, hold_as_rank
 from meshrec.train.run_folder import CONFIG, RunFolder
 
@@ -161,10 +162,8 @@ def test_two_starts_with_one_name_do_not_both_train(tmp_path, nproc):
         assert "Traceback" not in errors
         while not list(tmp_path.glob("mine/checkpoints/*/manifest.json")) and time.monotonic() < deadline:
             time.sleep(0.1)
-        resumed = start(tmp_path, "--resume")
-        _, errors = resumed.communicate(timeout=240)
-        assert resumed.returncode == 1
-        assert f"in use: process {first.pid} on" in errors
+        with pytest.raises(ValueError, match=rf"in use: process {first.pid} on"):
+            train.main(["--resume", "--runs", str(tmp_path), "--name", "mine", "--quiet"])
         first.send_signal(signal.SIGTERM)
         _, errors = first.communicate(timeout=240)
         assert json.loads((tmp_path / "mine" / "summary.json").read_text())["state"] == "stopped", errors

@@ -6,7 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager
-from meshrec.data import IdColumn, Schema, parquet
+from meshrec.data import parquet
+from meshrec.data.features import Features, Integer, Label
 from meshrec.planner import load_plan
 from meshrec.runs.job import Job
 from meshrec.runs.worker import work
@@ -22,7 +23,9 @@ def test_a_run_leaves_its_folder(tmp_path, small):
     folder = RunFolder(tmp_path / "small-001")
     assert folder.read_json(SUMMARY) == summary
     assert summary["state"] == "finished"
-    assert set(summary["baselines"]) == {"global mean", "item popularity", "logistic regression"}
+    names = {"global mean", "item popularity", "logistic regression"}
+    assert set(summary["baselines"]) - {"LightGBM"} == names
+    assert " won: test AUC " in summary["winner"]
     assert folder.read_json(CONFIG)["recipe"]["training"]["epochs"] == 2
     assert load_plan(folder.plan).required_inputs().batch_size == 100
     assert folder.report.read_text().startswith("<!doctype html>")
@@ -38,7 +41,7 @@ class Damaged(DataSource):
     path: Path
 
     def load(self):
-        schema = Schema(label="y", ids=[IdColumn(name="item", num_embeddings=50)])
+        schema = Features(labels=(Label(column="y"),), features=(Integer(name="item", num_embeddings=50),))
         return parquet(train=self.path, schema=schema, on_error="skip")
 
 

@@ -16,7 +16,7 @@ from meshrec.serve import Limits, ServerOptions
 from meshrec.serve.options import listen
 from meshrec.serve.requests import Request, Signature
 from meshrec.serve.server import Server
-from tests.serve.toys import FEATURES, NUM_DENSE, NUM_ROWS, Toy, make_toy
+from tests.serve.toys import FEATURES, NUM_DENSE, NUM_ROWS, Toy, check_toy, make_toy, open_with
 
 SIGNATURE = Signature(FEATURES, NUM_DENSE, dict.fromkeys(FEATURES, NUM_ROWS))
 
@@ -25,7 +25,7 @@ SIGNATURE = Signature(FEATURES, NUM_DENSE, dict.fromkeys(FEATURES, NUM_ROWS))
 def toys():
     """Servers of these tests open toys: to load an exported program takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshrec.serve.models.Predictor", Toy)
+        open_with(patch, Toy, check_toy)
         yield
 
 

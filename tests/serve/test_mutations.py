@@ -13,13 +13,13 @@ import pytest
 
 import meshrec
 from meshrec.data.features import Features, Hashed, Number
-from meshrec.export import Predictor, export
+from meshrec.export import Predictor, check_package, export
 from meshrec.export.raw_values import RawValues
 from meshrec.models.dlrm import DLRM
 from tests.export.conftest import torchs_own_warnings
 from tests.serve.conftest import Client, request_of, running, samples, scores_of
 from tests.serve.test_server import infer_body
-from tests.serve.toys import FEATURES, NUM_DENSE, NUM_ROWS
+from tests.serve.toys import FEATURES, NUM_DENSE, NUM_ROWS, open_with
 
 NUM = int(os.environ.get("MESHREC_MUTATIONS", "100"))
 LENGTH = "Inference-Header-Content-Length"
@@ -40,7 +40,7 @@ def served(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, torchs_own_warnings():
         export(model, folder, **options)
         export(model, other, shared=["user", "dense"], raw=raw_values(), **options)
-        patch.setattr("meshrec.serve.models.Predictor", Predictor)
+        open_with(patch, Predictor, check_package)
         with running({"clicks": folder, "raw": other}, max_body=1 << 16) as server:
             yield server, Predictor(folder)
 

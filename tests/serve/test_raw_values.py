@@ -9,12 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import tritonclient.http as triton
 
-from meshrec.export import Predictor
+from meshrec.export import Predictor, check_package
 from meshrec.runs.fitting import features_of
 from meshrec.serve import Limits
 from tests.export.conftest import torchs_own_warnings
 from tests.runs.test_export import as_arrays, export_with, trained
 from tests.serve.conftest import Client, running
+from tests.serve.toys import open_with
 from tests.train.shop import shop, source
 
 USER = ["user", "price", "time"]
@@ -31,7 +32,7 @@ def served(tmp_path_factory):
     (batch,) = source().scored(features_of(run), folder / "new.parquet", labelled=False).train.batches(40)
     with torchs_own_warnings(), pytest.MonkeyPatch.context() as patch:
         predictor = Predictor(whole)
-        patch.setattr("meshrec.serve.models.Predictor", Predictor)
+        open_with(patch, Predictor, check_package)
         with running({"shop": whole, "query": query}, limits=Limits(max_batch=64)) as server:
             yield server, predictor(*as_arrays(batch)).numpy()
 

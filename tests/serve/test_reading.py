@@ -39,7 +39,7 @@ def test_large_bodies_are_read_alike_by_another_process(reader, monkeypatch):
         with pytest.raises(RequestError, match="sample 0 has unknown") as caught:
             ask(reader, b'{"x": 1}')
         assert caught.value.status == 400
-    os.kill(reader._pid, signal.SIGKILL)
+    os.kill(reader._child._pid, signal.SIGKILL)
     with pytest.raises(RequestError, match="the process that reads large requests ended") as caught:
         ask(reader, b"[]")
     assert caught.value.status == 503

@@ -14,7 +14,7 @@ import torch
 import tritonclient.http as triton
 
 import meshrec
-from meshrec.export import Predictor, export
+from meshrec.export import Predictor, check_package, export
 from meshrec.models.dlrm import DLRM
 from meshrec.serve import Limits, ServerOptions
 from meshrec.serve.options import listen
@@ -27,7 +27,7 @@ from tests.serve.conftest import (
     samples,
     scores_of,
 )
-from tests.serve.toys import FEATURES, NUM_DENSE
+from tests.serve.toys import FEATURES, NUM_DENSE, open_with
 
 
 def infer_body(given, **more):
@@ -450,7 +450,7 @@ def export_small(folder):
 
 
 def test_a_package_is_served(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshrec.serve.models.Predictor", Predictor)
+    open_with(monkeypatch, Predictor, check_package)
     with torchs_own_warnings():
         export_small(tmp_path / "clicks")
         with running({"clicks": tmp_path / "clicks"}) as server:
@@ -465,7 +465,7 @@ def test_a_package_is_served(tmp_path, monkeypatch):
 
 
 def test_a_damaged_package_is_refused_and_the_old_version_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshrec.serve.models.Predictor", Predictor)
+    open_with(monkeypatch, Predictor, check_package)
     good, bad, place = tmp_path / "good", tmp_path / "bad", tmp_path / "clicks"
     with torchs_own_warnings():
         export_small(good)

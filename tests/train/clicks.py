@@ -8,17 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from meshrec.data import DenseColumn, IdColumn, Schema, parquet
+from meshrec.data import parquet
+from meshrec.data.features import Features, Hashed, Label, Number
 from meshrec.optim import RowWiseAdagrad
 from meshrec.train import DataSource, DenseOptimizer, DLRMConfig, Recipe, Training
 
-SCHEMA = Schema(
-    label="clicked",
-    dense=[DenseColumn(name="age", missing=0.0)],
-    ids=[
-        IdColumn(name="user", num_embeddings=64, hashed=True),
-        IdColumn(name="tags", num_embeddings=32, hashed=True, average_length=1.5),
-    ],
+SCHEMA = Features(
+    labels=(Label(column="clicked"),),
+    features=(
+        Number(name="age", missing=0.0),
+        Hashed(name="user", num_embeddings=64, missing=False),
+        Hashed(name="tags", num_embeddings=32, missing=False, average_length=1.5),
+    ),
 )
 
 

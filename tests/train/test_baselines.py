@@ -6,6 +6,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from meshrec.train.baselines import baselines
+from meshrec.train.trees import has_trees
 
 
 def one_hot(reader):
@@ -18,7 +19,8 @@ def test_baselines_are_what_they_say(small):
     dataset = replace(small().data, num_samples=2000, num_validation=20_000).load()
     told = []
     found = {each.name: each.quality for each in baselines(dataset, told.append)}
-    assert list(found) == ["global mean", "item popularity", "logistic regression"]
+    names = ["global mean", "item popularity", "logistic regression"]
+    assert list(found) == names + ["LightGBM"] * has_trees()
     assert all(set(each) == {"validation", "test"} for each in found.values())
     assert found["global mean"]["validation"]["auc"] == 0.5
     assert len(told) > 20

@@ -54,7 +54,7 @@ def test_recipes_of_clicks_train(name, folder):
     assert trainer.progress.step == 3
 
 
-@pytest.mark.parametrize("name", ["sasrec", "two_tower"])
+@pytest.mark.parametrize("name", ["sasrec", "hstu", "two_tower"])
 def test_recipes_of_next_items_train_and_rank_all_items(name, folder):
     trainer = trained(small(name, folder))
     assert set(trainer.test) == {"loss", "recall@10", "ndcg@10", "mrr"}
@@ -67,7 +67,7 @@ def places(recipe):
     return trainer.evaluate(trainer.dataset.validation), list(trainer.predict(trainer.dataset.validation))
 
 
-@pytest.mark.parametrize("name", ["sasrec", "two_tower"])
+@pytest.mark.parametrize("name", ["sasrec", "hstu", "two_tower"])
 def test_sharded_models_say_the_same(name, folder, ranks):
     recipe = small(name, folder)
     expected, _ = places(recipe)
@@ -88,7 +88,7 @@ def check_training(recipes):
 
 def test_training_on_two_ranks_is_the_same_with_and_without_pipeline(folder, ranks):
     placement = Placement(sharding_types=("row_wise", "data_parallel"))
-    recipes = [small(name, folder, placement) for name in ("sasrec", "two_tower", "din")]
+    recipes = [small(name, folder, placement) for name in ("sasrec", "hstu", "two_tower", "din")]
     ranks(2).run(check_training, recipes)
 
 
@@ -134,7 +134,7 @@ def test_what_does_not_fit(folder):
         NextItem(ks=(0,))
 
 
-@pytest.mark.parametrize("name", ["sasrec", "two_tower"])
+@pytest.mark.parametrize("name", ["sasrec", "hstu", "two_tower"])
 def test_a_feature_called_seen_that_is_not_declared_is_warned_of(name, folder, caplog):
     recipe = small(name, folder)
     dataset = recipe.data.load()

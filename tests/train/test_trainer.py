@@ -29,7 +29,7 @@ def test_a_run_learns_and_tells(small):
     assert [line["step"] for line in lines] == list(range(5, 81, 5))
     assert lines[-1]["loss"] < lines[0]["loss"]
     *evaluations, test = of(Evaluated, events)
-    assert (test.line["kind"], test.line["step"]) == ("test", trainer.weights_step)
+    assert (test.line["kind"], test.line["step"]) == ("test", trainer.judge.weights_step)
     assert trainer.test["auc"] == test.line["auc"]
     assert [event.line["step"] for event in evaluations] == list(range(10, 81, 10))
     assert validation["auc"] == max(event.line["auc"] for event in evaluations) > 0.6
@@ -50,7 +50,7 @@ def test_early_stopping_takes_the_best_weights(small):
     assert trainer.progress.step < trainer.num_steps
     best = max(event.line["auc"] for event in of(Evaluated, events) if event.line["kind"] == "validation")
     assert validation["auc"] == pytest.approx(best, abs=1e-12)
-    assert trainer.early.best_auc == best
+    assert trainer.judge.early.best_auc == best
     assert "the best by validation AUC" in of(Said, events)[0].text
 
 
@@ -130,7 +130,7 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(small, tmp_path):
 
 def test_the_state_is_one_mapping(small):
     trainer, _, _ = trained(small(epochs=1))
-    assert set(trainer.state) == {
+    assert set(trainer.keeper.state) == {
         "model",
         "table_optimizer",
         "dense_optimizer",

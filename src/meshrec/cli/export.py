@@ -58,6 +58,10 @@ class ExportOptions:
     """Compile the model; otherwise Python runs it, which is slower."""
     torchscript: bool = False
     """Also write a TorchScript file into the package. PyTorch has deprecated TorchScript."""
+    sign: Path | None = None
+    """PEM file of an ed25519 private key: sign the package, so that servers can require it."""
+    require_signature: Path | None = None
+    """With a package: PEM file of the ed25519 public key that must have signed it."""
     triton: Path | None = None
     """Also write a model repository for NVIDIA's Triton server to this folder, which may hold other
     models.
@@ -75,8 +79,12 @@ def main(arguments: Sequence[str]) -> int:
         if options.vectors.suffix not in (".parquet", ".npy"):
             raise ValueError(f"{options.vectors} must end in .parquet or .npy. Name such a file.")
     if (Path(options.run) / MANIFEST).is_file():
-        folder = compile_anew(options.run, options.out)
+        folder = compile_anew(
+            options.run, options.out, sign=options.sign, public_key=options.require_signature
+        )
     else:
+        if options.require_signature is not None:
+            raise ValueError("--require-signature goes with a package, and a run has none. Leave it out.")
         folder = export_run(
             find_run(options.run, options.runs, trust=options.trust),
             options.out,
@@ -87,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
             shared=options.shared,
             compile=options.compile,
             torchscript=options.torchscript,
+            sign=options.sign,
         )
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"the package: {folder} ({size_text(size)})")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -21,7 +21,8 @@ from meshrec.reports.page import to_page
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from meshrec.data.features import ColumnFeature
+    from meshrec.data.features import ColumnFeature, Label
+    from meshrec.data.profile import Profile
     from meshrec.data.propose import Proposal
 
 _ROWS = 1 << 16
@@ -42,6 +43,10 @@ class InspectOptions:
     """Column to learn: 0 and 1, or numbers."""
     time: str | None = None
     """Column that orders the rows: the latest rows are held out. If none, rows are held out at random."""
+    task: Literal["binary", "number", "classes"] | None = None
+    """What the label is; if none, classes where it is text, and otherwise 0 and 1."""
+    query: str | None = None
+    """Column of queries, sessions or users: learn to rank the rows of each by the label, best first."""
     out: Path = Path("recipe.py")
     """Recipe to write."""
     page: Path | None = None
@@ -59,11 +64,9 @@ def main(arguments: Sequence[str]) -> int:
     check_output(page)
     if options.rows is not None and options.rows < 1:
         raise ValueError(f"--rows is {options.rows}; it must be at least 1.")
-    from meshrec.data.profile import profile
-    from meshrec.data.propose import as_json, propose
+    from meshrec.data.propose import as_json
 
-    found = profile(_tables(options.data, options.rows), options.label)
-    proposal = propose(found, label=options.label, time=options.time)
+    found, proposal = look(options)
     options.out.write_text(recipe_text(options, proposal, found.num_rows), encoding="utf-8")
     data = as_json(found, proposal) | {
         "data": list(options.data),
@@ -75,6 +78,17 @@ def main(arguments: Sequence[str]) -> int:
     print(f"the page: {page}\nthe recipe, to read and to edit: {options.out}")
     print(f"to train it: meshrec train {options.out}:recipe")
     return 0
+
+
+def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
+    """Return what the columns of the data hold, and what to make of them."""
+    from meshrec.data.profile import profile
+    from meshrec.data.propose import propose
+
+    found = profile(_tables(options.data, options.rows), options.label)
+    return found, propose(
+        found, label=options.label, time=options.time, task=options.task, query=options.query
+    )
 
 
 def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
@@ -135,15 +149,19 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
         for number, feature in enumerate(choice.features):
             lines += [] if number else [f"        # {choice.reason}"]
             lines.append(f"        {_call(feature)},")
-    label = _call(features.labels[0])
+    labels = ", ".join(map(_call, features.labels)) + ("," if len(features.labels) == 1 else "")
+    loss, names = _loss(features.labels)
     # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 4)
     split = 'split_by="random"'
+    if options.query is not None:
+        split = f'split_by="hash",\n            split_column={_text(options.query)}'
     if options.time is not None:
         split = f'split_by="time",\n            split_column={_text(options.time)}'
+    used = {"DenseOptimizer", "Recipe", "Schedule", "Training", "WideDeepConfig", source, *names}
+    imports = ", ".join(sorted(used, key=str.lower))
     warnings = "".join(f"# Look at this: {each}.\n" for each in proposal.warnings)
-    dense = "" if features.numbers else "\n    # There are no numbers: the model's bottom MLP sees nothing."
     columns = "\n".join(lines)
     return f'''"""Recipe that `meshrec inspect` proposed for {num_rows:,} rows: change what you know better.
 
@@ -152,10 +170,10 @@ Train it: meshrec train {options.out}:recipe
 
 from meshrec.data.features import {", ".join(kinds)}
 from meshrec.optim import Adam
-from meshrec.train import DenseOptimizer, DLRMConfig, {source}, Recipe, Schedule, Training
+from meshrec.train import {imports}
 
 {warnings}FEATURES = Features(
-    labels=({label},),
+    labels=({labels}),
     features=(
 {columns}
     ),
@@ -163,7 +181,7 @@ from meshrec.train import DenseOptimizer, DLRMConfig, {source}, Recipe, Schedule
 
 
 def recipe() -> Recipe:
-    """DLRM on these columns."""{dense}
+    """Wide & deep on these columns."""
     return Recipe(
         name={_text(options.out.stem)},
         data={source}(
@@ -172,13 +190,24 @@ def recipe() -> Recipe:
             features=FEATURES,
         ),
         # Tables begin near zero: a row that training never meets adds nothing to a score.
-        model=DLRMConfig(embedding_dim=16, table_std=0.001, bottom=(32,), top=(128, 64)),
+        model=WideDeepConfig(),{loss}
         tables=Adam(lr=2e-3, weight_decay=2.0, decoupled_weight_decay=True),
         dense=DenseOptimizer(kind="adamw", lr=1e-3, weight_decay=0.1),
         schedule=Schedule(decay="linear"),
         training=Training(batch_size={batch}, epochs=4, evaluate_every={every}, patience=8),
     )
 '''
+
+
+def _loss(labels: "Sequence[Label]") -> tuple[str, list[str]]:
+    """Return the line of the recipe that sets the loss, and the name to import for it."""
+    if labels[-1].kind == "query":
+        return '\n        loss=Ranking(kind="listwise"),', ["Ranking"]
+    if labels[0].kind == "class":
+        return f"\n        loss=Softmax(classes={_text(labels[0].classes)}),", ["Softmax"]
+    if labels[0].kind == "number":
+        return "\n        loss=SquaredError(),", ["SquaredError"]
+    return "", []
 
 
 def _seen_from(folder: Path, data: str) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
-from meshrec.comms.wire import WireFormats
+from meshrec.comms.wire import TableWires
 from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.plan.text import read_json
@@ -160,7 +160,7 @@ def _check(options: PlanOptions) -> None:
         if value is not None and not value >= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must not be negative.")
     if options.wire is not None:
-        WireFormats.parse(options.wire)
+        TableWires.parse(options.wire)
     check_output(options.out)
     check_output(options.html)
 
@@ -218,8 +218,8 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
     )
     tables = task.tables
     if options.wire is not None:
-        wire = WireFormats.parse(options.wire)
-        tables = tuple(replace(table, wire=wire) for table in tables)
+        wires = TableWires.parse(options.wire)
+        tables = tuple(replace(table, wire=wires.of(table.name)) for table in tables)
     return plan_tables(
         tables,
         replace(topology, local_world_size=topology.local_size),

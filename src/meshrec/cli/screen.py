@@ -209,6 +209,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
     ]
     if summary["state"] == "failed":
         lines.append(f"[bold red]failed[/bold red]: {summary['error']}")
+    lines += [summary["winner"]] if summary.get("winner") else []
     lines += [f"[yellow]look at this[/yellow]: {text}" for text in summary.get("remarks", [])]
     commanded = commands(folder)
     if summary["state"] == "stopped":

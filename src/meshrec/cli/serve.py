@@ -75,6 +75,12 @@ class ServeOptions:
     """Without a token: further names of this server that requests to load and unload may address."""
     verify: bool = True
     """Compare packages with their checksums before they are used."""
+    require_signature: Path | None = None
+    """PEM file of an ed25519 public key: serve only packages that were exported with --sign and its private
+    key.
+    """
+    copy_weights: bool = False
+    """Copy the weights into the memory of each worker instead of mapping them from the package."""
     tls_cert: Path | None = None
     """PEM file of a certificate: serve HTTPS."""
     tls_key: Path | None = None
@@ -112,6 +118,8 @@ def main(arguments: Sequence[str]) -> int:
         admin=options.admin,
         hosts=options.hosts,
         verify=options.verify,
+        public_key=options.require_signature,
+        copy_weights=options.copy_weights,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         access_log=options.access_log,

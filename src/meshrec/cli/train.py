@@ -77,11 +77,13 @@ class TrainOptions:
     --tables.OPTION.
     """
     baselines: bool = False
-    """Also judge three baselines on the same data: global mean, item popularity, logistic regression."""
+    """Also judge baselines on the same data, and say who won: global mean, item popularity, logistic
+    regression, and LightGBM where it is installed.
+    """
     track: str = ""
     """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
     max_restarts: int = 0
-    """How often to restart all ranks when one fails."""
+    """Number of times that all ranks are restarted when one fails."""
     on: Literal["ray"] | None = None
     """Train on a cluster of Ray instead of this machine; its address is in RAY_ADDRESS."""
     num_workers: int = 1

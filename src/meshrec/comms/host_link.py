@@ -64,7 +64,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _Refused(OSError):
-    """The reason for which there is no link; a log line tells it, and gloo serves."""
+    """The reason why there is not a link. A log line names it, and gloo is used instead."""
 
 
 class Address(NamedTuple):

@@ -52,8 +52,10 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, devices: Sequence[torch.device | str]) -> "ShardingEnv":
-        """One process with its tables split over several devices, for inference: what plans say of rank r
-        is for ``devices[r]``. The first takes the input and gives the result. A device may come twice.
+        """Make the environment of one process whose tables are split over several devices, for inference.
+
+        Device r takes the place of rank r in plans. The first device takes the input and has the result. A
+        device may occur twice.
         """
         if not devices:
             raise ValueError("devices is empty. Name at least one, such as 'cpu' or 'cuda:0'.")
@@ -61,12 +63,12 @@ class ShardingEnv:
 
     @classmethod
     def single_process(cls) -> "ShardingEnv":
-        """World size 1: no process group is needed."""
+        """Make the environment of world size 1, which needs no process group."""
         return cls()
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup, *, device_type: str | None = None) -> "ShardingEnv":
-        """Tables split over all ranks of ``pg``."""
+        """Make the environment whose tables are split over all ranks of ``pg``."""
         kind = device_type or ("cuda" if "nccl" in dist.get_backend(pg) else "cpu")
         mesh = DeviceMesh.from_group(pg, kind, mesh_dim_names=("shard",))
         axis = Axis(size=pg.size(), rank=pg.rank(), group=pg)
@@ -74,8 +76,13 @@ class ShardingEnv:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ShardingEnv":
-        """Axes by name. ValueError unless the mesh's axes are one of: shard; replicate; replicate, shard;
-        node, local; replicate, node, local. With ``replicate`` alone every rank holds all tables whole.
+        """Make the environment of a mesh, whose axes are found by name.
+
+        The axes are one of: shard; replicate; replicate, shard; node, local; replicate, node, local. With
+        ``replicate`` alone every rank holds all tables whole.
+
+        Raises:
+            ValueError: the mesh has other axes.
         """
         names = mesh.mesh_dim_names
         if names not in _AXES:
@@ -90,7 +97,7 @@ class ShardingEnv:
 
     @property
     def local_size(self) -> int:
-        """Ranks per node of the ``shard`` axis; all of them where the mesh does not say."""
+        """Ranks per node of the ``shard`` axis; all of them if the mesh has no node axis."""
         return self.local.size if self.local is not None else self.shard.size
 
     @property
@@ -107,7 +114,7 @@ class ShardingEnv:
         """The mesh that FSDP2 takes: (replicate, shard) for HSDP, else all ranks on one axis.
 
         Raises:
-            ValueError: for a mesh whose only axis is ``replicate``.
+            ValueError: the only axis of the mesh is ``replicate``.
         """
         if self.mesh is not None and self.mesh.mesh_dim_names == ("replicate",):
             raise ValueError(
@@ -144,7 +151,7 @@ def _wrong_axes(mesh: DeviceMesh) -> str:
 
 
 def default_env() -> ShardingEnv:
-    """All ranks of the default process group, or a single process where there is none."""
+    """Return the environment of the default process group, or of a single process if there is none."""
     if dist.is_available() and dist.is_initialized():
         assert dist.group.WORLD is not None
         return ShardingEnv.from_process_group(dist.group.WORLD)
@@ -152,7 +159,7 @@ def default_env() -> ShardingEnv:
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The device whose tensors the collectives of ``group`` take."""
+    """Return the device whose tensors the collectives of ``group`` take."""
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -2,18 +2,21 @@
 
 A format says how many bytes a row of D values takes, encodes and decodes such rows, and bounds the error.
 The sharded modules send what it makes, the planner prices what it weighs; neither knows more of it, so that
-a new format is a class here and an entry in ``FORMATS``. This file knows tensors only: the planner reads it
-on machines that train nothing.
+a new format is a class here and an entry in ``FORMATS``. ``encoding.py`` puts rows of several formats into
+one message. This file knows tensors only: the planner reads it on machines that train nothing.
 """
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+from meshrec.ops.dist import wire_naive as ops
 
 # N rows, D values of a row, U units of an encoded row
 
@@ -31,12 +34,22 @@ class WireFormat(ABC):
             way, and ranks of one host may read each other's rows where they lie.
         value_bytes: bytes of one value.
         row_overhead: bytes of a row beside its values, such as a scale.
+        code: the number of the format in the kernels that encode messages; None: ``encode`` and
+            ``decode`` do.
+        stochastic: whether values are rounded at random, with the right mean.
+        feedback: whether the sender keeps what rounding took from a row, and adds it to the next row of the
+            same bag.
+        is_for_gradients: whether gradients may travel in it.
     """
 
     name: str
     unit: torch.dtype
     kernel_dtype: torch.dtype
     is_cast: ClassVar[bool] = False
+    code: int | None = None
+    stochastic: bool = False
+    feedback: bool = False
+    is_for_gradients: bool = True
     value_bytes: float
     row_overhead: int
 
@@ -86,6 +99,7 @@ class _Cast(WireFormat):
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.unit, self.kernel_dtype, self.value_bytes = name, dtype, dtype, dtype.itemsize
+        self.code = (torch.float32, torch.float16, torch.bfloat16).index(dtype)
 
     @override
     def encode(self, rows: Tensor) -> Tensor:
@@ -105,17 +119,71 @@ class _Cast(WireFormat):
         return max(largest * limits.eps, limits.smallest_normal * limits.eps) / 2
 
 
+class CodedRows(WireFormat):
+    """Signed codes of a row with the row's scale and middle, see ``ops/dist/wire_naive.py``.
+
+    ``bits``: 8, or 4 for embeddings only.
+    """
+
+    unit = torch.uint8
+    kernel_dtype = torch.float32
+    row_overhead = ops.PARAM_BYTES
+
+    def __init__(self, bits: int, *, stochastic: bool = False, feedback: bool = False) -> None:
+        self.name = "+".join([f"int{bits}", *["stochastic"] * stochastic, *["feedback"] * feedback])
+        self._bits, self.value_bytes, self.is_for_gradients = bits, bits / 8, bits == 8
+        self.stochastic, self.feedback = stochastic, feedback
+        self._number = ops.INT8 if bits == 8 else ops.INT4
+        self.code = self._number | (ops.STOCHASTIC if stochastic else 0)
+
+    @override
+    def encode(self, rows: Tensor) -> Tensor:
+        num_rows, dim = rows.shape
+        columns = [num_rows], [0, 1], [dim], [self.code]
+        message: Tensor = torch.ops.meshrec.wire_encode.default(
+            rows.float(), *columns, [0], [0], [0], None, 0
+        )[0]
+        return message.view(num_rows, self.row_units(dim))
+
+    @override
+    def decode(self, message: Tensor, dim: int) -> Tensor:
+        columns = [len(message)], [0, 1], [dim], [self._number]
+        values: Tensor = torch.ops.meshrec.wire_decode.default(message.reshape(-1), *columns)
+        return values.view(len(message), dim)
+
+    @override
+    def error_bound(self, largest: float) -> float:
+        # Half a step of the range, which is at most twice the largest value; the scale is rounded up to 16
+        # bits, and the middle and the value to fp32. Rounding at random may go a whole step.
+        steps = (1 << self._bits - 1) - 1
+        step = max(largest / steps * (1 + 2**-10), 2 * ops.LEAST_SCALE)
+        return step if self.stochastic else step / 2
+
+
 FP32 = _Cast("fp32", torch.float32)
-"""Nothing is rounded on the way."""
+"""Four bytes per value, without rounding."""
 FP16 = _Cast("fp16", torch.float16)
 """Half the bytes and 11 significant bits; values above 65,504 overflow to infinity."""
 BF16 = _Cast("bf16", torch.bfloat16)
 """Half the bytes and 8 significant bits, with the range of fp32."""
-FORMATS: dict[str, WireFormat] = {each.name: each for each in (FP32, FP16, BF16)}
-"""Every wire format, by name."""
+INT8 = CodedRows(8)
+"""A byte per value, with a scale and a middle for each row; an error of 1/254 of the largest value."""
+INT4 = CodedRows(4)
+"""Half a byte per value; an error of 1/14 of the largest value."""
+_VARIANTS = (
+    *(CodedRows(8, stochastic=s, feedback=f) for s, f in itertools.product((False, True), repeat=2)),
+    *(CodedRows(4, stochastic=s) for s in (False, True)),
+)
+FORMATS: dict[str, WireFormat] = {each.name: each for each in (FP32, FP16, BF16, INT8, INT4, *_VARIANTS)}
+"""Every wire format, by name.
+
+``+stochastic`` rounds at random, so that the mean is exact: the noise is a function of the step, the table,
+and the ID (or the bag's place in the batch). ``+feedback`` adds what rounding took from the gradient of a bag
+to the next gradient of the same bag.
+"""
 
 Wire = WireFormat | torch.dtype | str
-"""How a caller may name a format: itself, its name, or the dtype that values are cast to."""
+"""The names that callers may use for a format: itself, its name, or the dtype that values are cast to."""
 
 
 def wire_format(given: Wire) -> WireFormat:
@@ -155,7 +223,22 @@ class WireFormats(NamedTuple):
                 f"wire formats {text!r}: give one of {', '.join(FORMATS)}, or two as FORWARD/BACKWARD, such "
                 "as fp16/bf16."
             )
-        return cls(wire_format(names[0]), wire_format(names[-1]))
+        return cls(wire_format(names[0]), wire_format(names[-1])).checked()
+
+    def checked(self) -> "WireFormats":
+        """Return these formats. Raises ValueError if one of them is not for its direction."""
+        if not self.backward.is_for_gradients:
+            allowed = ", ".join(name for name, each in FORMATS.items() if each.is_for_gradients)
+            raise ValueError(
+                f"wire format {self.backward} is for embeddings only; gradients travel as {allowed}. "
+                f"Give both directions, such as {self.forward}/int8."
+            )
+        if self.forward.feedback:
+            raise ValueError(
+                f"wire format {self.forward}: feedback is for gradients, which add up from step to step. "
+                f"Give both directions, such as int8/{self.forward}."
+            )
+        return self
 
     @override
     def __str__(self) -> str:
@@ -167,66 +250,74 @@ FULL_PRECISION = WireFormats()
 """fp32 both ways."""
 
 
-class CommsPrecision(NamedTuple):
-    """The wire formats that a sharder is asked for: names (``"fp16"``), dtypes (``torch.float16``), formats.
+class TableWires(NamedTuple):
+    """The wire formats of a module: those of some tables by name, and those of all others.
 
-    ``forward`` is for embeddings, ``backward`` for their gradients.
+    As text ``"int8/bf16"``, or ``"int8/bf16,users:fp32,items:int4/int8"``.
+    """
+
+    default: WireFormats = FULL_PRECISION
+    tables: Mapping[str, WireFormats] = {}
+
+    @classmethod
+    def parse(cls, text: str) -> "TableWires":
+        """Read what ``str`` wrote. Raises ValueError for other text."""
+        if not isinstance(text, str):
+            return cls(WireFormats.parse(text))
+        first, *others = text.split(",")
+        tables = {}
+        for each in others:
+            name, colon, formats = each.strip().rpartition(":")
+            if not colon or not name or name in tables:
+                raise ValueError(
+                    f"wire formats {text!r}: after the formats of all tables, give TABLE:FORMATS for each "
+                    f"exception once, such as int8/bf16,users:fp32; got {each.strip()!r}."
+                )
+            tables[name] = WireFormats.parse(formats)
+        return cls(WireFormats.parse(first.strip()), tables)
+
+    @classmethod
+    def of_each(cls, wires: Mapping[str, WireFormats]) -> "TableWires":
+        """Return the formats of each table, by name, with the most frequent one as the default."""
+        each = list(wires.values())
+        default = max(each, key=each.count, default=FULL_PRECISION)
+        return cls(default, {name: wire for name, wire in wires.items() if wire != default})
+
+    def of(self, table: str) -> WireFormats:
+        """Return the formats of a table."""
+        return self.tables.get(table, self.default)
+
+    @override
+    def __str__(self) -> str:
+        return ",".join([str(self.default), *(f"{name}:{each}" for name, each in self.tables.items())])
+
+
+FULL_WIRES = TableWires()
+"""fp32 both ways, for every table."""
+
+
+class CommsPrecision(NamedTuple):
+    """The wire formats that a sharder is asked for: names (``"int8"``), dtypes (``torch.float16``), formats.
+
+    ``forward`` is for embeddings, ``backward`` for their gradients. ``tables`` has the tables with formats of
+    their own, by name.
     """
 
     forward: Wire = torch.float32
     backward: Wire = torch.float32
+    tables: Mapping[str, "CommsPrecision"] = {}
+
+    @classmethod
+    def of(cls, wires: TableWires) -> "CommsPrecision":
+        """Return the request for formats that are known already."""
+        return cls(*wires.default, {name: cls(*each) for name, each in wires.tables.items()})
 
     @property
     def formats(self) -> WireFormats:
-        """The formats themselves. Raises ValueError for unknown ones."""
-        return WireFormats(wire_format(self.forward), wire_format(self.backward))
+        """The formats of all tables without their own. Raises ValueError for unknown ones."""
+        return WireFormats(wire_format(self.forward), wire_format(self.backward)).checked()
 
-
-class Block(NamedTuple):
-    """``num_rows`` rows of a flat tensor, each of which holds one row to encode for each of ``widths``."""
-
-    num_rows: int
-    widths: Sequence[int]
-
-
-def encode_blocks(wire: WireFormat, values: Tensor, blocks: Iterable[Block]) -> Tensor:
-    """Encode the rows of consecutive blocks; the message, flat, keeps their order."""
-    parts, start = [], 0
-    for rows, widths in _joined(blocks):
-        end = start + rows * sum(widths)
-        columns = values.view(-1)[start:end].view(rows, sum(widths)).split(list(widths), 1)
-        parts.append(torch.cat([wire.encode(column) for column in columns], 1).view(-1))
-        start = end
-    return torch.cat(parts) if parts else values.new_empty(0, dtype=wire.unit)
-
-
-def decode_blocks(wire: WireFormat, message: Tensor, blocks: Iterable[Block]) -> Tensor:
-    """Decode the rows of consecutive blocks; the values, flat, keep their order."""
-    parts, start = [], 0
-    for rows, widths in _joined(blocks):
-        units = [wire.row_units(width) for width in widths]
-        end = start + rows * sum(units)
-        columns = message[start:end].view(rows, sum(units)).split(units, 1)
-        decoded = [wire.decode(column, width) for column, width in zip(columns, widths, strict=True)]
-        parts.append(torch.cat(decoded, 1).view(-1))
-        start = end
-    return torch.cat(parts) if parts else message.new_empty(0, dtype=wire.kernel_dtype)
-
-
-def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Blocks in as few pieces as possible: rows of one width that follow each other are one block."""
-    last = Block(0, (0,))
-    for rows, widths in blocks:
-        block = Block(rows, widths)
-        if len(widths) and len(set(widths)) == 1:
-            block = Block(rows * len(widths), (widths[0],))
-        if not block.num_rows or not block.widths:
-            continue
-        if tuple(block.widths) == tuple(last.widths):
-            last = Block(last.num_rows + block.num_rows, last.widths)
-            continue
-        if last.num_rows:
-            yield last
-        last = block
-    if last.num_rows:
-        yield last
+    @property
+    def wires(self) -> TableWires:
+        """The formats of every table. Raises ValueError for unknown ones."""
+        return TableWires(self.formats, {name: each.formats for name, each in self.tables.items()})

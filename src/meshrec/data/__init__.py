@@ -1,7 +1,6 @@
 """Datasets, and readers that stream them in batches."""
 
 from meshrec.data.batch import Batch
-from meshrec.data.column_kinds import DenseColumn, IdColumn
 from meshrec.data.criteo import criteo, criteo_reader
 from meshrec.data.dataset import (
     Dataset,
@@ -19,7 +18,6 @@ from meshrec.data.movielens import movielens
 from meshrec.data.movielens_sequences import movielens_sequences
 from meshrec.data.parquet import parquet, parquet_reader
 from meshrec.data.prefetch import Prefetch, prefetch
-from meshrec.data.schema import Schema
 from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.synthetic import synthetic_clicks
@@ -28,17 +26,14 @@ __all__ = [
     "Batch",
     "DataError",
     "Dataset",
-    "DenseColumn",
     "Feature",
     "FilePlaces",
     "FileRows",
-    "IdColumn",
     "InMemoryReader",
     "Position",
     "Prefetch",
     "Ranges",
     "Reader",
-    "Schema",
     "Source",
     "Split",
     "StreamReader",

@@ -6,31 +6,32 @@ tables; row 0 of each table is for missing values.
 
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshrec.data.column_kinds import DenseColumn, IdColumn
 from meshrec.data.dataset import Dataset, FileRows, Paths, Reader
 from meshrec.data.delimited import parse
 from meshrec.data.encoding import Place
-from meshrec.data.faults import DataError, Faults, OnError
+from meshrec.data.faults import DataError, Faults, OnError, needs
 from meshrec.data.locations import as_local, expand, is_address, suffix_of
 from meshrec.data.nearest import did_you_mean
 from meshrec.data.order import check_seed
 from meshrec.data.parquet import ParquetSource
 from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
-from meshrec.data.schema import Schema
 from meshrec.data.splitting import Split, part_readers
 from meshrec.data.streaming import Source, StreamReader, files_of
 from meshrec.data.text_blocks import TextBlock, WholeLines, find_blocks, read_pieces
+
+if TYPE_CHECKING:
+    from meshrec.data.features import Features
 
 _PIECE = 1 << 24
 _NUM_DENSE, _NUM_IDS = 13, 26
 
 
-def criteo_schema(num_embeddings: int | Sequence[int], *, labelled: bool = True) -> Schema:
-    """Return the schema of Criteo's data: columns label, I1 .. I13 and C1 .. C26.
+def criteo_features(num_embeddings: int | Sequence[int], *, labelled: bool = True) -> "Features":
+    """Return the features of Criteo's data: columns label, I1 .. I13 and C1 .. C26.
 
     Args:
         num_embeddings: number of rows of each of the 26 tables, or of all.
@@ -39,13 +40,15 @@ def criteo_schema(num_embeddings: int | Sequence[int], *, labelled: bool = True)
     sizes = [num_embeddings] * _NUM_IDS if isinstance(num_embeddings, int) else list(num_embeddings)
     if len(sizes) != _NUM_IDS:
         raise ValueError(f"num_embeddings must be one number or {_NUM_IDS}, got {len(sizes)}.")
-    return Schema(
-        label="label" if labelled else None,
-        dense=[DenseColumn(name=f"I{number + 1}", log=True, missing=0.0) for number in range(_NUM_DENSE)],
-        ids=[
-            IdColumn(name=f"C{number + 1}", num_embeddings=rows, hashed=True, missing=0)
-            for number, rows in enumerate(sizes)
-        ],
+    needs("pyarrow", "data")
+    from meshrec.data.features import Features, Hashed, Label, Number
+
+    return Features(
+        labels=(Label(column="label"),) if labelled else (),
+        features=(
+            *(Number(name=f"I{number + 1}", log=True, missing=0.0) for number in range(_NUM_DENSE)),
+            *(Hashed(name=f"C{number + 1}", num_embeddings=rows) for number, rows in enumerate(sizes)),
+        ),
     )
 
 
@@ -56,8 +59,8 @@ class CriteoText(Source):
     few epochs.
     """
 
-    def __init__(self, files: Sequence[Path], schema: Schema, faults: Faults) -> None:
-        self._schema = schema
+    def __init__(self, files: Sequence[Path], features: "Features", faults: Faults) -> None:
+        self._features = features
         self._faults = faults
         self._blocks = [block for file in files for block in find_blocks(file, faults, size=_PIECE)]
         if not self._blocks:
@@ -66,12 +69,12 @@ class CriteoText(Source):
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys C1 .. C26."""
-        return tuple(each.name for each in self._schema.ids)
+        return self._features.keys
 
     @property
     def shape(self) -> Shape:
         """Shape of the samples: 13 dense values and 26 IDs."""
-        return self._schema.shape
+        return self._features.shape
 
     @property
     def files(self) -> Sequence[FileRows]:
@@ -84,7 +87,7 @@ class CriteoText(Source):
 
         found = self._blocks[block]
         texts = np.full(found.lines, "", dtype=object)
-        names = self._schema.columns()
+        names = self._features.columns()
         if name not in names:
             raise DataError(
                 f"{found.file}: there is no column {name!r} among {names}.{did_you_mean(name, names)}"
@@ -119,7 +122,7 @@ class CriteoText(Source):
                 yield self._parsed(block.file, piece)
 
     def _parsed(self, file: Path, piece: WholeLines) -> Samples:
-        names = self._schema.columns()
+        names = self._features.columns()
         kinds = {name: "string" if name.startswith("C") else "float32" for name in names}
         table, lines = parse(
             piece.text,
@@ -130,7 +133,7 @@ class CriteoText(Source):
             delimiter="\t",
             first_line=piece.first_line,
         )
-        samples = self._schema.encode(table, Place(str(file), piece.first_line, str(file)), self._faults)
+        samples = self._features.encode(table, Place(str(file), piece.first_line, str(file)), self._faults)
         if len(lines) == piece.lines:
             return samples
         # Lines that could not be parsed keep their places, so that positions stay what they are.
@@ -160,7 +163,7 @@ def criteo_reader(
         DataError: damaged data; names the file, the line or row group, and the column.
     """
     faults = Faults(on_error)
-    source = _source(paths, criteo_schema(num_embeddings, labelled=labelled), faults)
+    source = _source(paths, criteo_features(num_embeddings, labelled=labelled), faults)
     return StreamReader(source, seed=0, shuffle=False, window=window, skipped=faults.skipped)
 
 
@@ -176,7 +179,7 @@ def criteo(
     window: int = 8192,
     lanes: int = 8,
 ) -> Dataset:
-    """Open Criteo's data. ``.parquet`` files have the columns of `criteo_schema`; other files are text.
+    """Open Criteo's data. ``.parquet`` files have the columns of `criteo_features`; other files are text.
 
     Args:
         train, validation, test: files, folders (all ``day_*`` and ``*.parquet`` files in them) or patterns.
@@ -189,7 +192,7 @@ def criteo(
         DataError: damaged data; names the file, the line or row group, and the column.
     """
     check_seed(seed)
-    schema, faults = criteo_schema(num_embeddings), Faults(on_error)
+    features, faults = criteo_features(num_embeddings), Faults(on_error)
 
     def opened(paths: Paths, labelled: bool) -> Reader:
         return criteo_reader(
@@ -197,7 +200,7 @@ def criteo(
         )
 
     readers = part_readers(
-        lambda paths: _source(paths, schema, faults),
+        lambda paths: _source(paths, features, faults),
         train,
         validation,
         test,
@@ -209,7 +212,7 @@ def criteo(
     )
     return Dataset(
         name="criteo",
-        features=schema.described(),
+        features=features.described(),
         num_dense=_NUM_DENSE,
         train=readers.train,
         validation=readers.validation,
@@ -219,11 +222,11 @@ def criteo(
     )
 
 
-def _source(paths: Paths, schema: Schema, faults: Faults) -> ParquetSource | CriteoText:
+def _source(paths: Paths, features: "Features", faults: Faults) -> ParquetSource | CriteoText:
     files = [each for each in expand(paths, "*") if is_address(each) or not Path(each).is_dir()]
     kinds = {suffix_of(each) == ".parquet" for each in files}
     if len(kinds) > 1:
         raise DataError(f"{paths} has Parquet and text files. Give one kind, or a pattern.")
     if kinds.pop():
-        return ParquetSource(files, schema, faults)
-    return CriteoText(as_local(files, "Criteo's day files"), schema, faults)
+        return ParquetSource(files, features, faults)
+    return CriteoText(as_local(files, "Criteo's day files"), features, faults)

@@ -134,6 +134,10 @@ class Dataset:
         has_id_weights: whether the IDs of batches have weights.
         labels: names of the labels, if there are several.
         id_columns: columns of the data from which the IDs come, if they are not named like the features.
+        number_edges: edges of the bins of each column of ``Batch.dense``, empty for a column without bins. No
+            entries at all: there are no bins.
+        dense_names: names of the columns of ``Batch.dense``, where they are known.
+        num_classes: number of classes of the label, each of which has a logit; 0: one logit.
         skipped: number of damaged rows that were left out so far, by file and reason. Each row counts once.
     """
 
@@ -152,6 +156,9 @@ class Dataset:
     id_columns: tuple[str, ...] = ()
     has_id_weights: bool = False
     labels: tuple[str, ...] = ()
+    number_edges: tuple[tuple[float, ...], ...] = ()
+    num_classes: int = 0
+    dense_names: tuple[str, ...] = ()
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
         """Return one table per feature, or per group of features that share one, all of one width.

@@ -98,7 +98,7 @@ def _line_numbers(num_rows: int, bad: list[int], *, header: bool) -> Ints:
 
 
 def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faults, first_line: int) -> Lines:
-    """Convert text to numbers, column by column. Rows whose text is no number are faults."""
+    """Convert text to numbers, column by column. Rows with other text are faults."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     table, lines = parsed
     kept: Bools = np.ones(table.num_rows, dtype=np.bool_)

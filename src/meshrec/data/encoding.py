@@ -1,4 +1,7 @@
-"""Interface of the encodings that turn rows of a table into samples."""
+"""The interface through which readers of tables use `meshrec.data.features.Features`.
+
+Readers import this file only. Features import readers, because a `Join` reads a table of its own.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,7 +21,7 @@ class Place(NamedTuple):
 
 
 class Encoding(ABC):
-    """How a source of tables makes samples of their rows: a `Schema` or `Features`."""
+    """The meaning of the columns of a table: turns rows into samples."""
 
     @property
     @abstractmethod
@@ -29,11 +32,6 @@ class Encoding(ABC):
     @abstractmethod
     def shape(self) -> Shape:
         """Shape of the samples."""
-
-    @property
-    @abstractmethod
-    def takes_dictionaries(self) -> bool:
-        """Whether strings may come dictionary-encoded, as in Parquet."""
 
     @abstractmethod
     def described(self) -> tuple[Feature, ...]:
@@ -50,6 +48,21 @@ class Encoding(ABC):
     @abstractmethod
     def labels_of(self) -> tuple[str, ...]:
         """Return the names of the labels if there are several, otherwise nothing."""
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Names of the dense columns, where they are known."""
+        return ()
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes of the label; 0 if it is a number."""
+        return 0
+
+    @property
+    def number_edges(self) -> tuple[tuple[float, ...], ...]:
+        """The edges of the bins of each dense column; empty for a column without bins."""
+        return ((),) * self.shape.num_dense
 
     @abstractmethod
     def fitted_kinds(self) -> Mapping[str, str]:

@@ -111,16 +111,7 @@ def movielens(
         if split is None
         else _parts(split, data)
     )
-    past = ratings_before(data.users, data.times)
-    num_past = past.stops - past.starts
-    lengths = np.minimum(num_past, history)
-    ones, rows = np.ones(len(data.users), np.int64), np.arange(len(data.users))
-    ids = {
-        "user": Ranges(data.users, rows, ones),
-        "movie": Ranges(data.movies, rows, ones),
-        "history": Ranges(data.movies, past.stops - lengths, lengths),
-        **{name: each.take(data.movies) for name, each in data.described().items()},
-    }
+    ids = _ids(data, history)
     # How many ratings a user gave before would tell the two sets apart: it harms whatever learns from it.
     dense = np.where(data.years_M > 0, (data.years_M - 1990) / 10, 0)[data.movies, None].astype(np.float32)
     names, labels = _labels(data.ratings, liked_from)
@@ -144,7 +135,7 @@ def movielens(
             Feature(
                 name="history",
                 num_embeddings=num_movies,
-                average_length=float(lengths.mean()),
+                average_length=float(ids["history"].lengths.mean()),
                 sequence=True,
                 table="movie",
             ),
@@ -157,6 +148,19 @@ def movielens(
         item="movie",
         labels=names if len(names) > 1 else (),
     )
+
+
+def _ids(data: Ratings, history: int) -> dict[str, Ranges]:
+    """Return the IDs of every rating by key."""
+    past = ratings_before(data.users, data.times)
+    lengths = np.minimum(past.stops - past.starts, history)
+    ones, rows = np.ones(len(data.users), np.int64), np.arange(len(data.users))
+    return {
+        "user": Ranges(data.users, rows, ones),
+        "movie": Ranges(data.movies, rows, ones),
+        "history": Ranges(data.movies, past.stops - lengths, lengths),
+        **{name: each.take(data.movies) for name, each in data.described().items()},
+    }
 
 
 def check_history(history: int) -> None:

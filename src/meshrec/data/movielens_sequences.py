@@ -82,24 +82,9 @@ def movielens_sequences(
         starts = np.maximum(firsts[users[at]], at - history)
         return reader(_Pairs(starts, at - starts, at, np.ones(len(at), np.int64)), judged=True)
 
-    num_movies = len(data.years_M)
-    average = float(pairs.lengths.mean()) if len(pairs.lengths) else 0.0
-    features = [
-        Feature(
-            name="history",
-            num_embeddings=num_movies,
-            average_length=average,
-            sequence=True,
-            table="movie",
-        ),
-        Feature(name="movie", num_embeddings=num_movies, average_length=float(pairs.num_targets.mean())),
-        Feature(name="seen", num_embeddings=num_movies, average_length=0.0, table="movie"),
-    ]
-    if not windows:
-        features += data.features()
     return Dataset(
         name=f"{data.name}-sequences",
-        features=tuple(features),
+        features=(*_features(pairs, len(data.years_M)), *(() if windows else data.features())),
         num_dense=0,
         train=reader(pairs, judged=False),
         validation=held_out(last - 1),
@@ -120,6 +105,21 @@ class _Pairs(NamedTuple):
     lengths: Ints
     targets: Ints
     num_targets: Ints
+
+
+def _features(pairs: _Pairs, num_movies: int) -> list[Feature]:
+    average = float(pairs.lengths.mean()) if len(pairs.lengths) else 0.0
+    return [
+        Feature(
+            name="history",
+            num_embeddings=num_movies,
+            average_length=average,
+            sequence=True,
+            table="movie",
+        ),
+        Feature(name="movie", num_embeddings=num_movies, average_length=float(pairs.num_targets.mean())),
+        Feature(name="seen", num_embeddings=num_movies, average_length=0.0, table="movie"),
+    ]
 
 
 def _windows(firsts: Ints, stops: Ints, history: int) -> _Pairs:

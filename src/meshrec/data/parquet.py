@@ -32,7 +32,7 @@ class ParquetSource(Source, Tables):
 
     Args:
         files: the files, in the order in which they are read without shuffling.
-        schema: the columns to read: a `Schema`, or fitted `Features`.
+        schema: the features, fitted where they need it.
         faults: handles damage. Files that cannot be opened or lack columns are left out as a whole.
 
     Raises:
@@ -157,7 +157,7 @@ class ParquetSource(Source, Tables):
         name, row = f"{group.file}: row group {group.number}", 0
         try:
             metadata = self._metadata[group.file]
-            texts = _texts(metadata, self._schema.columns()) if self._schema.takes_dictionaries else None
+            texts = _texts(metadata, self._schema.columns())  # each value of a dictionary is hashed once
             with open_parquet_file(group.file, metadata=metadata, read_dictionary=texts) as opened:
                 batches = opened.iter_batches(
                     batch_size=max(size, _READ_ROWS),
@@ -204,7 +204,7 @@ def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
 
 def _texts(metadata: Any, columns: Sequence[str]) -> list[str]:
     """Return the columns that hold plain text."""
-    from meshrec.data.columns import is_text
+    from meshrec.data.features.values import is_text
 
     found = metadata.schema.to_arrow_schema()
     return [name for name in columns if is_text(found.field(name).type)]
@@ -260,7 +260,7 @@ def parquet(
         train, validation, test: files, folders (all ``*.parquet`` files in them) or patterns. Folders and
             patterns are sorted by name.
         split: takes validation and test rows out of ``train`` instead, see `meshrec.data.Split`.
-        schema: the meaning of the columns: a `Schema`, or fitted `meshrec.data.features.Features`.
+        schema: the meaning of the columns, as `meshrec.data.features.Features`, fitted where they need it.
         name: name for reports.
         seed: seed of the shuffle.
         on_error: "raise", or "skip" to leave out damaged rows, row groups and files with a warning. They are

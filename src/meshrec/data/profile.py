@@ -27,21 +27,21 @@ _EXAMPLE_LENGTH = 40
 
 @dataclass
 class Column:
-    """What one column holds.
+    """A summary of the values of one column.
 
     Attributes:
-        name, kind, type: of the column; the latter in Arrow's words.
-        num_rows, num_missing: rows, and those that are null, NaN or empty texts.
-        distinct: distinct values, about; of lists those inside.
-        low, high: of numbers and times (seconds since 1970).
-        mean_length, max_length: of lists.
+        name, kind, type: name, kind and Arrow type of the column.
+        num_rows, num_missing: number of rows, and of rows with null, NaN or empty text.
+        distinct: estimated number of distinct values; for lists, of the values inside.
+        low, high: range of numbers and times (seconds since 1970).
+        mean_length, max_length: lengths of lists.
         examples: some values as text.
-        quantiles: of numbers in a sample: 0, 1, 25, 50, 75, 99, 100 %.
+        quantiles: quantiles of numbers in a sample, at 0, 1, 25, 50, 75, 99 and 100 %.
         top_shares: shares of the most frequent values in the sample, the most frequent first.
-        signal: how well the column alone tells the label: an AUC of rows of the sample; None: unknown.
-        counts_up: whether rows have it in order, each value once: a row number.
-        separator: what lies between the values of a text column that holds several in a text; its lengths
-            and distinct values are then those of the sample.
+        signal: the AUC of the column alone for the label, on rows of the sample; None if unknown.
+        counts_up: whether the values rise from row to row, as row numbers do.
+        separator: the text between two values, if a text holds several. Lengths and distinct values are
+            then those of the sample.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Column:
 
 
 class Profile(NamedTuple):
-    """Columns in the order of the data, how many rows there are, and a sample of them."""
+    """The summaries of all columns in the order of the data, the number of rows, and a sample of rows."""
 
     num_rows: int
     columns: dict[str, Column]
@@ -76,7 +76,7 @@ class Profile(NamedTuple):
 
 
 class _Sketch:
-    """Of one column."""
+    """The running summary of one column."""
 
     def __init__(self, name: str, kind: pa.DataType) -> None:
         self.column = Column(name, kind_of(kind), str(kind))
@@ -121,7 +121,7 @@ class _Sketch:
         self._last = float(values[-1])
 
     def finished(self, sample: Any) -> Column:
-        """With what the sample tells."""
+        """Return the summary, completed by the statistics of a sample."""
         column = self.column
         num_values = (
             self._num_values if column.max_length is not None else column.num_rows - column.num_missing
@@ -176,11 +176,11 @@ def _find_separator(column: Column, texts: Any) -> None:
 
 
 def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
-    """One pass over tables of one schema.
+    """Summarise tables of one schema in one pass.
 
     Args:
         tables: the data, a part at a time.
-        label: the column to learn, whose ties with the others are measured; None: there is none.
+        label: the column to learn, for ``Column.signal``; None if there is none.
 
     Raises:
         ValueError: there are no rows.
@@ -208,10 +208,10 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
 
 
 def signal(array: Any, kind: Kind, truth: npt.NDArray[np.float64]) -> float | None:
-    """How well a column alone orders rows by a label: the larger of two AUCs, each at least 1/2.
+    """Return the AUC with which a column alone orders rows by a label: the larger of two, each at least 1/2.
 
-    One is of the numbers as they are; the other of the label's mean at each value, learned on half of the
-    rows and judged on the other half. The label counts as 1 above its mean.
+    One orders rows by the value itself. The other orders them by the label's mean at each value, learned on
+    half of the rows and evaluated on the other half. The label counts as 1 above its mean.
     """
     good = np.isfinite(truth)
     positive = truth > truth[good].mean() if good.any() else good

@@ -1,4 +1,4 @@
-"""From a look at data to a proposal: what to make of each column, and why."""
+"""The proposal of features for each column of a data set, with reasons."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshrec.data.features import (
+    Buckets,
     ColumnFeature,
     DatePart,
     Features,
@@ -18,6 +19,8 @@ from meshrec.data.features import (
 from meshrec.data.features.values import DatePartName, numbers_of
 from meshrec.data.nearest import did_you_mean
 from meshrec.data.profile import Column, Profile
+from meshrec.data.propose_label import Task, label_of
+from meshrec.data.propose_more import ColumnChoice, with_what_pays
 from meshrec.modules import can_name_table
 
 LEAK = 0.99
@@ -27,19 +30,9 @@ _FEW_ROWS = 1000
 _LARGE_VOCABULARY = 1_000_000
 _LARGEST_TABLE = 20_000_000
 _FEW_VALUES = 64
+_BINS = 16
 _RARE = 0.02
 """Share of a class of the label below which a warning tells so."""
-
-
-class ColumnChoice(NamedTuple):
-    """What becomes of a column: ``label``, ``time``, ``dense``, ``id``, ``list`` or ``drop``, and why."""
-
-    column: str
-    role: str
-    reason: str
-    features: tuple[ColumnFeature, ...] = ()
-    rows: int | None = None
-    warning: str | None = None
 
 
 class Proposal(NamedTuple):
@@ -50,23 +43,36 @@ class Proposal(NamedTuple):
     warnings: list[str]
 
 
-def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
-    """What to make of each column.
+def propose(
+    profile: Profile, *, label: str, time: str | None, task: Task | None = None, query: str | None = None
+) -> Proposal:
+    """Propose the role and the features of each column.
+
+    Args:
+        profile: what the columns hold.
+        label: the column to learn.
+        time: the column that orders the rows.
+        task: what the label is; None: classes if it is text, else 0 and 1.
+        query: the column within whose values rows are ranked; None: there is none.
 
     Raises:
-        ValueError: the label or the time is no column, or cannot be one; or nothing is left to learn from.
+        ValueError: there is no such label or time, or its type does not fit; or no other column is left.
     """
-    for role, name in (("label", label), ("time", time)):
+    for role, name in (("label", label), ("time", time), ("query", query)):
         if name is not None and name not in profile.columns:
             raise ValueError(
                 f"--{role} {name}: there is no such column; there are {list(profile.columns)}."
                 f"{did_you_mean(name, profile.columns)}"
             )
-    chosen_label, why = _label(profile, label)
+    chosen_label, why = label_of(profile, label, "number" if query is not None else task)
     choices = [ColumnChoice(label, "label", why)]
     for name, column in profile.columns.items():
-        if name != label:
+        if name == query:
+            choices.append(ColumnChoice(name, "query", "rows are ranked against those of the same value"))
+        elif name != label:
             choices.append(_time(column) if name == time else _choice(column, profile.num_rows))
+    if chosen_label.kind == "binary":
+        choices = with_what_pays(profile, chosen_label, choices, time)
     choices = _with_names_for_tables(choices)
     found = tuple(feature for choice in choices for feature in choice.features)
     if not any(choice.role in ("id", "list") and choice.features for choice in choices):
@@ -75,12 +81,13 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
             "nothing to make tables of. Use a model without tables, or give columns of ids."
         )
     warnings = [choice.warning for choice in choices if choice.warning is not None]
-    warnings += _label_warnings(profile, chosen_label)
-    if time is None:
+    warnings += _label_warnings(profile, chosen_label) if chosen_label.kind == "binary" else []
+    if time is None and query is None:
         warnings.append(
             "no --time column: the split is random, which is kinder than the future: name one if you can"
         )
-    return Proposal(Features(labels=(chosen_label,), features=found), choices, warnings)
+    labels = (chosen_label,) if query is None else (chosen_label, Label(column=query, kind="query"))
+    return Proposal(Features(labels=labels, features=found), choices, warnings)
 
 
 def _with_names_for_tables(choices: list[ColumnChoice]) -> list[ColumnChoice]:
@@ -97,30 +104,6 @@ def _with_names_for_tables(choices: list[ColumnChoice]) -> list[ColumnChoice]:
         return replace(feature, name=name, column=feature.source)
 
     return [choice._replace(features=tuple(map(named, choice.features))) for choice in choices]
-
-
-def _label(profile: Profile, name: str) -> tuple[Label, str]:
-    column = profile.columns[name]
-    if column.kind not in ("integer", "number"):
-        raise ValueError(
-            f"--label {name}: it holds {column.kind}, and labels are numbers or booleans. Make one of it."
-        )
-    if column.num_missing:
-        raise ValueError(
-            f"--label {name}: {column.num_missing:,} of {column.num_rows:,} rows have none. Leave them out."
-        )
-    if column.distinct < 2:
-        raise ValueError(f"--label {name}: all rows have the same. Name another column, or give more data.")
-    values = numbers_of(profile.sample[name], None, "s")
-    if column.low is not None and column.high is not None and column.low >= 0 and column.high <= 1:
-        return Label(column=name), f"binary: {values.mean():.1%} of the rows have 1"
-    distinct = np.unique(values)[1:]
-    shares = np.array([(values >= each).mean() for each in distinct[:: max(1, len(distinct) // 256)]])
-    best = float(distinct[:: max(1, len(distinct) // 256)][np.abs(shares - 0.5).argmin()])
-    share = (values >= best).mean()
-    values_text = f"{len(distinct) + 1} values from {column.low:g} to {column.high:g}"
-    why = f"{values_text}: 1 from {best:g} on ({share:.1%} of the rows)"
-    return Label(column=name, positive_from=best), why
 
 
 def _label_warnings(profile: Profile, label: Label) -> list[str]:
@@ -169,7 +152,7 @@ def _time(column: Column) -> ColumnChoice:
 
 
 def _unit(column: Column) -> str | None:
-    """Of times that are numbers: what counts since 1970; None where they are no such times."""
+    """Return the unit of a column of times since 1970; None if the column does not look like times."""
     if column.kind == "time":
         return "s"
     middle = column.quantiles[3] if column.quantiles else 0
@@ -263,12 +246,17 @@ def _dense(column: Column, what: str) -> ColumnChoice:
         clip=(0.01, 0.99) if far and not log else None,
         standardize=True,
         missing=missing,
+        num_bins=_BINS,
     )
     steps = [what, f"{low:g} to {high:g}"]
     steps += ["a long tail: log"] if log else []
     steps += ["far outliers: clipped"] if feature.clip is not None else []
     steps += [f"{column.missing:.1%} missing: the median"] if column.num_missing else []
-    return ColumnChoice(column.name, "dense", ", ".join(steps), (feature,))
+    if not column.num_missing:
+        return ColumnChoice(column.name, "dense", ", ".join(steps), (feature,))
+    steps += ["and its ranges as IDs, where missing has a row"]
+    ranges = Buckets(name=f"{column.name}_range", column=column.name, num_buckets=_BINS)
+    return ColumnChoice(column.name, "dense", ", ".join(steps), (feature, ranges), _BINS + 1)
 
 
 def _ids(column: Column) -> ColumnChoice:
@@ -283,7 +271,9 @@ def _ids(column: Column) -> ColumnChoice:
     features: list[ColumnFeature] = [Vocabulary(name=name, min_count=3 if distinct > _FEW_VALUES else 1)]
     if column.kind == "integer" and distinct > _FEW_VALUES and not _named_like_an_id(name):
         missing = column.quantiles[3] if column.num_missing else None
-        features.append(Number(name=f"{name}_number", column=name, standardize=True, missing=missing))
+        features.append(
+            Number(name=f"{name}_number", column=name, standardize=True, missing=missing, num_bins=_BINS)
+        )
         why += "; as a number too, if its size means something"
     return ColumnChoice(name, "id", why, tuple(features), distinct + 2)
 
@@ -305,7 +295,7 @@ def _list(column: Column) -> ColumnChoice:
 
 
 def as_json(profile: Profile, proposal: Proposal) -> dict[str, Any]:
-    """For the page."""
+    """Return the profile and the proposal as JSON types, for the report page."""
     chosen = {choice.column: choice for choice in proposal.choices}
     return {
         "rows": profile.num_rows,

@@ -106,6 +106,12 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | N
     return Ragged(values[index], offsets, None if weights is None else weights[index])
 
 
+def together(samples: Samples, query: int) -> Samples:
+    """Return the samples with those of a query side by side, queries in the order of their first samples."""
+    _, first, of_query = np.unique(samples.labels[:, query], return_index=True, return_inverse=True)
+    return samples.take(np.argsort(first[of_query], kind="stable"))
+
+
 def concatenated(pieces: Sequence[Samples]) -> Samples:
     """Concatenate pieces, of which there must be at least one."""
     if len(pieces) == 1:
@@ -172,7 +178,8 @@ class Shape(NamedTuple):
     """Shape of the samples of a source.
 
     ``num_labels`` is 1 for labels [n], and L for labels [n, L]. ``has_weights`` is about samples,
-    ``has_id_weights`` about IDs.
+    ``has_id_weights`` about IDs. ``query`` is the column of the labels that says which samples belong
+    together; 0: none.
     """
 
     num_dense: int
@@ -180,6 +187,7 @@ class Shape(NamedTuple):
     num_labels: int = 1
     has_weights: bool = False
     has_id_weights: bool = False
+    query: int = 0
 
 
 def void_samples(num: int, shape: Shape) -> Samples:

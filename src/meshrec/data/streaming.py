@@ -11,7 +11,7 @@ import numpy as np
 from meshrec.data.batch import Batch
 from meshrec.data.dataset import FileRows, Position, Reader
 from meshrec.data.order import LanePart, Step, Stream, check_seed, generator, lane_parts, lane_sizes, steps
-from meshrec.data.samples import Ints, Samples, Shape, to_batch
+from meshrec.data.samples import Ints, Samples, Shape, to_batch, together
 
 
 class Source(ABC):
@@ -170,6 +170,8 @@ class StreamReader(Reader):
                     if self._shuffle:
                         rng = generator(self._seed, Stream.WINDOW, epoch, block, number)
                         samples = samples.take(rng.permutation(num))
+                        if self._source.shape.query:
+                            samples = together(samples, self._source.shape.query)
                     yield samples.part(skip_rows, num)
                     skip_rows = 0
             skip = 0

@@ -116,7 +116,7 @@ class ClickSource(Source):
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """One name to count rows by; there is no such file."""
+        """A single name that rows are counted by; there is not a file of that name."""
         return [FileRows("synthetic_clicks", 0, self._num_samples)]
 
     @property
@@ -205,14 +205,8 @@ def synthetic_clicks(
     sizes = [num_embeddings] * num_features if isinstance(num_embeddings, int) else list(num_embeddings)
     if len(sizes) != num_features or num_features < 1 or min(sizes) < 1:
         raise ValueError(f"num_embeddings must be >= 1 for each of {num_features} features, got {sizes}.")
-    if (
-        num_samples < 1
-        or num_validation < 0
-        or num_test < 0
-        or ids_per_feature < 1
-        or num_dense < 0
-        or exponent <= 0
-    ):
+    at_least_1, at_least_0 = (num_samples, ids_per_feature), (num_validation, num_test, num_dense)
+    if min(at_least_1) < 1 or min(at_least_0) < 0 or exponent <= 0:
         raise ValueError(
             "num_samples and ids_per_feature must be >= 1, num_validation, num_test and num_dense >= 0, "
             f"exponent > 0; got {num_samples=}, {ids_per_feature=}, {num_validation=}, {num_test=}, "

@@ -34,7 +34,7 @@ class Tables(ABC):
 
 
 OpenSource = Callable[[Any, Encoding, Faults], Source]
-"""Opens data, such as paths, with an encoding."""
+"""Function that opens data, such as paths, with features."""
 
 
 class ArrowSource(Source, Tables):
@@ -42,7 +42,7 @@ class ArrowSource(Source, Tables):
 
     Args:
         tables: pairs of a name, for messages, and a table.
-        schema: the encoding.
+        schema: the features.
         faults: handles damage.
 
     Raises:
@@ -65,7 +65,7 @@ class ArrowSource(Source, Tables):
 
     @property
     def shape(self) -> Shape:
-        """Shape of the samples, as the encoding says."""
+        """Shape of the samples, as the features say."""
         return self._schema.shape
 
     @property
@@ -176,4 +176,7 @@ def described_by(schema: Encoding, train: Reader, name: str) -> Dataset:
         id_columns=schema.id_columns(),
         has_id_weights=schema.shape.has_id_weights,
         labels=schema.labels_of(),
+        number_edges=schema.number_edges,
+        num_classes=schema.num_classes,
+        dense_names=schema.dense_names,
     )

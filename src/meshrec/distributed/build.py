@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.same_plan import verify_same_plan
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_WIRES, TableWires
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
@@ -63,7 +63,7 @@ class BuildOptions:
     optimizer_tables: frozenset[str] | None = None
     update: UpdateMode = "in_backward"
     seed: int = DEFAULT_SEED
-    wire: WireFormats = FULL_PRECISION
+    wire: TableWires = FULL_WIRES
     sequence: bool = False
     weighted: bool = False
     bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR

@@ -92,7 +92,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
         self._offsets = list(accumulate(built.dims, initial=0))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of the whole tables."""
+        """Return the configs of the whole tables."""
         return self._configs
 
     def is_weighted(self) -> bool:
@@ -133,7 +133,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         self._configs = module.embedding_configs()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The configs of the whole tables."""
+        """Return the configs of the whole tables."""
         return self._configs
 
     def awaited(self, results: Results) -> LazyAwaitable[dict[str, JaggedTensor]]:

@@ -72,7 +72,7 @@ class LookupTables:
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """The rectangles."""
+        """The memory of each rectangle."""
         return self.held.weights
 
     def table_of(self, route: Route) -> int:

@@ -5,9 +5,16 @@ A *hop* is one all-to-all with the sums after it. A flat mesh needs one hop. Wit
 ``local`` there are two: partial rows are summed inside the node first, so that one row per node crosses the
 network.
 
-Messages are encoded by a wire format (comms/wire.py), row by row. A row is the columns of one lookup for one
+Messages are encoded by wire formats (comms/wire.py), row by row. A row is the columns of one lookup for one
 bag or one ID. A rank that holds ten tables sends ten rows per bag, each with its own scale if the format has
 scales, and the planner can compute the cost of each rectangle by itself.
+
+[Note: what rounding may depend on]
+
+A row is rounded on its own, also the one that a rank keeps for itself. Noise is drawn from the step, the
+table, the row's place in its table, and the ID or the asking rank's bag. Partial sums are added in the
+order of rows (``pieces.py``). So results depend on the rectangles of a plan, and not on which rank holds
+which rectangle.
 """
 
 from collections.abc import Sequence
@@ -18,11 +25,21 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
+from meshrec.comms.encoding import Block, Columns
 from meshrec.comms.mesh import Axis, ShardingEnv
-from meshrec.comms.wire import Block, WireFormat, WireFormats, decode_blocks, encode_blocks
+from meshrec.distributed.error_feedback import Names, bag_names
 from meshrec.distributed.input_dist import LookupIds, SourceIds
-from meshrec.distributed.pieces import Span, as_tensor, local_spans, pieces_of, rank_spans
+from meshrec.distributed.pieces import (
+    Span,
+    as_tensor,
+    first_rows,
+    local_spans,
+    pieces_of,
+    rank_spans,
+    row_order,
+)
 from meshrec.distributed.routing import Routing
+from meshrec.distributed.wire_codec import Codec, first_key
 
 # B bags of this rank, D columns, Q routes, U uses
 
@@ -32,11 +49,13 @@ class Hop:
     """The columns that arrive from each rank of an axis, and their places in the result."""
 
     axis: Axis
-    wire: WireFormats
-    widths: list[list[int]]
-    """Widths of the rows that each rank sends for one bag."""
+    codecs: "Codecs"
+    columns: list[Columns]
+    """The rows that each rank sends for one bag."""
+    grad_columns: list[Columns]
+    """The rows that each rank gets back."""
     dims: list[int]
-    """Sums of ``widths``: the number of columns from each rank."""
+    """The number of columns from each rank."""
     units: list[int]
     """Number of elements that each rank sends for one bag, encoded."""
     grad_units: list[int]
@@ -60,29 +79,44 @@ class Hop:
         sources: Sequence[Sequence[Span]],
         local: Sequence[Span],
         out_dim: int,
-        wire: WireFormats,
+        *,
+        codecs: "Codecs",
+        parts: "TableParts | None" = None,
     ) -> "Hop":
-        """Make a hop. ``sources``: the columns of each rank of the axis; ``local``: the columns that are not
-        sent.
+        """Make a hop.
+
+        Args:
+            axis: the ranks.
+            sources: the columns of each rank of the axis.
+            local: the columns that are not sent.
+            out_dim: the number of columns of the result.
+            codecs: the encodings of both directions.
+            parts: which parts of their tables the columns are; None if they are whole.
         """
         kinds = {tuple(span._replace(source=0) for span in spans) for spans in sources}
-        widths = [[span.width for span in spans] for spans in sources]
         num_kinds = 1 if len(kinds) == 1 else len(sources)
-        travels = _travels(axis)
+        if parts is None:
+            parts = TableParts(sources, [[0] * len(spans) for spans in sources], ())
+        columns = [
+            codecs.forward.columns(spans, rows)
+            for spans, rows in zip(parts.spans, parts.first_rows, strict=True)
+        ]
+        grad_columns = [codecs.backward.columns(spans) for spans in parts.spans]
         return cls(
             axis=axis,
-            wire=wire,
-            widths=widths,
-            dims=[sum(own) for own in widths],
-            units=[sum(map(wire.forward.row_units, own)) for own in widths],
-            grad_units=[sum(map(wire.backward.row_units, own)) for own in widths],
-            pieces=_pieces(sources, local),
+            codecs=codecs,
+            columns=columns,
+            grad_columns=grad_columns,
+            dims=[own.width for own in columns],
+            units=list(map(codecs.forward.encoding.units, columns)),
+            grad_units=list(map(codecs.backward.encoding.units, grad_columns)),
+            pieces=_pieces(sources, local, parts.order),
             out_dim=out_dim,
             num_kinds=num_kinds,
             grad_pieces=_pieces(sources[:num_kinds], local),
             local_dim=sum(span.width for span in local),
-            encodes=travels and not wire.forward.is_cast,
-            encodes_grads=travels and not wire.backward.is_cast,
+            encodes=codecs.forward.encodes(axis),
+            encodes_grads=codecs.backward.encodes(axis),
         )
 
     def send(self, rows: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
@@ -96,7 +130,8 @@ class Hop:
         """
         own = self.axis.rank
         if self.encodes:
-            rows = encode_blocks(self.wire.forward, rows, [Block(sum(rows_sent), self.widths[own])])
+            blocks = [Block(count, self.columns[own], first_key(p)) for p, count in enumerate(rows_sent)]
+            rows = self.codecs.forward.encode(rows, blocks)
         unit = self.units[own]
         splits = Splits(list(map(unit.__mul__, rows_sent)), list(map(num_rows.__mul__, self.units)))
         return all_to_all(rows.view(-1), splits, self.axis, name)
@@ -105,11 +140,11 @@ class Hop:
         """Sum the rows that arrive and put them in order, [rows, out_dim]. ``bags`` gives the bag sizes
         for tables with MEAN pooling whose sums are divided here.
         """
-        arguments = local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
+        arguments = local, self.pieces, self.dims, rows, self.out_dim, *bags_of(bags)
         gather = torch.ops.meshrec.gather_pooled.default
         if self.encodes:
-            blocks = [Block(rows, widths) for widths in self.widths]
-            return gather(decode_blocks(self.wire.forward, in_flight.wait(), blocks), *arguments)  # type: ignore[no-any-return]
+            blocks = [Block(rows, columns) for columns in self.columns]
+            return gather(self.codecs.forward.decode(in_flight.wait(), blocks), *arguments)  # type: ignore[no-any-return]
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -121,17 +156,29 @@ class Hop:
             self.grad_pieces,
             self.dims[: self.num_kinds],
             self.local_dim,
-            *_bags(bags),
+            *bags_of(bags),
             scale,
-            self.wire.backward.kernel_dtype,
+            self.codecs.backward.encoding.kernel_dtype,
         )
         return sent, local
 
-    def send_back(self, sent: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
-        """Start to send the result of ``scatter``. ``rows_sent`` and ``num_rows`` are those of ``send``."""
+    def send_back(
+        self,
+        sent: Tensor,
+        rows_sent: Sequence[int],
+        num_rows: int,
+        name: str,
+        *,
+        names: Names | None = None,
+    ) -> InFlight:
+        """Start to send the result of ``scatter``. ``rows_sent`` and ``num_rows`` are those of ``send``.
+
+        ``names``: the bags, for error feedback.
+        """
         if self.encodes_grads:
-            blocks = [Block(num_rows, widths) for widths in self.widths[: self.num_kinds]]
-            sent = encode_blocks(self.wire.backward, sent, blocks)
+            key = first_key(self.axis.rank)
+            blocks = [Block(num_rows, columns, key) for columns in self.grad_columns[: self.num_kinds]]
+            sent = self.codecs.backward.encode(sent, blocks, names=names)
         unit = self.grad_units[self.axis.rank]
         splits = Splits(list(map(num_rows.__mul__, self.grad_units)), list(map(unit.__mul__, rows_sent)))
         return all_to_all(sent, splits, self.axis, name, same=self.num_kinds < len(self.dims))
@@ -140,19 +187,46 @@ class Hop:
         """Return the gradients of the rows that ``send`` sent, in their order, fp32, flat."""
         message = in_flight.wait()
         if self.encodes_grads:
-            block = Block(sum(rows_sent), self.widths[self.axis.rank])
-            message = decode_blocks(self.wire.backward, message, [block])
+            block = Block(sum(rows_sent), self.grad_columns[self.axis.rank])
+            message = self.codecs.backward.decode(message, [block])
         return message.float()
 
 
-def flat_hop(routing: Routing, env: ShardingEnv, wire: WireFormats) -> Hop:
+class Codecs(NamedTuple):
+    """The encodings of both directions."""
+
+    forward: Codec
+    backward: Codec
+
+
+class TableParts(NamedTuple):
+    """Which parts of their tables the columns of each source are."""
+
+    spans: Sequence[Sequence[Span]]
+    """Their places in the result."""
+    first_rows: Sequence[Sequence[int]]
+    order: Sequence[Sequence[int]]
+    """The order in which the parts of a table are added."""
+
+    @classmethod
+    def of(cls, routing: Routing, ranks: Sequence[int]) -> "TableParts":
+        """Return those of some ranks."""
+        return cls(
+            [rank_spans(routing, rank) for rank in ranks],
+            [first_rows(routing, rank) for rank in ranks],
+            [row_order(routing, rank) for rank in ranks],
+        )
+
+
+def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
     """Return the hop that brings the results of all ranks at once."""
-    num_ranks = env.shard.size
-    sources = [rank_spans(routing, rank) for rank in range(num_ranks)]
-    return Hop.of(env.shard, sources, local_spans(routing), routing.columns[-1], wire)
+    ranks = range(env.shard.size)
+    sources = [rank_spans(routing, rank) for rank in ranks]
+    parts = TableParts.of(routing, ranks)
+    return Hop.of(env.shard, sources, local_spans(routing), routing.columns[-1], codecs=codecs, parts=parts)
 
 
-def node_hops(routing: Routing, env: ShardingEnv, wire: WireFormats) -> tuple[Hop, Hop]:
+def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, Hop]:
     """Return the hop inside a node, and the hop between nodes."""
     assert env.node is not None
     assert env.local is not None
@@ -167,8 +241,10 @@ def node_hops(routing: Routing, env: ShardingEnv, wire: WireFormats) -> tuple[Ho
         ]
         for local in range(size)
     ]
-    first = Hop.of(env.local, inside, [], sum(span.width for span in own), wire)
-    return first, Hop.of(env.node, nodes, local_spans(routing), routing.columns[-1], wire)
+    ranks = [env.node.rank * size + local for local in range(size)]
+    width, parts = sum(span.width for span in own), TableParts.of(routing, ranks)
+    first = Hop.of(env.local, inside, [], width, codecs=codecs, parts=parts)
+    return first, Hop.of(env.node, nodes, local_spans(routing), routing.columns[-1], codecs=codecs)
 
 
 class Asked(NamedTuple):
@@ -193,13 +269,13 @@ class _Rows(NamedTuple):
 class PooledOutput:
     """The exchange of one row for each bag. Partial rows are summed, and columns are put in table order."""
 
-    def __init__(self, routing: Routing, env: ShardingEnv, wire: WireFormats) -> None:
+    def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
-            self._hops: tuple[Hop, ...] = node_hops(routing, env, wire)
+            self._hops: tuple[Hop, ...] = node_hops(routing, env, codecs)
             num_nodes, size = env.node.size, env.local.size
             self.blocks = [n * size + local for local in range(size) for n in range(num_nodes)]
         else:
-            self._hops = (flat_hop(routing, env, wire),)
+            self._hops = (flat_hop(routing, env, codecs),)
             self.blocks = list(range(env.shard.size))
 
     def send_rows(self, out: Tensor, asked: Asked) -> InFlight:
@@ -216,7 +292,8 @@ class PooledOutput:
         if len(self._hops) == 2:
             (_, num_rows), (rows_sent, _) = self._rows(asked)
             first, second = self._hops
-            rows = first.gather(in_flight, None, num_rows, None).to(second.wire.forward.kernel_dtype)
+            rows = first.gather(in_flight, None, num_rows, None)
+            rows = rows.to(second.codecs.forward.encoding.kernel_dtype)
             in_flight = second.send(rows, rows_sent, source.batches[0], "embeddings between nodes")
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
@@ -226,13 +303,22 @@ class PooledOutput:
         """
         rows = self._rows(asked)
         sent, local = self._hops[-1].scatter(grad, asked.source, scale)
+        names: dict[int, Tensor] = {}
+
+        def names_of(_: int, use: int) -> Tensor:
+            if use not in names:
+                names[use] = bag_names(asked.source, use)
+            return names[use]
+
         if len(self._hops) == 2:
             first, second = self._hops
-            received = second.send_back(sent, *rows[1], "gradients between nodes")
+            received = second.send_back(sent, *rows[1], "gradients between nodes", names=names_of)
             own = second.gradient(received, rows[1].sent)
             own = own.view(rows[0].num_rows, first.out_dim)  # no -1: a node may hold nothing
             sent, _ = first.scatter(own, None, 1.0)
-        return self._hops[0].send_back(sent, *rows[0], "gradients of embeddings"), local
+            return first.send_back(sent, *rows[0], "gradients of embeddings"), local
+        hop = self._hops[0]
+        return hop.send_back(sent, *rows[0], "gradients of embeddings", names=names_of), local
 
     def receive_gradient(self, in_flight: InFlight, asked: Asked) -> Tensor:
         """Return the gradient of the rows that ``send_rows`` sent, fp32, flat."""
@@ -249,148 +335,14 @@ class PooledOutput:
         return [_Rows(by_local, sum(by_node)), _Rows(by_node, asked.source.batches[0])]
 
 
-class SequenceOutput:
-    """The exchange of one row for each ID, in the order of the caller's IDs."""
-
-    def __init__(self, routing: Routing, env: ShardingEnv, wire: WireFormats) -> None:
-        self._routing, self._axis, self._wire = routing, env.shard, wire
-        self.blocks = list(range(env.shard.size))
-        lookups, first_route = [], 0
-        for work in routing.work:
-            for lookup in work.lookups:
-                lookups.append([first_route + lookup.route, lookup.use, lookup.c0, lookup.width])
-            first_route += len(work.routes)
-        ranks, widths = routing.route_elements
-        self._route_ranks = torch.tensor(ranks[:first_route], dtype=torch.int64)
-        self._route_widths = torch.tensor(widths[:first_route], dtype=torch.int64)
-        own = routing.work[env.shard.rank]
-        self._own = [(lookup.route, lookup.width) for lookup in own.lookups]
-        self._all = [(route, width) for route, _, _, width in lookups]
-        self._ways = [
-            _Way(
-                format,
-                _travels(env.shard) and not format.is_cast,
-                _units_per_route(format, self._own, len(own.routes)),
-                _units_per_route(format, self._all, first_route),
-            )
-            for format in wire
-        ]
-        replicated = [routing.replicated[use.table] for use in routing.uses]
-        self.uses_in_order = sorted(range(len(replicated)), key=replicated.__getitem__)
-        self._lookups = torch.tensor(lookups, dtype=torch.int64).view(-1, 4)
-        self._dims = [
-            0 if routing.replicated[use.table] else dim
-            for use, dim in zip(routing.uses, routing.dims, strict=True)
-        ]
-
-    def send_rows(self, out: Tensor, asked: Asked) -> InFlight:
-        """Send the lookup's rows. ``out`` is flat, block by block."""
-        way = self._ways[0]
-        if way.encodes:
-            out = encode_blocks(way.wire, out, self._own_blocks(asked))
-        return all_to_all(out, self._splits(way, asked), self._axis, "embeddings")
-
-    def receive_rows(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
-        """Return the rows of each use, flat fp32 [ids, dim]. Those of data-parallel tables come last, as
-        ``local`` has them.
-        """
-        received, way = in_flight.wait(), self._ways[0]
-        if way.encodes:
-            received = decode_blocks(way.wire, received, self._all_blocks(asked))
-        rows: Tensor = torch.ops.meshrec.gather_sequence.default(received, *self._ids(asked.source))
-        return rows if local is None else torch.cat([rows, local])
-
-    def send_gradient(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
-        """Send ``scale`` times the gradient of the result of ``receive_rows``; also return that of the local
-        rows.
-        """
-        way = self._ways[1]
-        splits = self._splits(way, asked)
-        split = sum(splits.received)  # each element of the split tables' rows came from one rank
-        if not way.wire.is_cast:
-            split = int((asked.source.counts[: self._route_widths.numel()] * self._route_widths).sum())
-        sent = torch.ops.meshrec.scatter_sequence.default(
-            grad[:split], *self._ids(asked.source), scale, way.wire.kernel_dtype
-        )
-        if way.encodes:
-            sent = encode_blocks(way.wire, sent, self._all_blocks(asked))
-        back = Splits(splits.received, splits.sent)
-        return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
-
-    def receive_gradient(self, in_flight: InFlight, asked: Asked) -> Tensor:
-        """Return the gradient of the rows that ``send_rows`` sent, fp32, flat."""
-        message, way = in_flight.wait(), self._ways[1]
-        if way.encodes:
-            message = decode_blocks(way.wire, message, self._own_blocks(asked))
-        return message.float()
-
-    def _ids(self, source: SourceIds) -> tuple[object, ...]:
-        return (
-            source.values,
-            *_bags(source),
-            self._routing.router,
-            self._lookups,
-            source.counts,
-            self._dims,
-        )
-
-    def _splits(self, way: "_Way", asked: Asked) -> Splits:
-        counts = asked.source.counts[: self._route_ranks.numel()]
-        received: list[int] = (
-            torch.zeros(self._axis.size, dtype=torch.int64)
-            .index_add_(0, self._route_ranks, counts * way.all_units)
-            .tolist()
-        )
-        sent = (self._own_counts(asked) @ way.own_units).tolist() if way.encodes else asked.block_sizes
-        return Splits(sent, received)
-
-    def _own_counts(self, asked: Asked) -> Tensor:
-        """Return the number of IDs that each rank asks for on each route of this rank, int64 [R, Q]."""
-        ids = asked.ids
-        starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
-        return starts.diff().view(len(ids.batches), self._ways[0].own_units.numel())
-
-    def _own_blocks(self, asked: Asked) -> list[Block]:
-        """Return the blocks of rows that are looked up here: rank by rank, lookup by lookup."""
-        counts_RQ = self._own_counts(asked).tolist()
-        return [Block(counts[q], (width,)) for counts in counts_RQ for q, width in self._own]
-
-    def _all_blocks(self, asked: Asked) -> list[Block]:
-        """Return the blocks of rows that all ranks look up for this one, in the same order."""
-        counts = asked.source.counts.tolist()
-        return [Block(counts[q], (width,)) for q, width in self._all]
-
-
-class _Way(NamedTuple):
-    """One direction of the exchange of sequences."""
-
-    wire: WireFormat
-    encodes: bool
-    """Whether rows are encoded after their kernel, and decoded before the next one."""
-    own_units: Tensor
-    """For each route of this rank, the number of elements of an encoded ID's rows."""
-    all_units: Tensor
-    """Like ``own_units``, for the routes of all ranks."""
-
-
-def _travels(axis: Axis) -> bool:
-    """Return whether the axis has other ranks. A rank's message to itself is not encoded."""
-    return axis.group is not None and axis.size > 1
-
-
-def _units_per_route(wire: WireFormat, lookups: Sequence[tuple[int, int]], num_routes: int) -> Tensor:
-    units = torch.zeros(num_routes, dtype=torch.int64)
-    for route, width in lookups:
-        units[route] += wire.row_units(width)
-    return units
-
-
-def _pieces(sources: Sequence[Sequence[Span]], local: Sequence[Span]) -> Tensor:
+def _pieces(
+    sources: Sequence[Sequence[Span]], local: Sequence[Span], order: Sequence[Sequence[int]] = ()
+) -> Tensor:
     own = [span._replace(source=len(sources)) for span in local]
-    return as_tensor(pieces_of([*sources, own]))
+    return as_tensor(pieces_of([*sources, own], order))
 
 
-def _bags(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
+def bags_of(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
     if source is None:
         return None, None, 0, []
     return source.offsets, source.segments, source.num_keys, source.keys

@@ -1,8 +1,9 @@
 """The places of pooled results: which columns of which source become which columns of the result.
 
 A *source* is a row of columns that arrives from one rank, or is computed here for data-parallel tables. The
-first source that has a column of the result writes it, and further sources are added. Sources are in the
-order of ranks, so the sum does not depend on which rank is faster.
+first source that has a column of the result writes it, and further sources are added. Parts of one table are
+added in the order of their rows, so the sum does not depend on which rank is faster, nor on which rank holds
+which rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,17 +38,24 @@ class Span(NamedTuple):
     mean_use: int = -1
 
 
-def pieces_of(sources: Sequence[Iterable[Span]]) -> list[Piece]:
+def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] = ()) -> list[Piece]:
     """Lay out the spans of each source one after the other, and decide which columns are written and which
     are added.
+
+    ``order``: for each span of each source, its place among the parts of its table; the default is the order
+    of sources.
     """
     pieces: list[Piece] = []
     written: set[int] = set()
-    for spans in sources:
+    found = []
+    for number, spans in enumerate(sources):
         source_column = 0
-        for span in spans:
-            pieces += _split(span, source_column, written)
+        for i, span in enumerate(spans):
+            place = order[number][i] if number < len(order) else 0
+            found.append((place, number, source_column, span))
             source_column += span.width
+    for _, _, source_column, span in sorted(found, key=lambda each: each[:3]):
+        pieces += _split(span, source_column, written)
     return _joined(pieces)
 
 
@@ -67,6 +75,25 @@ def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span
         )
         for lookup in routing.work[rank].lookups
     ]
+
+
+def first_rows(routing: Routing, rank: int) -> list[int]:
+    """Return the first row that each of ``rank_spans`` reads in its table."""
+    work = routing.work[rank]
+    return [work.routes[lookup.route].r0 for lookup in work.lookups]
+
+
+def row_order(routing: Routing, rank: int) -> list[int]:
+    """Return the place of each of ``rank_spans`` among the parts of its table, in the order of rows."""
+    work = routing.work[rank]
+    starts: dict[int, list[int]] = {}
+    for own in routing.work:
+        for rectangle in own.rectangles:
+            starts.setdefault(rectangle.table, []).append(rectangle.r0)
+    ranks = {
+        table: {row: place for place, row in enumerate(sorted(set(rows)))} for table, rows in starts.items()
+    }
+    return [ranks[routing.uses[lookup.use].table][work.routes[lookup.route].r0] for lookup in work.lookups]
 
 
 def local_spans(routing: Routing) -> list[Span]:

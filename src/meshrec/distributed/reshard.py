@@ -50,7 +50,7 @@ class Transfer(NamedTuple):
 
 
 class _BlockHeader(NamedTuple):
-    """What a block of rows is, for the rank that receives it."""
+    """The description of a block of rows that precedes it, for the rank that receives it."""
 
     target: int
     """The rank that receives it."""
@@ -108,7 +108,7 @@ class _New(NamedTuple):
     local: Holdings
 
     def tables(self, number: int) -> Sequence[TableRows]:
-        """The rectangles of a table that are here."""
+        """Return the rectangles of a table on this rank."""
         held = self.local if self.routing.replicated[number] else self.split
         here = held.of_table(number)
         return [] if here is None else here.tables

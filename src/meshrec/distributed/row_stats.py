@@ -37,13 +37,22 @@ class ColumnPeers:
         for work in routing.work:
             chosen = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
             self._bands.append(sorted({_band(rectangle) for rectangle in chosen}))
+        columns: dict[_Band, dict[int, int]] = {}
+        for rank, work in enumerate(routing.work):
+            for x in work.rectangles:
+                if x.table in tables:
+                    first = columns.setdefault(_band(x), {})
+                    first[rank] = min(x.c0, first.get(rank, x.c0))
+        self._in_order = {band: sorted(first, key=first.__getitem__) for band, first in columns.items()}
+        """The ranks that have columns of each band, in the order of columns."""
         own = routing.work[axis.rank].rectangles
         self._own = [_band(rectangle) for rectangle in own if rectangle.table in tables]
 
     def summed(self, partial: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over all columns of each own rectangle's rows, [U, S], from the partial sums.
 
-        Parts are added in the order of ranks, so that all ranks get the same bits.
+        Parts are added in the order of columns, so that all ranks get the same bits, whichever of them holds
+        which columns.
         """
         mine: dict[_Band, Tensor] = {}
         for band, part in zip(self._own, partial, strict=True):
@@ -56,11 +65,14 @@ class ColumnPeers:
         parts = [mine[band].reshape(-1) for bands in shared for band in bands]
         sent = torch.cat(parts) if parts else torch.empty(0)
         received = all_to_all(sent, Splits(sizes, sizes), self._axis, "row statistics").wait()
-        total: dict[_Band, Tensor] = {}
+        terms: dict[tuple[_Band, int], Tensor] = {(band, self._axis.rank): mine[band] for band in mine}
         for rank, (bands, piece) in enumerate(zip(shared, received.split(sizes), strict=True)):
-            terms = dict(zip(bands, piece.split([mine[band].numel() for band in bands]), strict=True))
-            for band in mine if rank == self._axis.rank else bands:
-                term = mine[band] if rank == self._axis.rank else terms[band].view_as(mine[band])
+            parts = piece.split([mine[band].numel() for band in bands])
+            terms |= {(band, rank): part.view_as(mine[band]) for band, part in zip(bands, parts, strict=True)}
+        total: dict[_Band, Tensor] = {}
+        for band in mine:
+            for rank in self._in_order[band]:
+                term = terms[band, rank]
                 total[band] = total[band] + term if band in total else term
         return [total[band] for band in self._own]
 

@@ -28,16 +28,18 @@ from torch import Tensor
 from meshrec.comms.collectives import InFlight, release_read
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
-from meshrec.comms.wire import WireFormats
+from meshrec.comms.wire import TableWires
 from meshrec.distributed.collected import GradientSignal
 from meshrec.distributed.input_dist import Arrived, IdsInFlight, InputDist, LookupIds, SizesInFlight
 from meshrec.distributed.local_axis import as_played, gathered, moved_to
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.output_dist import Asked, PooledOutput, SequenceOutput
+from meshrec.distributed.output_dist import Asked, Codecs, PooledOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_stats import column_peers
+from meshrec.distributed.sequence_output import SequenceOutput
 from meshrec.distributed.weight_grads import WeightGrads
+from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.holdings import Holdings
@@ -83,7 +85,7 @@ class ShardedTables:
         fused: the tables with a fused rule, by number. The others get ordinary gradients.
         input_dist: the routing of IDs.
         sequence: whether rows are not pooled.
-        wire: the wire formats of rows and gradients.
+        wire: the wire formats of rows and gradients, by table.
     """
 
     def __init__(
@@ -96,10 +98,13 @@ class ShardedTables:
         fused: Mapping[int, FusedTable],
         input_dist: InputDist,
         sequence: bool,
-        wire: WireFormats,
+        wire: TableWires,
     ) -> None:
         self._env = env
-        out_dtype, split = wire.forward.kernel_dtype, held[0]
+        self._fused = list(fused.values())
+        wires = [wire.of(table.name) for table in routing.tables]
+        self._codecs = Codecs(*(Codec(routing, wires, way, self._step) for way in (FORWARD, BACKWARD)))
+        out_dtype, split = self._codecs.forward.encoding.kernel_dtype, held[0]
         works = routing.work if env.devices else routing.work[env.shard.rank :][:1]
         self._played = [
             LookupTables(routing, work, own, sequence=sequence, out_dtype=out_dtype)
@@ -109,7 +114,7 @@ class ShardedTables:
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
         self.needs_resolve = bool(split.indexes or local.indexes)
         """Whether some table finds the slots of its keys in an index. Otherwise batches skip ``resolve``."""
-        self._fused, self._is_checked = list(fused.values()), False
+        self._is_checked = False
         self._writes = OwnWrites(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
         )
@@ -136,7 +141,7 @@ class ShardedTables:
         self.num_changes = 0
         """The number of updates and other changes of all rows so far. It is equal on all ranks."""
         self._input = input_dist
-        self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, wire)
+        self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, self._codecs)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
         """The uses of sequences, in the order of their parts of the result."""
         # A process that plays all ranks has one message for each of them, and gets none from others.
@@ -304,6 +309,10 @@ class ShardedTables:
         self.num_changes += 1
         for (updates, gradient), each in zip(pairs, prepared, strict=True):
             updates.apply(each, gradient)
+
+    def _step(self) -> int:
+        """Return the number of updates of the tables so far; 0 if none has a fused optimizer."""
+        return max((int(table.state["step"]) for table in self._fused), default=0)
 
     def _collect(self, gradients: Sequence[TableGradient]) -> None:
         if self.collected is None:

@@ -33,7 +33,7 @@ class _Sharder:
         self.optimizer = _spec(fused_params)
         self.tables = None if tables is None else frozenset(tables)
         self.precision = precision or CommsPrecision()
-        self.wire = self.precision.formats
+        self.wires = self.precision.wires
         self.update = _checked(update)
 
     def built(
@@ -57,7 +57,7 @@ class _Sharder:
             optimizer_tables=self.tables,
             update=self.update or ("on_step" if is_deferred else "in_backward"),
             seed=DEFAULT_SEED if attached is None else next(iter(attached.tables.values())).rule.seed,
-            wire=self.wire,
+            wire=self.wires,
             bounds_check=module.bounds_check,
             output_dtype=module.output_dtype,
             **kind,
@@ -82,7 +82,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
             ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: these tables get ordinary gradients. A
             GradScaler for them must be torch's ShardedGradScaler, because an overflow shows only on the ranks
             that hold the table.
-        precision: the wire formats of embeddings and their gradients.
+        precision: the wire formats of embeddings and their gradients, for all tables or by table.
         update: ``"in_backward"``: the backward pass updates tables with an optimizer. ``"on_step"``: it
             collects their gradients for ``fused_optimizer.step()``. None: as the module was fused; in the
             backward pass if it was not.

@@ -106,7 +106,7 @@ def mapping(value: Any, what: str) -> dict[str, Any]:
 
 
 def _checksum(said: Mapping[str, Any]) -> int:
-    """The CRC-32 of one way to write the object, whatever the spaces and the order of its fields."""
+    """Return a CRC-32 of the object that does not depend on spaces or the order of fields."""
     return zlib.crc32(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
 
 

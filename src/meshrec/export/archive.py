@@ -1,19 +1,42 @@
-"""Exported programs, which are read without loading a pickle.
+"""The programs of a package: compiled ones, and exported ones, which are read without loading a pickle.
 
-This does not make them safe to read: ``torch.export.load`` evaluates expressions in the file, so an
-exported program can execute code. See "Packages" in docs/guides/security.md.
+This does not make them safe to read. A compiled program is a library, and ``torch.export.load`` evaluates
+expressions in an exported program. Both can execute code: see "Packages" in docs/guides/security.md.
 """
 
+import contextlib
 import json
+import re
+import shutil
+import threading
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
+
+_EXTRACTED = re.compile(r" (/.*/aotinductor_\w+)/(?:program|shared)/data/aotinductor/model/")
+_loading = threading.Lock()
 
 
 class PackageError(RuntimeError):
     """A package cannot be used: it is damaged, unfinished, or made for something else."""
+
+
+def load_compiled(path: Path) -> Any:
+    """Load a program that AOTInductor compiled; only from a package that you trust, since it executes code.
+
+    torch extracts the library into a folder for temporary files, which a process that gets SIGKILL would
+    leave there. The folder is removed as soon as the library is loaded, which keeps the library in memory.
+    """
+    with _loading:
+        before = _extracted()
+        # Not torch._inductor.aoti_load_package: that imports the compiler, which takes seconds.
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        for folder in _extracted() - before:
+            shutil.rmtree(folder, ignore_errors=True)
+    return loader
 
 
 def load_exported(path: Path) -> "torch.export.ExportedProgram":
@@ -54,6 +77,14 @@ def extra_file(path: Path, name: str, most: int) -> bytes | None:
     if content is not None and len(content) > most:
         raise PackageError(f"{name} in {path} has more than {most:,} bytes. Export the model again.")
     return content
+
+
+def _extracted() -> set[str]:
+    """Return the folders that this process has loaded compiled programs of packages from, on Linux."""
+    found = None
+    with contextlib.suppress(OSError):
+        found = Path("/proc/self/maps").read_text(errors="surrogateescape")
+    return set(_EXTRACTED.findall(found or ""))
 
 
 def _pickles(path: Path) -> list[str]:

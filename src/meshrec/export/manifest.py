@@ -1,9 +1,9 @@
 """The manifest of a package, and the check that its files are those that were written.
 
-`verify_package` reads every file before anything of the package is used. Packages with ``digests.txt`` are
-compared by the CRC-32s in it; older ones by the SHA-256s of their manifest, which takes two to four times as
-long. Both find accidents. Neither finds a forger, who can write new
-digests as well: see docs/guides/security.md.
+`check_package` reads every file before anything of the package is used. Packages with ``digests.txt`` are
+compared by its CRC-32s, older ones by the SHA-256s in their manifest, which takes two to four times as long.
+Both find accidents. Neither finds a forger, who can write new digests as well; a signature does (`signing`).
+See docs/guides/security.md.
 """
 
 import json
@@ -11,14 +11,26 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from meshrec.durable import DIGESTS, DamageError, read_digests, read_regular, sha256_of, verify_folder
+from meshrec.durable import (
+    DIGESTS,
+    DamageError,
+    FileDigest,
+    read_digests,
+    read_regular,
+    sha256_of,
+    verify_folder,
+)
 from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text, texts
 from meshrec.export.archive import PackageError, extra_file
 from meshrec.export.program import DENSE
+from meshrec.export.signing import SIGNATURE, read_public_key, verify_signature
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 _log = logging.getLogger(__name__)
 
@@ -117,22 +129,76 @@ def interface_of(manifest: Mapping[str, Any]) -> str:
     return json.dumps({**said, "weights": [WeightRecord(**each) for each in manifest["weights"]]})
 
 
-def verify_package(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Compare every file of a package with its digest; the log says how far it is if that takes seconds.
+class CheckedPackage(NamedTuple):
+    """A package whose files were compared with what was written, or that the caller trusts.
+
+    Attributes:
+        folder: the folder that a link leads to.
+        manifest: what `read_manifest` read.
+        version: a digest of the manifest, and so of all files.
+        weights: the digest of ``weights.bin``; None if the package has none or nothing was compared.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    version: str
+    weights: FileDigest | None
+
+
+def check_package(
+    folder: str | Path, *, verify: bool = True, public_key: "str | Path | None" = None
+) -> CheckedPackage:
+    """Compare the files of a package with what was written, without executing anything of it.
+
+    Args:
+        folder: the package.
+        verify: compare every file with its checksums, which reads all of them. False only reads the manifest.
+        public_key: PEM file of the ed25519 key that must have signed the package.
+
+    Raises:
+        PackageError: the folder is not a package, is damaged or unfinished, of a newer format, or not signed
+            by the key.
+        ValueError: the key cannot be read, or is given together with ``verify=False``.
+        ModuleNotFoundError: a key is given, and the package cryptography is missing.
+    """
+    if public_key is not None and not verify:
+        raise ValueError("a signature is checked by reading every file. Leave out verify=False, or the key.")
+    key = None if public_key is None else read_public_key(public_key)
+    # What a link leads to now: a link that is turned to another package meanwhile must not mix the two.
+    folder = Path(folder).resolve()
+    manifest = read_manifest(folder)
+    version = sha256_of(folder / MANIFEST)[:12]
+    for name in manifest["sha256"]:
+        if not (folder / name).is_file():
+            raise PackageError(f"{folder / name} is missing. Export the model again.")
+    digest = verify_package(folder, manifest, key) if verify else None
+    return CheckedPackage(folder, manifest, version, digest)
+
+
+def verify_package(
+    folder: Path, manifest: Mapping[str, Any], key: "Ed25519PublicKey | None" = None
+) -> FileDigest | None:
+    """Compare every file of a package with its digest; log the progress if that takes seconds.
 
     Args:
         folder: the package.
         manifest: what `read_manifest` read in it.
+        key: the public key of its signature, which is compared instead of the checksums.
+
+    Returns: the digest of ``weights.bin``; None if the package has no ``digests.txt``.
 
     Raises:
-        PackageError: names the first file that is missing or differs, and says what to do.
+        PackageError: a file is missing or differs (the message names the first such file and says what to
+            do), or the package is not signed by the key.
     """
     names = [*manifest["sha256"], MANIFEST]
     try:
-        if _is_there(folder / DIGESTS):
-            digests = read_digests(folder)
-            if missing := [name for name in names if name not in digests]:
-                raise DamageError(f"{folder / DIGESTS} lacks {missing[0]}")
+        digests = read_digests(folder) if _is_there(folder / DIGESTS) else None
+        if digests is not None and (missing := [name for name in names if name not in digests]):
+            raise DamageError(f"{folder / DIGESTS} lacks {missing[0]}")
+        if key is not None:
+            verify_signature(folder, names if digests is None else [*names, DIGESTS], key)
+        elif digests is not None:
             verify_folder(folder, {name: digests[name] for name in names})
         else:
             _log.info("%s has no %s; its SHA-256s are compared, which takes longer", folder, DIGESTS)
@@ -150,6 +216,7 @@ def verify_package(folder: Path, manifest: Mapping[str, Any]) -> None:
         raise PackageError(f"{error}. {_WHAT_TO_DO}") from error
     except OSError as error:
         raise PackageError(f"{error.filename} cannot be read ({error.strerror}). {_WHAT_TO_DO}") from error
+    return None if digests is None else digests[WEIGHTS]
 
 
 def _weights_end(manifest: Mapping[str, Any]) -> int:
@@ -210,7 +277,7 @@ def _check_weights(records: Sequence[Any]) -> list[str]:
 def _check_files(said: Mapping[str, Any]) -> None:
     files = mapping(said["sha256"], "the list of files")
     for name, digest in files.items():
-        if Path(name).name != name or name in ("", ".", "..", MANIFEST, DIGESTS) or "\0" in name:
+        if Path(name).name != name or name in ("", ".", "..", MANIFEST, DIGESTS, SIGNATURE) or "\0" in name:
             raise DamageError(f"its list of files has {name!r}, which is not a file of the folder")
         if not _SHA256.fullmatch(text(digest, f"the SHA-256 of {name!r}")):
             raise DamageError(f"the SHA-256 of {name!r} is {digest[:80]!r}")

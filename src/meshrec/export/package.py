@@ -21,14 +21,14 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import meshrec.ops.library as library
 from meshrec.durable import durable_folder, sha256_of, write_digests
-from meshrec.export.archive import PackageError, load_exported
+from meshrec.export.archive import load_exported
 from meshrec.export.manifest import (
     ALIGNMENT,
     COMPILED,
@@ -42,17 +42,21 @@ from meshrec.export.manifest import (
     SHARED_EXPORTED,
     WEIGHTS,
     WeightRecord,
+    check_package,
     interface_of,
     layout_of,
-    read_manifest,
-    verify_package,
 )
 from meshrec.export.program import DENSE, Program, example_inputs, exported
 from meshrec.export.raw_values import RawValues
+from meshrec.export.signing import read_private_key, sign_package
 from meshrec.export.torchscript import write_torchscript
+from meshrec.export.weights import Weights
 from meshrec.export.whole_tables import with_whole_tables
 from meshrec.modules.embedding_configs import BoundsCheckMode
 from meshrec.modules.embedding_modules import TableCollection
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +77,7 @@ def export(
     about: Mapping[str, Any] | None = None,
     compile: bool = True,
     torchscript: bool = False,
+    sign: str | Path | None = None,
 ) -> Path:
     """Writes a package of a model that gives one number for each sample, or one vector.
 
@@ -96,6 +101,7 @@ def export(
         compile: compile the program for this machine (needs a C++ compiler); without it, or where no compiler
             is found, the package is served from Python.
         torchscript: write ``torchscript.pt`` as well, with the weights in it; see `write_torchscript`.
+        sign: PEM file of the ed25519 private key to sign the package with.
 
     Returns: the folder.
 
@@ -106,6 +112,7 @@ def export(
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
+    key = None if sign is None else read_private_key(sign)
     model = with_whole_tables(model)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check(state, features, num_dense, shared, raw)
@@ -152,11 +159,17 @@ def export(
         if raw is not None:
             raw.save(parts)
         _write_weights(parts / WEIGHTS, state, records)
-        finish(parts, {**manifest, "compiled": why_not is None})
+        finish(parts, {**manifest, "compiled": why_not is None}, key)
     return folder
 
 
-def compile_anew(package: str | Path, folder: str | Path) -> Path:
+def compile_anew(
+    package: str | Path,
+    folder: str | Path,
+    *,
+    sign: str | Path | None = None,
+    public_key: str | Path | None = None,
+) -> Path:
     """Writes a package that was made for another machine or torch once more, compiled for this one.
 
     The weights are links to the same file where that can be, and copies elsewhere.
@@ -164,20 +177,23 @@ def compile_anew(package: str | Path, folder: str | Path) -> Path:
     Args:
         package: a folder with an exported program.
         folder: the new package, which must not be there yet.
+        sign: PEM file of the ed25519 private key to sign the new package with.
+        public_key: PEM file of the ed25519 public key that must have signed the package.
 
     Returns: the folder.
 
     Raises:
-        PackageError: for a folder that is no package or is damaged, and for a program that this version does
-            not know.
-        ValueError: for a folder that is there, and where nothing can be compiled here.
+        PackageError: for a folder that is no package, is damaged or not signed by the key, and for a program
+            that this version does not know.
+        ValueError: for a folder that is there, where nothing can be compiled here, and for a bad key.
+        ModuleNotFoundError: a key is given, and the package cryptography is missing.
     """
-    package, folder = Path(package), Path(folder)
+    folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
-    manifest = read_manifest(package)
-    verify_package(package, manifest)
-    weights = mapped(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]])
+    key = None if sign is None else read_private_key(sign)
+    package, manifest, _, _ = check_package(package, public_key=public_key)
+    weights = Weights(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]]).tensors
     with durable_folder(folder) as parts:
         for name in manifest["sha256"]:
             if name not in (COMPILED, SHARED, LAYOUT):
@@ -191,7 +207,7 @@ def compile_anew(package: str | Path, folder: str | Path) -> Path:
                 why_not = compile_program(found, parts / compiled_name)
                 if why_not is not None:
                     raise ValueError(f"{package} cannot be compiled here: {why_not}. Serve it from Python.")
-        finish(parts, {**manifest, "compiled": True})
+        finish(parts, {**manifest, "compiled": True}, key)
     return folder
 
 
@@ -314,8 +330,8 @@ def _write_weights(path: Path, state: Mapping[str, Tensor], records: Sequence[We
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
-def finish(parts: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the files that describe a package, last of all."""
+def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | None" = None) -> None:
+    """Write the files that describe a package, and its signature, last of all."""
     made_by = {"format": FORMAT, "torch": _torch(), "isa": isa(), "operators": operators()}
     manifest = {**manifest, **made_by}
     (parts / LAYOUT).write_text(layout_of(manifest))
@@ -323,31 +339,8 @@ def finish(parts: Path, manifest: Mapping[str, Any]) -> None:
     with (parts / MANIFEST).open("w") as file:
         json.dump({**manifest, "sha256": files}, file, indent=1)
     write_digests(parts, known=files)
-
-
-def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
-    """Map the tensors of a file; a page that is written to becomes this process's own.
-
-    Raises:
-        PackageError: for a file that is too short.
-    """
-    num_bytes = path.stat().st_size
-    if not num_bytes:
-        return []
-    memory = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
-    found = []
-    for record in records:
-        end = record.offset + record.num_bytes
-        if end > num_bytes:
-            raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")
-        dtype = getattr(torch, record.dtype)
-        try:
-            found.append(memory[record.offset : end].view(dtype).view(record.shape))
-        except RuntimeError as error:  # sizes whose product is 0, or too large for torch
-            raise PackageError(
-                f"{record.name!r} cannot have the shape {record.shape} ({error}). Export the model again."
-            ) from error
-    return found
+    if key is not None:
+        sign_package(parts, key)
 
 
 def _torch() -> str:

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the operators must exist
-from meshrec.durable import sha256_of
-from meshrec.export.archive import PackageError, load_exported
+from meshrec.export.archive import PackageError, load_compiled, load_exported
 from meshrec.export.manifest import (
     COMPILED,
     EXPORTED,
-    MANIFEST,
     SHARED,
     SHARED_EXPORTED,
     WEIGHTS,
+    CheckedPackage,
     WeightRecord,
+    check_package,
     read_manifest,
-    verify_package,
 )
-from meshrec.export.package import isa, mapped, operators
+from meshrec.export.package import isa, operators
 from meshrec.export.program import DENSE
 from meshrec.export.raw_values import FITTED, RawValues
+from meshrec.export.weights import Weights
 
 _log = logging.getLogger(__name__)
 
@@ -37,16 +37,21 @@ _Program = Callable[..., Tensor]
 
 
 class Predictor:
-    """Scores (or vectors) of a package's model. Its weights are mapped: processes share them.
+    """The scores (or vectors) of a package's model. Its weights are mapped: processes share them.
 
     Safe to call from several threads.
 
     Args:
-        folder: what `meshrec.export.export` wrote.
-        verify: compare every file with its checksum before any of it is used, which reads all of them. False
-            takes milliseconds instead, and a damaged file then gives wrong scores or ends the process.
+        package: the folder that `meshrec.export.export` wrote, or what `check_package` returned, which is not
+            checked again.
+        verify: compare every file with its checksum before any of it is used, which reads all of them. With
+            False, loading takes milliseconds, and a damaged file gives wrong scores or ends the process.
+        public_key: PEM file of the ed25519 public key that must have signed the package.
+        copy_weights: copy the weights into memory of this process instead of mapping the file. What happens
+            to the file afterwards does not matter then.
 
     Attributes:
+        folder: the package.
         features, num_dense: what a request must have.
         outputs: ``scores``, or ``vectors`` of a tower.
         shared: features (or "dense") that samples may have in common.
@@ -58,20 +63,24 @@ class Predictor:
         about: what the exporter wrote down.
 
     Raises:
-        PackageError: for a folder that is no package, is damaged, is of a newer format, or is replaced while
-            it is read.
+        PackageError: the folder is not a package, is damaged or of a newer format, is not signed by the key,
+            or is replaced while it is read.
+        ValueError: the key cannot be read, or is given together with ``verify=False``.
+        ModuleNotFoundError: a key is given, and the package cryptography is missing.
     """
 
-    def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
-        # What a link leads to now: one that is turned to another package meanwhile must not mix the two.
-        self.folder = Path(folder).resolve()
-        self._manifest = manifest = read_manifest(self.folder)
-        self.version = sha256_of(self.folder / MANIFEST)[:12]
-        for name in manifest["sha256"]:
-            if not (self.folder / name).is_file():
-                raise PackageError(f"{self.folder / name} is missing. Export the model again.")
-        if verify:
-            verify_package(self.folder, manifest)
+    def __init__(
+        self,
+        package: str | Path | CheckedPackage,
+        *,
+        verify: bool = True,
+        public_key: str | Path | None = None,
+        copy_weights: bool = False,
+    ) -> None:
+        if not isinstance(package, CheckedPackage):
+            package = check_package(package, verify=verify, public_key=public_key)
+        self.folder, self._manifest, self.version, digest = package
+        manifest = self._manifest
         self.features: list[str] = manifest["features"]
         self.num_dense: int = manifest["num_dense"]
         self.outputs: Literal["scores", "vectors"] = manifest["outputs"]
@@ -81,9 +90,8 @@ class Predictor:
         self.rounding: str | None = manifest["rounding"]
         self.about: dict[str, Any] = manifest["about"]
         records = [WeightRecord(**record) for record in manifest["weights"]]
-        self._weights = mapped(self.folder / WEIGHTS, records)
-        self.weights = {r.name: w for r, w in zip(records, self._weights, strict=True)}
-        self._has_raw_values = FITTED in manifest["sha256"]
+        self._weights = Weights(self.folder / WEIGHTS, records, private=copy_weights, digest=digest)
+        self.weights = {r.name: w for r, w in zip(records, self._weights.tensors, strict=True)}
         reason = _why_not_compiled(manifest)
         self.is_compiled = reason is None
         if reason is not None:
@@ -95,7 +103,7 @@ class Predictor:
     @functools.cached_property
     def raw(self) -> RawValues | None:
         """What makes ids and dense values of raw ones; None where the package has nothing of that kind."""
-        found = RawValues.load(self.folder) if self._has_raw_values else None
+        found = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
         self._check_same()
         return found
 
@@ -108,9 +116,18 @@ class Predictor:
     def _load(self, compiled: str, exported: str) -> _Program:
         if not self.is_compiled:
             return load_exported(self.folder / exported).module()
-        # Not torch._inductor.aoti_load_package: that imports the compiler, which takes seconds.
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(self.folder / compiled), "model", False, 1, -1)
+        loader = load_compiled(self.folder / compiled)
         return lambda *inputs: loader.boxed_run(list(_flat(inputs)))[0]
+
+    def check_weights(self) -> None:
+        """Check that the file of the weights has not changed since it was mapped.
+
+        Takes a microsecond if nothing wrote to it, and otherwise as long as comparing it with its checksums.
+
+        Raises:
+            PackageError: the file was cut short, or holds something else by now: scores may be wrong.
+        """
+        self._weights.look_again()
 
     def __call__(
         self,
@@ -141,22 +158,26 @@ class Predictor:
     def run(
         self, dense: Tensor, values: list[Tensor], lengths: list[Tensor], group: Tensor | None = None
     ) -> Tensor:
-        """The same for a request that was checked, with ids and lengths in the order of ``features``.
+        """Score a request that was checked, with ids and lengths in the order of ``features``.
 
         Raises:
-            ValueError: for ids outside their table.
+            ValueError: an id lies outside its table.
+            PackageError: the file of the weights was cut short meanwhile.
         """
         try:
             if group is None:
-                return self._program(self._weights, dense, values, lengths)
-            assert self._shared_program is not None
-            return self._shared_program(self._weights, dense, values, lengths, group)
+                scores = self._program(self._weights.tensors, dense, values, lengths)
+            else:
+                assert self._shared_program is not None
+                scores = self._shared_program(self._weights.tensors, dense, values, lengths, group)
         except RuntimeError as error:
             # The compiled program passes on what an operator said of the ids, and where it was called.
             said = re.match(r"(?:ValueError: )?(table '.*)", str(error))
             if said is None:
                 raise
             raise ValueError(said[1]) from error
+        self._weights.check()
+        return scores
 
     def _check(
         self,

@@ -1,11 +1,13 @@
 """Metrics of predictions and of retrieval, over all ranks, for the current window and since the start."""
 
 from meshrec.metrics.binary import area_under_curve, binary_metrics
+from meshrec.metrics.classes import class_metrics
 from meshrec.metrics.curves import auc_interval, curves_of, score_histograms
 from meshrec.metrics.grouped import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
 from meshrec.metrics.metric_set import MetricSet
 from meshrec.metrics.named import METRICS, leading_metric, leading_text, metric_of, quality, title_of
 from meshrec.metrics.number import number_metrics
+from meshrec.metrics.queries import query_metrics
 from meshrec.metrics.retrieval import RetrievalMetrics, place_metrics
 from meshrec.metrics.windowed import Computed
 
@@ -19,6 +21,7 @@ __all__ = [
     "auc_interval",
     "binary_metrics",
     "bootstrap_intervals",
+    "class_metrics",
     "curves_of",
     "grouped_auc",
     "leading_metric",
@@ -27,6 +30,7 @@ __all__ = [
     "number_metrics",
     "place_metrics",
     "quality",
+    "query_metrics",
     "score_histograms",
     "sliced_metrics",
     "title_of",

@@ -1,11 +1,10 @@
 """Metrics of regression models."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.data.faults import needs
 from meshrec.metrics.binary import checked
+from meshrec.metrics.gathering import gathered
 
 
 def number_metrics(
@@ -25,9 +24,8 @@ def number_metrics(
         ValueError: the shapes differ.
     """
     columns = checked(values, labels, None)
-    if gather and dist.is_available() and dist.is_initialized():
-        distributed = needs("torchmetrics.utilities.distributed", "metrics")
-        columns = torch.cat(distributed.gather_all_tensors(columns, group), dim=1)
+    if gather:
+        columns = gathered(columns, group)
     said, truth = columns[0], columns[1]
     if not len(truth):
         return {}

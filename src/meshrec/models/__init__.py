@@ -12,6 +12,8 @@ from meshrec.models.dlrm import (
     OverArch,
     SparseArch,
 )
+from meshrec.models.history_model import HistoryFeatures, HistoryModel
+from meshrec.models.hstu import HSTU
 from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.multi_task import PLE, Mixture, MMoE, MultiTask, SharedBottom
 from meshrec.models.next_item import judge_targets, sampled_softmax
@@ -27,17 +29,21 @@ from meshrec.models.two_tower import (
     TwoTowerTrain,
     in_batch_softmax,
 )
+from meshrec.models.wide_deep import WideDeep
 
 __all__ = [
     "DIN",
     "DLRM",
     "DLRM_DCN",
+    "HSTU",
     "PLE",
     "BruteForceIndex",
     "DLRMTrain",
     "DeepFMModel",
     "DenseArch",
     "FMInteractionArch",
+    "HistoryFeatures",
+    "HistoryModel",
     "InteractionArch",
     "InteractionDCNArch",
     "InterestPooling",
@@ -56,6 +62,7 @@ __all__ = [
     "TwoTower",
     "TwoTowerClicks",
     "TwoTowerTrain",
+    "WideDeep",
     "in_batch_softmax",
     "judge_targets",
     "sampled_softmax",

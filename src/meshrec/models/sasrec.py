@@ -6,19 +6,15 @@ position learns by a sampled softmax, after Klenitskiy, Vasilev, "Turning dross 
 really better than SASRec?" (2023).
 """
 
-import math
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from meshrec.models.next_item import CHUNK, ItemChunk, judge_targets, last_ids, sampled_softmax
+from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel
 from meshrec.modules import EmbeddingCollection
-from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
+from meshrec.sparse import JaggedTensor
 
-# B samples, L positions, T targets, D embedding width
-
-_BLOCK = 256
+# B samples, L positions, D embedding width
 
 
 class AttentionBlock(nn.Module):
@@ -56,7 +52,7 @@ class AttentionBlock(nn.Module):
         return mixed
 
 
-class SASRec(nn.Module):
+class SASRec(HistoryModel):
     """Next-item model: an item's score is the dot product of its vector with the encoded history.
 
     Histories are padded for attention, because torch's nested tensors have no causal attention on the CPU.
@@ -64,16 +60,9 @@ class SASRec(nn.Module):
     history.
 
     Args:
-        embedding_collection: a collection with one table that the features ``history`` and ``item`` read.
-        history: name of the feature with a user's items, oldest first.
-        item: name of the feature with the target. In training it holds the items that followed the last items
-            of the history, one for each; in evaluation it holds one item.
-        seen: name of the feature with items that must not be recommended again. None: all items are ranked.
-        max_length: maximum length of a history.
+        embedding_collection, max_length, num_drawn, device: see `HistoryModel`.
+        history, item, seen: see `HistoryFeatures`.
         num_blocks, num_heads, dropout: see `AttentionBlock`.
-        num_drawn: number of items drawn uniformly per training step and rank. All targets of the step share
-            them.
-        device: device of everything except the table.
 
     Raises:
         ValueError: the two features do not share exactly one table, or the sizes do not fit.
@@ -93,159 +82,33 @@ class SASRec(nn.Module):
         num_drawn: int = 512,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__()
-        tables = [
-            each
-            for each in embedding_collection.embedding_configs()
-            if {history, item} <= {*each.feature_names}
-        ]
-        if len(tables) != 1:
+        features = HistoryFeatures(history, item, seen)
+        super().__init__(
+            embedding_collection, features, max_length=max_length, num_drawn=num_drawn, device=device
+        )
+        if self.width % num_heads or num_blocks < 1:
             raise ValueError(
-                f"the features {history!r} and {item!r} must share one table: {len(tables)} have both. Give "
-                "the features one table (Feature.table)."
+                f"num_heads {num_heads} must divide the table's width {self.width}, and num_blocks "
+                f"{num_blocks} must be at least 1."
             )
-        width = tables[0].embedding_dim
-        if width % num_heads or min(max_length, num_blocks, num_drawn) < 1:
-            raise ValueError(
-                f"num_heads {num_heads} must divide the table's width {width}, and max_length {max_length}, "
-                f"num_blocks {num_blocks} and num_drawn {num_drawn} must be at least 1."
-            )
-        self.embedding_collection = embedding_collection
-        self._history, self._item, self._seen = history, item, seen
-        self._num_items = tables[0].num_embeddings
-        self._max_length, self._num_drawn = max_length, num_drawn
-        self.start = nn.Parameter(torch.zeros(width, device=device))
-        self.positions = nn.Embedding(max_length + 1, width, device=device)
+        self.positions = nn.Embedding(max_length + 1, self.width, device=device)
         nn.init.normal_(self.positions.weight, std=0.02)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(AttentionBlock(width, num_heads, dropout) for _ in range(num_blocks)))
-        self.norm = nn.LayerNorm(width, device=device)
+        self.blocks = nn.Sequential(
+            *(AttentionBlock(self.width, num_heads, dropout) for _ in range(num_blocks))
+        )
+        self.norm = nn.LayerNorm(self.width, device=device)
         if device is not None:
             self.blocks.to(device)
 
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the loss and the rank of each target, [B, 2]; see `meshrec.models.next_item`.
-
-        ``dense_features`` is ignored.
-        """
-        items = sparse_features[self._item]
-        return self._losses(sparse_features, items) if self.training else self._places(sparse_features, items)
-
-    def query_vectors(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return a query vector for each history, [B, D]. Its dot products with `item_vectors` are the
-        scores.
-        """
-        return self._last(self._look_up(sparse_features[self._history], None)[0])
-
-    def item_vectors(self) -> Tensor:
-        """Return the vectors of all items, [I, D]."""
-        return torch.cat([each.vectors_CD for each in self._chunks(self.start.device)])
-
-    def _losses(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        counts_B, targets_T = items.lengths(), items.values().long()
-        num_samples, device = len(counts_B), targets_T.device
-        if not len(targets_T):
-            # Lookups are collective: ranks that have targets wait for this one.
-            history, _ = self._look_up(features[self._history], None)
-            return self._encode(history).sum() * history.values().new_zeros(num_samples, 2)
-        drawn_N = torch.randint(self._num_items, (self._num_drawn,), device=device)
-        history, vectors = self._look_up(features[self._history], items, drawn_N)
-        sample_T = torch.repeat_interleave(torch.arange(num_samples, device=device), counts_B)
-        # Place 0 is the start, before the first item; the last target follows the last item.
-        place_T = (history.lengths() - counts_B + 1)[sample_T]
-        place_T = place_T + torch.arange(len(sample_T), device=device) - items.offsets()[sample_T]
-        if int(place_T.min()) < 0:
-            sample = int(sample_T[place_T.argmin()])
-            raise ValueError(
-                f"sample {sample} has {int(counts_B[sample])} ids in feature {self._item!r} and a history of "
-                f"{int(history.lengths()[sample])}: each id must follow an item of the history, or be its "
-                "first one. Give fewer ids."
-            )
-        losses_T = sampled_softmax(
-            self._encode(history)[sample_T, place_T],
-            vectors[: len(targets_T)],
-            vectors[len(targets_T) :],
-            target_T=targets_T,
-            drawn_N=drawn_N,
-            log_expected_N=math.log(self._num_drawn / self._num_items),
-        )
-        sums_B = losses_T.new_zeros(num_samples).index_add(0, sample_T, losses_T)
-        return torch.stack([sums_B / counts_B.clamp(min=1), torch.zeros_like(sums_B)], dim=1)
-
-    def _places(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        target_B = last_ids(items)
-        history, vectors = self._look_up(features[self._history], items)
-        target_BD = vectors.new_zeros(len(target_B), vectors.shape[1])
-        found = target_B >= 0
-        target_BD[found] = vectors[items.offsets()[1:][found] - 1]
-        seen = None if self._seen is None else features[self._seen]
-        # Samples without a target, which fill up the last batch, are left out. What remains is rounded up to
-        # whole blocks: sums over a block have one order, whatever the batch.
-        last = int(found.nonzero()[-1]) + 1 if bool(found.any()) else 0
-        size = min(-(-last // _BLOCK) * _BLOCK, len(target_B))
-        places = judge_targets(
-            self._last(_first_bags(history, size)),
-            target_BD[:size],
-            target_B[:size],
-            self._chunks(target_B.device),
-            seen=None if seen is None else _first_bags(seen, size),
-        )
-        return nn.functional.pad(places, (0, 0, 0, len(target_B) - size))
-
-    def _last(self, history: JaggedTensor) -> Tensor:
-        """Encode each history and return the last position, [B, D]."""
-        lengths = history.lengths()
-        return self._encode(history)[torch.arange(len(lengths), device=lengths.device), lengths]
-
-    def _encode(self, history: JaggedTensor) -> Tensor:
-        """Encode histories: [B, 1 + L, D], one vector before the first item and one after each item."""
+    @override
+    def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
         lengths = history.lengths()
         longest = int(lengths.max()) if len(lengths) else 0
-        if longest > self._max_length:
-            raise ValueError(
-                f"sample {int(lengths.argmax())} has a history of {longest} items, and max_length is "
-                f"{self._max_length}. Cut histories where they are read, or raise max_length."
-            )
         padded = history.to_padded_dense(longest)
         whole = torch.cat([self.start.expand(len(lengths), 1, -1), padded], dim=1)
         from_end = lengths[:, None] - torch.arange(longest + 1, device=lengths.device)
         whole = self.drop(whole + self.positions(from_end.clamp(min=0)))
         encoded: Tensor = self.norm(self.blocks(whole))
-        return encoded
-
-    def _chunks(self, device: torch.device) -> Iterator[ItemChunk]:
-        """Yield the vectors of all items. The lookups are collective, so all ranks must run this together."""
-        none = torch.zeros(1, dtype=torch.int64, device=device)
-        for first in range(0, self._num_items, CHUNK):
-            ids = torch.arange(first, min(first + CHUNK, self._num_items), device=device)
-            lengths = torch.cat([none, none + len(ids)])
-            features = KeyedJaggedTensor([self._history, self._item], ids, lengths=lengths, stride=1)
-            yield ItemChunk(first, self.embedding_collection(features)[self._item].values())
-
-    def _look_up(
-        self, history: JaggedTensor, items: JaggedTensor | None, drawn_N: Tensor | None = None
-    ) -> tuple[JaggedTensor, Tensor]:
-        """Look up the rows of the histories, and the rows of the items followed by those of the drawn items.
-
-        The drawn items are appended to the last bag of ``items``, so that one lookup serves all three.
-        """
-        ids, lengths = history.values(), history.lengths()
-        more = torch.zeros_like(lengths) if items is None else items.lengths()
-        values = [ids] if items is None else [ids, items.values()]
-        if drawn_N is not None:
-            more = more.clone()
-            more[-1] += len(drawn_N)
-            values.append(drawn_N.to(ids.dtype))
-        features = KeyedJaggedTensor(
-            [self._history, self._item],
-            torch.cat(values),
-            lengths=torch.cat([lengths, more.to(lengths.dtype)]),
-            stride=len(lengths),
-        )
-        found = self.embedding_collection(features)
-        return found[self._history], found[self._item].values()
-
-
-def _first_bags(bags: JaggedTensor, size: int) -> JaggedTensor:
-    """Return the first ``size`` bags."""
-    return JaggedTensor(bags.values()[: int(bags.offsets()[size])], lengths=bags.lengths()[:size])
+        first_B = torch.arange(len(lengths), device=lengths.device) * (longest + 1)
+        return EncodedHistories(encoded.flatten(0, 1), first_B)

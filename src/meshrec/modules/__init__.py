@@ -21,9 +21,12 @@ from meshrec.modules.feature_processor import (
     PositionWeightedModuleCollection,
 )
 from meshrec.modules.fusing import fuse
+from meshrec.modules.hstu import HSTUBlock
 from meshrec.modules.interaction import DotInteraction
 from meshrec.modules.linear import Linear
+from meshrec.modules.members import MemberLinear, MemberMLP
 from meshrec.modules.mlp import MLP, Perceptron
+from meshrec.modules.numeric import NumberEmbedding, PeriodicEmbedding, PiecewiseLinear
 from meshrec.modules.regroup import KTRegroupAsDict
 
 __all__ = [
@@ -42,11 +45,17 @@ __all__ = [
     "FeatureProcessedEmbeddingBagCollection",
     "FeatureProcessor",
     "FeatureProcessorsCollection",
+    "HSTUBlock",
     "KTRegroupAsDict",
     "Linear",
     "LowRankCrossNet",
     "LowRankMixtureCrossNet",
+    "MemberLinear",
+    "MemberMLP",
+    "NumberEmbedding",
     "Perceptron",
+    "PeriodicEmbedding",
+    "PiecewiseLinear",
     "PoolingType",
     "PositionWeightedModule",
     "PositionWeightedModuleCollection",

@@ -14,7 +14,7 @@ _TAKEN_NAMES = frozenset(vars(nn.Module()))
 
 
 class PoolingType(enum.Enum):
-    """How the rows of a bag are pooled. NONE returns one row per ID (sequence embeddings)."""
+    """The pooling of a bag's rows. NONE returns one row per ID (sequence embeddings)."""
 
     SUM = "SUM"
     MEAN = "MEAN"

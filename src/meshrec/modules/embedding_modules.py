@@ -28,7 +28,7 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class TableCollection(nn.Module, ABC):
-    """What both collections are: named tables, one lookup, and perhaps a fused optimizer."""
+    """Base class of both collections: named tables, one lookup, and an optional fused optimizer."""
 
     def __init__(
         self,
@@ -51,36 +51,36 @@ class TableCollection(nn.Module, ABC):
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """The name of the ModuleDict that holds the tables, and the ModuleDict."""
+        """Return the ModuleDict that holds the tables, after its name."""
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
-        """Configuration and weight of each table, by the parameter's name."""
+        """Return the configuration and the weight of each table, by the parameter's name."""
         prefix, _ = self.table_holders()
         names = [f"{prefix}.{config.name}.weight" for config in self._configs]
         return dict(zip(names, zip(self._configs, self._weights(), strict=True), strict=True))
 
     def embedding_names(self) -> list[str]:
-        """The keys of the result."""
+        """Return the keys of the result."""
         return list(self._lookup.embedding_names)
 
     @property
     def bounds_check(self) -> BoundsCheckMode:
-        """What happens to ids outside their table."""
+        """The handling of IDs outside their table."""
         return self._lookup.bounds_check
 
     @property
     def output_dtype(self) -> DataType | None:
-        """Of the result; None: the widest of the tables', fp32 for quantised ones."""
+        """The dtype of the result; None for the widest dtype of the tables, fp32 if they are quantised."""
         return self._lookup.output_dtype
 
     @property
     def num_clamped_ids(self) -> int:
-        """How many ids ``BoundsCheckMode.WARN`` replaced so far."""
+        """Number of IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
         return self._lookup.num_clamped_ids
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """The device of the parameters."""
         return self._weights()[0].device
 
     @property
@@ -230,15 +230,15 @@ class EmbeddingBagCollection(TableCollection):
         return torch.cat(pieces, dim=1)
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """``embedding_bags``."""
+        """Return the ModuleDict ``embedding_bags``, after its name."""
         return "embedding_bags", self._modules["embedding_bags"]  # type: ignore[return-value]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables' configurations."""
+        """Return the configurations of the tables."""
         return list(self._bag_configs)
 
     def is_weighted(self) -> bool:
-        """Whether the input's weights scale the rows."""
+        """Return whether the input's weights scale the rows."""
         return self._lookup.is_weighted
 
 
@@ -277,14 +277,14 @@ class EmbeddingCollection(TableCollection):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks up every id.
+        """Look up every ID.
 
         Args:
             features: must have the features of all tables; other keys are ignored.
 
         Returns:
-            by feature (``feature@table`` where several tables read it) a JaggedTensor with one row of width
-            D per id, ``[n, D]``, and the feature's lengths.
+            By feature (``feature@table`` if several tables read it), a JaggedTensor with one row of width D
+            per ID, ``[n, D]``, and the feature's lengths.
 
         Raises:
             ValueError: as in ``EmbeddingBagCollection.forward``.
@@ -307,24 +307,24 @@ class EmbeddingCollection(TableCollection):
         return result
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """``embeddings``."""
+        """Return the ModuleDict ``embeddings``, after its name."""
         return "embeddings", self._modules["embeddings"]  # type: ignore[return-value]
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables' configurations."""
+        """Return the configurations of the tables."""
         return list(self._sequence_configs)
 
 
 def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    """The tables by name, whatever they are called."""
+    """Return a ModuleDict of the tables, whose names may also be those of its methods."""
     holder = nn.ModuleDict()
-    # Its own way in refuses the names of its methods, and a table may well be called "items".
+    # ModuleDict refuses the names of its methods as keys, and a table may well be called "items".
     holder._modules.update(tables)
     return holder
 
 
 def _quantised(config: BaseEmbeddingConfig, device: torch.device | str | None) -> QuantisedTable | None:
-    """What holds a quantised table; None for others."""
+    """Make the module of a quantised table; return None for other tables."""
     storage = storage_of(config)
     if storage.is_trainable:
         return None
@@ -332,7 +332,7 @@ def _quantised(config: BaseEmbeddingConfig, device: torch.device | str | None) -
 
 
 def _is_changed(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Whether ``fn``, which a module applies to its parameters, moves or casts this one."""
+    """Return whether ``fn``, which a module applies to its parameters, moves or casts this one."""
     probe = fn(weight.detach().new_empty(0))
     return probe.device != weight.device or probe.dtype != weight.dtype
 

@@ -1,4 +1,4 @@
-"""What the two collections share: which feature reads which table, and one kernel call for all of them."""
+"""The lookup that both collections share: features, their tables, and one kernel call for all of them."""
 
 import functools
 import itertools
@@ -96,11 +96,11 @@ class TableLookup:
 
     @property
     def num_clamped_ids(self) -> int:
-        """How many ids ``BoundsCheckMode.WARN`` replaced so far."""
+        """Number of IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
         return int(self._num_clamped)
 
     def lookups(self, features: KeyedJaggedTensor, weights: Sequence[Tensor], *, flat: bool) -> tbe.Lookups:
-        """The kernels' arguments for one batch.
+        """Return the arguments of the kernels for one batch.
 
         Raises:
             ValueError: for a missing feature or missing weights, and for input on another device.
@@ -172,7 +172,7 @@ class TableLookup:
 
 
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
-    """A new weight ``[num_embeddings, embedding_dim]``, or quantised rows; initialised unless on ``meta``."""
+    """Make a weight ``[num_embeddings, embedding_dim]``, or quantised rows. On ``meta`` nothing is filled."""
     storage = storage_of(config)
     weight = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), device)
     if not weight.is_meta:
@@ -181,7 +181,7 @@ def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.
 
 
 def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
-    """Fills a weight as configured; a quantised one block by block."""
+    """Initialise a weight as configured; a quantised one block by block."""
     storage = storage_of(config)
     if storage.is_trainable:
         return config.init_weight(weight)
@@ -193,18 +193,18 @@ def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 
 def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
-    """How a table's rows lie; ``weight`` tells its type where a module was cast since it was configured."""
+    """Return the storage of a table. ``weight`` gives the dtype if the module was cast after construction."""
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype
     return DenseRows(weight.dtype) if was_cast and weight is not None else storage
 
 
 def storage_for(data_type: DataType) -> RowStorage:
-    """How rows of a data type lie."""
+    """Return the storage of rows of a data type."""
     return QuantisedRows(data_type.bits) if data_type.bits else DenseRows(data_type.dtype)
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, end) of consecutive pieces of the given sizes."""
+    """Return (start, end) of consecutive pieces of the given sizes."""
     ends = list(itertools.accumulate(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))

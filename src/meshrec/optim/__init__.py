@@ -1,4 +1,4 @@
-"""Optimizers: specs of the fused optimizers, keyed optimizers, gradient clipping and warmup."""
+"""Optimizers: specs of the fused optimizers, keyed optimizers and gradient clipping."""
 
 from meshrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from meshrec.optim.from_torch import from_torch
@@ -21,7 +21,6 @@ from meshrec.optim.optimizers import (
     RowWiseAdagrad,
     StateSlot,
 )
-from meshrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "FTRL",
@@ -41,9 +40,6 @@ __all__ = [
     "PartialRowWiseLAMB",
     "RowWiseAdagrad",
     "StateSlot",
-    "WarmupOptimizer",
-    "WarmupPolicy",
-    "WarmupStage",
     "apply_optimizer_in_backward",
     "from_torch",
     "in_backward_optimizer_filter",

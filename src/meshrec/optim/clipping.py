@@ -14,7 +14,7 @@ from meshrec.optim.parts import part_of
 
 @unique
 class GradientClipping(Enum):
-    """How to clip gradients."""
+    """The methods of gradient clipping."""
 
     NORM = "norm"
     """Scale all gradients together so that their total norm is at most the limit."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class ShardingType(Enum):
-    """How a table was split. The planner's vocabulary only: at run time there are rectangles."""
+    """The way to split a table. Only the planner uses these words; at run time there are rectangles."""
 
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
@@ -27,9 +27,11 @@ class ShardingType(Enum):
 
 
 class EmbeddingComputeKernel(Enum):
-    """How a table is updated: by autograd's ordinary gradients (``dense``), in the backward pass (``fused``),
-    or never (``quant``). A plan made beforehand says what its maker assumed; the plan of a sharded module
-    says what runs, which the attached optimizer decides.
+    """The way to update a table.
+
+    ``dense``: by autograd's ordinary gradients; ``fused``: in the backward pass; ``quant``: never. A plan
+    that was made beforehand has the kernel that its maker assumed. The plan of a sharded module has the
+    kernel that runs, which the attached optimizer decides.
     """
 
     DENSE = "dense"
@@ -46,7 +48,7 @@ class TableSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDevice:
-    """Where a rectangle lives: a rank of the ``shard`` axis, and the type of its device."""
+    """The place of a rectangle: a rank of the ``shard`` axis, and the type of its device."""
 
     rank: int
     device: str = "cpu"
@@ -57,7 +59,7 @@ class RemoteDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMetadata:
-    """One rectangle: first row and column, number of rows and columns, and where it lives."""
+    """One rectangle: first row and column, number of rows and columns, and its rank."""
 
     shard_offsets: tuple[int, int]
     shard_sizes: tuple[int, int]
@@ -104,7 +106,7 @@ class ParameterSharding:
         return self.sharding_spec.shards if self.sharding_spec is not None else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that JSON can hold: each shard is [first row, first column, rows, columns, rank, device]."""
+        """Return plain JSON types. A shard is [first row, first column, rows, columns, rank, device]."""
         return {
             "sharding_type": self.sharding_type.value,
             "compute_kernel": self.compute_kernel.value,
@@ -116,7 +118,11 @@ class ParameterSharding:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ParameterSharding":
-        """The inverse of ``to_dict``; ValueError for an unknown sharding type or compute kernel."""
+        """Make a placement from what ``to_dict`` returned.
+
+        Raises:
+            ValueError: the sharding type or the compute kernel is unknown.
+        """
         shards = tuple(
             ShardMetadata(
                 shard_offsets=(r0, c0),
@@ -134,7 +140,7 @@ class ParameterSharding:
         )
 
     def digest(self) -> str:
-        """A hash of what every rank must agree on (the type of device may differ)."""
+        """Return a hash of what all ranks must agree on; the type of device may differ."""
         data = self.to_dict()
         data["shards"] = [shard[:5] for shard in data["shards"]]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -169,32 +175,35 @@ class ShardingPlan:
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """The plan of the module at ``module_path`` (as in ``model.named_modules()``), None when it has
-        none.
-        """
+        """Return the plan of the module at ``module_path``, as in ``model.named_modules()``, or None."""
         return self.plan.get(module_path)
 
     def tables(self) -> Iterator[tuple[str, str, ParameterSharding]]:
-        """All (module path, table, placement)."""
+        """Yield (module path, table, placement) of all tables."""
         for path, module_plan in self.plan.items():
             for table, sharding in module_plan.items():
                 yield path, table, sharding
 
     def digest(self) -> str:
-        """A hash that is equal exactly when two plans place every table alike; the order of tables plays no
-        role.
+        """Return a hash that is equal for two plans if and only if they place every table alike.
+
+        The order of tables does not matter.
         """
         parts = sorted(f"{path}\n{table}\n{sharding.digest()}" for path, table, sharding in self.tables())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         plan = {path: {t: s.to_dict() for t, s in tables.items()} for path, tables in self.plan.items()}
         return json.dumps({"version": 1, "plan": plan}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
-        """The inverse of ``to_json``. ValueError when the text is no plan or of a newer version."""
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is not a plan, or has a newer version.
+        """
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != 1:
             got = data.get("version") if isinstance(data, dict) else type(data).__name__

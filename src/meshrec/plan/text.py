@@ -6,7 +6,11 @@ from typing import Any
 
 
 def read_json(path: str | Path, wanted: str) -> dict[str, Any]:
-    """The object in a JSON file. ValueError says that ``wanted`` was to be there."""
+    """Read the object in a JSON file.
+
+    Raises:
+        ValueError: the file is not JSON, or not an object; the message asks for ``wanted``.
+    """
     try:
         values = json.loads(Path(path).read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -17,7 +21,7 @@ def read_json(path: str | Path, wanted: str) -> dict[str, Any]:
 
 
 def size_text(num_bytes: float) -> str:
-    """``1.58 GiB``, ``24.70 MiB``, ``1.00 KiB`` or ``12 B``: with the unit that fits."""
+    """Format a number of bytes with the unit that fits, such as ``1.58 GiB`` or ``12 B``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.2f} {unit}"

@@ -143,15 +143,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
         ValueError: A table's constraints leave no candidate.
     """
     type_T, examples = _group(model.tables, constraints)
-    layouts_C: list[Layout] = []
-    type_C: list[int] = []
-    for kind, index in enumerate(examples):
-        table = model.tables[index]
-        found = layouts(table, constraints.get(table.name, _FREE), model.num_ranks, model.node_size)
-        if not found:
-            raise ValueError(_no_candidate(table, constraints[table.name], model))
-        layouts_C += found
-        type_C += [kind] * len(found)
+    layouts_C, type_C = _candidates(model, constraints, examples)
     table_C = np.array(examples, np.int64)[type_C]
     pieces = _pieces(model, layouts_C, table_C)
     ranks_P = pieces.num_equal * np.where(pieces.in_node, model.node_size, 1)
@@ -205,6 +197,22 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
 
 
 _ROW_STATS = 4
+
+
+def _candidates(
+    model: CostModel, constraints: Mapping[str, ParameterConstraints], examples: Sequence[int]
+) -> tuple[list[Layout], list[int]]:
+    """Return the layouts of all candidates, and the type of table of each."""
+    layouts_C: list[Layout] = []
+    type_C: list[int] = []
+    for kind, index in enumerate(examples):
+        table = model.tables[index]
+        found = layouts(table, constraints.get(table.name, _FREE), model.num_ranks, model.node_size)
+        if not found:
+            raise ValueError(_no_candidate(table, constraints[table.name], model))
+        layouts_C += found
+        type_C += [kind] * len(found)
+    return layouts_C, type_C
 
 
 def _group(

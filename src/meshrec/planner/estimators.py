@@ -103,6 +103,41 @@ class Hops(NamedTuple):
     """Whether all ranks of the node hold parts of the rows, so that only their sum takes the second hop."""
 
 
+class _Routes(NamedTuple):
+    """The links between the ranks of a group, and the shares of a batch that take them."""
+
+    outer: Link
+    """The slowest link between two ranks of the group."""
+    replicas: Link
+    """The slowest link between ranks with the same rectangles."""
+    all_ranks: Link
+    """The slowest link between any two ranks."""
+    same_node: float
+    """Share of a rank's rows that other ranks of its node hold."""
+    other_nodes: float
+    """Share of a rank's rows that ranks of other nodes hold."""
+    wire: float
+    """Seconds per byte of an all-to-all, over both kinds of links."""
+    once: float
+    """Factor of work other than transfers. In half duplex, `shared_loads` adds the mean of a phase again."""
+
+
+def _routes(topology: Topology, num_ranks: int, node_size: int) -> _Routes:
+    profile = topology.profile
+    multi_node = topology.world_size > topology.local_size
+    crosses_nodes = num_ranks >= topology.local_size and multi_node
+    same_node, other_nodes = (node_size - 1) / num_ranks, (num_ranks - node_size) / num_ranks
+    return _Routes(
+        outer=profile.inter if num_ranks > node_size else profile.intra,
+        replicas=profile.inter if crosses_nodes else profile.intra,
+        all_ranks=profile.inter if multi_node else profile.intra,
+        same_node=same_node,
+        other_nodes=other_nodes,
+        wire=same_node / profile.intra.all_to_all + other_nodes / profile.inter.all_to_all,
+        once=1.0 if profile.full_duplex else 0.5,
+    )
+
+
 class CostModel:
     """The cost of rectangles, in seconds and bytes.
 
@@ -114,12 +149,7 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        tables: Sequence[Table],
-        topology: Topology,
-        *,
-        batch_size: int,
-        replicas: int = 1,
+        self, tables: Sequence[Table], topology: Topology, *, batch_size: int, replicas: int = 1
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; give the number of samples per rank, at least 1.")
@@ -137,19 +167,7 @@ class CostModel:
         self.sum_in_node = topology.sum_in_node and 1 < self.node_size < self.num_ranks
         self.memory_cap = topology.memory_cap
         self.arrays = _arrays(self.tables, batch_size)
-        multi_node = self.num_ranks > self.node_size
-        self._outer: Link = self.profile.inter if multi_node else self.profile.intra
-        crosses_nodes = self.num_ranks >= topology.local_size and topology.world_size > topology.local_size
-        self._replica_link: Link = self.profile.inter if crosses_nodes else self.profile.intra
-        self._all_link: Link = (
-            self.profile.inter if topology.world_size > topology.local_size else self.profile.intra
-        )
-        # Factor of work that is no transfer: in half duplex `shared_loads` adds the mean of a phase again.
-        self._once = 1.0 if self.profile.full_duplex else 0.5
-        same_node = (self.node_size - 1) / self.num_ranks
-        other_nodes = (self.num_ranks - self.node_size) / self.num_ranks
-        self._same_node, self._other_nodes = same_node, other_nodes
-        self._wire = same_node / self.profile.intra.all_to_all + other_nodes / self.profile.inter.all_to_all
+        self._routes = _routes(topology, self.num_ranks, self.node_size)
 
     def rectangle_loads(
         self,
@@ -175,7 +193,7 @@ class CostModel:
         loads = np.zeros((len(table), NUM_PHASES))
         loads[:, _IDS] = self.id_travel_seconds(table, share)
         per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
-        loads[:, _IDS] += self._once * ids * per_id
+        loads[:, _IDS] += self._routes.once * ids * per_id
         read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         elements = outputs * columns
         hops = self._hops(table, in_node_N)
@@ -189,7 +207,7 @@ class CostModel:
             passes = elements * VALUE_BYTES + kernel + 2 * kernel / self.num_ranks
             # Formats that are more than a cast take another pass at both ends.
             passes += np.where(row.is_cast, 0.0, 2 * (kernel + outputs * row.wire_bytes))
-            loads[:, phase] += self._once * passes / p.stream_bandwidth
+            loads[:, phase] += self._routes.once * passes / p.stream_bandwidth
             if way == _FORWARD_WAY:
                 loads[:, _LOOKUP] = read + kernel / p.stream_bandwidth
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, share, self.replicas)
@@ -197,7 +215,7 @@ class CostModel:
             loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
         distinct = self._distinct(table, ids, share)
         sums = distinct * a.row_statistics_bytes_T[table]
-        statistics = 2 * sums * self._wire
+        statistics = 2 * sums * self._routes.wire
         is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
         # Row statistics are exchanged between the sum of gradients and the update.
         if p.sorts_once:  # sorted IDs are reused; gradients are read twice
@@ -288,8 +306,8 @@ class CostModel:
         world = self.topology.world_size
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, one, world)
         summed = a.rows_T[table] * columns * VALUE_BYTES
-        dense = 2 * (world - 1) / world * summed / self._all_link.all_reduce
-        sparse = self._gather_seconds(table, ids, a.outputs_T[table] * columns, world, self._all_link)
+        dense = 2 * (world - 1) / world * summed / self._routes.all_ranks.all_reduce
+        sparse = self._gather_seconds(table, ids, a.outputs_T[table] * columns, world, self._routes.all_ranks)
         loads[:, _DATA_PARALLEL] = np.minimum(dense, sparse)
         return self._without_backward(table, loads)
 
@@ -309,13 +327,13 @@ class CostModel:
         """
         a = self.arrays
         ids, bags = a.ids_T[table_N] * self.num_ranks * share_N, a.bags_T[table_N] * self.num_ranks
-        travel: Floats = (ids * a.id_bytes_T[table_N] + bags * LENGTH_BYTES) * self._wire
+        travel: Floats = (ids * a.id_bytes_T[table_N] + bags * LENGTH_BYTES) * self._routes.wire
         return travel
 
     @property
     def id_latency_seconds(self) -> float:
         """Seconds of latency of the two all-to-alls of sizes and of IDs."""
-        return 2 * self._outer.latency if self.num_ranks > 1 else 0.0
+        return 2 * self._routes.outer.latency if self.num_ranks > 1 else 0.0
 
     def shared_loads(self, mean_loads: Floats) -> Floats:
         """Return the seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles'
@@ -332,13 +350,13 @@ class CostModel:
         fixed[[_LOOKUP, _UPDATE]] = p.kernel_seconds
         fixed[_IDS] = a.ids_T.sum() * p.scan_id_seconds + a.bags_T.sum() * p.scan_bag_seconds
         if self.num_ranks > 1:  # all-to-alls run even if nothing travels
-            latency = self._outer.latency
+            latency = self._routes.outer.latency
             fixed[[_IDS, _OUTPUT, _GRADIENT]] += self.id_latency_seconds, latency, latency
             fixed[_ROW_STATS] = latency if usage.row_stats else 0.0
         if self.replicas > 1 and usage.sharded:
-            fixed[_REPLICAS] = 2 * self._replica_link.latency
+            fixed[_REPLICAS] = 2 * self._routes.replicas.latency
         if self.topology.world_size > 1 and usage.data_parallel:
-            fixed[_DATA_PARALLEL] = self._all_link.latency
+            fixed[_DATA_PARALLEL] = self._routes.all_ranks.latency
         return fixed
 
     def _hops(self, table: npt.NDArray[np.integer], in_node_N: Bools) -> Hops:
@@ -352,8 +370,8 @@ class CostModel:
         """Return the bytes of rectangles' rows that leave a rank: within its node, and across the network."""
         # The first of two hops goes to the rank of this node with the receiver's local rank. If all its ranks
         # hold a part of each row, only the sum of the parts takes the second hop.
-        inside = bytes_N * np.where(hops.two_N, (self.node_size - 1) / self.node_size, self._same_node)
-        across = bytes_N * self._other_nodes / np.where(hops.summed_N, self.node_size, 1)
+        inside = bytes_N * np.where(hops.two_N, (self.node_size - 1) / self.node_size, self._routes.same_node)
+        across = bytes_N * self._routes.other_nodes / np.where(hops.summed_N, self.node_size, 1)
         return inside, across
 
     def _embedding_seconds(self, bytes_N: Floats, hops: Hops) -> Floats:
@@ -382,7 +400,7 @@ class CostModel:
     ) -> Floats:
         rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
         outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
-        others, link = self.replicas - 1, self._replica_link
+        others, link = self.replicas - 1, self._routes.replicas
         sparse = self._gather_seconds(table, ids, outputs * columns, self.replicas, link)
         dense = 2 * others / self.replicas * rows * columns * VALUE_BYTES / link.all_reduce
         result: Floats = np.minimum(sparse, dense)
@@ -421,7 +439,7 @@ class CostModel:
         overhead = np.array([each.row_overhead for each in formats], np.float64)[index]
         kernel_bytes = np.array([each.kernel_dtype.itemsize for each in formats], np.float64)[index]
         is_cast = np.array([each.is_cast for each in formats], bool)[index]
-        return RowOnWire(columns * value_bytes + overhead, kernel_bytes, is_cast)
+        return RowOnWire(np.ceil(columns * value_bytes) + overhead, kernel_bytes, is_cast)
 
     def _row_buffers(self, table: npt.NDArray[np.integer], columns: Floats) -> Floats:
         """Return the bytes of the buffers for one looked-up row and its gradient."""

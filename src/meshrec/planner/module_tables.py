@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_PRECISION, TableWires, WireFormats
 from meshrec.ops.nbit import row_bytes
 from meshrec.optim import OptimizerSpec, in_backward_spec
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
@@ -44,7 +44,7 @@ def tables_of_model(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     *,
     default_optimizer: OptimizerKind = OptimizerKind.NONE,
-    default_wire: WireFormats = FULL_PRECISION,
+    default_wire: WireFormats | TableWires = FULL_PRECISION,
 ) -> list[Table]:
     """List all tables of a model.
 
@@ -52,10 +52,11 @@ def tables_of_model(
     wire formats are the sharder's, else `default_wire`.
 
     Raises:
-        ValueError: Two tables share a name, by which constraints identify them, or a constraint names no
-            table.
+        ValueError: Two tables share a name, by which constraints identify them, or a constraint or a wire
+            format names no table.
     """
     constraints = constraints or {}
+    default_wires = default_wire if isinstance(default_wire, TableWires) else TableWires(default_wire)
     tables = []
     for path, module, sharder in embedding_modules(model, sharders):
         default = optimizer_kind(getattr(sharder, "optimizer", None))
@@ -74,7 +75,7 @@ def tables_of_model(
                     weight_bytes=_weight_bytes(config, weight),
                     optimizer=default if spec is None else optimizer_kind(spec),
                     module_path=path,
-                    wire=getattr(sharder, "wire", default_wire),
+                    wire=getattr(sharder, "wires", default_wires).of(config.name),
                 )
             )
     names = [table.name for table in tables]
@@ -82,6 +83,10 @@ def tables_of_model(
         raise ValueError(
             f"tables of different modules share the name {duplicates[0]!r}; constraints go by table "
             f"name. Rename one."
+        )
+    if unknown := [name for name in default_wires.tables if name not in names]:
+        raise ValueError(
+            f"wire formats are given for {unknown[0]!r}, which is not a table of the model; it has {names}."
         )
     if unknown := [name for name in constraints if name not in names]:
         raise ValueError(

@@ -1,6 +1,4 @@
-"""From tables and a machine to a plan: solve and evaluate each replica group size and each set of
-collectives.
-"""
+"""The search for a plan: solve and evaluate each replica group size and each set of collectives."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -84,7 +84,7 @@ class PlannedShardingPlan(ShardingPlan):
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the best one, as a fraction of the plan's time."""
+        """Upper bound of the distance to the best plan, as a fraction of the plan's time."""
         return max(0.0, 1 - self.lower_bound / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_PRECISION, TableWires, WireFormats
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.planner.diagnose import diagnose
 from meshrec.planner.evaluate import to_plan
@@ -46,7 +46,7 @@ class EmbeddingShardingPlanner:
         gap: float = DEFAULT_EFFORT.gap,
         static_plan: ShardingPlan | None = None,
         default_optimizer: OptimizerKind = OptimizerKind.NONE,
-        default_wire: WireFormats = FULL_PRECISION,
+        default_wire: WireFormats | TableWires = FULL_PRECISION,
     ) -> None:
         self._topology = topology
         self._constraints = dict(constraints or {})

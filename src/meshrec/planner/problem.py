@@ -27,7 +27,7 @@ class Scope(IntEnum):
 
 
 class Layout(NamedTuple):
-    """How a candidate splits a table. `row_parts` counts ranks per column part, or nodes for
+    """The split of a table by a candidate. `row_parts` counts ranks per column part, or nodes for
     `Scope.NODES`.
     """
 
@@ -80,7 +80,7 @@ class Problem(NamedTuple):
     min_partition_Y: Ints
     """Least number of columns of a column part."""
     merge_FK: Floats
-    """Which phases [F] were merged into which [K]."""
+    """The merged phase [K] of each original phase [F]."""
     ranks_Y: list[Bools | None]
     """Ranks that a type may use; None: all."""
     sharded_C: Bools

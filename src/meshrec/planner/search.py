@@ -19,7 +19,7 @@ WORK_PER_SECOND = 1e8
 
 
 class Effort(NamedTuple):
-    """When to stop: seconds of wall clock, work, and the gap (a fraction) that is good enough.
+    """Limits of a search: seconds of wall clock, work, and the gap (a fraction) that is good enough.
 
     Work is counted in array elements touched, with a surcharge per operation: about 10 ns each.
     """
@@ -30,7 +30,7 @@ class Effort(NamedTuple):
 
 
 class Manner(NamedTuple):
-    """How to anneal. The best manner depends on how many pieces a rank holds, and only attempts tell.
+    """Settings of the annealing. The best ones depend on the pieces per rank, and only attempts can tell.
 
     Attributes:
         hot: initial temperature, in mean loads of a rank.

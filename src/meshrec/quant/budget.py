@@ -30,7 +30,7 @@ INT8, INT4, INT2, FP16, FP32 = DataType.INT8, DataType.INT4, DataType.INT2, Data
 _QUANTILE = 1.6448536269514722
 """The 95 % quantile of the normal distribution."""
 _STEPS = 17
-"""How many times larger a step between codes is with 4 bits than with 8."""
+"""Ratio of the steps between codes, 4 bits to 8 bits."""
 
 
 class Rise(NamedTuple):
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
     rises: dict[str, dict[DataType, Rise]]
     """The rise by each table alone, for the types that were measured."""
     rise: Rise
-    """The measured rise by all tables together."""
+    """The measured rise of the loss when all tables have their chosen types."""
     budget: float
     num_evaluations: int
 

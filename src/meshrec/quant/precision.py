@@ -13,7 +13,7 @@ from meshrec.quant.search import searched_params
 # D width
 
 Rounding = Literal["minmax", "search"]
-"""How the scale and bias of a row are chosen: "minmax" takes its minimum and maximum, as FBGEMM does;
+"""Choice of the scale and bias of a row: "minmax" takes its minimum and maximum, as FBGEMM does;
 "search" looks for a smaller squared error.
 """
 

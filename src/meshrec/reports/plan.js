@@ -26,3 +26,11 @@ function detail(table) {
   return [about, plainTable(["moving only this table to", "ranks", "step [ms]"], rows)];
 }
 section("Tables", ...tableList(data.tables, detail), paragraph("A click on a table shows where its parts are, and what other choices would cost."));
+const shown = value => value === null || value === undefined ? "" : Array.isArray(value) ? value.map(shown).join(", ") : typeof value === "object" ? Object.entries(value).filter(([, each]) => each !== null && String(each) !== "").map(([name, each]) => `${words(name)} ${shown(each)}`).join(", ") : typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(5)).toLocaleString("en", { maximumSignificantDigits: 5 }) : String(value);
+const pairs = values => plainTable(["", "value"], Object.entries(values).map(([name, value]) => [words(name), shown(value)]));
+const { hardware, ...topology } = data.inputs.topology, fields = [...new Set(data.inputs.tables.flatMap(table => Object.keys(table)))].filter(name => data.inputs.tables.some(table => shown(table[name]) !== ""));
+const limits = Object.entries(data.inputs.constraints);
+section("What the planner reckoned with", paragraph("Times follow from these figures alone: from the speeds of the hardware, the latencies of exchanges, and how many IDs each table is asked for. Measure your machine with meshrec calibrate."),
+  element("details", {}, element("summary", {}, "Hardware and topology"), pairs({ "samples per rank": data.inputs.batch_size, ...topology }), pairs(hardware)),
+  element("details", {}, element("summary", {}, "Tables, as the cost model sees them"), element("div", { class: "scroll" }, plainTable(fields.map(words), data.inputs.tables.map(table => fields.map(name => shown(table[name])))))),
+  ...(limits.length ? [element("details", {}, element("summary", {}, "Constraints"), plainTable(["table", "constraint"], limits.map(([name, value]) => [name, shown(value)])))] : []));

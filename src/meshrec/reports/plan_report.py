@@ -72,6 +72,8 @@ class PlanReport(NamedTuple):
     tables: list[TableReport]
     replicated: list[str]
     warnings: list[str]
+    inputs: dict[str, Any]
+    """What the planner reckoned with: batch size, topology with the hardware, tables, and constraints."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
@@ -134,6 +136,7 @@ def make_report(plan: PlannedShardingPlan) -> PlanReport:
         tables=tables,
         replicated=replicated,
         warnings=_warnings(plan, ranks, estimate.memory_cap),
+        inputs=inputs.to_json(),
     )
 
 

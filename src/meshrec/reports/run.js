@@ -21,6 +21,7 @@ if (summary.seconds) cards.push([duration(summary.seconds), `in all, of them ${d
 const skipped = Object.entries(summary.skipped || {}), lost = skipped.flatMap(([, reasons]) => Object.values(reasons)).reduce((a, b) => a + b, 0);
 if (skipped.length) cards.push([count(lost), "rows skipped"]);
 facts(cards);
+if (summary.winner) append(note(summary.winner));
 for (const text of summary.remarks || []) append(note(text));
 
 const models = { validation: [], test: [] };
@@ -105,6 +106,17 @@ function square(title, below, left, lines, dots) {
 }
 const curves = Object.entries(summary.curves || {}).filter(([, c]) => c.roc.length), lineOf = name => curves.map(([label, c]) => ({ label, color: label === "test" ? "var(--third)" : "var(--second)", points: c[name] }));
 if (curves.length) section("Ranking and calibration", element("div", { class: "charts" }, square("Receiver operating curve", "false positive rate", "true positive rate", lineOf("roc")), square("Calibration", "mean prediction", "share of positive samples", lineOf("calibration"), true)), paragraph("The reported weights. A perfect ranking goes through the upper left corner; perfect probabilities lie on the diagonal."));
+
+const explained = summary.explained;
+if (explained) {
+  const found = Object.entries(explained.importance), most = Math.max(...found.map(([, lost]) => lost), 1e-9);
+  section("What the model reads", paragraph(`The AUC that ${count(explained.samples)} validation samples lose when the values of one feature are shuffled among them. Features that say the same stand in for each other.`),
+    bars(found.map(([name, lost]) => [name, bar([[Math.max(0, lost) / most, "var(--ours)"]]), lost.toFixed(4)]), "tall"));
+  for (const [feature, values] of Object.entries(explained.slices)) {
+    const figure = value => value === undefined ? "" : value.toFixed(4);
+    append(element("h3", {}, `By ${feature}`), plainTable(["value", "samples", "AUC", "log loss", "calibration"], Object.entries(values).map(([value, q]) => [value, count(q.samples), figure(q.auc), figure(q.loss), figure(q.calibration)])));
+  }
+}
 
 const whole = (summary.phases || []).find(row => row.phase === "step");
 if (plan) {

@@ -1,4 +1,4 @@
-"""From a training run to a package."""
+"""The export of a training run as a package."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +37,7 @@ def export_run(
     shared: Sequence[str] = (),
     compile: bool = True,
     torchscript: bool = False,
+    sign: str | Path | None = None,
 ) -> Path:
     """Writes the package of a run's model, with the weights that the run reports.
 
@@ -51,7 +52,7 @@ def export_run(
             weights are taken instead.
         tower: one side of a two-tower model: the package gives vectors.
         shared: see `export`; with raw values, also names of numbers, if all of them are shared.
-        compile, torchscript: see `export`.
+        compile, torchscript, sign: see `export`.
 
     Raises:
         ValueError: for a run whose recipe or checkpoint is not there, one of several labels, a quantised
@@ -99,6 +100,7 @@ def export_run(
         about=about,
         compile=compile,
         torchscript=torchscript,
+        sign=sign,
     )
 
 

@@ -136,6 +136,7 @@ def _plan(folder: RunFolder) -> dict[str, Any] | None:
     if not folder.plan.is_file():
         return None
     report = make_report(load_plan(folder.plan)).to_json()
+    report.pop("inputs")  # the plan's own page has them
     for table in report["tables"]:
         table.pop("alternatives")
     return report

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshrec.train.evaluation import DEFAULT_LOSS, Scored
-from meshrec.train.losses import Loss, Tasks
+from meshrec.train.losses import Loss
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, StreamReader
@@ -51,7 +51,7 @@ def write_scores(
     reader = dataset.train
     assert isinstance(reader, StreamReader)
     names = list(keep) or list(dataset.id_columns or (each.name for each in dataset.features))
-    titles = [f"score_{task.name}" for task in loss.tasks] if isinstance(loss, Tasks) else ["score"]
+    titles = list(loss.score_names())
     if set(titles) & set(names):
         raise ValueError(f"--keep {' '.join(names)}: scores are named {titles}; rename the data's columns.")
     columns = _ColumnReader(reader, names)

@@ -42,6 +42,7 @@ from meshrec.planner import save_plan
 from meshrec.reports.measured import compare, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
+from meshrec.runs.explained import explained
 from meshrec.runs.fitting import load_data
 from meshrec.runs.host_folder import check_storage, held_folder
 from meshrec.runs.job import BEGAN_VARIABLE, RUN_VARIABLE, Job
@@ -51,6 +52,7 @@ from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_st
 from meshrec.runs.saved_recipe import check_data, describe_data
 from meshrec.runs.source import keep_source
 from meshrec.train.baselines import baselines, ranking_baselines
+from meshrec.train.class_loss import Softmax
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
     Advanced,
@@ -61,8 +63,9 @@ from meshrec.train.observers import (
     Said,
     TensorBoardObserver,
 )
+from meshrec.train.query_loss import Ranking
 from meshrec.train.ranks import Ranks, choose_device, join
-from meshrec.train.remarks import remarks
+from meshrec.train.remarks import remarks, winner
 from meshrec.train.run_folder import (
     CONFIG,
     RUNS,
@@ -222,6 +225,7 @@ class _Run:
             trainer.run()
             skipped = _merged(self._ranks.collect(dict(dataset.skipped)))
             summary = self._summary(trainer, trainer.progress.seconds - trained, skipped)
+            summary["explained"] = explained(trainer, self._folder)
             if self._ranks.is_first:
                 self._conclude(trainer, summary, stop)
             self._ranks.wait_for_all()
@@ -315,8 +319,8 @@ class _Run:
     ) -> dict[str, Any]:
         progress = trainer.progress
         error = None
-        if not trainer.is_saved:
-            error = f"the last checkpoint could not be saved: {trainer.failures[-1]}"
+        if not trainer.keeper.is_saved:
+            error = f"the last checkpoint could not be saved: {trainer.keeper.failures[-1]}"
         return {
             "state": "failed" if error else "stopped" if trainer.stopped else "finished",
             "error": error,
@@ -330,16 +334,16 @@ class _Run:
             "train_seconds_of_all_starts": progress.seconds,
             "seconds": time.time() - self._start,
             "samples_per_second": progress.num_samples / progress.seconds if progress.seconds else 0.0,
-            "best_step": trainer.early.best_step,
-            "weights_step": trainer.weights_step,
+            "best_step": trainer.judge.early.best_step,
+            "weights_step": trainer.judge.weights_step,
             "validation": trainer.validation,
             "test": trainer.test,
-            "curves": trainer.curves,
+            "curves": trainer.judge.curves,
             "baselines": {},
             "baselines_test": {},
             "best_possible_auc": trainer.dataset.best_auc,
-            "checkpoints": self._checkpoints(trainer.weights_step),
-            "failed_saves": trainer.failures,
+            "checkpoints": self._checkpoints(trainer.judge.weights_step),
+            "failed_saves": trainer.keeper.failures,
             "phases": self._phases(trainer),
             "began": self._began,
             "ended": now(),
@@ -369,13 +373,14 @@ class _Run:
         """Compute the baselines and write the reports, on rank 0."""
         num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
         if self._store is not None:
-            self._fetch(trainer.weights_step, summary)
+            self._fetch(trainer.judge.weights_step, summary)
         summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
         judged = dataset.validation is not None or dataset.test is not None
         if self._job.baselines and judged and not trainer.stopped:
             self._judge_baselines(trainer, summary, stop)
+            summary["winner"] = winner(summary)
         summary["seconds"], summary["ended"] = time.time() - self._start, now()
         self._folder.write_json(SUMMARY, summary)
         self._folder.write_state(summary["state"], error=summary["error"], step=summary["step"])
@@ -402,6 +407,9 @@ class _Run:
 
         try:
             ranks_items = isinstance(self._job.recipe.loss, NextItem)
+            if isinstance(self._job.recipe.loss, Softmax | Ranking):
+                self._tell(Said("there are no baselines for labels of classes or of queries"))
+                return
             for name, quality in (ranking_baselines if ranks_items else baselines)(trainer.dataset, tell):
                 for data, key in (("validation", "baselines"), ("test", "baselines_test")):
                     if data in quality:

@@ -2,23 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from meshrec.export import PackageError, Predictor
+from meshrec.export import PackageError, Predictor, check_package
 from meshrec.serve.batching import Batcher, Limits, VersionedScores
 from meshrec.serve.fresh import Codes, Deltas, Freshness, place
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.requests import Floats, Request, RequestError, Signature
-from meshrec.serve.samples import read_samples
+from meshrec.serve.requests import Request, RequestError
+from meshrec.serve.trial import Trial, WarmUp, scores_of, signature_of
 
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
 _SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_BETWEEN_LOOKS_AT_FILES = 0.5
 _MOST_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta cannot be used: each look may read all of it
 
 
@@ -27,6 +27,21 @@ class Wish(NamedTuple):
 
     action: str
     delta: int | None
+
+
+class Opening(NamedTuple):
+    """How packages are opened.
+
+    Attributes:
+        verify, public_key: see `check_package`.
+        copy_weights: see `Predictor`.
+        warm_up: what models score before they answer.
+    """
+
+    verify: bool
+    public_key: Path | None
+    copy_weights: bool
+    warm_up: WarmUp
 
 
 class Served:
@@ -43,14 +58,7 @@ class Served:
         self, name: str, predictor: Predictor, limits: Limits, metrics: Metrics, deltas: Deltas | None
     ) -> None:
         self.name, self._package = name, predictor.version
-        self.signature = Signature(
-            predictor.features,
-            predictor.num_dense,
-            predictor.rows,
-            predictor.outputs,
-            predictor.shared,
-            predictor.raw,
-        )
+        self.signature = signature_of(predictor)
         self.about = predictor.about
         self.is_compiled = predictor.is_compiled
         self._predictor, self._deltas = predictor, deltas
@@ -93,15 +101,25 @@ class Served:
             has_failed = self.freshness.reason != ""
             pause = min(2 * pause, _MOST_SECONDS_BETWEEN_LOOKS) if has_failed else _SECONDS_BETWEEN_LOOKS
 
+    async def watch(self) -> PackageError:
+        """Return what is wrong once the package's file of weights changes under the model."""
+        while True:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS_AT_FILES)
+            try:
+                await asyncio.to_thread(self._predictor.check_weights)
+            except PackageError as error:
+                return error
+
     def score(self, request: Request) -> VersionedScores:
-        """Scores [B], or vectors [B, V], in this thread."""
-        scores: Floats = self._predictor.run(
-            torch.from_numpy(request.dense),
-            [torch.from_numpy(values) for values in request.values],
-            [torch.from_numpy(lengths) for lengths in request.lengths],
-            None if request.group is None else torch.from_numpy(request.group),
-        ).numpy()
-        return VersionedScores(scores, self.version)
+        """Compute scores [B], or vectors [B, V], in this thread.
+
+        Raises:
+            RequestError: with status 503, where the package's file of weights was cut short.
+        """
+        try:
+            return VersionedScores(scores_of(self._predictor, request), self.version)
+        except PackageError as error:  # `watch` takes the model away
+            raise RequestError(f"model {self.name!r} is not ready: {error}", 503) from error
 
 
 class Repository:
@@ -111,11 +129,10 @@ class Repository:
         folders: of the packages, by the model's name.
         limits: of each model's batches and queue.
         metrics: of the server.
-        warm_up: a file of samples, each a line as ``POST /predict`` takes it, that models score before they
-            are ready; without it, made-up ones.
+        opening: how packages are opened.
+        trial: loads each package before this process does.
         deltas: folders of deltas that models follow, by name.
         wishes: what is to become of a model at first, instead of loading it with all deltas.
-        verify: compare packages with their checksums before they are used.
     """
 
     def __init__(
@@ -124,18 +141,18 @@ class Repository:
         limits: Limits,
         metrics: Metrics,
         *,
-        warm_up: Path | None = None,
+        opening: Opening,
+        trial: Trial,
         deltas: Mapping[str, Path] | None = None,
         wishes: Mapping[str, Wish] | None = None,
-        verify: bool = True,
     ) -> None:
-        self.folders, self._verify = dict(folders), verify
-        self._limits, self._metrics, self._warm_up = limits, metrics, warm_up
+        self.folders, self._opening, self._trial = dict(folders), opening, trial
+        self._limits, self._metrics = limits, metrics
         self._served: dict[str, Served] = {}
         self._deltas, self._wishes = dict(deltas or {}), dict(wishes or {})
         unloaded = {name for name, wish in self._wishes.items() if wish.action == "unload"}
         self._reasons = {n: _UNLOADED if n in unloaded else "it is being loaded" for n in folders}
-        self._following: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._changing = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -223,7 +240,7 @@ class Repository:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
         async with self._changing:
             try:
-                predictor = await asyncio.to_thread(Predictor, self.folders[name], verify=self._verify)
+                predictor = await self._open(name)
                 deltas = self._deltas_of(name, predictor, until)
                 served = Served(name, predictor, self._limits, self._metrics, deltas)
                 await asyncio.to_thread(served.catch_up)
@@ -237,8 +254,9 @@ class Repository:
                 _log.error("model %r was not loaded: %s", name, error)
                 raise RequestError(f"model {name!r} was not loaded: {error}") from error
             self._replace(name, served)
+            self._tasks[name] = [asyncio.create_task(self._watch(name, served))]
             if until is None:
-                self._following[name] = asyncio.create_task(served.follow())
+                self._tasks[name].append(asyncio.create_task(served.follow()))
             _log.info("model %r: version %s is ready", name, served.version)
 
     async def unload(self, name: str) -> None:
@@ -262,9 +280,31 @@ class Repository:
                 continue  # logged by load
 
     def close(self) -> None:
-        """No more deltas are followed."""
-        for following in self._following.values():
-            following.cancel()
+        """Follow no more deltas, and look at no more files."""
+        for name in list(self._tasks):
+            self._cancel(name)
+
+    async def _open(self, name: str) -> Predictor:
+        """Open a package once its files are as they were written, and another process could load it."""
+        verify, public_key, copy_weights, warm_up = self._opening
+        package = await asyncio.to_thread(
+            check_package, self.folders[name], verify=verify, public_key=public_key
+        )
+        await self._trial(package, warm_up)
+        return await asyncio.to_thread(Predictor, package, copy_weights=copy_weights)
+
+    async def _watch(self, name: str, served: Served) -> None:
+        """Take a model away when its file of weights changes: its scores would be wrong."""
+        error = await served.watch()
+        async with self._changing:
+            if self._served.get(name) is served:
+                _log.error("model %r is taken away: %s", name, error)
+                del self._tasks[name][0]  # this task
+                self._replace(name, None, str(error))
+
+    def _cancel(self, name: str) -> None:
+        for task in self._tasks.pop(name, []):
+            task.cancel()
 
     def _deltas_of(self, name: str, predictor: Predictor, until: int | None) -> Deltas | None:
         if name not in self._deltas:
@@ -276,28 +316,21 @@ class Repository:
         codes = Codes(predictor.quantised, predictor.rounding)
         return Deltas(self._deltas[name], predictor.about, predictor.weights, until, codes)
 
-    def _replace(self, name: str, served: Served | None) -> None:
-        if (following := self._following.pop(name, None)) is not None:
-            following.cancel()
+    def _replace(self, name: str, served: Served | None, reason: str = _UNLOADED) -> None:
+        """Have a model answer from now on, or none, for this reason."""
+        self._cancel(name)
         old = self._served.pop(name, None)
         if served is not None:
             self._served[name] = served
-        self._reasons[name] = _UNLOADED if served is None else ""
+        self._reasons[name] = reason if served is None else ""
         if old is not None:
             leaving = asyncio.create_task(old.batcher.drain())
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
 
     def _warm(self, served: Served) -> None:
-        for request in self._warm_up_requests(served.signature):
+        for request in self._opening.warm_up.requests(served.signature):
             served.score(request)
-            if served.signature.shared and request.group is None:
-                served.score(request._replace(group=np.arange(request.num_samples)))
-
-    def _warm_up_requests(self, signature: Signature) -> Sequence[Request]:
-        if self._warm_up is not None:
-            return [read_samples(line, signature) for line in self._warm_up.read_bytes().splitlines() if line]
-        return [_made_up(signature, size) for size in (1, self._limits.max_batch)]
 
 
 def _unreached(until: int, served: Served) -> ValueError:
@@ -307,13 +340,3 @@ def _unreached(until: int, served: Served) -> ValueError:
     else:
         can = f"no delta up to it comes after the package, which is of step {served.about['step']}"
     return ValueError(f"delta {until} cannot be reached; {can}.{reason and f' {reason}'}")
-
-
-def _made_up(signature: Signature, num_samples: int) -> Request:
-    """Samples with one id of each feature, drawn from its whole table."""
-    draw = np.random.default_rng(0)
-    return Request(
-        draw.standard_normal((num_samples, signature.num_dense), np.float32),
-        [draw.integers(0, signature.rows.get(f, 1), num_samples) for f in signature.features],
-        [np.ones(num_samples, np.int64) for _ in signature.features],
-    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshrec.export.signing import read_public_key
 from meshrec.serve.batching import Limits
 
 
@@ -71,6 +72,10 @@ class ServerOptions:
     token, beside addresses, ``localhost`` and ``host``."""
     verify: bool = True
     """Compare packages with their checksums before they are used."""
+    public_key: Path | None = None
+    """PEM file of the ed25519 public key that must have signed every package."""
+    copy_weights: bool = False
+    """Copy the weights into memory of each worker, instead of mapping the files that all workers share."""
     tls_cert: Path | None = None
     """A PEM file with the certificate."""
     tls_key: Path | None = None
@@ -87,6 +92,12 @@ class ServerOptions:
             raise ValueError(f"max_body must be at least 1 byte, got {self.max_body}.")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together. Give both, or none.")
+        if self.public_key is not None:
+            if not self.verify:
+                raise ValueError(
+                    "a signature is checked by reading every file. Leave out verify=False or the key."
+                )
+            read_public_key(self.public_key)  # fail now, and not when the first package is loaded
         if self.token is not None and (not self.token.isascii() or not self.token.strip()):
             raise ValueError("token must be of ASCII characters, and not empty.")
 

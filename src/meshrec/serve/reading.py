@@ -1,23 +1,18 @@
 """Bodies read as requests: small ones at once, large ones in a process of their own.
 
-Python reads JSON in one step that no other thread can interrupt, so a body of some megabytes would have every
-other client wait. The process is forked when the server starts, before it has threads or models.
+Python reads JSON in one step that no other thread can interrupt, so all other clients would have to wait for
+a body of some megabytes.
 """
 
 import asyncio
 import contextlib
 import os
-import pickle
-import signal
 import socket
-import struct
-import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from meshrec.serve.child import Child, receive, send
 from meshrec.serve.open_inference import InferRequest, read_infer
 from meshrec.serve.requests import Request, RequestError, Signature
 from meshrec.serve.samples import read_samples
@@ -26,7 +21,6 @@ _AT_ONCE = 32 << 10
 """Bytes of JSON or texts that are read in the event loop: about 2 ms."""
 _MOST_SIGNATURES = 16
 _NICE = 5
-_SIZE = struct.Struct("<Q")
 
 
 class Body(NamedTuple):
@@ -51,9 +45,7 @@ class BodyReader:
         self._numbers: weakref.WeakKeyDictionary[Signature, int] = weakref.WeakKeyDictionary()
         self._num_signatures = 0
         self._known: list[int] = []
-        self._child: socket.socket | None = None
-        self._pid = 0
-        self._start()
+        self._child = Child(_read_bodies)
 
     async def __call__(self, reading: Body, signature: Signature) -> InferRequest:
         """Return the request in a body.
@@ -72,17 +64,15 @@ class BodyReader:
     def close(self) -> None:
         """End the child process."""
         self._pool.shutdown()
-        self._stop()
+        self._child.stop()
 
     def _ask(self, reading: Body, signature: Signature) -> InferRequest | RequestError:
-        if self._child is None:
-            self._start()
-        assert self._child is not None
+        if not self._child.is_running:
+            self._known = []
+            self._child.start()
         try:
-            _send(self._child, self._named(signature), *reading)
-            found: InferRequest | RequestError = _receive(self._child)
-        except (OSError, EOFError):  # it ran out of memory, or somebody ended it
-            self._stop()
+            found: InferRequest | RequestError = self._child.ask(self._named(signature), *reading)
+        except EOFError:  # it ran out of memory, or somebody ended it
             return RequestError(
                 "the process that reads large requests ended. Send fewer samples at once, or try again.",
                 503,
@@ -99,26 +89,6 @@ class BodyReader:
             return number, None
         self._known = [*self._known[1 - _MOST_SIGNATURES :], number]
         return number, signature
-
-    def _start(self) -> None:
-        here, there = socket.socketpair()
-        with warnings.catch_warnings():
-            # Python warns of threads that hold locks. The child takes none of theirs: it only reads JSON.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if not self._pid:
-            _live(there)
-        there.close()
-        self._child, self._known = here, []
-
-    def _stop(self) -> None:
-        if self._child is not None:
-            self._child.close()
-            self._child = None
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._pid, 0)
 
 
 def read(reading: Body, signature: Signature) -> InferRequest:
@@ -152,60 +122,20 @@ def _work(reading: Body, signature: Signature) -> int:
     return len(reading.body)
 
 
-def _live(parent: socket.socket) -> NoReturn:
-    """Read what the parent sends, until it is gone."""
-    try:
-        # The socket that clients connect to is among those that were inherited, and must end with the server.
-        os.closerange(3, parent.fileno())
-        os.closerange(parent.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with contextlib.suppress(OSError):
-            os.nice(_NICE)
-        signatures: dict[int, Signature] = {}
-        while True:
-            (number, signature), is_infer, header_length, body = _receive(parent)
-            if signature is not None:
-                signatures[number] = signature
-                while len(signatures) > _MOST_SIGNATURES:
-                    del signatures[next(iter(signatures))]
-            try:
-                answer: Any = read(Body(is_infer, header_length, bytes(body)), signatures[number])
-            except RequestError as error:
-                answer = error
-            _send(parent, answer)
-            del answer, body  # and their memory, before the next one comes
-    finally:
-        os._exit(0)
-
-
-def _send(to: socket.socket, *what: Any) -> None:
-    """Send objects; their arrays and bytes go as they are in memory, while other threads run."""
-    buffers: list[pickle.PickleBuffer] = []
-    plain = [pickle.PickleBuffer(each) if isinstance(each, bytes) else each for each in what]
-    head = pickle.dumps(plain if len(what) > 1 else what[0], 5, buffer_callback=buffers.append)
-    views = [buffer.raw() for buffer in buffers]
-    sizes = [len(head), *(view.nbytes for view in views)]
-    to.sendall(_SIZE.pack(len(sizes)) + b"".join(map(_SIZE.pack, sizes)))
-    to.sendall(head)
-    for view in views:
-        to.sendall(view)
-
-
-def _receive(source: socket.socket) -> Any:
-    (num,) = _SIZE.unpack(_exactly(source, _SIZE.size))
-    sizes = [size for (size,) in _SIZE.iter_unpack(_exactly(source, num * _SIZE.size))]
-    head, *buffers = [_exactly(source, size) for size in sizes]
-    return pickle.loads(head, buffers=buffers)
-
-
-def _exactly(source: socket.socket, size: int) -> memoryview:
-    found = np.empty(size, np.uint8).data  # not filled with zeros first
-    at = 0
-    while at < size:
-        num = source.recv_into(found[at:])
-        if not num:
-            raise EOFError("the other process is gone")
-        at += num
-    return found
+def _read_bodies(parent: socket.socket) -> None:
+    """Read the bodies that the parent sends, until it is gone."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    signatures: dict[int, Signature] = {}
+    while True:
+        (number, signature), is_infer, header_length, body = receive(parent)
+        if signature is not None:
+            signatures[number] = signature
+            while len(signatures) > _MOST_SIGNATURES:
+                del signatures[next(iter(signatures))]
+        try:
+            answer: Any = read(Body(is_infer, header_length, bytes(body)), signatures[number])
+        except RequestError as error:
+            answer = error
+        send(parent, answer)
+        del answer, body  # and their memory, before the next one comes

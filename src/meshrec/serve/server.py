@@ -16,11 +16,12 @@ import uvicorn
 from meshrec.serve.app import Guard, Routes
 from meshrec.serve.connections import Connection, Connections
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.models import Repository, Wish
+from meshrec.serve.models import Opening, Repository, Wish
 from meshrec.serve.options import ServerOptions
 from meshrec.serve.peers import Peers
 from meshrec.serve.reading import BodyReader
 from meshrec.serve.scoring import Scoring
+from meshrec.serve.trial import Trial, WarmUp
 
 
 class Server:
@@ -43,17 +44,22 @@ class Server:
         wishes: Mapping[str, Wish] | None = None,
     ) -> None:
         self._options, self._bound, self._peers = options, bound, peers
+        self._reader, self._trial = BodyReader(), Trial()  # forked before there are threads
         metrics = Metrics()
         self.repository = Repository(
             models,
             options.limits,
             metrics,
-            warm_up=options.warm_up,
+            opening=Opening(
+                options.verify,
+                options.public_key,
+                options.copy_weights,
+                WarmUp(options.warm_up, options.limits.max_batch),
+            ),
+            trial=self._trial,
             deltas=options.deltas,
             wishes=wishes,
-            verify=options.verify,
         )
-        self._reader = BodyReader()
         self._connections = Connections(options.connections, metrics.refused)
         scoring = Scoring(self.repository, metrics, options.max_body, self._reader, self._connections)
         everywhere = self.change if peers is None else peers.ask
@@ -100,6 +106,7 @@ class Server:
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             self._reader.close()
+            self._trial.close()
             loop.close()
 
     def stop(self) -> None:

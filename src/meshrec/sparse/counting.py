@@ -35,7 +35,7 @@ def count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
-    """The same as symbols of the traced program, which are known to be sizes and nothing else."""
+    """Return the counts as symbols of the traced program, marked as sizes."""
     if kjt.variable_stride_per_key():
         bags = torch.tensor(kjt.lengths_offset_per_key(), device=kjt.device())
         counts = kjt.offsets()[bags].diff()
@@ -48,5 +48,5 @@ def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def total(counts: Iterable[int]) -> int:
-    """The sum; of symbols, ``sum`` makes a node that an exported program cannot be saved with."""
+    """Add up counts, which may be symbols. An exported program with ``sum`` of symbols cannot be saved."""
     return reduce(add, counts, 0)

@@ -21,14 +21,14 @@ class Jagged:
     _by_offsets: bool  # made of offsets alone, not of lengths
 
     def values(self) -> Tensor:
-        """All values [N, ...], bag after bag."""
+        """Return all values [N, ...], bag after bag."""
         return self._values
 
     def weights(self) -> Tensor:
-        """One weight per value [N].
+        """Return one weight per value [N].
 
         Raises:
-            ValueError: There are none.
+            ValueError: there are no weights.
         """
         if self._weights is None:
             raise ValueError(
@@ -37,11 +37,11 @@ class Jagged:
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """One weight per value [N], if there are weights."""
+        """Return one weight per value [N], or None."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """The number of values of each bag [B]."""
+        """Return the number of values of each bag [B]."""
         lengths = self._lengths
         if lengths is None:
             assert self._offsets is not None
@@ -49,11 +49,11 @@ class Jagged:
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """The lengths, if they were given or have been computed."""
+        """Return the lengths if they were given or have been computed, otherwise None."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Where each bag starts, and the number of values at the end [B+1]."""
+        """Return the start of each bag, and the number of values at the end [B+1]."""
         offsets = self._offsets
         if offsets is None:
             assert self._lengths is not None
@@ -61,11 +61,11 @@ class Jagged:
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """The offsets, if they were given or have been computed."""
+        """Return the offsets if they were given or have been computed, otherwise None."""
         return self._offsets
 
     def device(self) -> torch.device:
-        """The device of the values."""
+        """Return the device of the values."""
         return self._values.device
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -74,7 +74,7 @@ class Jagged:
             tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """The size of all tensors in bytes."""
+        """Return the size of all tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:

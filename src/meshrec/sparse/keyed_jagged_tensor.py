@@ -254,11 +254,14 @@ class KeyedJaggedTensor(Jagged):
         return empty
 
     def keys(self) -> list[str]:
-        """The names of the features, in order."""
+        """Return the names of the features, in order."""
         return self._keys
 
     def stride(self) -> int:
-        """Bags per key; where keys differ, the batch size of ``inverse_indices``, or else the most bags."""
+        """Return the number of bags per key.
+
+        If keys differ, this is the batch size of ``inverse_indices``, or else the largest number of bags.
+        """
         stride = self._stride
         if stride is None:
             if self._strides is None:
@@ -271,11 +274,11 @@ class KeyedJaggedTensor(Jagged):
         return stride
 
     def variable_stride_per_key(self) -> bool:
-        """Whether each key has its own number of bags."""
+        """Return whether each key has its own number of bags."""
         return self._strides is not None
 
     def stride_per_key(self) -> list[int]:
-        """The number of bags of each key."""
+        """Return the number of bags of each key."""
         if self._stride_per_key is None:
             if self._strides is None:
                 self._stride_per_key = [self.stride()] * len(self._keys)
@@ -284,19 +287,19 @@ class KeyedJaggedTensor(Jagged):
         return self._stride_per_key
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """The number of bags of each key and source rank; empty where all keys have ``stride()`` bags."""
+        """Return the number of bags of each key and source rank; empty if all keys have ``stride()`` bags."""
         if isinstance(self._strides, Tensor):
             self._strides = self._strides.tolist()
         return [] if self._strides is None else self._strides
 
     def lengths_offset_per_key(self) -> list[int]:
-        """The first bag of each key, and the number of bags."""
+        """Return the first bag of each key, and the number of bags at the end."""
         if self._bag_offset_per_key is None:
             self._bag_offset_per_key = list(accumulate(self.stride_per_key(), initial=0))
         return self._bag_offset_per_key
 
     def segments_or_none(self) -> Tensor | None:
-        """The first bag of each key, and B; int64 [K+1] on the CPU. None if all keys have equally many bags.
+        """Return the first bag of each key, and B: int64 [K+1] on the CPU. None if all keys have equal bags.
 
         This is the argument ``segments`` of ``torch.ops.meshrec``.
         """
@@ -305,7 +308,7 @@ class KeyedJaggedTensor(Jagged):
         return self._segments
 
     def inverse_indices(self) -> InverseIndices:
-        """Which bag each sample takes; see the class.
+        """Return the bag of each sample; see the class.
 
         Raises:
             ValueError: There are none.
@@ -315,33 +318,33 @@ class KeyedJaggedTensor(Jagged):
         return self._inverse_indices
 
     def inverse_indices_or_none(self) -> InverseIndices | None:
-        """Which bag each sample takes, if that was given."""
+        """Return the bag of each sample, or None if every bag is a sample."""
         return self._inverse_indices
 
     def index_per_key(self) -> dict[str, int]:
-        """The position of each key; of the last one, where a key comes twice."""
+        """Return the position of each key; the last position if a key occurs twice."""
         if self._index_per_key is None:
             self._index_per_key = {key: i for i, key in enumerate(self._keys)}
         return self._index_per_key
 
     def length_per_key(self) -> list[int]:
-        """The number of values of each key. Reads the lengths on the host once."""
+        """Return the number of values of each key. The first call reads the lengths on the host."""
         if self._length_per_key is None:
             self._length_per_key = count_per_key(self)
         return self._length_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """The number of values of each key, if it is known on the host."""
+        """Return the number of values of each key if it is known on the host, otherwise None."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """The first value of each key, and N. Reads the lengths on the host once."""
+        """Return the first value of each key, and N. The first call reads the lengths on the host."""
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self.length_per_key(), initial=0))
         return self._offset_per_key
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """The first value of each key, and N, if they are known on the host."""
+        """Return the first value of each key, and N, if they are known on the host, otherwise None."""
         return self._offset_per_key
 
     def sync(self) -> "KeyedJaggedTensor":

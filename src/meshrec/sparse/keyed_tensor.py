@@ -96,27 +96,27 @@ class KeyedTensor:
         )
 
     def keys(self) -> list[str]:
-        """The names of the pieces, in order."""
+        """Return the names of the pieces, in order."""
         return self._keys
 
     def values(self) -> Tensor:
-        """All pieces, side by side."""
+        """Return all pieces side by side."""
         return self._values
 
     def key_dim(self) -> int:
-        """The dimension that is cut."""
+        """Return the dimension along which the pieces lie."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """The device of the values."""
+        """Return the device of the values."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """The size of each piece along ``key_dim``."""
+        """Return the size of each piece along ``key_dim``."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Where each piece starts along ``key_dim``, and the end."""
+        """Return the start of each piece along ``key_dim``, and the end."""
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self._length_per_key, initial=0))
         return self._offset_per_key
@@ -214,7 +214,7 @@ class KeyedTensor:
         self._values.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """The size of the values in bytes."""
+        """Return the size of the values in bytes."""
         return self._values.numel() * self._values.element_size()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _common_key_dim(keyed_tensors: list[KeyedTensor]) -> int:
 
 
 def _stretches(group: list[str], owners: dict[str, _Stretch]) -> list[_Stretch]:
-    """The columns of a group's keys, neighbours joined."""
+    """Return the columns of a group's keys, with neighbours joined."""
     joined: list[_Stretch] = []
     for key in group:
         stretch = owners.get(key)
@@ -255,7 +255,7 @@ def _stretches(group: list[str], owners: dict[str, _Stretch]) -> list[_Stretch]:
 
 
 def _cut_at(kt: KeyedTensor, stretches: list[_Stretch]) -> dict[int, Tensor]:
-    """The tensor's pieces between all borders of the stretches, by the column where they start."""
+    """Cut a tensor at all borders of the stretches; return the pieces by their first column."""
     width = kt.offset_per_key()[-1]
     borders = sorted({0, width, *(s.start for s in stretches), *(s.stop for s in stretches)})
     if len(borders) <= 2:

@@ -18,14 +18,14 @@ def is_readable(*tensors: Tensor | None) -> bool:
 
 
 def shape_text(name: str, **parts: Any) -> str:
-    """What is printed in place of numbers that cannot be read: the names, shapes and dtypes of ``parts``."""
+    """Return the names, shapes and dtypes of ``parts``, which are printed if the values cannot be read."""
     known = {key: part for key, part in parts.items() if part is not None}
     texts = (f"{key}={_shape(part) if isinstance(part, Tensor) else part}" for key, part in known.items())
     return f"{name}({', '.join(texts)})"
 
 
 def bags_text(values: Tensor, offsets: list[int]) -> str:
-    """``[[5], [], [7, 1]]``: the rows of ``values`` from each offset to the next, as one list per bag."""
+    """Return the values of each bag as text, such as ``[[5], [], [7, 1]]``."""
     num_bags = len(offsets) - 1
     short = num_bags + values[offsets[0] : offsets[-1]].numel() > _MANY
     bags = [
@@ -40,7 +40,7 @@ def bags_text(values: Tensor, offsets: list[int]) -> str:
 
 
 def keyed_jagged_text(kjt: KeyedBags) -> str:
-    """One line per key, or what cannot be read described."""
+    """Return one line per key, or the shapes if the values cannot be read."""
     values, weights = kjt.values(), kjt.weights_or_none()
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
     if not is_readable(values, weights, lengths, offsets):
@@ -61,19 +61,19 @@ def keyed_jagged_text(kjt: KeyedBags) -> str:
 
 
 def keyed_text(name: str, keys: list[str], texts: list[str]) -> str:
-    """One line per key."""
+    """Return one line per key."""
     lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, texts, strict=True))
     return f"{name}({{\n{lines}\n}})" if lines else f"{name}()"
 
 
 def rows_text(rows: Tensor) -> str:
-    """``[[1.0, 2.0], [3.0, 4.0]]``: a dense tensor, cut short like the bags."""
+    """Return a dense tensor as text, such as ``[[1.0, 2.0], [3.0, 4.0]]``, shortened like the bags."""
     short = rows.numel() > _MANY and rows.dim() > 0 and rows.size(0) > 2 * _EDGE
     return _list_text(_shortened(rows) if short else [_text(row) for row in rows.tolist()])
 
 
 def _keyed_bags_text(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
-    """The bags of one key: values alone, or values and weights on lines of their own."""
+    """Return the bags of one key: values alone, or values and weights on separate lines."""
     text = bags_text(values, offsets)
     if weights is None:
         return text

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class KeyedContext(NamedTuple):
-    """What a flattened KeyedJaggedTensor keeps beside its tensors."""
+    """The parts of a flattened KeyedJaggedTensor that are not tensors."""
 
     keys: tuple[str, ...]
     stride: int | None  # without keys, where no shape tells it
@@ -29,7 +29,7 @@ class KeyedContext(NamedTuple):
 
 
 class DenseContext(NamedTuple):
-    """What a flattened KeyedTensor keeps beside its tensor."""
+    """The parts of a flattened KeyedTensor that are not tensors."""
 
     keys: tuple[str, ...]
     length_per_key: tuple[int, ...]

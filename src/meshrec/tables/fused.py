@@ -26,7 +26,7 @@ class TrainedTable(NamedTuple):
     """The parameter's name."""
     weight: nn.Parameter
     spec: OptimizerSpec | None
-    """None: ordinary gradients."""
+    """The fused optimizer; None for ordinary gradients."""
     storage: RowStorage
 
 

@@ -1,4 +1,4 @@
-"""Memory for rows whose number is not known before they come.
+"""Memory for tables whose number of rows is not known in advance.
 
 [Note: memory that grows]
 
@@ -29,8 +29,8 @@ class GrowingRows:
 
     Args:
         row: the tensors that a row consists of, each ``[1, ...]``, with the values of a new row.
-        max_rows: the number of rows that there may ever be.
-        name: what messages call the table.
+        max_rows: the greatest number of rows that the table may ever have.
+        name: the table's name in messages.
 
     Attributes:
         tensors: for each tensor of ``row`` one with at least ``num_rows`` rows.
@@ -62,7 +62,7 @@ class GrowingRows:
 
     @torch.no_grad()
     def grow(self, num_rows: int) -> None:
-        """Make new rows, up to ``num_rows`` of them in all, as a row begins.
+        """Add rows with initial values until there are ``num_rows``.
 
         Raises:
             ValueError: there would be more than ``max_rows``; nothing has changed then.

@@ -1,4 +1,4 @@
-"""How a module that holds a table takes part in state dicts: one pair of hooks for all of them."""
+"""The state-dict hooks that all modules with a table share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a process holds of tables: a parameter for each table, whatever the number of its rectangles."""
+"""The parts of tables that a process holds: one parameter per table, for any number of rectangles."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -28,7 +28,7 @@ class Held(NamedTuple):
         return isinstance(self.tables[0], FixedTable)
 
     def rows(self) -> Sequence[Tensor]:
-        """Return what the kernels read of each rectangle."""
+        """Return the memory of each rectangle that the kernels read."""
         if self.is_fixed:
             return self.packing.views(self.parameter.detach())
         return [table.rows for table in self.tables]
@@ -56,37 +56,37 @@ class Holdings:
 
     @property
     def storages(self) -> list[RowStorage]:
-        """How the rows of each rectangle lie."""
+        """The storage of each rectangle."""
         return [packing.storage for packing in self.packings for _ in packing.rectangles]
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """The rectangles. Taken anew from parameters that hold several: their memory may be exchanged."""
+        """The memory of each rectangle. Views of packed parameters are new, as their memory may change."""
         if not self.is_packed:
             return self._rows
         return [rows for each in self.held for rows in each.rows()]
 
     def of_table(self, table: int) -> "Held | None":
-        """A table's parameter, None where nothing of it is here."""
+        """Return the part of a table that is here; None if there is none."""
         return next((each for each in self.held if each.packing.table == table), None)
 
     def gradient(self, rectangle: int) -> Tensor | None:
-        """``grad`` of the parameter that holds it."""
+        """Return ``grad`` of the parameter that holds the rectangle."""
         return self.parameters[self._owners[rectangle]].grad
 
     def is_trained(self, rectangle: int) -> bool:
-        """Whether its table requires a gradient now."""
+        """Return whether the rectangle's table requires a gradient now."""
         return self.parameters[self._owners[rectangle]].requires_grad
 
     def gradients(self, parts: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """For each parameter its gradient from those of its rectangles; None where there is none."""
+        """Combine the gradients of rectangles into one per parameter; None where a parameter has none."""
         return [
             packing.pack([parts[i] for i in own]) if own[0] in parts else None
             for own, packing in zip(self._rectangles(), self.packings, strict=True)
         ]
 
     def collect(self, parts: Mapping[int, RowGradients]) -> bool:
-        """Adds sparse gradients to ``parameter.grad``; whether all that is there now is finite."""
+        """Add sparse gradients to ``parameter.grad``, and return whether all gradients are finite."""
         finite = True
         for own, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
             if own[0] in parts:
@@ -96,11 +96,13 @@ class Holdings:
         return finite
 
     def collected(self, names: Mapping[int, str]) -> dict[int, RowGradients]:
-        """The sparse gradients that ``collect`` gathered, by rectangle, for the tables in ``names``,
-        which is what messages call them.
+        """Return the sparse gradients that ``collect`` gathered, by rectangle.
+
+        Args:
+            names: the wanted tables, with their names for messages.
 
         Raises:
-            ValueError: where somebody put a dense gradient in the place of a collected one.
+            ValueError: somebody replaced a collected gradient by a dense one.
         """
         found: dict[int, RowGradients] = {}
         for own, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
@@ -114,7 +116,7 @@ class Holdings:
         return found
 
     def _rectangles(self) -> list[list[int]]:
-        """For each parameter the numbers of its rectangles."""
+        """Return the numbers of each parameter's rectangles."""
         ends = list(accumulate((len(packing.rectangles) for packing in self.packings), initial=0))
         return [list(range(begin, end)) for begin, end in pairwise(ends)]
 
@@ -125,7 +127,7 @@ def in_parameter(
     state: Sequence[Sequence[Tensor]],
     spec: OptimizerSpec | None,
 ) -> Held:
-    """Rectangles whose rows are in a parameter; ``state``: of each of them, by slot of the optimizer."""
+    """Make rectangles whose rows are in a parameter. ``state`` has the optimizer's slots of each of them."""
     tables = [FixedTable(parameter, packing, i, each, spec) for i, each in enumerate(state)]
     return Held(parameter, packing, tables)
 
@@ -137,10 +139,14 @@ def allocate(
     trained: Sequence[bool],
     device: torch.device,
 ) -> Holdings:
-    """Room for some rectangles, table by table, and their optimizer state before its first update.
+    """Allocate memory for rectangles, table by table, and their initial optimizer state.
 
-    ``storages``, ``specs`` and ``trained`` (whether its parameter requires a gradient): for each table of the
-    module.
+    Args:
+        rectangles: the rectangles, those of a table side by side.
+        storages: the storage of each table of the module.
+        specs: the fused optimizer of each table; None for ordinary gradients.
+        trained: whether the parameter of each table requires a gradient.
+        device: the device of the memory.
     """
     held = []
     for table, group in groupby(rectangles, key=lambda rectangle: rectangle.table):

@@ -1,4 +1,4 @@
-"""Indexes: where in memory the row of a key lies, for tables whose slot is not simply ``key - r0``."""
+"""The protocol of an index, which finds the slot of a key where it is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -13,8 +13,9 @@ class Resolved(NamedTuple):
     slots: Tensor
     """int64, one for each key."""
     pin: object = None
-    """The slots stay those of their keys as long as this object is alive. A batch keeps it until it is gone,
-    also where its backward pass never comes. None where slots never change."""
+    """An object that keeps the slots valid as long as it is alive; None if slots never change.
+
+    A batch keeps the pin for its own lifetime, even if its backward pass never comes."""
 
 
 class Index(Protocol):

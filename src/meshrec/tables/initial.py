@@ -19,11 +19,11 @@ _BLOCK_ELEMENTS = 1 << 18
 def initial_rows(
     rows: Span, *, table: str, size: Span, init_fn: Callable[[Tensor], Any], seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first values of rows [r0, r1) of a table of ``size``, fp32, in blocks of whole rows; with the
-    first row of each block. A block is valid until the next one is asked for.
+    """Yield the initial fp32 values of rows [r0, r1) in blocks of whole rows, each with its first row.
 
-    ``init_fn`` gets such blocks, on the CPU, one after the other, and draws from torch's default generator.
-    It must treat all rows alike, since it does not see which rows it gets.
+    A block is valid until you ask for the next one. ``init_fn`` fills such blocks on the CPU, one after the
+    other, from torch's default generator. It must treat all rows alike, since it does not know which rows it
+    gets.
     """
     num_rows, dim = size
     r0, r1 = rows

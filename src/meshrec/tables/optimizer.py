@@ -24,13 +24,13 @@ class FusedTable(NamedTuple):
     Every update reads and writes ``"step"`` here, so a loaded state dict takes effect at once.
     """
     label: str
-    """How messages call the table."""
+    """The table's name in messages."""
     dim: int
     """The width of the whole table."""
 
 
 class Deferred(NamedTuple):
-    """How ``FusedOptimizer.step`` applies the gradients that backward passes have collected."""
+    """The function with which ``FusedOptimizer.step`` applies collected gradients."""
 
     step: Callable[[], None]
     signal: nn.Parameter | None = None
@@ -99,14 +99,14 @@ class FusedOptimizer(KeyedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluate the closure, then apply the collected gradients. Collective for sharded tables."""
+        """Apply the collected gradients, after evaluating the closure. Collective for sharded tables."""
         loss = evaluated(closure)
         if self._deferred is not None:
             self._deferred.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse the group: tables join an optimizer when their module is fused or sharded.
+        """Raise an error: tables join an optimizer when their module is fused or sharded.
 
         Raises:
             ValueError: always.
@@ -118,4 +118,4 @@ class FusedOptimizer(KeyedOptimizer):
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Do nothing: the state is made with the tables."""
+        """Do nothing, as the tables come with their state."""

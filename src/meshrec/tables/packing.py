@@ -1,4 +1,4 @@
-"""How several rectangles of one table lie in one parameter."""
+"""The layout of several rectangles of one table in one parameter."""
 
 import math
 from collections.abc import Sequence
@@ -22,8 +22,10 @@ class RowGradients(NamedTuple):
 
 
 class Packing:
-    """How the rectangles of one table lie in one parameter: one after the other, in rows of the greatest
-    width that divides the widths of all. A rectangle alone is its parameter.
+    """The layout of a table's rectangles in one parameter.
+
+    The rectangles lie one after the other, in rows of the greatest width that divides all widths. A single
+    rectangle is the whole parameter.
     """
 
     def __init__(self, rectangles: Sequence[Rectangle], storage: RowStorage) -> None:
@@ -42,11 +44,11 @@ class Packing:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the parameter."""
+        """The shape of the parameter."""
         return self._begin[-1], self._width
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """The rectangles in the parameter's memory."""
+        """Return the rectangles as views of the parameter's memory."""
         if len(self._shapes) == 1:
             return [packed]
         return [
@@ -55,13 +57,13 @@ class Packing:
         ]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """One gradient from those of the rectangles."""
+        """Combine the gradients of the rectangles into one."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)
 
     def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
-        """One sparse gradient, coalesced, from those of the rectangles."""
+        """Combine the sparse gradients of the rectangles into a coalesced one."""
         rows = [
             _stretched(part.rows, n) + begin
             for part, n, begin in zip(parts, self._stretch, self._begin, strict=False)
@@ -76,7 +78,7 @@ class Packing:
         )
 
     def unpack_rows(self, gradient: Tensor) -> list[RowGradients]:
-        """What ``pack_rows`` had, from a coalesced gradient."""
+        """Split a coalesced gradient into those of the rectangles: the inverse of ``pack_rows``."""
         rows, grads = gradient._indices()[0], gradient._values().float()
         bounds = torch.searchsorted(rows, torch.tensor(self._begin, device=rows.device)).tolist()
         return [
@@ -86,7 +88,7 @@ class Packing:
 
 
 def sum_of_rows(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two sparse gradients, coalesced; torch's own addition has none for fp16."""
+    """Add two sparse gradients and coalesce the sum. torch's own addition does not support fp16."""
     return torch.sparse_coo_tensor(
         torch.cat([one._indices(), other._indices()], 1),
         torch.cat([one._values(), other._values()]),
@@ -96,5 +98,5 @@ def sum_of_rows(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _stretched(rows: Tensor, n: int) -> Tensor:
-    """Each row as the ``n`` packed rows that it takes."""
+    """Return the ``n`` packed rows of each row."""
     return rows if n == 1 else (rows[:, None] * n + torch.arange(n, device=rows.device)).view(-1)

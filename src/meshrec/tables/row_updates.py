@@ -12,13 +12,14 @@ from meshrec.ops.tbe.layout import NONE
 
 
 def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequence[int]) -> tbe.Lookups:
-    """Sparse gradients in the form of lookups: every row is looked up once, unpooled.
+    """Return the lookups whose gradients these sparse gradients are: every row once, unpooled.
+
+    The matching gradient is that of each table, ``[U, D]``, flattened, one table after the other.
 
     Args:
-        rows: per table int64 [U]; repeated rows are added up.
-        dims: the tables' widths.
-        tables: their indices. The gradient that belongs to it is the tables' ``[U, D]`` flattened, one after
-            the other.
+        rows: the touched rows of each table, int64 [U]. Gradients of repeated rows are added.
+        dims: the width of each table.
+        tables: the index of each table.
     """
     counts = torch.tensor([0, *(len(rows_U) for rows_U in rows)], dtype=torch.int64)
     num_tables = len(tables)
@@ -45,11 +46,11 @@ def update_rows(
     optimizer: int,
     hyper: Tensor,
 ) -> None:
-    """Step distinct rows [U] of a whole table from their gradients [U, D], in place."""
+    """Update distinct rows [U] of a whole table in place, from their gradients [U, D]."""
     lookups = rows_as_lookups([rows], [grad.shape[1]], [0])
     tbe.update(grad.reshape(-1), *lookups, [weight], list(state), optimizer, hyper, None, [])
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Slot 0 of all tables, then slot 1."""
+    """Return slot 0 of all tables, then slot 1."""
     return [slot for slots in zip(*state, strict=True) for slot in slots]

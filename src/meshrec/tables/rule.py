@@ -22,28 +22,28 @@ class UpdateRule:
 
     def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
         self.spec = spec
-        """With the numbers of the last update."""
+        """The spec, with the hyperparameters of the last update."""
         self.deferred, self.seed = deferred, seed
         self.slot_names = [slot.name for slot in spec.state_slots()]
         numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         self.group: dict[str, Any] = {"params": [], **numbers}
-        """torch's param_group: the tables' parameters, and the spec's numbers as they are now."""
+        """torch's param_group: the tables' parameters, and the current hyperparameters."""
         self._read = operator.itemgetter(*numbers)
         self._numbers = tuple(numbers.values())
         self._hyper = HyperOfSteps(spec, seed)
 
     @property
     def code(self) -> int:
-        """Which formula."""
+        """The kernels' code of the formula."""
         return self.spec.code
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The optimizer's name for users."""
         return type(self.spec).__name__
 
     def refresh(self) -> None:
-        """Takes over the numbers that the param_group holds now.
+        """Take over the hyperparameters that the param_group holds now.
 
         Raises:
             ValueError: where one is out of its range now.
@@ -57,11 +57,11 @@ class UpdateRule:
             self._numbers = tuple(numbers)
 
     def hyper_at(self, step: int) -> Tensor:
-        """The numbers of update ``step`` for the kernels, as of the last ``refresh``; until the next call."""
+        """Return the hyperparameters of update ``step`` as of the last ``refresh``, until the next call."""
         return self._hyper.at(step)
 
     def hyper(self, step: int, row_dim: int) -> Tensor:
-        """Return the numbers of update ``step``, as of the last ``refresh``, in a tensor of its own.
+        """Return the hyperparameters of update ``step``, as of the last ``refresh``, in a new tensor.
 
         ``row_dim``: see ``OptimizerSpec.hyper``.
         """
@@ -69,14 +69,14 @@ class UpdateRule:
 
 
 def distinct(rules: Sequence[UpdateRule | None]) -> list[UpdateRule]:
-    """Each rule once, in the order of tables."""
+    """Return each rule once, in the order of tables."""
     return list({id(rule): rule for rule in rules if rule is not None}.values())
 
 
 def rules_of(
     specs: Sequence[OptimizerSpec | None], *, deferred: bool = False, seed: int = DEFAULT_SEED
 ) -> list[UpdateRule | None]:
-    """For each table its rule: one for each spec, so that tables with equal specs are updated together."""
+    """Return the rule of each table. Tables with equal specs share a rule, and are updated together."""
     rules: dict[OptimizerSpec, UpdateRule] = {}
     return [
         None if spec is None else rules.setdefault(spec, UpdateRule(spec, deferred=deferred, seed=seed))

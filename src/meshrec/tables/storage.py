@@ -1,7 +1,7 @@
-"""How the rows of a table lie in memory: behind one protocol, for whole tables and for rectangles of them.
+"""Row formats: one protocol for the memory layout of rows, in whole tables and in rectangles of them.
 
-All else of a table (which rectangles a rank holds, how they share a parameter, its optimizer, its state dict,
-routing and output) is the same for every storage.
+Everything else about a table is the same for every format: the rectangles of a rank, how they share a
+parameter, the optimizer, the state dict, routing and output.
 """
 
 import functools
@@ -30,48 +30,48 @@ class RowStorage(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the memory."""
+        """The dtype of the memory."""
 
     @property
     def bits(self) -> int:
-        """Of a code, where rows are quantised; 0 where they are numbers."""
+        """Bits per code of quantised rows; 0 for floating-point rows."""
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """What the rows consist of; ``weight`` comes first."""
+        """The parts of a row, ``weight`` first."""
 
     @property
     def is_trainable(self) -> bool:
-        """Whether rows can be updated; otherwise they are read only, and keep no optimizer state."""
+        """Whether rows can be updated. Other rows are read-only and have no optimizer state."""
 
     def columns(self, dim: int) -> int:
-        """The elements that a row of ``dim`` numbers takes."""
+        """Return the number of elements that a row of ``dim`` values takes."""
 
     def part_column(self, column: int) -> int:
-        """Where in the part ``weight`` the number at ``column`` begins, or a row of so many ends."""
+        """Return the offset in the part ``weight`` at which the value of ``column`` begins."""
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Memory ``[num_rows, columns]``, not filled."""
+        """Allocate uninitialised memory ``[num_rows, columns]``."""
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Make the index of a rectangle's rows; None where the slot of a key is ``key - first_row``."""
+        """Make the index of a rectangle's rows. Return None if the slot of a key is ``key - first_row``."""
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """What ``allocate`` takes for rows of ``dim`` numbers, without optimizer state."""
+        """Return the bytes of ``num_rows`` rows of ``dim`` values, without optimizer state."""
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """The optimizer state of ``num_rows`` rows before their first update, by slot; None: no state."""
+        """Make the optimizer state of ``num_rows`` new rows, one tensor per slot of ``spec``."""
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """``row_parts`` of rows of ``dim`` numbers, in their memory."""
+        """Return the ``row_parts`` of rows of ``dim`` values, as views of their memory."""
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """Whole rows ``[n, dim]`` of numbers as rows of this kind.
+        """Convert whole rows of values ``[n, dim]`` to this format.
 
         Raises:
-            ValueError: for numbers that it cannot hold.
+            ValueError: the format cannot hold a value.
         """
 
 
@@ -93,7 +93,7 @@ class SideRows(ABC):
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Rows as they are: fp32, fp16 or bf16, ``dim`` elements each, with fp32 state beside them."""
+    """Floating-point rows: fp32, fp16 or bf16, ``dim`` elements each, with fp32 state beside them."""
 
     dtype: torch.dtype
     is_trainable = True
@@ -101,44 +101,36 @@ class DenseRows:
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """``weight`` alone."""
         return (RowPart("weight", self.dtype, False),)
 
     def columns(self, dim: int) -> int:
-        """``dim``."""
         return dim
 
     def part_column(self, column: int) -> int:
-        """``column``."""
         return column
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """On huge pages, where it is large and on the CPU."""
         return empty_pages((num_rows, columns), self.dtype, device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Return None."""
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Rows without gaps."""
         return num_rows * dim * self.dtype.itemsize
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """fp32, one tensor per slot of the spec, ``[num_rows]`` or ``[num_rows, dim]``."""
+        """Make fp32 state, one tensor ``[num_rows]`` or ``[num_rows, dim]`` per slot of the spec."""
         return [
             empty_pages(slot.shape(num_rows, dim), torch.float32, device).fill_(slot.initial_value)
             for slot in (spec.state_slots() if spec is not None else ())
         ]
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """The rows."""
         return [rows]
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """In this type."""
         return numbers.to(self.dtype)
 
 
@@ -160,40 +152,37 @@ class QuantisedRows:
     )
 
     def columns(self, dim: int) -> int:
-        """Scale, bias and codes, a multiple of 4 bytes."""
+        """Return the bytes of scale, bias and codes, a multiple of 4."""
         return nbit.row_bytes(dim, self.bits)
 
     def part_column(self, column: int) -> int:
-        """In bytes of codes. Columns may be cut where a byte begins."""
+        """Return the byte of the column's code. Columns may be cut where a byte begins."""
         return nbit.code_bytes(column, self.bits)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """On huge pages, where it is large and on the CPU."""
         return empty_pages((num_rows, columns), self.dtype, device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Return None."""
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """With the bytes that fill up rows."""
+        """Return the bytes of the rows, with their padding."""
         return num_rows * self.columns(dim)
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """None."""
         assert spec is None
         return []
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Codes, scales and biases."""
+        """Return codes, scales and biases."""
         params = rows.view(torch.float16)
         codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]
         return [codes, params[:, 0], params[:, 1]]
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """Rounded as FBGEMM does."""
+        """Quantise the rows with FBGEMM's rounding."""
         return nbit.quantize(numbers, self.bits)
 
 
@@ -238,7 +227,7 @@ LookUp = Callable[[Sequence[Tensor], tbe.Lookups, tbe.LookupOptions], Tensor]
 
 
 def lookup_of(storages: Sequence[RowStorage]) -> LookUp:
-    """What looks up and pools rows of several tables in one kernel; ``storages``: of each of them."""
+    """Return the function that looks up rows of several tables in one kernel, given each table's storage."""
     bits = [storage.bits for storage in storages]
     return functools.partial(nbit.forward, bits) if any(bits) else _look_up_dense
 

@@ -25,7 +25,7 @@ class StreamedPart(Tensor):
     keys: Span
     columns: Span
     source: SideTable | RowsSnapshot
-    """What the values are read from."""
+    """The table or snapshot that the values are read from."""
 
     @staticmethod
     def __new__(
@@ -49,7 +49,7 @@ class StreamedPart(Tensor):
         super().__init__()
 
     def blocks(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the values in blocks of rows, and where each of them begins and ends."""
+        """Yield the values in blocks of rows, each with its first row and its end."""
         position = 0
         for block in self.source.stream(self.columns, keys=self.keys):
             assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"

@@ -1,9 +1,9 @@
-"""The protocol of a table: what everybody who reads, writes or moves rows may ask of it.
+"""The protocol of a table, for all code that reads, writes or moves rows.
 
 [Note: what a table is]
 
-A ``TableRows`` is the rows of one rectangle on one rank. It combines three parts: an index (keys to slots),
-the memory that the kernels read (``rows`` and ``state``, indexed by slot), and what backs that memory. Only a
+A ``TableRows`` is the rows of one rectangle on one rank. It has three parts: an index (keys to slots), the
+memory that the kernels read (``rows`` and ``state``, indexed by slot), and the backing of that memory. Only a
 ``FixedTable`` has its rows in the memory of a parameter, at slot ``key - r0``. The parameter of any other
 table has no rows, so that DDP, FSDP2, clipping and ``parameters()`` have nothing to touch; its name, its
 ``requires_grad`` and its optimizer are those of the table all the same.
@@ -22,7 +22,7 @@ from torch import Tensor
 from meshrec.tables.index import Index
 
 Span = tuple[int, int]
-"""The first of something, and the end."""
+"""An interval: the first row or column, and the end."""
 
 
 class Rectangle(NamedTuple):
@@ -49,17 +49,17 @@ class RowPart(NamedTuple):
     """One of the tensors that the rows of a table and their optimizer state consist of."""
 
     name: str
-    """``weight``, what is beside it in state dicts, or the slot of an optimizer."""
+    """``weight``, another part of the state dict such as a scale, or a slot of the optimizer."""
     dtype: torch.dtype
     per_row: bool
-    """``[rows]``, the same for all columns; otherwise ``[rows, width]``."""
+    """Whether the shape is ``[rows]``, one value for all columns; otherwise it is ``[rows, width]``."""
 
 
 class RowBlock(NamedTuple):
     """Rows of a table, or some columns of them."""
 
     keys: range | Tensor
-    """Ascending. A range where they follow each other; otherwise int64 [n]."""
+    """The keys in ascending order: a range if they are consecutive, otherwise int64 [n]."""
     columns: Span
     """The columns of the table that ``parts`` hold."""
     parts: Mapping[str, Tensor]
@@ -71,7 +71,7 @@ class TableRows(Protocol):
 
     @property
     def rectangle(self) -> Rectangle:
-        """The keys and columns that it has."""
+        """The keys and columns that this table has."""
 
     @property
     def parts(self) -> Sequence[RowPart]:
@@ -95,17 +95,17 @@ class TableRows(Protocol):
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
         """Yield the rows in blocks of ascending keys.
 
-        A block is valid until the table changes, which it must not do before the last one.
+        A block is valid until the table changes. The table must not change before the last block.
 
         Args:
-            columns: the columns that are wanted; None: all.
-            keys: the first key that is wanted, and the end; None: all.
+            columns: the wanted columns; None for all.
+            keys: the first wanted key, and the end; None for all.
         """
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace rows, or the parts of them that the blocks hold; all others stay.
+        """Replace the rows, or the parts of rows, that the blocks hold. All others stay.
 
-        Each block is copied before the next one is asked for.
+        Each block is copied before the next one is requested.
         """
 
 
@@ -113,21 +113,21 @@ class RowsSnapshot(Protocol):
     """The rows of a table as they were at one moment, while training goes on."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows as ``TableRows.stream`` would have done then.
+        """Yield the rows as ``TableRows.stream`` would have done at that moment.
 
-        A background checkpoint asks for it in a forked process. There the memory that processes share goes
-        on to change, and the files that were open are closed.
+        A background checkpoint calls this in a forked process. There, memory that processes share goes on
+        changing, and files that were open are closed.
         """
 
     def close(self) -> None:
-        """Release the memory or the files that kept the rows as they were."""
+        """Release the memory or the files that kept the old rows."""
 
 
 class SideTable(TableRows, Protocol):
     """A rectangle whose rows are not the memory of a parameter."""
 
     def snapshot(self) -> RowsSnapshot:
-        """Return the rows as they are now."""
+        """Return a snapshot of the rows."""
 
 
 def weights_at(table: TableRows, keys: Tensor) -> Tensor:

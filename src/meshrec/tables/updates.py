@@ -54,7 +54,7 @@ class TableGradient(NamedTuple):
     looked_up: LookedUp | None
     rows: Mapping[int, RowGradients]
     pins: Sequence[object] = ()
-    """What keeps the slots in it valid, see ``tables.index.Resolved``."""
+    """The objects that keep the slots in it valid; see ``tables.index.Resolved``."""
 
 
 class Touched(NamedTuple):
@@ -115,7 +115,7 @@ class _RunUpdate(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Everything that an update of one group needs besides the gradient."""
+    """The prepared update of one group: all that it needs except the gradient."""
 
     group: _Group
     steps: dict[int, list[int]]
@@ -164,7 +164,7 @@ class TableUpdates:
         self._deferred = [i for group in deferred for i in group.whole + group.split]
 
     def prepare(self, gradient: TableGradient, *, deferred: bool) -> list[Prepared]:
-        """Do everything that can fail of the updates of the rules that are deferred, or of the others.
+        """Prepare the updates of the deferred rules, or of the others: do everything that can fail.
 
         Collective over the ranks that hold other columns of the same rows.
 
@@ -299,8 +299,10 @@ class TableUpdates:
     def _split(
         self, group: _Group, peers: RowPeers, gradient: TableGradient
     ) -> list[_RowUpdate] | _RunUpdate:
-        """Prepare the updates of a group's split rectangles: of all at once, where the sums can be taken
-        without the summed rows. What travels is the same.
+        """Prepare the updates of a group's split rectangles.
+
+        All of them are updated at once if the row statistics can be computed without summing the rows. The
+        ranks exchange the same data either way.
         """
         rule, split, looked_up = group.rule, group.split, gradient.looked_up
         dims = [self._fused[self._rectangles[i].table].dim for i in split]
@@ -367,7 +369,7 @@ class TableUpdates:
         return [weights[i].shape[0] for i in rectangles]
 
     def _trained(self, rectangles: Sequence[int]) -> list[int]:
-        """Leave out the tables that are frozen now."""
+        """Return the rectangles whose tables are not frozen now."""
         return [i for i in rectangles if self._held.is_trained(i)]
 
 

@@ -1,4 +1,4 @@
-"""Who wrote to a table: its own update, or somebody else."""
+"""The count of in-place writes to a table, which tells its own updates from foreign writes."""
 
 import operator
 import threading

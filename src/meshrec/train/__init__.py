@@ -6,13 +6,17 @@ from meshrec.train.architectures import (
     DINConfig,
     DLRMConfig,
     DLRMDCNConfig,
+    HSTUConfig,
     MultiTaskConfig,
     SASRecConfig,
     TwoTowerConfig,
+    WideDeepConfig,
     tables_on_meta,
 )
+from meshrec.train.class_loss import Softmax
 from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
+from meshrec.train.query_loss import Ranking
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import (
     DataSource,
@@ -44,6 +48,7 @@ __all__ = [
     "DenseOptimizer",
     "FittedSource",
     "Frame",
+    "HSTUConfig",
     "Huber",
     "Loss",
     "LossError",
@@ -54,6 +59,7 @@ __all__ = [
     "NextItem",
     "Parquet",
     "Placement",
+    "Ranking",
     "Ranks",
     "Recipe",
     "RunFolder",
@@ -61,6 +67,7 @@ __all__ = [
     "SASRecConfig",
     "Schedule",
     "Scored",
+    "Softmax",
     "SquaredError",
     "SyntheticClicks",
     "Task",
@@ -68,6 +75,7 @@ __all__ = [
     "Trainer",
     "Training",
     "TwoTowerConfig",
+    "WideDeepConfig",
     "evaluate",
     "find_run",
     "join",

@@ -13,8 +13,10 @@ from meshrec.models import (
     DIN,
     DLRM,
     DLRM_DCN,
+    HSTU,
     PLE,
     DeepFMModel,
+    HistoryFeatures,
     Mixture,
     MMoE,
     MultiTask,
@@ -23,6 +25,7 @@ from meshrec.models import (
     TowerRanking,
     TwoTower,
     TwoTowerClicks,
+    WideDeep,
 )
 from meshrec.modules import (
     EmbeddingBagCollection,
@@ -59,7 +62,7 @@ class DLRMConfig(ModelConfig):
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
-            [*self.top, 1],
+            [*self.top, max(1, dataset.num_classes)],
         )
 
 
@@ -88,7 +91,7 @@ class DLRMDCNConfig(ModelConfig):
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
-            [*self.top, 1],
+            [*self.top, max(1, dataset.num_classes)],
             self.num_crosses,
             self.low_rank_dim,
         )
@@ -116,6 +119,48 @@ class DeepFMConfig(ModelConfig):
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
             [*self.deep, 1],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideDeepConfig(ModelConfig):
+    """Wide and deep: linear terms, products of pairs, and an ensemble of MLPs, with embeddings of numbers."""
+
+    embedding_dim: int = 16
+    """Width of every table; the first column is the linear weight."""
+    table_std: float | None = 0.01
+    """Standard deviation of the tables' initial values; if none, small values that depend on the number of
+    rows.
+    """
+    layers: tuple[int, ...] = (128, 64)
+    """Hidden layer sizes of the MLPs."""
+    members: int = 8
+    """Number of MLPs of the ensemble; they share most of their weights."""
+    dropout: float = 0.1
+    """Share of the hidden values that training drops."""
+    id_dropout: float = 0.1
+    """Share of the IDs' embeddings that training drops."""
+    wide_scale: float = 1.0
+    """Factor of the linear weights of IDs: with Adam, they learn that many times as fast as embeddings."""
+
+    def __post_init__(self) -> None:
+        for name in ("dropout", "id_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be in [0, 1).")
+        if self.members < 1:
+            raise ValueError(f"model.members is {self.members}; it must be at least 1.")
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """Build the model, with its tables on ``meta``."""
+        return WideDeep(
+            tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
+            dataset.number_edges or ((),) * dataset.num_dense,
+            self.layers,
+            num_outputs=max(1, dataset.num_classes),
+            num_members=self.members,
+            dropout=self.dropout,
+            id_dropout=self.id_dropout,
+            wide_scale=self.wide_scale,
         )
 
 
@@ -161,9 +206,7 @@ class MultiTaskConfig(ModelConfig):
     """Model for several labels: a mixture over embeddings and dense values, and a tower for each label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
-    """How tasks share: one bottom for all, gates over shared experts, or shared experts beside those of each
-    task.
-    """
+    """Sharing between tasks: one bottom, gates over shared experts, or shared experts beside own ones."""
     embedding_dim: int = 16
     """Width of every table."""
     table_std: float | None = None
@@ -243,6 +286,49 @@ class SASRecConfig(ModelConfig):
             num_heads=self.num_heads,
             dropout=self.dropout,
             num_drawn=self.num_drawn,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSTUConfig(ModelConfig):
+    """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
+
+    embedding_dim: int = 64
+    """Width of the item table."""
+    table_std: float | None = 0.02
+    """Standard deviation of the table's initial values; if none, small values that depend on the number of
+    rows.
+    """
+    max_length: int = 50
+    """Maximum number of items in a history."""
+    num_blocks: int = 2
+    """Number of layers."""
+    num_heads: int = 1
+    """Number of attention heads, among which the table's width is divided."""
+    dropout: float = 0.2
+    """Share of values that training drops."""
+    num_drawn: int = 512
+    """Number of items drawn per training step and rank."""
+    temperature: float = 0.05
+    """Divisor of the cosines in the loss."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """Build the model, with its table on ``meta``.
+
+        Raises:
+            ValueError: the data does not have an item and exactly one history of it.
+        """
+        item, history = item_and_history(dataset)
+        table = next(each for each in dataset.tables(self.embedding_dim) if item in each.feature_names)
+        return HSTU(
+            sequence_table(table, [history, item], std=self.table_std),
+            HistoryFeatures(history, item, seen_feature(dataset)),
+            max_length=self.max_length,
+            num_blocks=self.num_blocks,
+            num_heads=self.num_heads,
+            dropout=self.dropout,
+            num_drawn=self.num_drawn,
+            temperature=self.temperature,
         )
 
 

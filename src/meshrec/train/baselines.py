@@ -1,4 +1,4 @@
-"""What a model has to beat: the global mean, item popularity, and logistic regression."""
+"""Baselines that a model has to beat: the global mean, item popularity, logistic regression, and LightGBM."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from meshrec.metrics import area_under_curve, binary_metrics, place_metrics
 from meshrec.models.next_item import ItemChunk, judge_targets, last_ids
 from meshrec.modules import PoolingType
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.train.trees import Trees, has_trees
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
@@ -43,15 +44,15 @@ class Baseline(NamedTuple):
 
 
 def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
-    """Yield three baselines one after the other: the global mean, item popularity, and logistic regression.
+    """Yield baselines one after the other: the global mean, item popularity, logistic regression, LightGBM.
 
     Popularity is the item's mean label in training, smoothed with five samples of the global mean. It is left
     out if the dataset does not name its item. Logistic regression has one weight per ID and per dense value.
     Its L2 penalty is the one of three that, fitted on nine tenths of the training samples, predicts the other
-    tenth best.
+    tenth best. LightGBM is left out where it is not installed, see `meshrec.train.trees`.
 
-    All three learn from the first `MAX_SAMPLES` training samples. They are evaluated on the same samples as
-    the model: all of the validation and test data. With several labels, each label has its own three
+    All of them learn from the first `MAX_SAMPLES` training samples. They are evaluated on the same samples as
+    the model: all of the validation and test data. With several labels, each label has its own
     baselines. As in `Tasks`, the metrics of the first label also appear under their plain names.
     """
     if not dataset.labels:
@@ -68,7 +69,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Ba
 
 
 def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """Yield the three baselines of one label; ``number`` is None if there is only one."""
+    """Yield the baselines of one label; ``number`` is None if there is only one."""
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         return (
@@ -91,6 +92,9 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
         yield Baseline("item popularity", quality(_popularity(dataset, train)))
     weights = _regression(dataset, train, tell)
     yield Baseline("logistic regression", quality(lambda batch: _logits(_columns(dataset, batch), weights)))
+    if has_trees():
+        trees = Trees(dataset, train, lambda reader: label(reader.batches(_BATCH)), tell)
+        yield Baseline("LightGBM", quality(trees))
 
 
 def ranking_baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint.random_state import seed_python_and_numpy
-from meshrec.comms.wire import CommsPrecision, WireFormats
+from meshrec.comms.wire import CommsPrecision
 from meshrec.distributed import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.modules.embedding_modules import TableCollection
@@ -23,7 +23,7 @@ from meshrec.optim import (
 from meshrec.planner import PlannedShardingPlan
 from meshrec.tables.initial import init_table
 from meshrec.tables.optimizer import UpdateMode
-from meshrec.train.planning import make_plan, topology_of
+from meshrec.train.planning import make_plan, topology_of, wires_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DenseOptimizer, Recipe
 
@@ -79,7 +79,7 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
     )
     plan = make_plan(recipe, model, dataset, topology, ranks.control)
-    update, precision = _update(recipe), CommsPrecision(*WireFormats.parse(recipe.placement.wire))
+    update, precision = _update(recipe), CommsPrecision.of(wires_of(plan))
     sharders: list[Sharder] = [
         EmbeddingBagCollectionSharder(recipe.tables, update=update, precision=precision),
         EmbeddingCollectionSharder(recipe.tables, update=update, precision=precision),

@@ -33,7 +33,7 @@ _RANK = (
 
 
 class Ended(NamedTuple):
-    """How the ranks ended: an exit code, and the error of the rank that failed first."""
+    """The end of the ranks: an exit code, and the error of the rank that failed first."""
 
     code: int
     error: str | None

@@ -43,6 +43,10 @@ class Loss(ABC):
     def scores(self, outputs: Tensor) -> Tensor:
         """Convert outputs to what users get: probabilities or values, of the same shape."""
 
+    def score_names(self) -> tuple[str, ...]:
+        """Return the names of the scores' columns."""
+        return ("score",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCrossEntropy(Loss):
@@ -68,11 +72,9 @@ class BinaryCrossEntropy(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.binary_metrics`."""
         return binary_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return probabilities."""
         return torch.sigmoid(outputs)
 
 
@@ -87,7 +89,6 @@ class SquaredError(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.number_metrics`."""
         return number_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
@@ -117,7 +118,6 @@ class Huber(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.number_metrics`."""
         return number_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
@@ -151,13 +151,25 @@ class NextItem(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.place_metrics`."""
         chosen = outputs[labels > 0]
         return place_metrics(chosen[:, 0], chosen[:, 1], ks=self.ks, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
         """Return the rank of the item among all, from 1."""
         return outputs[:, 1]
+
+
+def sum_of_members(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum the loss over samples. Outputs [B, T, M] of an ensemble are the mean of the members' losses."""
+    if outputs.dim() < 3:
+        return loss.sum(outputs, labels, weights)
+    each = [loss.sum(squeezed(member), labels, weights) for member in outputs.unbind(2)]
+    return torch.stack(each).mean()
+
+
+def squeezed(outputs: Tensor) -> Tensor:
+    """Return outputs [B, 1] as [B], and others as they are."""
+    return outputs.squeeze(1) if outputs.dim() == 2 and outputs.shape[1] == 1 else outputs
 
 
 class Task(NamedTuple):
@@ -208,6 +220,9 @@ class Tasks(Loss):
             found |= {} if number else metrics
             found |= {f"{task.name}/{name}": value for name, value in metrics.items()}
         return found
+
+    def score_names(self) -> tuple[str, ...]:
+        return tuple(f"score_{task.name}" for task in self.tasks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         """Return the scores of each task."""

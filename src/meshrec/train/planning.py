@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from meshrec.comms.wire import WireFormats
+from meshrec.comms.wire import TableWires
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import (
     EmbeddingShardingPlanner,
@@ -76,15 +76,21 @@ def _priced_for(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPla
     Raises:
         ValueError: The plan was made for other wire formats than the recipe's.
     """
-    wanted = WireFormats.parse(recipe.placement.wire)
+    wanted = TableWires.parse(recipe.placement.wire)
     for table in plan.required_inputs().tables:
-        if table.wire != wanted:
+        if table.wire != wanted.of(table.name):
             raise ValueError(
-                f"placement.plan {recipe.placement.plan} was made for {table.wire} between ranks, and "
-                f"placement.wire is {wanted}. Set placement.wire to {table.wire}, or plan again with "
-                f"`meshrec plan --wire {wanted}`."
+                f"placement.plan {recipe.placement.plan} was made for {table.wire} between ranks (table "
+                f"{table.name!r}), and placement.wire is {wanted}. Set placement.wire to "
+                f"{wires_of(plan)}, or plan again with `meshrec plan --wire {wanted}`."
             )
     return plan
+
+
+def wires_of(plan: PlannedShardingPlan) -> TableWires:
+    """Return the wire formats that a plan was made for."""
+    wires = {table.name: table.wire for table in plan.required_inputs().tables}
+    return TableWires.of_each(wires)
 
 
 def make_plan(
@@ -116,7 +122,7 @@ def make_plan(
         max_work=effort.max_work,
         gap=effort.gap,
         default_optimizer=optimizer_kind(recipe.tables),
-        default_wire=WireFormats.parse(recipe.placement.wire),
+        default_wire=TableWires.parse(recipe.placement.wire),
     )
     plan = planner.plan(model) if group is None else planner.collective_plan(model, pg=group)
     assert isinstance(plan, PlannedShardingPlan)

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_PRECISION, FULL_WIRES, TableWires
 from meshrec.optim import FTRL, OptimizerSpec, RowWiseAdagrad
+from meshrec.train.class_loss import Softmax
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, SquaredError, Tasks
+from meshrec.train.query_loss import Ranking
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class FittedSource(ABC):
     features: Any
     """The features to make of the columns: `meshrec.data.features.Features`."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """How to split validation and test rows off the training data; if none, they have their own files."""
+    """Split of validation and test rows from the training data; if none, they have their own files."""
     split_column: str | None = None
     """Column that decides the split: numbers or times for time, any type for hash."""
     split_validation: float = 0.1
@@ -159,7 +161,7 @@ class Training:
     bf16: bool = False
     """Compute the dense part in bfloat16 (autocast)."""
     pipeline: bool = True
-    """With several ranks, exchange the next batch while this one is computed; results are the same."""
+    """With several ranks, exchange the next batch while this one computes. Results are the same."""
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     log_every: int = 20
@@ -212,8 +214,9 @@ class Placement:
     sharding_types: tuple[str, ...] | None = None
     """Sharding types that the planner may choose from."""
     wire: str = str(FULL_PRECISION)
-    """How embeddings and their gradients travel between ranks: fp32, fp16 or bf16, or two formats such as
-    fp16/bf16, embeddings first."""
+    """How embeddings and their gradients travel between ranks: fp32, fp16, bf16, int8 or int4, or two formats
+    such as int8/bf16, embeddings first. +stochastic rounds at random, and +feedback gives gradients back what
+    rounding took. Tables of their own come after commas: int8/bf16,users:fp32."""
     replicate_mib: float | None = None
     """Tables larger than this are split, never copied to every rank; if none, the planner decides."""
     sample_batches: int = 4
@@ -223,7 +226,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         try:
-            WireFormats.parse(self.wire)
+            TableWires.parse(self.wire)
         except ValueError as error:
             raise ValueError(f"placement.wire: {error}") from error
 
@@ -281,7 +284,7 @@ class Recipe:
             raise ValueError(
                 "training.publish_every needs sharded tables, also on one rank. Leave placement.sharded True."
             )
-        if not self.placement.sharded and WireFormats.parse(self.placement.wire) != FULL_PRECISION:
+        if not self.placement.sharded and TableWires.parse(self.placement.wire) != FULL_WIRES:
             raise ValueError(
                 f"placement.wire is {self.placement.wire}, but with placement.sharded False nothing travels "
                 "between ranks. Leave placement.wire out, or placement.sharded True."
@@ -309,7 +312,10 @@ class Recipe:
 
 def _check_labels(features: "Features", loss: Loss) -> None:
     """Raise ValueError if one of our losses does not match the labels."""
-    if not isinstance(loss, BinaryCrossEntropy | SquaredError | Huber | Tasks):
+    ours = BinaryCrossEntropy | SquaredError | Huber | Tasks
+    if isinstance(loss, ours | Softmax | Ranking):
+        _check_classes(features, loss)
+    if not isinstance(loss, ours):
         return
     losses = [task.loss for task in loss.tasks] if isinstance(loss, Tasks) else [loss]
     names = [label.column for label in features.labels]
@@ -324,3 +330,22 @@ def _check_labels(features: "Features", loss: Loss) -> None:
                 f"label {label.column!r} is a number, and BinaryCrossEntropy takes 0 to 1. Take SquaredError "
                 "or Huber, or a label of kind='binary', with positive_from where it is another range."
             )
+
+
+def _check_classes(features: "Features", loss: Loss) -> None:
+    """Raise ValueError if labels of classes or queries meet another loss than theirs, or the other way."""
+    labels = features.labels
+    classes = labels[0].classes if labels else ()
+    if isinstance(loss, Softmax) != bool(classes) or (isinstance(loss, Softmax) and loss.classes != classes):
+        given = f"loss.classes {list(loss.classes)}" if isinstance(loss, Softmax) else type(loss).__name__
+        raise ValueError(
+            f"label {labels[0].column!r} has classes {list(classes)}, and the loss is {given}. Take "
+            f"loss=Softmax(classes={classes!r}) for a label of classes, and for no other."
+        )
+    is_query = bool(labels) and labels[-1].kind == "query"
+    if isinstance(loss, Ranking) != is_query or (is_query and len(labels) != 2):
+        raise ValueError(
+            f"the labels are {[f'{each.column} ({each.kind})' for each in labels]}, and the loss is "
+            f"{type(loss).__name__}. Ranking takes two labels, the second of kind='query', and no other loss "
+            "takes a query."
+        )

@@ -19,6 +19,7 @@ from meshrec.train.architectures import (
     DINConfig,
     DLRMConfig,
     DLRMDCNConfig,
+    HSTUConfig,
     MultiTaskConfig,
     SASRecConfig,
     TwoTowerConfig,
@@ -87,6 +88,15 @@ def sasrec() -> Recipe:
     )
 
 
+def hstu() -> Recipe:
+    """HSTU on the MovieLens ratings: which movie does a user rate next?"""
+    return dataclasses.replace(
+        sasrec(),
+        name="hstu",
+        model=HSTUConfig(embedding_dim=64, max_length=50, dropout=0.2, num_drawn=1024),
+    )
+
+
 def two_tower() -> Recipe:
     """Two towers on the MovieLens ratings: which movies, of all, does a user rate next?"""
     return Recipe(
@@ -139,6 +149,7 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
     "synthetic_clicks": synthetic_clicks,
     "dlrm_benchmark": dlrm_benchmark,
     "sasrec": sasrec,
+    "hstu": hstu,
     "two_tower": two_tower,
     "din": din,
     "deepfm": deepfm,

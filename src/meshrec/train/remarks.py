@@ -35,6 +35,21 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
     return found
 
 
+def winner(summary: Mapping[str, Any]) -> str | None:
+    """Return who won by the leading metric, on test data if there is some; None without baselines."""
+    for data, key in (("test", "baselines_test"), ("validation", "baselines")):
+        lead = leading_metric(summary[data])
+        rivals = {name: found[lead] for name, found in summary[key].items() if lead in found} if lead else {}
+        if lead is None or not rivals:
+            continue
+        best, ours = max(rivals, key=lambda name: rivals[name]), summary[data][lead]
+        said = f"{data} {title_of(lead)}"
+        if ours >= rivals[best]:
+            return f"{summary['recipe']} won: {said} {ours:.4f}; next is {best} with {rivals[best]:.4f}"
+        return f"{best} won: {said} {rivals[best]:.4f}; {summary['recipe']} has {ours:.4f}"
+    return None
+
+
 def _chance(data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None) -> str | None:
     """Tell that an AUC cannot be told from 0.5.
 

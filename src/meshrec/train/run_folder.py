@@ -29,7 +29,7 @@ StateName = Literal["running", "stopped", "failed", "finished"]
 
 
 class RunState(NamedTuple):
-    """What ``state.json`` holds. ``error`` is the last line of the error that ended a failed run."""
+    """The content of ``state.json``. ``error`` is the last line of the error that ended a failed run."""
 
     name: StateName
     error: str | None = None
@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """The run as a page."""
+        """The report page of the run."""
         return self.path / "report.html"
 
     @property
@@ -70,19 +70,19 @@ class RunFolder:
         return self.path / "phases_whole.jsonl"
 
     def trace(self, rank: int) -> Path:
-        """The file with the profiler's trace of a rank."""
+        """Return the file of the profiler's trace of a rank."""
         return self.path / f"trace_rank{rank}.json.gz"
 
     def error(self, rank: int) -> Path:
-        """The file with the error of a rank."""
+        """Return the file of the error of a rank."""
         return self.path / f"error_rank{rank}.txt"
 
     def log(self, rank: int) -> Path:
-        """The file with the log of a rank, including what was not shown on the screen."""
+        """Return the file of the full log of a rank."""
         return self.path / f"log_rank{rank}.txt"
 
     def process(self, rank: int) -> Path:
-        """The file with a rank's process ID while the rank works."""
+        """Return the file that holds a rank's process ID while the rank works."""
         return self.path / f".process_rank{rank}"
 
     @property

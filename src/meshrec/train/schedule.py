@@ -15,7 +15,7 @@ class Schedule:
     warmup_steps: int = 0
     """Number of steps of linear warmup."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How rates decay after the warmup."""
+    """Decay of the rates after the warmup."""
     final: float = 0.0
     """Share of the rates that is left in the last step, in [0, 1]."""
 

@@ -17,9 +17,9 @@ class SyntheticClicks(DataSource):
     num_samples: int = 1_000_000
     """Training samples per epoch."""
     num_validation: int = 100_000
-    """Validation samples."""
+    """Number of validation samples."""
     num_test: int = 100_000
-    """Test samples."""
+    """Number of test samples."""
     num_features: int = 4
     """Number of sparse features, each with a table."""
     num_embeddings: int = 200

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 from meshrec.pipeline import Lookahead, Update
 from meshrec.train.building import Built
-from meshrec.train.losses import Loss
+from meshrec.train.losses import Loss, squeezed, sum_of_members
 from meshrec.train.ranks import Ranks
 from meshrec.train.watch import OutputWatch
 
@@ -61,7 +61,7 @@ class TrainStep:
                 self._watch.forget()
                 with record_function("meshrec.forward"), nullcontext() if ahead is None else ahead.forward():
                     logits = forward(self._built.model, batch, self._ranks.device, bf16=self._bf16)
-                    loss = self._loss.sum(logits, batch.labels, batch.weights)
+                    loss = sum_of_members(self._loss, logits, batch.labels, batch.weights)
                 if self.failure is None and not bool(loss.isfinite()):
                     # The other ranks wait for this one in the backward pass: the end comes after it.
                     self.failure = self._why(batch, float(loss.detach()))
@@ -69,7 +69,9 @@ class TrainStep:
                     ahead.exchange(batches)
                 with record_function("meshrec.backward"):
                     (loss * scale).backward()
-            outputs.append(Outputs(loss.detach(), logits.detach(), batch.labels))
+            logits = logits.detach()
+            whole = squeezed(logits.mean(2)) if logits.dim() == 3 else logits
+            outputs.append(Outputs(loss.detach(), whole, batch.labels))
             if ahead is not None and not steps:
                 self._update.after_backward(ahead, steps=False)
         with record_function("meshrec.optimizer"):
@@ -109,7 +111,7 @@ class TrainStep:
 
 
 def forward(model: nn.Module, batch: "Batch", device: torch.device, *, bf16: bool) -> Tensor:
-    """Return fp32 logits [B], or [B, T] for T labels."""
+    """Return fp32 logits [B], or [B, T] for T labels; of an ensemble in training [B, T, M]."""
     with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
         logits: Tensor = model(batch.dense, batch.sparse)
-    return logits.float().squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits.float()
+    return squeezed(logits.float())

@@ -128,7 +128,7 @@ class WandbObserver:
 
 
 class _Tracker(NamedTuple):
-    """How to make an observer, and the module that it imports."""
+    """The constructor of an observer, and the module that it imports."""
 
     make: Callable[[RunFolder], Observer]
     module: str

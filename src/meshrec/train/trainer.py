@@ -1,43 +1,22 @@
 """The trainer: it runs the steps, metrics, evaluations and checkpoints of a run, and ends it."""
 
-import itertools
-import logging
-import math
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
-from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.data import Batch, Dataset, Reader, prefetch
-from meshrec.distributed import record_phases
-from meshrec.metrics import curves_of, score_histograms
-from meshrec.metrics.named import leading_metric, quality, title_of
-from meshrec.model_parallel import DistributedModelParallel
-from meshrec.reports.measured import PhaseTime, write_phases
+from meshrec.metrics.named import leading_metric, title_of
 from meshrec.train.building import Built, build
-from meshrec.train.checkpoints import Checkpoints
-from meshrec.train.evaluation import Scored, Window, evaluate, outputs_of, score
-from meshrec.train.losses import BinaryCrossEntropy
+from meshrec.train.evaluation import Scored, evaluate, score
+from meshrec.train.judge import Judge
+from meshrec.train.keeper import Keeper
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
-from meshrec.train.profiling import StepProfiler
 from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
-from meshrec.train.run_folder import DELTAS, RunFolder
-from meshrec.train.schedule import LearningRates
-from meshrec.train.step import TrainStep
-from meshrec.train.stopping import EarlyStopping, StopRequest
-from meshrec.train.stragglers import WaitClock
-from meshrec.train.usage import gradient_norm, memory_and_cpu
+from meshrec.train.run_folder import RunFolder
+from meshrec.train.steps import Lines, Steps
+from meshrec.train.stopping import StopRequest
 from meshrec.train.watch import LossError
-from meshrec.train.weights import BestWeights
-
-_logger = logging.getLogger("meshrec.train")
 
 
 class Trainer:
@@ -55,16 +34,11 @@ class Trainer:
         store: where checkpoints go; if none, into the folder.
 
     Attributes:
-        state: everything that a checkpoint stores, by name: the model, its optimizers, the progress, early
-            stopping. Learning rates and the order of samples are functions of the progress.
+        built: the model and its optimizers.
+        progress: the progress of the run.
+        keeper: checkpoints, deltas and best weights, and the state that a checkpoint stores.
+        judge: metrics of the weights that the run reports, and early stopping.
         stopped: whether `stop` ended the run.
-        validation: validation metrics of the weights that the run reports.
-        test: test metrics of these weights. The test data is read once, at the end.
-        curves: the ROC curve and the calibration of these weights by part of the data, for clicks only; see
-            `meshrec.metrics.curves_of`.
-        weights_step: the step of these weights: the best by validation AUC, or the last.
-        failures: the error of each checkpoint that could not be saved.
-        is_saved: whether the final state is on disk; True if nothing is stored.
 
     Raises:
         ValueError: these ranks cannot run the recipe; raised on every rank.
@@ -84,56 +58,38 @@ class Trainer:
         store: ObjectStore | None = None,
     ) -> None:
         recipe.check(ranks.size)
-        self.recipe, self.dataset, self.ranks, self.folder = recipe, dataset, ranks, folder
-        self.built: Built = build(recipe, dataset, ranks)
-        self.progress = Progress()
-        self.early = EarlyStopping(recipe.training.patience)
-        self.state: dict[str, Any] = {
-            "model": self.built.model,
-            "table_optimizer": self.built.tables,
-            "dense_optimizer": self.built.dense,
-            "progress": self.progress,
-            "early_stopping": self.early,
-        }
-        self.stopped = False
-        self.validation: dict[str, float] = {}
-        self.test: dict[str, float] = {}
-        self.curves: dict[str, Any] = {}
-        self._histograms: dict[str, Tensor] = {}
-        self.weights_step = 0
-        self.failures: list[str] = []
-        self.is_saved = True
+        self.recipe, self.dataset, self.ranks = recipe, dataset, ranks
         self._observer = observer
         self._stop = stop or StopRequest()
-        self._profile = profile
-        self._profiler: StepProfiler | None = None
-        self._step = TrainStep(
+        self.stopped = False
+        self.built: Built = build(recipe, dataset, ranks)
+        self.progress = Progress()
+        self.judge = Judge(recipe, dataset, self.built.model, ranks)
+        self.keeper = Keeper(
             self.built,
-            ranks,
-            recipe.loss,
-            bf16=recipe.training.bf16,
-            pipeline=recipe.training.pipeline and ranks.size > 1,
+            self.progress,
+            self.judge.early,
+            training=recipe.training,
+            ranks=ranks,
+            folder=folder,
+            keep=keep,
+            store=store,
+            tell=lambda text: self._tell(Said(text)),
         )
-        self._rates = LearningRates([self.built.tables, self.built.dense], recipe.schedule, self.num_steps)
-        self._window = Window(recipe.loss)
-        self._checkpoints: Checkpoints | None = None
-        self._publisher: DeltaPublisher | None = None
-        best: CheckpointManager | StoredCheckpoints | None = None
-        if folder is not None and keep:
-            self._checkpoints = Checkpoints(
-                folder, recipe.training, ranks, self.state, lambda text: self._tell(Said(text)), store=store
-            )
-            self.failures, best = self._checkpoints.failures, self._checkpoints.best
-        self._best = BestWeights(self.built.model, best)
-        self._phase_times: list[PhaseTime] = []
-        self._whole_times: list[PhaseTime] = []
-        self._logged = (0, 0.0)
-        self._waits = WaitClock()
-        self._measured_step = -1
-        self._kept_step: int | None = None
-        self._first_failure: tuple[int, str] | None = None
-        self._num_untold = 0
-        """Number of samples this rank has trained since the ranks last added up their counts."""
+        self._steps = Steps(
+            recipe, self.built, ranks, folder=folder, num_steps=self.num_steps, profile=profile
+        )
+        self._lines = Lines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
+
+    @property
+    def validation(self) -> dict[str, float]:
+        """Validation metrics of the weights that the run reports."""
+        return self.judge.validation
+
+    @property
+    def test(self) -> dict[str, float]:
+        """Test metrics of these weights; empty before the end of the run."""
+        return self.judge.test
 
     @property
     def steps_per_epoch(self) -> int:
@@ -149,16 +105,11 @@ class Trainer:
 
     def resume(self) -> bool:
         """Continue from the folder's newest intact checkpoint; return False if there is none. Collective."""
-        if self._checkpoints is None or self.folder is None:
-            return False
-        groups = [group for each in (self.built.tables, self.built.dense) for group in each.param_groups]
-        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        found = self._checkpoints.resume()
-        for group, values in zip(groups, options, strict=True):
-            group.update(values)  # the recipe's, not those of the checkpoint
-        if found and self.ranks.is_first:
+        folder = self.keeper.folder
+        found = self.keeper.resume()
+        if found and folder is not None and self.ranks.is_first:
             step = self.progress.step
-            self.folder.forget_after(step, judged=self.early.last_step == step)
+            folder.forget_after(step, judged=self.judge.early.last_step == step)
         return found
 
     def run(self) -> dict[str, float]:
@@ -168,10 +119,8 @@ class Trainer:
             LossError: the loss of a step is NaN or infinite on one of the ranks; raised on every rank.
         """
         self._tell(self._started())
-        self._publisher = self._make_publisher()
-        with ExitStack() as stack:
-            if self._profile and self.folder is not None:
-                self._profiler = stack.enter_context(StepProfiler(self.folder.trace(self.ranks.rank)))
+        self.keeper.start()
+        with self._steps.profiled():
             if self._owes_an_evaluation():
                 self._evaluate()
             while not self._is_over():
@@ -184,11 +133,9 @@ class Trainer:
                 f"nothing was trained: all rows of {self.dataset.name!r} were left out as damaged, see the "
                 "warnings. Repair the data."
             )
-        self._write_phases()
-        self._publish()
-        if self._checkpoints is not None:
-            # Save before the best weights replace the last ones: training can continue only from the latter.
-            self.is_saved = self._checkpoints.finish(self.progress.step)
+        self._steps.phases.write()
+        # Save before the best weights replace the last ones: training can continue only from the latter.
+        self.keeper.finish()
         self._finish()
         return self.validation
 
@@ -208,7 +155,9 @@ class Trainer:
         epoch.
         """
         at_end = self.progress.step > 0 and self.progress.position.sample == 0
-        between = self.recipe.training.evaluate_every is None and self.early.last_step < self.progress.step
+        between = (
+            self.recipe.training.evaluate_every is None and self.judge.early.last_step < self.progress.step
+        )
         return at_end and between and not self._is_over()
 
     @property
@@ -216,7 +165,7 @@ class Trainer:
         return self.recipe.training.batch_size * self.recipe.training.accumulate
 
     def _is_over(self) -> bool:
-        return self.stopped or self.progress.step >= self.num_steps or self.early.is_over
+        return self.stopped or self.progress.step >= self.num_steps or self.judge.early.is_over
 
     def _epoch(self) -> None:
         """Train the rest of the epoch, or of the run."""
@@ -228,7 +177,7 @@ class Trainer:
             world_size=ranks.size,
         )
         with prefetch(reader, training.prefetch) as batches:
-            self._start_clock()
+            self._lines.start_clock()
             try:
                 while self._one_step(batches):
                     if self._is_over():
@@ -236,72 +185,40 @@ class Trainer:
                     if self.progress.position.sample == 0:
                         break
             finally:
-                self._step.reset()  # batches in flight have not been trained on
+                self._steps.step.reset()  # batches in flight have not been trained on
         if training.evaluate_every is None:
             self._evaluate()
             # After the evaluation: the checkpoint of an epoch's last step includes its result.
             self._checkpoint()
 
-    def _make_publisher(self) -> DeltaPublisher | None:
-        if self.recipe.training.publish_every is None or self.folder is None:
-            return None
-        model = self.built.model
-        assert isinstance(model, DistributedModelParallel)
-        folder = self.folder.path / DELTAS
-        progress = self.progress
-        return DeltaPublisher(
-            model, folder, run=self.folder.path.name, step=progress.step, after=progress.published
-        )
-
-    def _publish(self) -> None:
-        """Write a delta. If that fails, it is reported, and the next delta contains the same rows.
-
-        A delta precedes every checkpoint and every stored best model. Servers that start from one of them,
-        and a run that resumes from it, then miss no step.
-        """
-        if self._publisher is not None:
-            try:
-                self._publisher.publish(self.progress.step)
-            except CheckpointError as error:
-                self._tell(Said(f"no delta was published: {error}"))
-            self.progress.published = self._publisher.last
-
     def _checkpoint(self) -> None:
-        if self._checkpoints is not None and self._checkpoints.is_due(self.progress.step):
+        if self.keeper.is_due(self.progress.step):
             self._log_rest()  # a run that resumes here has lost these metrics
-            self._publish()
-            self._checkpoints.save(self.progress.step)
+            self.keeper.save()
 
     def _one_step(self, batches: Iterator[Batch]) -> bool:
         """Train one step; return False if no data was left for it."""
         progress, training = self.progress, self.recipe.training
-        self._rates.set(progress.step)
         left = self.dataset.train.num_samples - progress.position.sample
         num_samples = min(self._samples_per_step, left)  # fewer at the end of an epoch only
         try:
-            with self._phases():
-                outputs = self._step(batches, -(-num_samples // training.batch_size), num_samples)
+            self._steps.run(batches, num_samples, self._lines)
         except StopIteration:
             return False
-        self._window.add(outputs)
-        if self._step.failure is not None and self._first_failure is None:
-            self._first_failure = (progress.step + 1, self._step.failure)
-        self._num_untold += sum(len(output.labels) for output in outputs)
         progress.advance(num_samples, self.dataset.train.num_samples)
         step = progress.step
-        self._waits.stepped()
         self._tell(Stepped(step, num_samples))
         logs = step % training.log_every == 0
         evaluates = training.evaluate_every is not None and step % training.evaluate_every == 0
         # The last step of an epoch is saved after its evaluation.
         saves = progress.position.sample > 0 or training.evaluate_every is not None
-        saves = saves and self._checkpoints is not None and self._checkpoints.is_due(step)
+        saves = saves and self.keeper.is_due(step)
         ends_epoch = progress.position.sample == 0
         publishes = training.publish_every is not None and step % training.publish_every == 0
         # All ranks must know that the step succeeded before anything of it is reported or stored.
         agreed = self._stop.agreed(
             self.ranks,
-            failed=self._step.failure is not None,
+            failed=self._steps.step.failure is not None,
             at_once=logs or evaluates or saves or publishes or ends_epoch,
         )
         if agreed.failed:
@@ -309,11 +226,10 @@ class Trainer:
         if logs:
             self._log()
         if publishes:
-            self._publish()
+            self.keeper.publish()
         if evaluates:
             self._evaluate()
-        if self._profiler is not None:
-            self._profiler.step()
+        self._steps.end_step()
         if saves:
             self._checkpoint()
         self.stopped = agreed.stop
@@ -321,159 +237,52 @@ class Trainer:
 
     def _fail(self) -> None:
         """Raise the error that one of the ranks saw, on every rank."""
-        found = [each for each in self.ranks.collect(self._first_failure) if each is not None]
+        found = [each for each in self.ranks.collect(self._steps.first_failure) if each is not None]
         step, cause = min(found)
-        latest = None
-        if self._checkpoints is not None:
-            self._checkpoints.wait()  # the newest may still be being written
-            latest = self._checkpoints.latest()
+        latest = self.keeper.latest()
         kept = f"The last good checkpoint is {latest}" if latest else "No checkpoint was saved before it"
         raise LossError(
             f"step {step}: {cause}. {kept}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
             "gradients (--training.clip-norm 1), and train again."
         )
 
-    def _count(self) -> dict[str, float]:
-        """Count the samples since the last call; return memory in MiB and CPU seconds, summed over the ranks.
-        Collective.
-        """
-        num_samples, memory, cpu = self.ranks.sum([self._num_untold, *memory_and_cpu()])
-        self.progress.num_samples += int(num_samples)
-        self._num_untold = 0
-        return {"peak_memory_mib": memory, "cpu_seconds": cpu}
-
     def _log(self) -> None:
         """Report a line of training metrics for the samples and the time since the last line."""
-        used = self._count()
-        samples, since = self._logged
-        seconds = time.perf_counter() - since
-        self.progress.seconds += seconds
-        line = {
-            "kind": "train",
-            **self._where(),
-            **self._window.take(self.ranks),
-            "samples_per_second": (self.progress.num_samples - samples) / seconds,
-            "lr": float(self.built.dense.param_groups[0]["lr"]),
-            "table_lr": float(self.built.tables.param_groups[0]["lr"]),
-            "dense_gradient_norm": gradient_norm(self.built.dense.params.values()),
-            **used,
-        }
-        slowest = self._waits.take(self.ranks, seconds)
-        waiting = ""
-        if slowest is not None:
-            line |= {"straggler": slowest.rank, "straggler_share": slowest.share}
-            waiting = f"; {100 * slowest.share:.0f} % waiting for rank {slowest.rank}"
-        _logger.info("step %d: loss %.6g%s", self.progress.step, line.get("loss", math.nan), waiting)
-        self._tell(Logged(line))
-        self._write_phases()
-        self._start_clock()
+        self._tell(Logged(self._lines.take()))
+        self._steps.phases.write()
+        self._lines.start_clock()
 
     def _log_rest(self) -> None:
         """Report the samples since the last line, if there are any."""
-        if not self._window.is_empty:
+        if not self._lines.is_empty:
             self._log()
-
-    def _start_clock(self) -> None:
-        self._logged = (self.progress.num_samples, time.perf_counter())
-        self._waits.start()
-
-    def _where(self) -> dict[str, Any]:
-        progress = self.progress
-        epoch, sample = progress.position
-        return {
-            "step": progress.step,
-            "epoch": epoch + sample / self.dataset.train.num_samples,
-            "samples": progress.num_samples,
-            "seconds": progress.seconds,
-        }
 
     def _evaluate(self) -> None:
         self._log_rest()
         if self.dataset.validation is None:
             return
-        self.validation = self._judge("validation", self.dataset.validation)
-        self.weights_step = self._measured_step = self.progress.step
-        found = quality(self.validation)
-        best = self.early.improves(found, self.progress.step)
-        if best:
-            self._keep()
-        self._tell(Evaluated({"kind": "validation", **self._where(), **self.validation}, best))
-        self._start_clock()
-
-    def _keep(self) -> None:
-        self._publish()
-        try:
-            self._best.keep(self.progress)
-            self._kept_step = self.progress.step
-        except CheckpointError as error:
-            assert self._checkpoints is not None
-            self._checkpoints.failed(error)
-
-    def _judge(self, data: str, reader: Reader) -> dict[str, float]:
-        recipe = self.recipe
-        outputs = outputs_of(self.built.model, reader, self.ranks, bf16=recipe.training.bf16)
-        found = recipe.loss.metrics(*outputs, group=self.ranks.control)
-        if isinstance(recipe.loss, BinaryCrossEntropy):
-            self._histograms[data] = score_histograms(*outputs)
-        if not math.isfinite(found.get("loss", 0.0)):
-            raise LossError(
-                f"step {self.progress.step}: the loss on the validation data is {found['loss']}. Lower the "
-                "learning rates (--tables.lr, --dense.lr), or clip the gradients (--training.clip-norm 1)."
-            )
-        return found
+        is_best = self.judge.validate(self.progress.step)
+        if is_best:
+            self.keeper.keep_best()
+        self._tell(Evaluated({"kind": "validation", **self._lines.where(), **self.validation}, is_best))
+        self._lines.start_clock()
 
     def _finish(self) -> None:
         """Restore the best weights and evaluate them on the test data. A stopped run evaluates nothing."""
-        if not self.stopped and self._measured_step != self.progress.step:
+        judge, step = self.judge, self.progress.step
+        if not self.stopped and judge.last_step != step:
             self._evaluate()
-        self.weights_step = self.progress.step
-        if self._kept_step != self.progress.step and self.dataset.validation is not None:
-            step = self._best.restore()
-            if step is not None and step != self.progress.step:
-                self.weights_step = step
-                self.validation = self._judge("validation", self.dataset.validation)
-                by = title_of(leading_metric(self.validation) or "loss")
-                self._tell(Said(f"took the weights of step {step}, the best by validation {by}"))
+        judge.weights_step = step
+        best = None if self.dataset.validation is None else self.keeper.restore_best()
+        if best is not None:
+            judge.remeasure(best, step)
+            by = title_of(leading_metric(judge.validation) or "loss")
+            self._tell(Said(f"took the weights of step {best}, the best by validation {by}"))
         if not self.stopped and self.dataset.test is not None:
-            self.test = self._judge("test", self.dataset.test)
-            line = {"kind": "test", **self._where(), "step": self.weights_step, **self.test}
+            judge.examine(step)
+            line = {"kind": "test", **self._lines.where(), "step": judge.weights_step, **judge.test}
             self._tell(Evaluated(line, False))
-        for data, histograms in self._histograms.items():
-            total = self.ranks.sum(histograms.flatten().tolist())
-            self.curves[data] = curves_of(torch.tensor(total, dtype=torch.float64).view(histograms.shape))
-
-    @contextmanager
-    def _phases(self) -> Iterator[None]:
-        """Record the time per phase in some steps, in the same ones on all ranks.
-
-        If exchanges overlap with computation, the next step waits for each exchange and is recorded as well:
-        the difference is the time that the overlap hides.
-        """
-        every, step = self.recipe.training.phases_every, self.progress.step
-        place = step % every - every // 2 if every and self.folder is not None else -1
-        # Not in the first steps, which allocate memory.
-        if place != 0 and not (place == 1 and self._step.is_pipelined):
-            yield
-            return
-        with record_phases(device=self.ranks.device, overlap=place == 0) as seconds:
-            yield
-        rank = self.ranks.rank
-        times = self._phase_times if place == 0 else self._whole_times
-        times += [PhaseTime(name, rank, value, step + 1) for name, value in seconds.items()]
-
-    def _write_phases(self) -> None:
-        every = self.recipe.training.phases_every
-        if every and self.folder is not None:
-            times = self._phase_times, self._whole_times
-            self._phase_times, self._whole_times = [], []
-            found = self.ranks.collect(times)
-            if self.ranks.is_first:
-                try:
-                    write_phases(self.folder.phases, itertools.chain(*(each for each, _ in found)))
-                    if self._step.is_pipelined:
-                        write_phases(self.folder.whole_phases, itertools.chain(*(each for _, each in found)))
-                except OSError as error:
-                    _logger.warning("the time per phase is not kept: %s", error)
+        judge.draw_curves()
 
     def _tell(self, event: Event) -> None:
         if self._observer is not None:
@@ -484,7 +293,7 @@ class Trainer:
         validation = self.dataset.validation
         return Started(
             recipe=self.recipe,
-            folder=self.folder,
+            folder=self.keeper.folder,
             dataset=self.dataset.name,
             num_samples=self.dataset.train.num_samples,
             num_validation=0 if validation is None else validation.num_samples,

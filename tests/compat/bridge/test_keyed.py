@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from meshrec.compat.bridge import keyed
-from meshrec.optim import WarmupPolicy
+from meshrec.compat.bridge.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from meshrec.optim.clipping import GradientClipping
 
 
@@ -18,7 +18,7 @@ def make(**options):
         lambda optimizer: keyed.CombinedOptimizer([("a", optimizer)]),
         keyed.OptimizerWrapper,
         lambda optimizer: keyed.GradientClippingOptimizer(optimizer, GradientClipping.NORM, 0.5),
-        lambda optimizer: keyed.WarmupOptimizer(optimizer, [keyed.WarmupStage(WarmupPolicy.LINEAR, 3)]),
+        lambda optimizer: WarmupOptimizer(optimizer, [WarmupStage(WarmupPolicy.LINEAR, 3)]),
     ],
 )
 def test_groups_are_saved_only_on_demand(wrap):
@@ -41,7 +41,7 @@ def test_the_factory_may_take_the_names():
 
 
 def test_stages_have_their_arguments_in_order():
-    stage = keyed.WarmupStage(WarmupPolicy.POLY, 10, 2.0, lr_scale=0.5)
+    stage = WarmupStage(WarmupPolicy.POLY, 10, 2.0, lr_scale=0.5)
     assert (stage.policy, stage.max_iters, stage.value, stage.lr_scale) == (WarmupPolicy.POLY, 10, 2.0, 0.5)
 
 
@@ -82,7 +82,7 @@ def test_a_subclass_has_only_a_step():
         keyed.OptimizerWrapper,
         lambda optimizer: keyed.CombinedOptimizer([("", optimizer)]),
         lambda optimizer: keyed.GradientClippingOptimizer(optimizer, GradientClipping.VALUE, 0),
-        lambda optimizer: keyed.WarmupOptimizer(optimizer, [keyed.WarmupStage(WarmupPolicy.LINEAR, 3)]),
+        lambda optimizer: WarmupOptimizer(optimizer, [WarmupStage(WarmupPolicy.LINEAR, 3)]),
     ],
 )
 def test_wrappers_step_a_subclass(wrap):
@@ -150,7 +150,7 @@ class Told(keyed.KeyedOptimizer):
     [
         keyed.OptimizerWrapper,
         keyed.GradientClippingOptimizer,
-        lambda optimizer: keyed.WarmupOptimizer(optimizer, [keyed.WarmupStage(WarmupPolicy.LINEAR, 3)]),
+        lambda optimizer: WarmupOptimizer(optimizer, [WarmupStage(WarmupPolicy.LINEAR, 3)]),
     ],
 )
 def test_wrappers_pass_on_what_they_are_told(wrap):

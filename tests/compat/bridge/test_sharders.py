@@ -9,10 +9,12 @@ from meshrec import (
     EmbeddingConfig,
     KeyedJaggedTensor,
 )
+from meshrec.compat.bridge import qcomms
 from meshrec.compat.bridge import sharding_plan as sp
 from meshrec.compat.bridge.keyed import CombinedOptimizer, KeyedOptimizer
 from meshrec.compat.bridge.model_parallel import DistributedModelParallel
 from meshrec.compat.bridge.optimizers import EmbOptimType
+from meshrec.compat.bridge.plans import module_to_own
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection
 from meshrec.compat.bridge.sharders import (
     EmbeddingBagCollectionSharder,
@@ -143,6 +145,52 @@ def test_the_type_of_all_sharders():
     assert ModuleSharder[nn.Module] is not None
 
 
-def test_there_are_no_codecs():
-    with pytest.raises(ValueError, match="MeshRec has no codecs to register"):
-        EmbeddingBagCollectionSharder(qcomm_codecs_registry={})
+def quantised(forward, backward):
+    return qcomms.get_qcomm_codecs_registry(
+        qcomms.QCommsConfig(
+            forward_precision=qcomms.CommType[forward], backward_precision=qcomms.CommType[backward]
+        ),
+        device=torch.device("cpu"),
+    )
+
+
+def test_codecs_choose_the_wire_formats_of_tables():
+    registry = quantised("INT8", "BF16")
+    other = quantised("FP16", "FP16")
+    sharder = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry={
+            **registry,
+            "POOLED_EMBEDDINGS_REDUCE_SCATTER": other["POOLED_EMBEDDINGS_REDUCE_SCATTER"],
+        }
+    )
+    generators = {"fused": sp.table_wise(rank=0), "dense": sp.row_wise(), "copies": sp.data_parallel()}
+    made = module_to_own(sp.construct_module_sharding_plan(bags(), generators, None, 2, 2, "cpu"))
+    wires = qcomms.precision_of(sharder.qcomm_codecs_registry, made, pooled=True).wires
+    assert str(wires.of("fused")) == "int8/bf16"
+    assert str(wires.of("dense")) == "fp16"
+    assert quantised("FP32", "FP32") is None
+    full = qcomms.precision_of(None, made, pooled=False).wires
+    assert str(full.of("dense")) == "fp32"
+
+
+@pytest.mark.parametrize("kind", ["FP32", "FP16", "BF16", "INT8"])
+def test_codecs_encode_and_decode(kind):
+    codec = qcomms.get_qcomm_codecs(qcomms.QCommsConfig(qcomms.CommType[kind])).forward
+    rows = torch.randn(3, 5, 8)
+    coded = codec.encode(rows)
+    assert coded.dtype is codec.quantized_dtype
+    assert coded.shape == (3, 5, codec.calc_quantized_size(8))
+    torch.testing.assert_close(codec.decode(coded), rows, rtol=0.02, atol=0.02)
+    assert codec.padded_size(rows[0], [4, 4], 0, codec.create_context()) == (8, 0)
+
+
+def test_what_codecs_cannot_do_is_told():
+    with pytest.raises(ValueError, match=r"CommType\.FP8 is not among MeshRec's wire formats"):
+        quantised("FP8", "BF16")
+    with pytest.raises(ValueError, match="MeshRec has no such scales"):
+        qcomms.get_qcomm_codecs(qcomms.QCommsConfig(qcomms.CommType.FP16, backward_loss_scale=8.0))
+    codecs = qcomms.QuantizedCommCodecs(forward=object())
+    with pytest.raises(ValueError, match="codec of type object for SEQUENCE_EMBEDDINGS_ALL_TO_ALL"):
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry={"SEQUENCE_EMBEDDINGS_ALL_TO_ALL": codecs})
+    with pytest.raises(ValueError, match="codecs for 'nothing'; sharded modules use POOLED"):
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry={"nothing": codecs})

@@ -264,7 +264,10 @@ def test_a_number_that_is_always_the_same_is_not_divided_by_a_rounding_error() -
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Label(column="y", kind="binray"), "kind is 'binary' or 'number', got 'binray'"),
+        (lambda: Label(column="y", kind="binray"), r"kind is one of \['binary', .*got 'binray'"),
+        (lambda: Label(column="y", kind="class"), "two or more, and others none"),
+        (lambda: Label(column="y", classes=("a", "b")), "two or more, and others none"),
+        (lambda: Number(name="n", num_bins=1), "num_bins must be at least 2, got 1"),
         (lambda: Label(column="y", kind="number", positive_from=3), "Leave one of them out"),
         (lambda: Number(name="n", part="hours"), r"part is one of \['year'.*got 'hours' and 's'"),
         (lambda: DatePart(name="n", unit="h"), "unit one of .*got None and 'h'"),

@@ -45,15 +45,6 @@ def test_opcheck_of_permute(segments, weighted):
     opcheck(OPS.permute_jagged.default, ([1, 1], 2, lengths, rows, weights, segments, num_bags, num_rows))
 
 
-@pytest.mark.parametrize("segments", [None, torch.tensor([0, 3, 4])], ids=["equal", "variable"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_opcheck_of_bucketize(segments, weighted):
-    weights = torch.rand(5, requires_grad=True) if weighted else None
-    lengths, values = torch.tensor([1, 0, 2, 2]), torch.tensor([0, 3, 1, 4, 2], dtype=torch.int32)
-    boundaries = torch.tensor([[0, 1, 4], [0, 2, 5]])
-    opcheck(OPS.bucketize_jagged.default, (lengths, values, weights, segments, boundaries))
-
-
 def test_gradients_of_permute_add_up_over_repeated_keys():
     weights = torch.rand(4, dtype=torch.float64, requires_grad=True)
     rows = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
@@ -70,22 +61,9 @@ def test_gradients_of_permute_add_up_over_repeated_keys():
     assert rows.grad is None or not rows.grad.any()
 
 
-def test_gradient_of_bucketize_returns_to_its_weight():
-    weights = torch.rand(4, dtype=torch.float64, requires_grad=True)
-    ids, boundaries = torch.tensor([5, 0, 6, 1]), torch.tensor([[0, 4, 8]])
-
-    def bucketized(weights):
-        return jagged.bucketize_jagged(torch.tensor([3, 1]), ids, boundaries, weights=weights).weights
-
-    assert torch.autograd.gradcheck(bucketized, (weights,))
-
-
 def test_without_weights_there_are_none():
     permuted = jagged.permute_jagged([0], 1, torch.tensor([1]), torch.tensor([3]), num_bags=1, num_values=1)
     assert permuted.weights is None
-    assert (
-        jagged.bucketize_jagged(torch.tensor([1]), torch.tensor([3]), torch.tensor([[0, 4]])).weights is None
-    )
 
 
 def large_input(num_keys=3, num_bags=70_000):
@@ -100,14 +78,12 @@ def large_input(num_keys=3, num_bags=70_000):
 @pytest.mark.threads
 def test_large_inputs_match_naive_and_do_not_depend_on_threads():
     lengths, values, weights, segments = large_input()
-    boundaries = torch.tensor([[0, 300, 600, 1000], [0, 0, 1000, 1000], [0, 999, 1000, 1001]])
     calls = [
         ("lengths_to_offsets", (lengths,)),
         (
             "permute_jagged",
             ([2, 0, 1], 3, lengths, values, weights, segments, lengths.numel(), values.numel()),
         ),
-        ("bucketize_jagged", (lengths, values, weights, segments, boundaries)),
     ]
     before = torch.get_num_threads()
     for name, args in calls:
@@ -121,46 +97,9 @@ def test_large_inputs_match_naive_and_do_not_depend_on_threads():
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_of_several_bad_ids_the_first_is_named():
-    lengths, values, _, segments = large_input()
-    values[[150_000, 200_000, 250_000]] = 5000
-    boundaries = torch.tensor([[0, 1000]] * 3)
-    with pytest.raises(ValueError, match="id 5000 of key") as from_naive:
-        naive.bucketize_jagged(lengths, values, None, segments, boundaries)
-    with pytest.raises(ValueError, match="id 5000 of key") as from_kernel:
-        OPS.bucketize_jagged(lengths, values, None, segments, boundaries)
-    assert str(from_kernel.value).splitlines()[0] == str(from_naive.value)
-
-
 jagged_inputs = st.lists(
     st.lists(st.lists(st.integers(0, 49), max_size=4), max_size=4), min_size=1, max_size=4
 )
-
-
-@settings(deadline=None, max_examples=50)
-@given(bags=jagged_inputs, data=st.data())
-def test_bucketize_and_back(bags, data):
-    """Gathering by ``positions`` brings back every id, once its interval's start is added again."""
-    lengths = torch.tensor([len(bag) for key in bags for bag in key], dtype=torch.int64)
-    ids = torch.tensor([i for key in bags for bag in key for i in bag], dtype=torch.int64)
-    sizes = [len(key) for key in bags]
-    segments = torch.tensor([sum(sizes[:k]) for k in range(len(sizes) + 1)])
-    cuts = data.draw(
-        st.lists(st.lists(st.integers(0, 50), min_size=2, max_size=2), min_size=len(bags), max_size=len(bags))
-    )
-    boundaries = torch.tensor([[0, *sorted(pair), 50] for pair in cuts])
-    result = jagged.bucketize_jagged(lengths, ids, boundaries, weights=ids.float(), segments=segments)
-    assert result.lengths.view(3, -1).sum(0).tolist() == lengths.tolist()
-    assert result.weights[result.positions].tolist() == ids.tolist()
-    keys = torch.repeat_interleave(segments.diff())
-    new_keys = torch.repeat_interleave(keys.repeat(3), result.lengths)
-    new_buckets = torch.repeat_interleave(torch.arange(3).repeat_interleave(lengths.numel()), result.lengths)
-    restored = result.values + boundaries[new_keys, new_buckets]
-    assert restored[result.positions].tolist() == ids.tolist()
-    for bucket in range(3):
-        stretch = result.values[new_buckets == bucket]
-        widths = (boundaries[:, bucket + 1] - boundaries[:, bucket])[new_keys[new_buckets == bucket]]
-        assert ((stretch >= 0) & (stretch < widths)).all()
 
 
 @settings(deadline=None, max_examples=50)
@@ -211,12 +150,10 @@ def test_naive_ops_serve_where_nothing_is_compiled(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_ops_run_on_cuda():
     lengths, values, weights, segments = large_input(num_bags=100)
-    boundaries = torch.tensor([[0, 300, 1000]] * 3)
     order = ([2, 0, 1], 3, lengths, values, weights, segments, lengths.numel(), values.numel())
     for name, args in [
         ("lengths_to_offsets", (lengths,)),
         ("permute_jagged", order),
-        ("bucketize_jagged", (lengths, values, weights, segments, boundaries)),
     ]:
         on_gpu = [a.cuda() if isinstance(a, torch.Tensor) and a is not segments else a for a in args]
         actual = getattr(OPS, name)(*on_gpu)

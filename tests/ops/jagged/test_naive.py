@@ -1,6 +1,5 @@
 """Naive ops and compiled kernels against loops over Python lists, and the errors that both raise."""
 
-import bisect
 import random
 from itertools import chain
 from typing import NamedTuple
@@ -135,59 +134,6 @@ def test_inputs_may_be_strided(ops):
     assert not values.is_contiguous()
     same(ops.lengths_to_offsets(lengths), torch.tensor([0, 2, 3]))
     same(ops.permute_jagged([1, 0], 2, lengths, values, None, None, 2, 3)[1], torch.tensor([4, 0, 2]))
-    boundaries = torch.tensor([[0, 3], [3, 5]]).T
-    buckets = ops.bucketize_jagged(lengths, values, values.float(), None, boundaries)
-    same(buckets[1], torch.tensor([0, 2, 1]))
-    same(buckets[2], torch.tensor([0.0, 2.0, 4.0]))
-
-
-INTERVALS = {
-    "one bucket": lambda key: [0, 100],
-    "even": lambda key: [0, 25, 50, 75, 100],
-    "uneven by key": lambda key: [0, 3 + key, 40 + 2 * key, 100],
-    "whole tables": lambda key: [0] * (key % 3 + 1) + [100] * (3 - key % 3),
-    "below zero": lambda key: [-5, 1, 100],
-}
-
-
-@each_implementation
-@each_case
-@pytest.mark.parametrize("intervals", INTERVALS.values(), ids=INTERVALS.keys())
-def test_bucketize_splits_every_bag(ops, case, intervals):
-    bounds = [intervals(key) for key in range(len(case.bags))]
-    num_buckets = len(intervals(0)) - 1
-    boundaries = torch.tensor(bounds, dtype=torch.int64).view(len(bounds), num_buckets + 1)
-    ids = [[[] for key in case.bags for bag in key] for _ in range(num_buckets)]
-    sources = [[[] for key in case.bags for bag in key] for _ in range(num_buckets)]
-    position, bag_index = 0, 0
-    for key, bags in enumerate(case.bags):
-        for bag in bags:
-            for i in bag:
-                bucket = bisect.bisect_right(bounds[key], i) - 1
-                ids[bucket][bag_index].append(i - bounds[key][bucket])
-                sources[bucket][bag_index].append(position)
-                position += 1
-            bag_index += 1
-    for weights in (None, case.weights()):
-        lengths, values, new_weights, positions = ops.bucketize_jagged(
-            case.lengths(), case.values(), weights, case.segments(), boundaries
-        )
-        expected = case._replace(bags=ids)
-        same(lengths, expected.lengths())
-        same(values, expected.values())
-        same(positions[torch.tensor(flat(sources), dtype=torch.int64)], torch.arange(position))
-        expected_weights = torch.tensor([]) if weights is None else weights[flat(sources)]
-        same(new_weights, expected_weights)
-
-
-@each_implementation
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_bucketize_carries_weights_of_any_float_dtype(ops, dtype):
-    weights = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
-    _, _, moved, _ = ops.bucketize_jagged(
-        torch.tensor([3]), torch.tensor([5, 0, 6]), weights, None, torch.tensor([[0, 4, 8]])
-    )
-    same(moved, torch.tensor([2.0, 1.0, 3.0], dtype=dtype))
 
 
 @each_implementation
@@ -243,44 +189,3 @@ PERMUTE = {
 def test_permute_errors(ops, change, message):
     with pytest.raises(ValueError, match=message):
         ops.permute_jagged(*{**PERMUTE, **change}.values())
-
-
-BUCKETIZE = {
-    "lengths": torch.tensor([1, 2, 0, 1]),
-    "values": torch.tensor([0, 9, 4, 7]),
-    "weights": None,
-    "segments": None,
-    "boundaries": torch.tensor([[0, 5, 10], [3, 7, 8]]),
-}
-
-
-@each_implementation
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lengths": torch.tensor([1.0])}, "bucketize_jagged: lengths must be int32 or int64"),
-        ({"values": torch.ones(4)}, "bucketize_jagged: values must be int32 or int64"),
-        ({"values": torch.ones(4, 1).long()}, "bucketize_jagged: values must have 1 dimension, got 2"),
-        ({"lengths": torch.tensor([1, 2, 0, 2])}, "the lengths sum to 5, but there are 4 values"),
-        ({"lengths": torch.tensor([1, 4, -2, 1])}, "the length of bag 2 is -2; lengths are 0 or more"),
-        ({"weights": torch.ones(3)}, "weights must be one per value, got 3 for 4 values"),
-        ({"weights": torch.ones(4).long()}, "weights must be floating point"),
-        (
-            {"boundaries": torch.ones(2, 3)},
-            r"boundaries must be an int64 tensor \[num_keys, num_buckets \+ 1\]",
-        ),
-        ({"boundaries": torch.ones(2, 1).long()}, "boundaries must be an int64 tensor"),
-        ({"boundaries": torch.tensor([[0, 5, 10], [3, 8, 7]])}, "the boundaries of key 1 must not fall"),
-        ({"boundaries": torch.tensor([[0, 5, 10]] * 3)}, "4 bags do not divide evenly among 3 keys"),
-        ({"values": torch.tensor([0, 10, 4, 7])}, r"id 10 of key 0 \(sample 1\) is outside \[0, 10\)"),
-        ({"values": torch.tensor([0, 9, 4, 2])}, r"id 2 of key 1 \(sample 1\) is outside \[3, 8\)"),
-        ({"values": torch.tensor([-1, 9, 4, 8])}, r"id -1 of key 0 \(sample 0\) is outside \[0, 10\)"),
-        (
-            {"segments": torch.tensor([0, 1, 4]), "values": torch.tensor([0, 7, 4, 9])},
-            r"id 9 of key 1 \(sample 2\) is outside \[3, 8\)",
-        ),
-    ],
-)
-def test_bucketize_errors(ops, change, message):
-    with pytest.raises(ValueError, match=message):
-        ops.bucketize_jagged(*{**BUCKETIZE, **change}.values())

@@ -99,7 +99,7 @@ class PredictModule(nn.Module, abc.ABC):
 
     @property
     def predict_module(self) -> nn.Module:
-        """The model."""
+        """The model that was given."""
         return self._module
 
     @abc.abstractmethod

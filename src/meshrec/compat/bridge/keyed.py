@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.compat.bridge.adapted import Adapted
-from meshrec.optim import clipping, keyed, warmup
+from meshrec.optim import clipping, keyed
 
 
 class _AnyKeyed(ABCMeta):
@@ -41,7 +40,7 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         param_groups: Collection[Mapping[str, Any]],
     ) -> None:
         super().__init__(params, state, param_groups)  # type: ignore[arg-type]
-        _settle(self)
+        settle(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
         """Create the state of all trained parameters. Missing gradients become zeros."""
@@ -96,7 +95,7 @@ class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
         pass_params_dict: bool = False,
     ) -> None:
         super().__init__(params, (lambda _: optim_factory(params)) if pass_params_dict else optim_factory)
-        _settle(self)
+        settle(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
         """Create the state of all trained parameters. Missing gradients become zeros."""
@@ -120,7 +119,7 @@ class CombinedOptimizer(keyed.CombinedOptimizer):
 
     def __init__(self, optims: Iterable[keyed.KeyedOptimizer | tuple[str, keyed.KeyedOptimizer]]) -> None:
         super().__init__(optims)
-        _settle(self)
+        settle(self)
 
     def _inner(self) -> list[keyed.KeyedOptimizer]:
         return [optimizer for _, optimizer in self.optimizers]
@@ -152,7 +151,7 @@ class CombinedOptimizer(keyed.CombinedOptimizer):
         return ".".join(part for part in (opt_key, name) if part)
 
 
-class _Passing:
+class Passing:
     """The methods that TorchRec's wrappers pass on to the optimizer inside."""
 
     _optimizer: keyed.KeyedOptimizer
@@ -174,15 +173,15 @@ class _Passing:
         tell([self._optimizer], "update_hyper_parameters", params_dict)
 
 
-class OptimizerWrapper(_Passing, keyed.OptimizerWrapper):
+class OptimizerWrapper(Passing, keyed.OptimizerWrapper):
     """A keyed optimizer around another. Subclasses write their own ``step``."""
 
     def __init__(self, optimizer: keyed.KeyedOptimizer) -> None:
         super().__init__(optimizer)
-        _settle(self)
+        settle(self)
 
 
-class GradientClippingOptimizer(_Passing, clipping.GradientClippingOptimizer):
+class GradientClippingOptimizer(Passing, clipping.GradientClippingOptimizer):
     """A wrapper that clips the gradients before each step.
 
     Args:
@@ -212,7 +211,7 @@ class GradientClippingOptimizer(_Passing, clipping.GradientClippingOptimizer):
         self._tracks = track_grad_norm
         self._replicate_params = [each for group in self.param_groups for each in group["params"]]
         self._sharded_params: dict[Any, list[Tensor]] = {}
-        _settle(self)
+        settle(self)
 
     def step(self, closure: Any = None) -> Any:
         """Evaluate the closure, clip, and step the wrapped optimizer."""
@@ -239,7 +238,7 @@ class GradientClippingOptimizer(_Passing, clipping.GradientClippingOptimizer):
         return total
 
 
-def _settle(optimizer: keyed.KeyedOptimizer) -> None:
+def settle(optimizer: keyed.KeyedOptimizer) -> None:
     """Apply TorchRec's conventions: groups are saved only on request, and loading ends with
     ``post_load_state_dict``.
     """
@@ -307,29 +306,3 @@ def compute_total_norm(
         return torch.tensor(0.0)
     total = torch.stack(parts)
     return total.max() if norm_type == torch.inf else total.sum().pow(1.0 / norm_type)
-
-
-class WarmupOptimizer(_Passing, warmup.WarmupOptimizer):
-    """A wrapper that sets the learning rate by stages."""
-
-    def __init__(
-        self,
-        optimizer: keyed.KeyedOptimizer,
-        stages: list[warmup.WarmupStage],
-        lr: float = 0.1,
-        lr_param: str = "lr",
-        param_name: str = "__warmup",
-    ) -> None:
-        super().__init__(optimizer, stages, lr, lr_param, param_name)
-        _settle(self)
-
-
-_STAGE = ("policy", "max_iters", "value", "lr_scale", "decay_iters", "sgdr_period")
-
-
-def _stage(*args: Any, **kwargs: Any) -> warmup.WarmupStage:
-    """Make TorchRec's ``WarmupStage(policy, max_iters, value, ...)``."""
-    return warmup.WarmupStage(**dict(zip(_STAGE, args, strict=False)), **kwargs)
-
-
-WarmupStage = Adapted(warmup.WarmupStage, _stage)

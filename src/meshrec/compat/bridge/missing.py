@@ -10,7 +10,6 @@ _PLANNER = "the planner searches by itself. Nearest: ParameterConstraints."
 _TIMES = "the planner has its own model of time. Nearest: `meshrec calibrate`, which measures this machine."
 _REMAP = "ids are not remapped while training. Nearest: hash the ids beforehand."
 _PRUNE = "tables are not pruned while training. Nearest: fewer num_embeddings."
-_CODECS = "Nearest: precision=CommsPrecision(...) of meshrec.distributed's sharders."
 _TWO_D = (
     "2D training needs no class of its own. Nearest: meshrec.distributed.ShardingEnv.from_mesh with the axes "
     "('replicate', 'shard'), which trains exactly as 1D does."
@@ -29,7 +28,6 @@ MISSING: dict[str, str] = {
     "ShardedEmbeddingBagCollection.",
     "torchrec.distributed.embeddingbag.EmbeddingBagSharder": _ONE_BAG,
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBag": _ONE_BAG,
-    "torchrec.distributed.fbgemm_qcomm_codec": _CODECS,
     "torchrec.distributed.fp_embeddingbag": "a feature-processed collection needs no sharder of its own: the "
     "collection inside it is sharded, its processors are dense. Nearest: EmbeddingBagCollectionSharder.",
     "torchrec.distributed.fused_embedding": "Nearest: EmbeddingCollectionSharder, which fuses.",
@@ -56,7 +54,6 @@ MISSING: dict[str, str] = {
     "torchrec.distributed.quant_embeddingbag": _QUANT,
     "torchrec.distributed.train_pipeline": _LOOP,
     "torchrec.distributed.types.CacheParams": "tables are not cached. Nearest: tables on CPU.",
-    "torchrec.distributed.types.QuantizedCommCodecs": _CODECS,
     "torchrec.distributed.types.ShardedModule": "sharded modules have no common interface to implement. "
     "Nearest: ShardedEmbeddingBagCollection.",
     "torchrec.distributed.types.ShardingEnv2D": _TWO_D,

@@ -71,10 +71,7 @@ _CLIPPING = {
     **_of("meshrec.optim.clipping", "GradientClipping"),
     **_of(f"{_C}.keyed", "GradientClippingOptimizer"),
 }
-_WARMUP = {
-    **_of("meshrec.optim.warmup", "WarmupPolicy"),
-    **_of(f"{_C}.keyed", "WarmupOptimizer WarmupStage"),
-}
+_WARMUP = _of(f"{_C}.warmup", "WarmupOptimizer WarmupPolicy WarmupStage")
 _ROWWISE = _of(f"{_C}.rowwise_adagrad", "RowWiseAdagrad")
 _PIPELINES = _of(
     f"{_C}.train_pipeline",
@@ -175,8 +172,14 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.distributed.comm": _of(
         f"{_C}.comm", "get_group_rank get_local_rank get_local_size get_num_groups"
     ),
+    "torchrec.distributed.fbgemm_qcomm_codec": _of(
+        f"{_C}.qcomms",
+        "CommOp CommType QCommsConfig QuantizedCommCodec QuantizedCommCodecs get_qcomm_codecs "
+        "get_qcomm_codecs_registry",
+    ),
     "torchrec.distributed.types": {
         **_AWAITABLES,
+        **_of(f"{_C}.qcomms", "CommOp QuantizedCommCodec QuantizedCommCodecs"),
         **_PLANS,
         **_ENV,
         **_of(f"{_OWN_PLAN}", "ShardingType"),

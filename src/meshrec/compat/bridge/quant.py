@@ -9,6 +9,7 @@ from torch.fx import Proxy
 from typing_extensions import Self
 
 from meshrec.compat.bridge import embeddings
+from meshrec.compat.bridge.hints import take_hints
 from meshrec.compat.bridge.pruning import pruned
 from meshrec.compat.bridge.quant_lookups import bag_rows, id_rows
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -65,6 +66,9 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         is_weighted: whether each row is scaled by the input's weight of its ID.
         device: device of the rows.
         output_dtype: type of the result.
+        table_name_to_quantized_weights: refused: FBGEMM's rows are of another layout.
+        hints: ``register_tbes``, ``quant_state_dict_split_scale_bias``, ``row_alignment`` and
+            ``cache_features_order``, which change nothing here.
     """
 
     def __init__(
@@ -73,7 +77,10 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         is_weighted: bool,
         device: torch.device | str | None = None,
         output_dtype: torch.dtype = torch.float,
+        table_name_to_quantized_weights: Mapping[str, Any] | None = None,
+        **hints: Any,
     ) -> None:
+        _check_options("EmbeddingBagCollection", table_name_to_quantized_weights, hints)
         super().__init__(tables, is_weighted, device, output_dtype=data_type_of(output_dtype))
         _set_rows(self, [weight.detach() for _, weight in self.tables().values()])
 
@@ -117,7 +124,10 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         device: torch.device | str | None = None,
         need_indices: bool = False,
         output_dtype: torch.dtype = torch.float,
+        table_name_to_quantized_weights: Mapping[str, Any] | None = None,
+        **hints: Any,
     ) -> None:
+        _check_options("EmbeddingCollection", table_name_to_quantized_weights, hints)
         super().__init__(tables, device, output_dtype=data_type_of(output_dtype))
         _set_rows(self, [weight.detach() for _, weight in self.tables().values()])
         self._need_indices = need_indices
@@ -164,6 +174,24 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         made: Self = _from_float(cls, module)
         made._need_indices = getattr(module, "_need_indices", False)
         return made
+
+
+_LAYOUT = {
+    "register_tbes": False,
+    "quant_state_dict_split_scale_bias": False,
+    "row_alignment": 16,
+    "cache_features_order": False,
+}
+
+
+def _check_options(owner: str, weights: Mapping[str, Any] | None, hints: Mapping[str, Any]) -> None:
+    """Take the options that change nothing, and refuse rows in FBGEMM's layout."""
+    if weights is not None:
+        raise ValueError(
+            f"{owner}: table_name_to_quantized_weights holds rows in FBGEMM's layout. Make the collection "
+            "from a float one with quantize_embeddings or from_float, or load a state dict of this class."
+        )
+    take_hints(owner, hints, _LAYOUT)
 
 
 def _dtype_of(collection: TableCollection) -> torch.dtype:

@@ -200,7 +200,7 @@ class _Slots(dict[str, Any]):
 
 
 class _View(Mapping[Any, Any]):
-    """What a function returns at the time."""
+    """A value that is computed by a function at each use."""
 
     def __init__(self, make: Callable[[], dict[Any, Any]]) -> None:
         self._make = make

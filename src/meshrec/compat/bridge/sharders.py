@@ -11,6 +11,7 @@ from torch import nn
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.compat.bridge.optimizers import spec_of
 from meshrec.compat.bridge.plans import module_to_own
+from meshrec.compat.bridge.qcomms import Registry, checked_registry, precision_of
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed import sharders as own
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
@@ -64,17 +65,17 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         fused_params: the optimizer of the tables that have the kernel ``fused`` in the plan and no optimizer
             of their own, such as ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate":
             0.02}``. None: FBGEMM's default, SGD with the learning rate 0.01.
-        qcomm_codecs_registry: must be None.
+        qcomm_codecs_registry: codecs of ``get_qcomm_codecs_registry``; None: fp32.
     """
 
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,
-        qcomm_codecs_registry: object | None = None,
+        qcomm_codecs_registry: Registry | None = None,
     ) -> None:
-        check_codecs(qcomm_codecs_registry)
         super().__init__(spec_of(fused_params or {}))
         self.fused_params = fused_params
+        self.qcomm_codecs_registry = checked_registry(qcomm_codecs_registry)
 
     def shard(
         self,
@@ -87,7 +88,8 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         """Return the sharded module. The plan may have either library's form. Collective."""
         plan = module_to_own(params)
         tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
-        plain = own.EmbeddingBagCollectionSharder(self.optimizer, precision=self.precision, tables=tables)
+        precision = precision_of(self.qcomm_codecs_registry, plan, pooled=True)
+        plain = own.EmbeddingBagCollectionSharder(self.optimizer, precision=precision, tables=tables)
         built = plain.built(module, plan, env, device, weighted=module.is_weighted())
         return ShardedEmbeddingBagCollection(module, built)
 
@@ -98,12 +100,12 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
     def __init__(
         self,
         fused_params: Mapping[str, Any] | None = None,
-        qcomm_codecs_registry: object | None = None,
+        qcomm_codecs_registry: Registry | None = None,
         use_index_dedup: bool = False,
     ) -> None:
-        check_codecs(qcomm_codecs_registry)
         super().__init__(spec_of(fused_params or {}))
         self.fused_params = fused_params
+        self.qcomm_codecs_registry = checked_registry(qcomm_codecs_registry)
 
     def shard(
         self,
@@ -116,7 +118,8 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
         """Return the sharded module. The plan may have either library's form. Collective."""
         plan = module_to_own(params)
         tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
-        plain = own.EmbeddingCollectionSharder(self.optimizer, precision=self.precision, tables=tables)
+        precision = precision_of(self.qcomm_codecs_registry, plan, pooled=False)
+        plain = own.EmbeddingCollectionSharder(self.optimizer, precision=precision, tables=tables)
         built = plain.built(module, plan, env, device, sequence=True)
         return ShardedEmbeddingCollection(module, built)
 
@@ -146,12 +149,3 @@ def _fused_tables(
             left,
         )
     return fused
-
-
-def check_codecs(qcomm_codecs_registry: object | None) -> None:
-    """Raise ValueError for codecs."""
-    if qcomm_codecs_registry is not None:
-        raise ValueError(
-            "MeshRec has no codecs to register. Give meshrec.distributed's sharders "
-            "precision=CommsPrecision(...) to send embeddings in a shorter type."
-        )

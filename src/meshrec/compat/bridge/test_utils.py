@@ -19,9 +19,9 @@ def get_free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def skip_if_asan(function: F) -> F:
+def skip_if_asan(func: F) -> F:
     """Skip a test under the address sanitizer."""
-    return unittest.skipIf(_HAS_SANITIZER, _REASON)(function)
+    return unittest.skipIf(_HAS_SANITIZER, _REASON)(func)
 
 
 skip_if_asan_class = skip_if_asan

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshrec.compat.bridge.hints import MEMORY, take_hints
 from meshrec.pipeline import Lookahead, TrainPipeline
+
+_SPARSE_DIST = {**MEMORY, "dmp_collection_sync_interval_batches": 1, "enqueue_batch_after_forward": False}
+_SEMI_SYNC = {**MEMORY, "dmp_collection_sync_interval_batches": 1, "strict": False}
+_EVALUATION = {**MEMORY, "pipeline_postproc": False}
 
 Forward = Callable[[Any], tuple[Tensor, Any]]
 
@@ -21,6 +26,7 @@ class TrainPipelineBase:
         optimizer: the optimizer of the dense part, or a combination of all.
         device: device to move batches to. They have a method ``to(device, non_blocking)``.
         custom_model_fwd: called in place of ``model`` in the forward pass.
+        hints: options about memory and order, which change no number; see ``hints.py``.
     """
 
     def __init__(
@@ -29,7 +35,9 @@ class TrainPipelineBase:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         custom_model_fwd: Forward | None = None,
+        **hints: Any,
     ) -> None:
+        take_hints("TrainPipelineBase", hints, MEMORY)
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._forward = model if custom_model_fwd is None else custom_model_fwd
 
@@ -123,6 +131,7 @@ class TrainPipelineSparseDist(_Overlapping):
         apply_jit, context_type, pipeline_postproc: change nothing here. What a model does to IDs before a
             lookup runs in its forward pass; such a lookup does not overlap, and a log line says so.
         custom_model_fwd: called in place of ``model`` in the forward pass.
+        hints: options about memory and order, which change no number; see ``hints.py``.
     """
 
     def __init__(
@@ -135,7 +144,9 @@ class TrainPipelineSparseDist(_Overlapping):
         context_type: type | None = None,
         pipeline_postproc: bool = False,
         custom_model_fwd: Forward | None = None,
+        **hints: Any,
     ) -> None:
+        take_hints("TrainPipelineSparseDist", hints, _SPARSE_DIST)
         super().__init__(model, optimizer, device, execute_all_batches, custom_model_fwd)
 
 
@@ -145,6 +156,7 @@ class PrefetchTrainPipelineSparseDist(_Overlapping):
     Args:
         model, optimizer, device, execute_all_batches, custom_model_fwd: see ``TrainPipelineSparseDist``.
         apply_jit, pipeline_postproc: change nothing here.
+        hints: options about memory and order, which change no number; see ``hints.py``.
     """
 
     def __init__(
@@ -156,7 +168,9 @@ class PrefetchTrainPipelineSparseDist(_Overlapping):
         apply_jit: bool = False,
         pipeline_postproc: bool = True,
         custom_model_fwd: Forward | None = None,
+        **hints: Any,
     ) -> None:
+        take_hints("PrefetchTrainPipelineSparseDist", hints, MEMORY)
         super().__init__(model, optimizer, device, execute_all_batches, custom_model_fwd)
 
 
@@ -169,6 +183,7 @@ class TrainPipelineSemiSync(_Overlapping):
         model, optimizer, device, execute_all_batches, custom_model_fwd: see ``TrainPipelineSparseDist``.
         apply_jit, stash_gradients, pipeline_postproc: change nothing here; the dense part is exact.
         start_batch: the first such batch; at least 2.
+        hints: options about memory and order, which change no number; see ``hints.py``.
     """
 
     def __init__(
@@ -182,7 +197,9 @@ class TrainPipelineSemiSync(_Overlapping):
         stash_gradients: bool = False,
         pipeline_postproc: bool = True,
         custom_model_fwd: Forward | None = None,
+        **hints: Any,
     ) -> None:
+        take_hints("TrainPipelineSemiSync", hints, _SEMI_SYNC)
         super().__init__(model, optimizer, device, execute_all_batches, custom_model_fwd, start_batch)
 
 
@@ -194,6 +211,7 @@ class EvalPipelineSparseDist:
         optimizer: not used.
         device: device to move batches to.
         apply_jit: changes nothing here.
+        hints: options about memory and order, which change no number; see ``hints.py``.
     """
 
     def __init__(
@@ -202,7 +220,9 @@ class EvalPipelineSparseDist:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         apply_jit: bool = False,
+        **hints: Any,
     ) -> None:
+        take_hints("EvalPipelineSparseDist", hints, _EVALUATION)
         self._model = model
         self._ahead = Lookahead(model, device=torch.device(device), uneven="stop", strict=False)
 

@@ -1,4 +1,4 @@
-"""What features of numbers and of IDs share: a column, its kind, fitting, and JSON."""
+"""Functions for features of numbers and of IDs alike: the kind of a column, fitting, and JSON."""
 
 from collections.abc import Mapping
 from dataclasses import fields

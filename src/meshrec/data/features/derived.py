@@ -60,7 +60,6 @@ class Cross(IdFeature):
         return self.num_embeddings
 
     def columns(self) -> tuple[str, ...]:
-        """The columns that are crossed."""
         return self.columns_crossed
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:

@@ -44,7 +44,7 @@ class FitState(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How the values of a feature meet the rows of its table."""
+    """The coverage of a table's rows by the values of its feature."""
 
     name: str
     """The name of the feature."""
@@ -66,17 +66,17 @@ class Coverage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(Encoding):
-    """What a model reads of a table, and what it learns to say.
+    """The features that a model reads from a table, and the labels that it learns to predict.
 
     Args:
-        labels: what it learns; the first is the one that chooses among weights.
+        labels: the labels. The first one selects the best weights.
         features: numbers become columns of ``Batch.dense``, others keys of ``Batch.sparse``, in this order.
         joins: tables whose columns are looked up first.
         weight: a column with the weight of each sample in the loss.
-        num_labels: as many as there are labels; known still where data has none.
+        num_labels: the number of labels, which stays known if the data has none.
 
     Raises:
-        ValueError: names that occur twice, names of tables with a dot, or no ids.
+        ValueError: a name occurs twice, the name of a table has a dot, or there is no feature of IDs.
     """
 
     labels: tuple[Label, ...]
@@ -96,6 +96,12 @@ class Features(Encoding):
                 f"{name.replace('.', '_')!r}, with column={dotted[0].source!r}."
             )
         self._check_vocabularies()
+        queries = [at for at, each in enumerate(self.labels) if each.kind == "query"]
+        if queries and (queries != [len(self.labels) - 1] or queries == [0]):
+            raise ValueError(
+                f"labels {[each.column for each in self.labels]}: a label of kind='query' is the last of two "
+                "or more. Name the label that ranks the samples of a query first."
+            )
         names = [each.name for each in self.features]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not self.ids:
@@ -137,22 +143,18 @@ class Features(Encoding):
 
     @property
     def shape(self) -> Shape:
-        """The schema of samples; data without labels has one column of NaN for each."""
+        """The shape of samples. Data without labels has a column of NaN for each label."""
         return Shape(
             len(self.numbers),
             len(self.ids),
             max(self.num_labels, 1),
             self.weight is not None,
             self.is_weighted,
+            query=next((at for at, each in enumerate(self.labels) if each.kind == "query"), 0),
         )
 
-    @property
-    def takes_dictionaries(self) -> bool:
-        """True: each value of a dictionary is hashed once."""
-        return True
-
     def id_columns(self) -> tuple[str, ...]:
-        """The columns that IDs come from, without those of joins."""
+        """Return the columns that IDs come from, without those of joins."""
         joined = {column for join in self.joins for column in join.columns}
         return tuple(
             dict.fromkeys(
@@ -163,8 +165,24 @@ class Features(Encoding):
         )
 
     def labels_of(self) -> tuple[str, ...]:
-        """The names of the labels, if there are several."""
-        return tuple(each.column for each in self.labels) if self.num_labels > 1 else ()
+        """Return the names of the labels if there are several, otherwise nothing."""
+        names = tuple(each.column for each in self.labels if each.kind != "query")
+        return names if len(names) > 1 else ()
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """The names of the columns of ``Batch.dense``."""
+        return tuple(each.name for each in self.numbers)
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes of the label; 0 if it has none."""
+        return len(self.labels[0].classes) if self.labels else 0
+
+    @property
+    def number_edges(self) -> tuple[tuple[float, ...], ...]:
+        """The edges of the bins of each column of ``Batch.dense``; none of a number without bins."""
+        return tuple(each.edges or () for each in self.numbers)
 
     @property
     def is_weighted(self) -> bool:
@@ -184,14 +202,14 @@ class Features(Encoding):
         raise KeyError(f"there is no feature {name!r}; there are {[each.name for each in self.features]}.")
 
     def columns(self) -> list[str]:
-        """The columns to read, each once: labels, weight, features, and the keys of joins."""
+        """Return the columns to read, each once: labels, weight, features, and the keys of joins."""
         joined = {column for join in self.joins for column in join.columns}
         names = [each.column for each in self.labels] + ([] if self.weight is None else [self.weight])
         names += [column for each in self.features for column in each.columns() if column not in joined]
         return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
 
     def fitted_kinds(self) -> Mapping[str, str]:
-        """The kinds of the columns of fitted features, and of the keys of joins."""
+        """Return the kinds of the columns of fitted features, and of the keys of joins."""
         joined = {column for join in self.joins for column in join.columns}
         kinds: dict[str, str] = {join.key: join.key_kind() for join in self.joins}
         for each in self.features:
@@ -202,7 +220,7 @@ class Features(Encoding):
         return {column: kind for column, kind in kinds.items() if column not in joined}
 
     def wrong_columns(self, found: pa.Schema) -> list[str]:
-        """Return what is missing or of a kind that cannot be read; empty if nothing is."""
+        """Return a message for each column that is missing, or whose kind cannot be read."""
         missing = [name for name in self.columns() if found.get_field_index(name) < 0]
         if missing:
             return [f"there is no column {name!r} among {found.names}" for name in missing]
@@ -226,15 +244,19 @@ class Features(Encoding):
         return replace(self, labels=(), weight=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """Return what a model needs to know of the IDs. UnfittedError before they are fitted."""
-        return tuple(each.feature() for each in self.ids)
-
-    def encode(self, table: pa.Table, place: Place, faults: Faults) -> Samples:
-        """Return the samples of a table's rows; damaged ones are not ``kept``, or an error.
+        """Describe the tables of the IDs for the model.
 
         Raises:
             UnfittedError: a feature is not fitted.
-            DataError: for damage.
+        """
+        return tuple(each.feature() for each in self.ids)
+
+    def encode(self, table: pa.Table, place: Place, faults: Faults) -> Samples:
+        """Return the samples of a table's rows. Damaged rows are not ``kept``, or raise an error.
+
+        Raises:
+            UnfittedError: a feature is not fitted.
+            DataError: rows are damaged, and ``faults`` does not skip them.
         """
         for each in self.features:
             need_fitted(each)

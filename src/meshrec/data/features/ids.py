@@ -1,4 +1,4 @@
-"""IDs: values hashed to rows of tables, or integers as they are."""
+"""Features of IDs: values that are hashed to rows of tables, or integers that are rows themselves."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -31,21 +31,21 @@ from meshrec.data.samples import Bools, Floats, Ints, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class IdFeature(ABC):
-    """A column of values, or of lists of values, becomes IDs: rows of a table.
+    """A feature that turns a column of values, or of lists of values, into IDs: rows of a table.
 
     Lists are Arrow's, or texts of several values with a ``separator`` between them, as CSV files have them.
 
     Args:
-        name: of the feature.
-        column: where it is from; None: the column of that name.
-        found: what the column held when the feature was fitted; None: not fitted.
-        max_length: the most ids of a list.
-        keep: which end of longer lists stays.
-        weights: a column with a weight for each id, lists where the ids are.
-        sequence: the ids of a list have an order, the oldest first.
-        table: features that name the same table share its rows.
-        average_length: ids per sample; fitted.
-        separator: what lies between the values of a text, such as ``"|"``; None: a text is one value.
+        name: the name of the feature.
+        column: the column that it reads; None for the column with the feature's name.
+        found: the kind of the column when the feature was fitted; None if it is not fitted.
+        max_length: the largest number of IDs per list; None for no limit.
+        keep: the end of longer lists that stays: "first" or "last".
+        weights: a column with a weight for each ID; lists if the IDs are lists.
+        sequence: whether the IDs of a list are ordered, the oldest first.
+        table: the name of the table. Features that name the same table share its rows.
+        average_length: the average number of IDs per sample; fitted.
+        separator: the text between two values of a text, such as ``"|"``; None if a text is one value.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ()
@@ -112,11 +112,11 @@ class IdFeature(ABC):
             raise ValueError(f"{error}; got the value {value!r}.") from error
 
     def columns(self) -> tuple[str, ...]:
-        """The columns of the IDs and of their weights."""
+        """Return the columns of the IDs and of their weights."""
         return (self.source,) if self.weights is None else (self.source, self.weights)
 
     def feature(self) -> Feature:
-        """What a model needs to know of the IDs."""
+        """Describe the table of the IDs for the model."""
         need_fitted(self)
         return Feature(
             name=self.name,
@@ -195,7 +195,7 @@ class IdFeature(ABC):
 
 
 def _with_list(kind: Kind, found: Kind | None) -> Kind:
-    """The kind of a column of lists, where that is what was fitted on."""
+    """Return ``kind`` as the kind of lists, if the feature was fitted on lists."""
     return f"list of {kind}" if found is not None and found.startswith("list") else kind  # type: ignore[return-value]
 
 
@@ -204,16 +204,16 @@ _ID_KINDS: tuple[Kind, ...] = ("integer", "text", "time", "number", "list of int
 
 @dataclass(frozen=True, kw_only=True)
 class Hashed(IdFeature):
-    """Values are hashed to rows: nothing to fit, and any value has a row, which it may share.
+    """A feature whose values are hashed to rows. It needs no fitting, and values may share a row.
 
-    The row is the upper half of the 64-bit hash (`meshrec.data.features.hashes_of`, mixed with the seed where
-    that is not 0) times the number of rows, shifted down; with ``missing`` row 0 is for null, NaN and the
-    empty text alone, and all else is hashed to the others.
+    The row is the upper half of the 64-bit hash (`meshrec.data.features.hashes_of`, mixed with the seed if
+    it is not 0) times the number of rows, shifted down. With ``missing``, row 0 is reserved for null, NaN
+    and the empty text, and all other values are hashed to the other rows.
 
     Args:
-        num_embeddings: rows.
-        seed: other seeds share other rows.
-        missing: null, NaN and empty texts have row 0 to themselves; otherwise they are damage.
+        num_embeddings: the number of rows.
+        seed: the seed of the hash. With another seed, other values share rows.
+        missing: whether null, NaN and empty texts get row 0. Otherwise they are damage.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = _ID_KINDS
@@ -276,11 +276,11 @@ def check_missing(feature: IdFeature, found: Values, place: Place, kept: Bools, 
 
 @dataclass(frozen=True, kw_only=True)
 class Integer(IdFeature):
-    """Integers in ``[0, num_embeddings)`` are rows as they are; others are damage.
+    """A feature whose integers in ``[0, num_embeddings)`` are rows. Other integers are damage.
 
     Args:
-        num_embeddings: rows.
-        missing: the row of null; None: null is damage.
+        num_embeddings: the number of rows.
+        missing: the row of null; None if null is damage.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "list of integer")

@@ -35,15 +35,15 @@ class Join:
         return f"column {self.key!r} holds {mine}, and {kind} in {self.path}. Make them of one kind"
 
     def key_kind(self) -> Kind:
-        """The kind of the key."""
+        """Return the kind of the key."""
         return kind_of(self._table().schema.field(self.key).type)
 
     def kinds(self) -> dict[str, Kind]:
-        """The names of the columns that it brings."""
+        """Return the kinds of the columns that the join adds."""
         return {field.name: kind_of(field.type) for field in self.fields()}
 
     def fields(self) -> list[Any]:
-        """The columns that it brings, as Arrow fields."""
+        """Return the columns that the join adds, as Arrow fields."""
         return [self._table().schema.field(name) for name in self.columns]
 
     def joined(self, table: pa.Table) -> pa.Table:
@@ -94,7 +94,7 @@ class Join:
 
 
 def _without_value(chunks: Any) -> Bools:
-    """Return where a column is null or NaN."""
+    """Return a mask of the rows in which a column is null or NaN."""
     array = whole(chunks)
     plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     missing: Bools = plain.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)

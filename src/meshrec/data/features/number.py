@@ -23,22 +23,24 @@ from meshrec.data.samples import Bools, Floats
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A column of numbers or times becomes a column of ``Batch.dense``.
+    """A feature that turns a column of numbers or times into a column of ``Batch.dense``.
 
-    The steps, in this order, each if it is asked for: the part of a time; ``missing`` for null and NaN;
-    ``log``; ``clip`` to quantiles; ``standardize`` to mean 0 and deviation 1.
+    The steps that you ask for run in this order: the part of a time; ``missing`` for null and NaN; ``log``;
+    ``clip`` to quantiles; ``standardize`` to mean 0 and deviation 1.
 
     Args:
-        name: of the feature.
-        column: where it is from; None: the column of that name.
-        found: what the column held when the feature was fitted; None: not fitted.
-        part: of a time (UTC): hour, weekday, ...; None: the number itself, of times the seconds since 1970.
-        unit: of times that are integers.
-        missing: what stands for null and NaN; None: these are damage. Infinity always is.
-        log: log(1 + x), where x below 0 counts as 0.
-        clip: shares, such as (0.01, 0.99): values outside these quantiles become the quantiles.
-        standardize: subtract the mean, divide by the standard deviation.
-        low, high, mean, deviation: fitted.
+        name: the name of the feature.
+        column: the column that it reads; None for the column with the feature's name.
+        found: the kind of the column when the feature was fitted; None if it is not fitted.
+        part: the part of a time (UTC), such as "hour"; None for the number itself, or seconds since 1970.
+        unit: the unit of times that are integers.
+        missing: the value for null and NaN; None if these are damage. Infinity is always damage.
+        log: whether to take log(1 + x), where negative x counts as 0.
+        clip: two shares, such as (0.01, 0.99). Values outside these quantiles become the quantiles.
+        standardize: whether to subtract the mean and divide by the standard deviation.
+        num_bins: number of bins with equally many training values. Models that embed numbers learn a
+            piecewise-linear function over them; others read the value itself.
+        low, high, mean, deviation, edges: fitted values.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("number", "integer", "time")
@@ -56,11 +58,15 @@ class Number:
     high: float | None = None
     mean: float | None = None
     deviation: float | None = None
+    num_bins: int | None = None
+    edges: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_time(self.name, self.part, self.unit)
         if self.clip is not None and not 0 <= self.clip[0] < self.clip[1] <= 1:
             raise ValueError(f"feature {self.name!r}: clip must be two shares in [0, 1], got {self.clip}.")
+        if self.num_bins is not None and self.num_bins < 2:
+            raise ValueError(f"feature {self.name!r}: num_bins must be at least 2, got {self.num_bins}.")
 
     @property
     def source(self) -> str:
@@ -72,13 +78,14 @@ class Number:
         return wrong_kind(self, self.allowed, kinds)
 
     def columns(self) -> tuple[str, ...]:
-        """The columns that it reads."""
         return (self.source,)
 
     @property
     def is_fitted(self) -> bool:
         """Whether the feature is fitted, or needs no fitting."""
-        return self.found is not None or (self.clip is None and not self.standardize)
+        return self.found is not None or (
+            self.clip is None and not self.standardize and self.num_bins is None
+        )
 
     def fitted(self, sample: Any) -> "Number":
         """Return the feature fitted to a sample of the column."""
@@ -98,7 +105,12 @@ class Number:
         if self.standardize:
             # Of equal values the deviation may be a rounding error.
             mean, deviation = float(values.mean()), float(values.std()) if np.ptp(values) else 1.0
-        return replace(found, low=low, high=high, mean=mean, deviation=deviation)
+        edges = self.edges
+        if self.num_bins is not None:
+            if mean is not None and deviation is not None:
+                values = (values - mean) / deviation
+            edges = quantile_edges(values, self.num_bins)
+        return replace(found, low=low, high=high, mean=mean, deviation=deviation, edges=edges)
 
     def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:
         """Return the values, [n] float32."""
@@ -132,3 +144,9 @@ class Number:
         if self.missing is not None:
             values = np.where(np.isnan(values), self.missing, values)
         return np.log1p(np.maximum(values, 0)) if self.log else values
+
+
+def quantile_edges(values: npt.NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
+    """Return the edges of at most ``num_bins`` bins of equally many values, as float32 tells them apart."""
+    found = np.quantile(values, np.linspace(0, 1, num_bins + 1)).astype(np.float32)
+    return tuple(np.unique(found).tolist())

@@ -1,7 +1,7 @@
-"""What a pass over data remembers of it: samples, distinct values, counts. Each merges exactly, in any order.
+"""Sketches of data from one pass: samples, distinct values and counts.
 
-A sketch of two parts of the data is the merge of their sketches, whatever the parts and their order: what is
-fitted on many machines is what one machine fits.
+A sketch of two parts of the data is the exact merge of their sketches, whatever the parts and their order.
+Therefore many machines fit the same features as one.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.columns import is_text
-from meshrec.data.features.values import hashes_and_missing
+from meshrec.data.features.values import hashes_and_missing, is_text
 from meshrec.data.hashing import UInt64s, mix
 from meshrec.data.samples import Ints
 
@@ -51,7 +50,7 @@ def _smallest(table: pa.Table, places: UInt64s, limit: int) -> RowSample:
 
 
 class Distinct(NamedTuple):
-    """How many distinct values there are, from the smallest of their hashes; exact below the limit.
+    """An estimate of the number of distinct values from their smallest hashes; exact below the limit.
 
     Bar-Yossef et al.: "Counting distinct elements in a data stream" (2002).
     """

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.columns import is_text
 from meshrec.data.hashing import UInt64s, hash_bytes, mix
 from meshrec.data.samples import Bools, Ints
 
@@ -24,7 +23,7 @@ DATE_PARTS: dict[str, int] = {
     "hour": 24,
     "minute": 60,
 }
-"""How many values a part has, the first being 0; 0: years have no end."""
+"""Number of values of each part, counted from 0; years have no limit, written as 0."""
 
 _ENDS: dict[TimeUnit, float] = {"s": 9e12, "ms": 9e15, "us": 9e18, "ns": 9e18}
 """Times from here on have more microseconds, or nanoseconds, than an int64 holds."""
@@ -38,7 +37,7 @@ class Values(NamedTuple):
 
 
 def kind_of(kind: pa.DataType) -> Kind:
-    """The kind of values in a column, whatever their width."""
+    """Return the kind of values of an Arrow type, whatever their width."""
     if pa.types.is_dictionary(kind):
         return kind_of(kind.value_type)
     if is_list(kind):
@@ -65,6 +64,12 @@ def is_list(kind: pa.DataType) -> bool:
     return any(each(kind) for each in lists)
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a type is a string or binary type."""
+    text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(each(kind) for each in text)
+
+
 def _decoded(array: Any) -> Any:
     """Return the plain values of an array that may be kept as a dictionary."""
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
@@ -87,11 +92,12 @@ def values_of(chunks: Any) -> Values:
 
 
 def converted(array: Any, kind: Kind) -> Any:
-    """Whole numbers as integers, integers as numbers, where ``kind`` is the other: what is a float in one
-    file, for its nulls, is an integer in the next; all else as it is.
+    """Convert whole numbers to integers, or integers to numbers, if ``kind`` asks for it.
+
+    A column of integers is a float column in files where it has nulls. Other arrays stay as they are.
 
     Raises:
-        ValueError: for numbers that are not whole, or too large to be told apart as floats.
+        ValueError: numbers are not whole, or too large for exact floats.
     """
     have = kind_of(array.type)
     if {have, kind} != {"integer", "number"}:
@@ -129,7 +135,7 @@ def hashes_of(array: Any) -> UInt64s:
 
 
 def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
-    """`hashes_of`, and where values are null, NaN or empty texts; None where all are there."""
+    """Return `hashes_of` the array, and a mask of nulls, NaN and empty texts; None if there are none."""
     if pa.types.is_dictionary(array.type):
         return _by_dictionary(array)
     if is_text(array.type):
@@ -158,7 +164,7 @@ def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
 
 
 def integers_of(array: Any) -> Ints:
-    """Whole numbers as int64, times as microseconds, floats as their bits (-0.0: 0.0); null, NaN: 0."""
+    """Return int64: integers, times in microseconds, the bits of floats (-0.0 as 0.0); 0 for null and NaN."""
     kind = array.type
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         floats = array.cast(pa.float64()).to_numpy(zero_copy_only=False) + 0.0  # null has become NaN
@@ -187,7 +193,7 @@ def is_missing(array: Any) -> Bools | None:
 
 
 def numbers_of(array: Any, part: DatePartName | None, unit: TimeUnit) -> npt.NDArray[np.float64]:
-    """Float64, NaN where null; of dates and times a part (UTC), or without one the seconds since 1970."""
+    """Return float64, NaN for null. Times become their ``part`` (UTC), or the seconds since 1970."""
     array = _decoded(whole(array))
     if part is None and not pa.types.is_temporal(array.type):
         return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]

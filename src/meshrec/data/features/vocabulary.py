@@ -132,7 +132,7 @@ class Vocabulary(IdFeature):
 
 
 def _of_one_kind(kind: Kind, values: Any) -> tuple[Kind, Any]:
-    """Of files some of which have integers, and others floats: integers where all are whole."""
+    """Convert to the fitted kind if all values are whole: some files have integers, others floats."""
     try:
         return kind, converted(values, kind)
     except ValueError:

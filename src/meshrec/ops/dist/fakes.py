@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.dist.naive  # noqa: F401 - the ops must exist before fakes are registered for them
+from meshrec.ops.dist import wire_naive
 
 # R ranks, Q routes, U uses
 
@@ -92,3 +93,28 @@ def _scatter_sequence(grad: Tensor, *rest: Any) -> Tensor:
 @_register_fake("meshrec::gather_weight_grads")
 def _gather_weight_grads(received: Tensor, values: Tensor, *rest: Any) -> Tensor:
     return received.new_empty(values.numel(), dtype=torch.float32)
+
+
+@_register_fake("meshrec::wire_encode")
+def _wire_encode(
+    values: Tensor,
+    rows: list[int],
+    begins: list[int],
+    widths: list[int],
+    formats: list[int],
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    size = sum(
+        num_rows * wire_naive.column_bytes(formats[c], widths[c])
+        for b, num_rows in enumerate(rows)
+        for c in range(begins[b], begins[b + 1])
+    )
+    return values.new_empty(size, dtype=torch.uint8), values.new_empty(2, dtype=torch.int64)
+
+
+@_register_fake("meshrec::wire_decode")
+def _wire_decode(
+    message: Tensor, rows: list[int], begins: list[int], widths: list[int], formats: list[int]
+) -> Tensor:
+    size = sum(n * sum(widths[begins[b] : begins[b + 1]]) for b, n in enumerate(rows))
+    return message.new_empty(size, dtype=torch.float32)

@@ -107,7 +107,7 @@ def route_ids(
     check_ids: bool,
     names: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``naive.route_ids``, and the differences in the module's docstring."""
+    """Compute ``naive.route_ids`` with Triton kernels; the module's docstring has the differences."""
     from meshrec.ops.dist import triton_kernels
 
     device, num_ids = values.device, values.numel()
@@ -173,7 +173,7 @@ def route_ids(
 def unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``naive.unpack_ids``. ``header`` is on the CPU."""
+    """Compute ``naive.unpack_ids`` with Triton kernels. ``header`` is on the CPU."""
     from meshrec.ops.dist import triton_kernels
 
     words, num_ids, batches = header[:, 1].tolist(), header[:, 2].tolist(), header[:, 3].tolist()
@@ -235,7 +235,7 @@ def gather_pooled(
     link: int = 0,
     exchange: int = 0,
 ) -> Tensor:
-    """See ``naive.gather_pooled``."""
+    """Compute ``naive.gather_pooled`` with Triton kernels."""
     from meshrec.ops.dist import triton_kernels
 
     if received.numel() != batch * sum(dims):
@@ -277,7 +277,7 @@ def scatter_pooled(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """See ``naive.scatter_pooled``."""
+    """Compute ``naive.scatter_pooled`` with Triton kernels."""
     from meshrec.ops.dist import triton_kernels
 
     (batch, out_dim), device = grad.shape, grad.device
@@ -319,7 +319,7 @@ def gather_sequence(
     counts: Tensor,
     dims: list[int],
 ) -> Tensor:
-    """See ``naive.gather_sequence``."""
+    """Compute ``naive.gather_sequence`` with Triton kernels."""
     batch = values, offsets, segments, num_keys, keys
     num_elements = int((counts.cpu()[lookups[:, 0]] * lookups[:, 3]).sum())
     if received.numel() != num_elements:
@@ -344,7 +344,7 @@ def scatter_sequence(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See ``naive.scatter_sequence``."""
+    """Compute ``naive.scatter_sequence`` with Triton kernels."""
     batch = values, offsets, segments, num_keys, keys
     num_elements = int((counts.cpu()[lookups[:, 0]] * lookups[:, 3]).sum())
     if grad.numel() != num_elements:
@@ -410,7 +410,7 @@ def gather_weight_grads(
     router: list[Tensor],
     counts: Tensor,
 ) -> Tensor:
-    """See ``naive.gather_weight_grads``."""
+    """Compute ``naive.gather_weight_grads`` with Triton kernels."""
     from meshrec.ops.dist import triton_kernels
 
     num_sent = int(counts.sum())

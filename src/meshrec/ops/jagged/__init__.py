@@ -1,4 +1,4 @@
-"""The ops on jagged data: offsets from lengths, keys in another order, IDs split by row interval.
+"""The ops on jagged data: offsets from lengths, keys in another order.
 
 Each is also ``torch.ops.meshrec.<name>``. ``naive.py`` documents the tensors, and runs on every device
 without a kernel of its own.
@@ -15,7 +15,7 @@ from meshrec.ops.jagged import (
     naive,  # noqa: F401 - registers the ops in plain torch
 )
 
-__all__ = ["Bucketized", "Permuted", "bucketize_jagged", "lengths_to_offsets", "permute_jagged"]
+__all__ = ["Permuted", "lengths_to_offsets", "permute_jagged"]
 
 
 class Permuted(NamedTuple):
@@ -24,17 +24,6 @@ class Permuted(NamedTuple):
     lengths: Tensor
     values: Tensor
     weights: Tensor | None
-
-
-class Bucketized(NamedTuple):
-    """Result of :func:`bucketize_jagged`, bucket-major. ``positions`` has the new indexes of the input's
-    IDs.
-    """
-
-    lengths: Tensor
-    values: Tensor
-    weights: Tensor | None
-    positions: Tensor
 
 
 def lengths_to_offsets(lengths: Tensor) -> Tensor:
@@ -64,23 +53,3 @@ def permute_jagged(
         order, num_keys, lengths, values, weights, segments, num_bags, num_values
     )
     return Permuted(new_lengths, new_values, None if weights is None else new_weights)
-
-
-def bucketize_jagged(
-    lengths: Tensor,
-    values: Tensor,
-    boundaries: Tensor,
-    *,
-    weights: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> Bucketized:
-    """Split bags by the row intervals ``boundaries`` int64 [K, P+1]; see ``naive.py``. Differentiable in
-    ``weights``.
-
-    Raises:
-        ValueError: An ID lies outside its key's intervals.
-    """
-    new_lengths, new_values, new_weights, positions = torch.ops.meshrec.bucketize_jagged.default(
-        lengths, values, weights, segments, boundaries
-    )
-    return Bucketized(new_lengths, new_values, None if weights is None else new_weights, positions)

@@ -34,24 +34,4 @@ def _permute_backward(
     return None, None, None, grad_of_values, grad_of_weights, None, None, None
 
 
-def _bucketize_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(output[3])
-
-
-def _bucketize_backward(
-    ctx: Any,
-    grad_lengths: Tensor | None,
-    grad_values: Tensor | None,
-    grad_weights: Tensor | None,
-    grad_positions: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    (positions,) = ctx.saved_tensors
-    if grad_weights is None or not ctx.needs_input_grad[2]:
-        return None, None, None, None, None
-    return None, None, grad_weights[positions], None, None
-
-
 torch.library.register_autograd("meshrec::permute_jagged", _permute_backward, setup_context=_permute_context)
-torch.library.register_autograd(
-    "meshrec::bucketize_jagged", _bucketize_backward, setup_context=_bucketize_context
-)

@@ -27,20 +27,8 @@ def _fake_permute_jagged(
     )
 
 
-def _fake_bucketize_jagged(
-    lengths: Tensor, values: Tensor, weights: Tensor | None, segments: Tensor | None, boundaries: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        lengths.new_empty(lengths.numel() * (boundaries.size(1) - 1)),
-        torch.empty_like(values),
-        naive.no_weights(values) if weights is None else torch.empty_like(weights),
-        values.new_empty(values.numel(), dtype=torch.int64),
-    )
-
-
 for _name, _fake in (
     ("lengths_to_offsets", _fake_lengths_to_offsets),
     ("permute_jagged", _fake_permute_jagged),
-    ("bucketize_jagged", _fake_bucketize_jagged),
 ):
     torch.library.register_fake(f"meshrec::{_name}", _fake)

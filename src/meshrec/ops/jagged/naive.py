@@ -1,6 +1,6 @@
 """The jagged ops in plain torch: the reference for the kernels, and the fallback without one.
 
-Shape legend: B bags (of all keys), K keys, M keys of a result, N IDs, P buckets. Bags are key-major: those of
+Shape legend: B bags (of all keys), K keys, M keys of a result, N IDs. Bags are key-major: those of
 key 0, then those of key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag of each key, and
 B at its end. None stands for B / K bags per key.
 """
@@ -73,7 +73,8 @@ def permute_jagged(
         if ids[key + 1] < ids[key]:
             total = ids[key + 1] - ids[key]
             raise ValueError(f"{op}: the lengths of key {key} sum to {total}; lengths are 0 or more")
-    _check_sum(op, ids[-1], num_ids)
+    if ids[-1] != num_ids:
+        raise ValueError(f"{op}: the lengths sum to {ids[-1]}, but there are {num_ids} values")
     for key in order:
         if not 0 <= key < num_keys:
             raise ValueError(f"{op}: order names key {key}; there are {num_keys} keys")
@@ -85,64 +86,6 @@ def permute_jagged(
         _gather_ranges(lengths_B, bags, order),
         _gather_ranges(values_N, ids, order),
         no_weights(values_N) if weights_N is None else _gather_ranges(weights_N, ids, order),
-    )
-
-
-def bucketize_jagged(
-    lengths_B: Tensor,
-    values_N: Tensor,
-    weights_N: Tensor | None,
-    segments: Tensor | None,
-    boundaries_KP: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split every bag by row intervals, and make its IDs relative to their interval.
-
-    The result is bucket-major: all bags of bucket 0 (key by key), then those of bucket 1, ... IDs keep their
-    order within a new bag.
-
-    Args:
-        lengths_B: int32 or int64.
-        values_N: IDs, int32 or int64.
-        weights_N: One floating-point value per ID, or None.
-        segments: See the module's docstring.
-        boundaries_KP: int64 [K, P+1], ascending along each row: bucket ``p`` takes the IDs of key ``k`` from
-            ``boundaries[k, p]`` up to, but without, ``boundaries[k, p+1]``. An interval may be empty.
-
-    Returns:
-        Lengths [P*B], IDs [N] (minus the interval's start), weights [N] (without weights: [0]), and positions
-            int64 [N]: the index in the result of each ID of the input, so that ``result[positions]`` has the
-            input's order.
-
-    Raises:
-        ValueError: An ID lies outside its key's intervals, a length is negative, or the lengths do not sum to
-            N.
-    """
-    op = "bucketize_jagged"
-    _check_integers(lengths_B, f"{op}: lengths")
-    _check_integers(values_N, f"{op}: values")
-    _check_boundaries(boundaries_KP)
-    _check_weights(weights_N, values_N)
-    device, num_bags = values_N.device, lengths_B.numel()
-    num_keys, num_buckets = boundaries_KP.size(0), boundaries_KP.size(1) - 1
-    bags = _first_bags(segments, num_keys, num_bags, op)
-    _check_lengths(lengths_B, values_N.numel())
-    keys_B = torch.repeat_interleave(torch.tensor(bags, device=device).diff())
-    bags_N = torch.repeat_interleave(lengths_B.long())
-    keys_N = keys_B[bags_N]
-    boundaries_NP = boundaries_KP.to(device)[keys_N]
-    ids_N = values_N.long()
-    _check_inside(ids_N, boundaries_NP, keys_N, bags_N, bags)
-    buckets_N = (boundaries_NP[:, 1:] <= ids_N[:, None]).sum(1)
-    local_N = ids_N - boundaries_NP.gather(1, buckets_N[:, None]).squeeze(1)
-    new_bags_N = buckets_N * num_bags + bags_N
-    sources_N = torch.argsort(new_bags_N, stable=True)
-    positions_N = torch.empty_like(sources_N)
-    positions_N[sources_N] = torch.arange(sources_N.numel(), device=device)
-    return (
-        torch.bincount(new_bags_N, minlength=num_buckets * num_bags).to(lengths_B.dtype),
-        local_N[sources_N].to(values_N.dtype),
-        no_weights(values_N) if weights_N is None else weights_N[sources_N],
-        positions_N,
     )
 
 
@@ -193,52 +136,4 @@ def _num_rows(tensor: Tensor, what: str) -> int:
     return tensor.size(0)
 
 
-def _check_sum(op: str, total: int, num_ids: int) -> None:
-    if total != num_ids:
-        raise ValueError(f"{op}: the lengths sum to {total}, but there are {num_ids} values")
-
-
-def _check_lengths(lengths_B: Tensor, num_ids: int) -> None:
-    op = "bucketize_jagged"
-    negative = (lengths_B < 0).nonzero()
-    if negative.numel():
-        bag = int(negative[0])
-        raise ValueError(f"{op}: the length of bag {bag} is {int(lengths_B[bag])}; lengths are 0 or more")
-    _check_sum(op, int(lengths_B.sum()), num_ids)
-
-
-def _check_boundaries(boundaries_KP: Tensor) -> None:
-    if boundaries_KP.dtype != torch.int64 or boundaries_KP.dim() != 2 or boundaries_KP.size(1) < 2:
-        raise ValueError("bucketize_jagged: boundaries must be an int64 tensor [num_keys, num_buckets + 1]")
-    falling = (boundaries_KP.diff() < 0).any(1).nonzero()
-    if falling.numel():
-        raise ValueError(f"bucketize_jagged: the boundaries of key {int(falling[0])} must not fall")
-
-
-def _check_weights(weights_N: Tensor | None, values_N: Tensor) -> None:
-    if weights_N is None:
-        return
-    if weights_N.shape != values_N.shape:
-        raise ValueError(
-            f"bucketize_jagged: weights must be one per value, got {weights_N.numel()} "
-            f"for {values_N.numel()} values"
-        )
-    if not weights_N.is_floating_point():
-        raise ValueError("bucketize_jagged: weights must be floating point")
-
-
-def _check_inside(
-    ids_N: Tensor, boundaries_NP: Tensor, keys_N: Tensor, bags_N: Tensor, bags: list[int]
-) -> None:
-    outside = ((ids_N < boundaries_NP[:, 0]) | (ids_N >= boundaries_NP[:, -1])).nonzero()
-    if outside.numel():
-        i = int(outside[0])
-        key = int(keys_N[i])
-        low, high = int(boundaries_NP[i, 0]), int(boundaries_NP[i, -1])
-        raise ValueError(
-            f"bucketize_jagged: id {int(ids_N[i])} of key {key} (sample {int(bags_N[i]) - bags[key]}) "
-            f"is outside [{low}, {high})"
-        )
-
-
-implement([lengths_to_offsets, permute_jagged, bucketize_jagged])
+implement([lengths_to_offsets, permute_jagged])

@@ -14,7 +14,7 @@ from meshrec.ops.tbe import Lookups, triton
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """See ``naive.nbit_forward``."""
+    """Compute ``naive.nbit_forward`` with Triton kernels."""
     lookups, (out_size, out_dtype, check_ids, _) = Lookups.split(arguments)
     naive.check_tables(weights, bits, lookups)
     out = triton.look_up(weights, bits, lookups, out_size=out_size, out_dtype=out_dtype, check_ids=check_ids)

@@ -42,13 +42,13 @@ def _rounded(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, origin:
     return stochastic_round(x_UD, dtype, random_bits(rows_U + first_row, columns_D, h.seed, h.step))
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
     """Return the int64 with the bits of an unsigned 64-bit integer."""
     x %= 1 << 64
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def shifted(x: Tensor, bits: int) -> Tensor:
     """Shift int64 to the right, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -61,11 +61,11 @@ def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tens
     0x27D4EB2F165667C5`` modulo 2^64 goes through the finalizer of splitmix64 (Steele, Lea, Flood: "Fast
     splittable pseudorandom number generators", 2014), and the low 16 bits remain.
     """
-    start = _signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
-    x = rows_U.long()[:, None] * _signed(0x9E3779B97F4A7C15) + columns_D * _signed(0xC2B2AE3D27D4EB4F) + start
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return (x ^ _shifted(x, 31)) & 0xFFFF
+    start = signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
+    x = rows_U.long()[:, None] * signed(0x9E3779B97F4A7C15) + columns_D * signed(0xC2B2AE3D27D4EB4F) + start
+    x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
+    return (x ^ shifted(x, 31)) & 0xFFFF
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
-    """See ``naive.tbe_forward``."""
+    """Compute ``naive.tbe_forward`` with Triton kernels."""
     *shared, out_size, out_dtype, check_ids, _ = arguments
     batch = Lookups._make([*shared, [weights[table].shape[1] for table in shared[-3]]])
     out = look_up(
@@ -187,7 +187,7 @@ class _Entries(NamedTuple):
     """
 
     grad: Tensor
-    """fp32, 1-D"""
+    """The flat gradient, fp32."""
     rows: Tensor
     """int64 [E]: the rows, ascending, numbered through all tables."""
     order: Tensor
@@ -195,11 +195,11 @@ class _Entries(NamedTuple):
     starts: Tensor
     """int64 [E]: the first element of each entry's gradient."""
     factors: Tensor
-    """fp32 [E]"""
+    """The factor of each entry's gradient, fp32 [E]."""
     tables_of: Tensor
-    """int32 [E]"""
+    """The table of each entry, int32 [E]."""
     first_rows: list[int]
-    """[T + 1]"""
+    """The first row of each table, numbered through all tables, and the end: [T + 1]."""
 
     @property
     def end_of_rows(self) -> int:
@@ -255,7 +255,7 @@ def _entries(
 
 
 def tbe_update(grad: Tensor, *arguments: Any) -> None:
-    """See ``naive.tbe_update``."""
+    """Compute ``naive.tbe_update`` with Triton kernels."""
     from meshrec.ops.tbe import triton_kernels
 
     batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
@@ -327,14 +327,12 @@ def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
 
 
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
-    """See ``naive.tbe_sparse_grad``."""
+    """Compute ``naive.tbe_sparse_grad`` with Triton kernels."""
     return _summed_rows(grad, *Lookups.split(arguments))[0]
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``naive.tbe_row_squares``. The runs hold, for each entry, its row, its order, and the number of its
-    run.
-    """
+    """Compute ``naive.tbe_row_squares``. The runs hold the row, the order and the run of each entry."""
     summed, entries, numbers = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
     counts = torch.tensor([len(each) for each in squares], dtype=torch.int64)
@@ -376,7 +374,7 @@ def _summed_rows(
 
 
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """See ``naive.tbe_dense_grad``."""
+    """Compute ``naive.tbe_dense_grad`` with Triton kernels."""
     batch = Lookups(*arguments)
     lookups = _placed(batch, grad.numel())
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]

@@ -19,7 +19,7 @@ from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.pipeline.stages.choosing import UnitCost, best_cut, most_stages, places_of
 from meshrec.pipeline.stages.profiling import CANDIDATES, measured
 from meshrec.pipeline.stages.programs import names_of, program, shared_parameters
-from meshrec.pipeline.stages.ranks import schedule
+from meshrec.pipeline.stages.rank_step import schedule
 from meshrec.pipeline.stages.samples import split
 from meshrec.pipeline.stages.tracing import PartProgram, Traced, trace
 from meshrec.planner import Link

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from meshrec.pipeline.stages.programs import StageProgram, Staging
-from meshrec.pipeline.stages.running import Exchange, Gradients
+from meshrec.pipeline.stages.programs import StageFlow
+from meshrec.pipeline.stages.values import Exchange, Gradients
 
 _HEADER_BYTES = 2048
 """Size of a message header. It holds the shapes and dtypes of about twenty tensors; longer ones need a second
@@ -190,39 +190,24 @@ class RankExchange(Exchange):
         return 2 * (message.k * len(self._tags) + self._tags[message.name]) + (message.kind == "gradient")
 
 
-def messages_of(
-    staging: Staging,
-    stage: StageProgram,
-    action: str,
-    k: int,
-    *,
-    carried: Iterable[str],
-    generator: str | None,
-) -> list[tuple[Message, bool]]:
+def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) -> list[tuple[Message, bool]]:
     """Return all messages of one action of a stage, each with whether this stage sends it.
 
     ``action`` is "tables", "forward", "backward" or "collect". ``k`` is the split, or the number of splits
     for actions on the whole batch.
     """
-    makers, users, own = staging.makers(), staging.users(), stage.index
-    last = len(staging.stages) - 1
-    for name in carried:
-        users.setdefault(name, []).append(last)
-    takes = [name for name in stage.split.takes if makers.get(name, own) != own]
-    takes += [name for name in carried if own == last]
-    whole = stage.whole.gives if stage.whole is not None else []
-    if action == "tables":
+    stage, makers, users, own = flow.stage, flow.makers, flow.users, flow.stage.index
+    if action in ("tables", "collect"):
+        kind: Literal["value", "gradient"] = "value" if action == "tables" else "gradient"
+        whole = stage.whole.gives if stage.whole is not None else []
         return [
-            (Message("value", n, i, own, u), True) for n in whole for i in range(k) for u in users.get(n, ())
-        ]
-    if action == "collect":
-        return [
-            (Message("gradient", n, i, own, u), False)
+            (Message(kind, n, i, own, u), action == "tables")
             for n in whole
             for i in range(k)
             for u in users.get(n, ())
         ]
-    kind: Literal["value", "gradient"] = "value" if action == "forward" else "gradient"
+    kind = "value" if action == "forward" else "gradient"
+    takes = [name for name in flow.takes if makers.get(name, own) != own]
     found = [(Message(kind, n, k, makers[n], own), action == "backward") for n in takes]
     found += [
         (Message(kind, n, k, own, u), action == "forward")
@@ -232,7 +217,7 @@ def messages_of(
     if generator is not None and action == "forward":
         if own > 0:
             found.append((Message("value", generator, k, own - 1, own), False))
-        if own < last:
+        if not flow.is_last:
             found.append((Message("value", generator, k, own, own + 1), True))
     # First what comes, as in the action itself.
     return sorted(found, key=lambda each: each[1])

@@ -24,8 +24,8 @@ noise.
 """
 _REPEATS = 3
 _IN_FLIGHT = 4
-"""Number of splits whose results are kept while a stage is measured, so that none reuses the memory of the
-previous one.
+"""Number of splits whose results are kept while a stage is measured. Memory of a split is then not reused by
+the next one.
 """
 EXCHANGE_SECONDS = 1e-4
 """Time that a split costs a stage beside its operations (futures, detached tensors), seen on several

@@ -47,6 +47,42 @@ class Staging(NamedTuple):
         return found
 
 
+class StageFlow:
+    """The ways of values between one stage and the others.
+
+    Args:
+        staging: all stages.
+        index: this stage.
+        carried: values of earlier stages that the last stage receives only to return them.
+
+    Attributes:
+        stage: the program of this stage.
+        last: the index of the last stage.
+        makers: the stage that makes each value. Values of the batch are not included.
+        users: the other stages that read each value.
+        takes: values that ``forward`` reads, those of the program first.
+        output: the node that the model returns.
+    """
+
+    def __init__(self, staging: Staging, index: int, carried: Sequence[str] = ()) -> None:
+        self.stage, self.output = staging.stages[index], staging.output
+        self.last = len(staging.stages) - 1
+        self.makers, self.users = staging.makers(), staging.users()
+        for name in carried:
+            self.users.setdefault(name, []).append(self.last)
+        self.takes = [*self.stage.split.takes, *(name for name in carried if index == self.last)]
+
+    @property
+    def returned(self) -> list[str]:
+        """Names of the values that the model returns."""
+        return [node.name for node in self.output.all_input_nodes]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.stage.index == self.last
+
+
 def at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
     """Return the stage of each unit, where a new stage begins at the first unit of each submodule in
     ``cuts``.

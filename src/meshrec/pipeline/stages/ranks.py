@@ -1,36 +1,26 @@
 """Stages over ranks: the ``stage`` axis of a mesh, beside ``replicate`` and ``shard``."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.pipeline.stages.batch_norm import batch_norms, deferred_statistics
-from meshrec.pipeline.stages.messages import ElsewhereError, RankExchange, messages_of
-from meshrec.pipeline.stages.programs import StageProgram, Staging, at_cuts, stage_programs
-from meshrec.pipeline.stages.running import (
-    GENERATOR,
-    Caller,
-    Gradients,
-    Inputs,
-    Mode,
-    StageError,
-    StageRun,
-)
-from meshrec.pipeline.stages.samples import join, num_samples, split, split_sizes
+from meshrec.pipeline.stages.messages import RankExchange
+from meshrec.pipeline.stages.programs import StageFlow, StageProgram, Staging, at_cuts, stage_programs
+from meshrec.pipeline.stages.rank_step import Criterion, Lane, RankStep, SplitLosses, any_of
+from meshrec.pipeline.stages.running import GENERATOR, Caller, Mode, StageRun
+from meshrec.pipeline.stages.samples import num_samples, split, split_sizes
 from meshrec.pipeline.stages.staged import take_apart
 from meshrec.pipeline.stages.timeline import Timeline
 from meshrec.pipeline.stages.tracing import PartProgram, trace
+from meshrec.pipeline.stages.values import Inputs, StageValues
 from meshrec.plan.sharding_plan import ShardingPlan
-
-Criterion = Callable[[Any, Any], Tensor]
 
 
 class StepResult(NamedTuple):
@@ -97,8 +87,8 @@ class StagedOverRanks(nn.Module):
         names = mesh.mesh_dim_names or ()
         if "stage" not in names:
             raise ValueError(f"the mesh has the axes {names}; stages need one called 'stage'.")
-        self._group = mesh.get_group("stage")
-        num_stages = self._group.size()
+        group = mesh.get_group("stage")
+        num_stages = group.size()
         if len(cuts) + 1 != num_stages:
             raise ValueError(
                 f"{len(cuts)} cuts make {len(cuts) + 1} stages, but the mesh's 'stage' axis has {num_stages} "
@@ -108,18 +98,14 @@ class StagedOverRanks(nn.Module):
             raise ValueError(f"split_size is {split_size}; it must be at least 1.")
         traced = trace(model)
         self._taking = traced.taking
-        self._staging: Staging = stage_programs(traced, at_cuts(traced, cuts))
-        self._stage: StageProgram = self._staging.stages[self._group.rank()]
+        staging = stage_programs(traced, at_cuts(traced, cuts))
         self._split_size, self._criterion, self._deferred = split_size, criterion, deferred_batch_norm
-        makers, last = self._staging.makers(), num_stages - 1
-        returned = [node.name for node in self._staging.output.all_input_nodes]
-        given = set(self._staging.stages[last].split.takes)
-        self._carried = [n for n in returned if makers.get(n, last) != last and n not in given]
+        self._flow = StageFlow(staging, group.rank(), _carried(staging))
         others = tuple(name for name in names if name != "stage")
         env = ShardingEnv.from_mesh(mesh[others]) if others else ShardingEnv.single_process()
-        self._lanes = env.world.group
-        self._everyone = mesh._flatten("everyone").get_group() if others else self._group
-        part = StagePart(model, self._stage)
+        everyone = mesh._flatten("everyone").get_group() if others else group
+        self._lane = Lane(group, env.world.group, everyone)
+        part = StagePart(model, self._flow.stage)
         tables = [path for path in (plan.plan if plan is not None else ()) if _has(part, path)]
         own_plan = ShardingPlan({path: plan.plan[path] for path in tables}) if plan is not None else None
         if not part.holds_tables:
@@ -128,7 +114,7 @@ class StagedOverRanks(nn.Module):
             part, env=env, plan=own_plan, sharders=sharders, dense=dense, dense_options=dense_options
         )
         self._caller = _PartCaller(self.part)
-        self._exchange = RankExchange(self._group, [*makers, GENERATOR])
+        self._exchange = RankExchange(group, [*self._flow.makers, GENERATOR])
         self._draws: bool | None = None
         self.timeline = Timeline()
 
@@ -150,7 +136,7 @@ class StagedOverRanks(nn.Module):
     @property
     def stage(self) -> int:
         """Index of this rank's stage."""
-        return self._stage.index
+        return self._flow.stage.index
 
     @property
     def fused_optimizer(self) -> Any:
@@ -195,191 +181,36 @@ class StagedOverRanks(nn.Module):
             raise ValueError("the batch has no tensor with samples in its first dimension: give one.")
         sizes = split_sizes(batch, self._split_size)
         taken = take_apart(self._taking, args, kwargs)
-        wanted = {*self._stage.split.takes, *(node.name for node in self._staging.output.all_input_nodes)}
+        flow, draws = self._flow, train and self.training and self._draws is not False
+        wanted = {*flow.stage.split.takes, *flow.returned}
         splits = {n: split(v, sizes, f"the input {n!r}") for n, v in taken.items() if n in wanted}
-        targets = split(target, sizes, "the target") if self._is_last and target is not None else []
+        targets = split(target, sizes, "the target") if flow.is_last and target is not None else []
         norms = batch_norms(self.part.module) if self._deferred and train else None
-        step = _Step(self, Inputs(taken, splits, sizes), targets, train=train)
+        inputs = Inputs(taken, splits, sizes)
+        mode = Mode.now(grad=train, seed=self._lane.shared_seed() if draws else None)
+        self.timeline = Timeline()
+        run = StageRun(
+            flow,
+            self._caller,
+            StageValues(flow, inputs, self._exchange),
+            mode=mode,
+            timeline=self.timeline,
+        )
+        losses = SplitLosses(flow.output, inputs, targets, self._criterion, train=train)
+        step = RankStep(flow, self._exchange, self._lane, run=run, losses=losses, train=train, draws=draws)
         with deferred_statistics(norms) if norms is not None else nullcontext():
-            step.run()
+            step()
         if self._draws is None and train and self.training:
-            self._draws = bool(_largest(int(step.stage_run.drew), self._group))
-        return StepResult(self._shared(step.loss()), step.output())
-
-    @property
-    def _is_last(self) -> bool:
-        return self._stage.index == len(self._staging.stages) - 1
-
-    def _shared(self, loss: Tensor | None) -> Tensor:
-        value = torch.zeros(()) if loss is None else loss.detach().float().clone()
-        source = dist.get_global_rank(self._group, self._group.size() - 1)
-        dist.broadcast(value, source, group=self._group)
-        return value
+            self._draws = any_of(run.drew, self._lane.stages)
+        return StepResult(self._lane.shared_loss(losses.loss()), losses.output())
 
 
-class _Step:
-    """One batch on one rank."""
-
-    def __init__(
-        self, owner: StagedOverRanks, inputs: Inputs, targets: Sequence[Any], *, train: bool
-    ) -> None:
-        self._owner, self._inputs, self._targets, self._train = owner, inputs, targets, train
-        self._losses: list[Tensor] = []
-        self._outputs: list[Any] = []
-        self._result_gradients: dict[int, dict[str, Gradients]] = {}
-        draws = train and owner.training and owner._draws is not False
-        seed = _shared_seed(owner._group) if draws else None
-        self._generator = GENERATOR if seed is not None else None
-        owner.timeline = Timeline()
-        owner._exchange.begin()
-        self.stage_run = StageRun(
-            owner._staging,
-            owner._stage,
-            owner._caller,
-            inputs,
-            owner._exchange,
-            mode=Mode(train, seed),
-            timeline=owner.timeline,
-            carried=owner._carried,
-        )
-
-    def run(self) -> None:
-        """Run the whole schedule. Raises StageError on every rank if it fails on one."""
-        owner, exchange, num_splits = self._owner, self._owner._exchange, self.stage_run.num_splits
-        index, num_stages = owner._stage.index, len(owner._staging.stages)
-        cause: BaseException | None = None
-        for action, k in schedule(index, num_stages, num_splits, train=self._train):
-            messages = messages_of(
-                owner._staging, owner._stage, action, k, carried=owner._carried, generator=self._generator
-            )
-            if action == "agree":
-                # Gradients are exchanged with other lanes next, and tables after that: all or none.
-                group = owner._lanes if k else None
-                if _largest(int(exchange.error is not None), group) and exchange.error is None:
-                    exchange.error = "another lane failed"
-                continue
-            if exchange.error is None:
-                try:
-                    self._do(action, k)
-                except ElsewhereError as error:
-                    exchange.error = str(error)
-                except Exception as error:
-                    cause, stage = error, owner._stage
-                    where = self.stage_run.where
-                    exchange.error = (
-                        f"stage {stage.index} ({stage.name}), {where}: {type(error).__name__}: {error}"
-                    )
-            if exchange.error is not None:
-                exchange.settle(messages)
-        exchange.finish()
-        self._raise_together(cause)
-        if self._train:
-            self.stage_run.tables_backward()
-
-    def loss(self) -> Tensor | None:
-        """Return the mean loss over the batch; None except on the last stage."""
-        if not self._losses:
-            return None
-        sizes = self._inputs.sizes
-        return torch.stack(
-            [loss * (n / sum(sizes)) for loss, n in zip(self._losses, sizes, strict=True)]
-        ).sum()
-
-    def output(self) -> Any:
-        """Return the model's output for the whole batch."""
-        return join(self._outputs, self._inputs.sizes) if self._outputs else None
-
-    def _do(self, action: str, k: int) -> None:
-        run = self.stage_run
-        if action == "tables":
-            run.tables()
-        elif action == "forward":
-            run.forward(k)
-            if self._owner._is_last:
-                self._judge(k)
-        elif action == "backward":
-            run.backward(k, self._result_gradients.pop(k, {}))
-        elif action == "collect":
-            run.collect()
-
-    def _judge(self, k: int) -> None:
-        """Compute the loss of a split, and its gradient with respect to the values that the stages
-        returned.
-        """
-        staging, results = self._owner._staging, self.stage_run.results
-        made = {n.name for n in staging.output.all_input_nodes if (n.name, k) in results}
-        leaves: dict[str, list[Any]] = {}
-        values: dict[str, Any] = {}
-        for name in made:
-            flat, spec = pytree.tree_flatten(results.pop((name, k)))
-            leaves[name] = [
-                leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-                for leaf in flat
-            ]
-            values[name] = pytree.tree_unflatten(leaves[name], spec)
-
-        def value(node: fx.Node) -> Any:
-            return values[node.name] if node.name in made else self._inputs.splits[node.name][k]
-
-        output = fx.node.map_arg(staging.output.args[0], value)
-        self._outputs.append(
-            pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-        )
-        loss = self._loss_of(output, k)
-        if loss is None:
-            return
-        self._losses.append(loss.detach())
-        if self._train:
-            share = self._inputs.sizes[k] / sum(self._inputs.sizes)
-            wanted = [e for own in leaves.values() for e in own if isinstance(e, Tensor) and e.requires_grad]
-            found = iter(torch.autograd.grad(loss * share, wanted, allow_unused=True))
-            self._result_gradients[k] = {
-                name: [next(found) if isinstance(e, Tensor) and e.requires_grad else None for e in own]
-                for name, own in leaves.items()
-            }
-
-    def _loss_of(self, output: Any, k: int) -> Tensor | None:
-        criterion = self._owner._criterion
-        if criterion is not None:
-            if not self._targets:
-                if not self._train:
-                    return None
-                raise ValueError("the criterion compares with a target: give step(..., target=...).")
-            loss: Any = criterion(output, self._targets[k])
-        else:
-            loss = output[0] if isinstance(output, tuple) else output
-        if not isinstance(loss, Tensor) or loss.dim():
-            if not self._train and criterion is None:
-                return None
-            what = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
-            raise ValueError(f"the loss is {what}; it must be one number, the mean over samples.")
-        return loss
-
-    def _raise_together(self, cause: BaseException | None) -> None:
-        """Raise the first failure on all ranks. Collective."""
-        error, everyone = self._owner._exchange.error, self._owner._everyone
-        if not _largest(int(error is not None), everyone):
-            return
-        texts: list[Any] = [None] * everyone.size()
-        dist.all_gather_object(texts, (error, cause is not None), group=everyone)
-        first = next((text for text, is_cause in texts if is_cause), None)
-        raise StageError(first or next(text for text, _ in texts if text)) from cause
-
-
-def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> list[tuple[str, int]]:
-    """Return the actions of a stage in order, each with its split, or with the number of splits for the whole
-    batch.
-
-    "agree" comes before the last backward pass, in which gradients are exchanged with other lanes.
-    """
-    if not train:
-        return [("tables", num_splits), *(("forward", k) for k in range(num_splits))]
-    ahead = min(num_stages - 1 - index, num_splits)
-    order = [("forward", k) for k in range(ahead)]
-    for k in range(num_splits - ahead):
-        order += [("forward", ahead + k), ("backward", k)]
-    order += [("backward", k) for k in range(num_splits - ahead, num_splits)]
-    return [("tables", num_splits), *order[:-1], ("agree", 1), order[-1], ("collect", num_splits)]
+def _carried(staging: Staging) -> list[str]:
+    """Return the values of earlier stages that the last stage receives only to return them."""
+    makers, last = staging.makers(), len(staging.stages) - 1
+    given = set(staging.stages[last].split.takes)
+    returned = [node.name for node in staging.output.all_input_nodes]
+    return [name for name in returned if makers.get(name, last) != last and name not in given]
 
 
 class StagePart(nn.Module):
@@ -456,18 +287,3 @@ class _PartCaller(Caller):
         elif hasattr(wrapped, "set_requires_gradient_sync"):
             wrapped.set_requires_gradient_sync(last)
             wrapped.set_is_last_backward(last)
-
-
-def _largest(number: int, group: dist.ProcessGroup | None) -> int:
-    if group is None:
-        return number
-    tensor = torch.tensor(number)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-    return int(tensor)
-
-
-def _shared_seed(group: dist.ProcessGroup) -> int:
-    """Return one seed for all stages of a lane."""
-    seed = torch.empty((), dtype=torch.int64).random_()
-    dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
-    return int(seed)

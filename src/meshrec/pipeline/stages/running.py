@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshrec.distributed.awaitable import LazyAwaitable
-from meshrec.pipeline.stages.programs import StageProgram, Staging
+from meshrec.pipeline.stages.programs import StageFlow, StageProgram
 from meshrec.pipeline.stages.randomness import SplitRandomness
 from meshrec.pipeline.stages.samples import split
 from meshrec.pipeline.stages.timeline import Kind, Timeline
-
-Gradients = list[Tensor | None]
-"""Gradients of the leaves of a value."""
-
+from meshrec.pipeline.stages.values import Gradients, GradientSums, StageValues
 
 GENERATOR = "random numbers"
 
@@ -32,43 +29,20 @@ class StageError(RuntimeError):
     """Failure of a stage. The message names the stage and the split; ``__cause__`` is the original error."""
 
 
-class Exchange(ABC):
-    """Carries the values of splits from the stage that makes them to those that use them, and gradients
-    back.
-    """
-
-    @abstractmethod
-    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
-        """Send a value of split ``k``, without waiting."""
-
-    @abstractmethod
-    def get(self, name: str, k: int, source: int, destination: int) -> Any:
-        """Wait for the value that ``put`` sends. Tensors require a gradient here if they do at the sender."""
-
-    @abstractmethod
-    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
-        """Send the gradients of a value back to the stage that made it, without waiting."""
-
-    @abstractmethod
-    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
-        """Wait for the gradients that ``put_gradients`` sends."""
-
-
-class Inputs(NamedTuple):
-    """A batch: its values by name, whole and split, and the number of samples of each split."""
-
-    whole: Mapping[str, Any]
-    splits: Mapping[str, Sequence[Any]]
-    sizes: Sequence[int]
-
-
 class Mode(NamedTuple):
-    """How to run a batch. ``grad``: keep what a backward pass needs. ``seed``: of random numbers; None: none
-    are drawn.
-    """
+    """The way to run a batch."""
 
     grad: bool
+    """Whether to keep what a backward pass needs."""
     seed: int | None
+    """Seed of random numbers; None: none are drawn."""
+    autocast: tuple[bool, torch.dtype]
+    """Whether autocast is on, and its dtype."""
+
+    @classmethod
+    def now(cls, *, grad: bool, seed: int | None) -> "Mode":
+        """Return a mode with the caller's autocast, which worker threads do not see by themselves."""
+        return cls(grad, seed, (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
 
 
 class _Kept(NamedTuple):
@@ -83,74 +57,57 @@ class StageRun:
     """One batch in one stage.
 
     Call ``tables``, then ``forward`` for each split; later ``backward`` for each split in any order, then
-    ``deliver``, ``collect`` and ``tables_backward``.
+    ``deliver``, ``values.collect`` and ``tables_backward``.
 
     Args:
+        flow: the ways of values between this stage and the others.
         call: runs a program of the stage, "whole" or "split".
-        exchange: exchange with other stages.
+        values: the batch, and the values of other stages.
+        mode: how to run the batch.
         timeline: records what is done.
-        carried: values of other stages that this stage receives only to return them.
+
+    Attributes:
+        values: the values of the batch in this stage.
+        where: what the stage does now, for messages.
+        drew: whether the stage drew random numbers; known if ``mode.seed`` is given.
     """
 
     def __init__(
-        self,
-        staging: Staging,
-        stage: StageProgram,
-        call: "Caller",
-        inputs: Inputs,
-        exchange: Exchange,
-        *,
-        mode: Mode,
-        timeline: Timeline,
-        carried: Sequence[str] = (),
+        self, flow: StageFlow, call: "Caller", values: StageValues, *, mode: Mode, timeline: Timeline
     ) -> None:
-        self.stage, self.where = stage, "before its first split"
-        self.results: dict[tuple[str, int], Any] = {}
-        """Values that the model returns, with their graph, by name and split."""
-        self.input_gradients: dict[tuple[str, int], Gradients] = {}
-        self._call, self._inputs, self._exchange, self._mode = call, inputs, exchange, mode
-        self._last = len(staging.stages) - 1
+        self._flow, self._call, self.values, self._mode, self._timeline = flow, call, values, mode, timeline
+        self.where = "before its first split"
         self.drew = False
-        """Whether the stage drew random numbers; known if ``mode.seed`` is given."""
-        self._timeline = timeline
-        self._makers = staging.makers()
-        self._final = {node.name for node in staging.output.all_input_nodes}
-        self._users = staging.users()
-        for name in carried:
-            self._users.setdefault(name, []).append(len(staging.stages) - 1)
-        self._takes = [*stage.split.takes, *(name for name in carried if stage.index == self._last)]
         self._kept: dict[int, _Kept] = {}
-        self._num_backward = 0
-        self._pieces: dict[str, list[Any]] = {}
-        self._piece_gradients: dict[str, list[Gradients | None]] = {}
-        self._parameters = [] if call.direct else [p for p in call.parameters() if p.requires_grad]
-        self._sums: Gradients = [None] * len(self._parameters)
-        self._ours: set[int] = set()
-        self._autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        self._sums = GradientSums([] if call.direct else [p for p in call.parameters() if p.requires_grad])
+
+    @property
+    def stage(self) -> StageProgram:
+        """The program of the stage."""
+        return self._flow.stage
 
     @property
     def num_splits(self) -> int:
         """Number of splits of the batch."""
-        return len(self._inputs.sizes)
+        return len(self.values.inputs.sizes)
 
     def tables(self) -> None:
         """Look up the stage's tables for the whole batch, if it has any."""
-        whole = self.stage.whole
+        whole, inputs = self.stage.whole, self.values.inputs
         if whole is None:
             return
+        pieces: dict[str, list[Any]] = {}
         with self._recorded("tables", -1), torch.set_grad_enabled(self._mode.grad):
-            results = self._call("whole", [self._inputs.whole[name] for name in whole.takes])
+            results = self._call("whole", [inputs.whole[name] for name in whole.takes])
             for name, value in zip(whole.gives, results, strict=True):
                 value = value.wait() if isinstance(value, LazyAwaitable) else value
-                self._pieces[name] = split(value, self._inputs.sizes, f"the value {name!r}")
-        for name, pieces in self._pieces.items():
-            for k, piece in enumerate(pieces):
-                self._publish(name, k, piece)
+                pieces[name] = split(value, inputs.sizes, f"the value {name!r}")
+        self.values.publish_pieces(pieces)
 
     def forward(self, k: int) -> None:
         """Run split ``k`` as soon as its inputs have arrived."""
-        program = self.stage.split
-        taken = {name: self._take(name, k) for name in self._takes}
+        program, takes, values = self.stage.split, self._flow.takes, self.values
+        taken = {name: values.take(name, k) for name in takes}
         with self._recorded("forward", k):
             leaves: dict[str, Gradients] = {}
             arguments = []
@@ -160,15 +117,15 @@ class StageRun:
             num_arguments = len(program.takes)
             with self._context(k):
                 given = dict(zip(program.gives, self._call("split", arguments[:num_arguments]), strict=True))
-            carried = dict(zip(self._takes[num_arguments:], arguments[num_arguments:], strict=True))
-            self.results.update({(name, k): value for name, value in carried.items()})
+            carried = dict(zip(takes[num_arguments:], arguments[num_arguments:], strict=True))
+            values.results.update({(name, k): value for name, value in carried.items()})
             if self._mode.grad:
                 outputs = {
                     name: pytree.tree_leaves(value) for name, value in (*given.items(), *carried.items())
                 }
                 self._kept[k] = _Kept(leaves, outputs)
         for name, value in given.items():
-            self._publish(name, k, value)
+            values.publish(name, k, value)
 
     def backward(self, k: int, result_gradients: Mapping[str, Gradients]) -> None:
         """Run the backward pass of split ``k``, from gradients of returned values and of values that other
@@ -179,126 +136,55 @@ class StageRun:
                 "this batch has had its backward pass: its stages kept nothing. Run the model again "
                 "(retain_graph is not supported by stages)."
             )
-        arrived = self.arrived(k, result_gradients)
+        arrived = self.values.arrived(k, result_gradients)
         kept = self._kept.pop(k)
-        self._num_backward += 1
         with self._recorded("backward", k):
             leaves = [leaf for each in kept.leaves.values() for leaf in each if leaf is not None]
             ends, given = _ends(kept.outputs, arrived)
             if self._call.direct:
-                self._call.before_backward(last=self._num_backward == self.num_splits)
+                self._call.before_backward(last=self._sums.num_added == self.num_splits - 1)
                 if ends:
                     torch.autograd.backward(ends, given)
                 found: Sequence[Tensor | None] = [leaf.grad for leaf in leaves]
             else:
-                found = _gradients(ends, given, [*leaves, *self._parameters])
-            self._add(found[len(leaves) :])
+                found = _gradients(ends, given, [*leaves, *self._sums.parameters])
+            self._sums.add(found[len(leaves) :])
         by_leaf = iter(found[: len(leaves)])
         for name, each in kept.leaves.items():
-            self._give_back(name, k, [None if leaf is None else next(by_leaf) for leaf in each])
-
-    def arrived(self, k: int, result_gradients: Mapping[str, Gradients]) -> dict[str, Gradients | None]:
-        """Return the summed gradients of each value that the stage gave for split ``k``. Waits for other
-        stages.
-        """
-        index = self.stage.index
-        found: dict[str, Gradients | None] = {**result_gradients}
-        for name in self.stage.split.gives:
-            total = result_gradients.get(name)
-            for user in self._users.get(name, ()):
-                total = _added(total, self._exchange.get_gradients(name, k, index, user))
-            found[name] = total
-        return found
+            self.values.give_back(name, k, [None if leaf is None else next(by_leaf) for leaf in each])
 
     def deliver(self) -> None:
-        """Add the gradients of all splits to the parameters' ``grad`` by way of autograd, once per batch.
-
-        Hooks, such as those of DistributedDataParallel, then see one gradient whatever the number of splits.
-        """
-        pairs = zip(self._parameters, self._sums, strict=True)
-        given = [(parameter, total) for parameter, total in pairs if total is not None]
-        if given:
-            parameters, gradients = zip(*given, strict=True)
-            with torch.enable_grad():
-                _Deliver.apply(list(gradients), *parameters).backward()  # type: ignore[no-untyped-call]
-
-    def collect(self) -> None:
-        """Wait for the gradients of table values that other stages used."""
-        for name, pieces in self._pieces.items():
-            own = self._piece_gradients.setdefault(name, [None] * len(pieces))
-            for user in self._users.get(name, ()):
-                for k in range(len(pieces)):
-                    own[k] = _added(own[k], self._exchange.get_gradients(name, k, self.stage.index, user))
+        """Add the gradients of all splits to the parameters' ``grad``."""
+        self._sums.deliver()
 
     def tables_backward(self) -> None:
         """Run the backward pass of the tables, which updates tables with a fused optimizer."""
-        outputs, gradients = [], []
-        for name, pieces in self._pieces.items():
-            for piece, own in zip(pieces, self._piece_gradients[name], strict=True):
-                for leaf, gradient in zip(pytree.tree_leaves(piece), own or (), strict=False):
-                    if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
-                        outputs.append(leaf)
-                        gradients.append(gradient)
-        if outputs:
+        ends, gradients = self.values.take_table_ends()
+        if ends:
             with self._recorded("tables", -1):
-                torch.autograd.backward(outputs, gradients)
-        self._pieces.clear()
-
-    def _add(self, gradients: Sequence[Tensor | None]) -> None:
-        for index, gradient in enumerate(gradients):
-            own = self._sums[index]
-            if own is None or gradient is None:
-                self._sums[index] = gradient if own is None else own
-            elif index in self._ours:
-                own += gradient
-            else:
-                # Autograd may have given the first gradient to another parameter too: nothing is added to it
-                # in place. The sum of the first two is a new tensor, which is ours.
-                self._sums[index] = own + gradient
-                self._ours.add(index)
-
-    def _take(self, name: str, k: int) -> Any:
-        if name in self._pieces:
-            return self._pieces[name][k]
-        if name in self._inputs.splits:
-            return self._inputs.splits[name][k]
-        return self._exchange.get(name, k, self._makers[name], self.stage.index)
-
-    def _publish(self, name: str, k: int, value: Any) -> None:
-        if name in self._final:
-            self.results[name, k] = value
-        for user in self._users.get(name, ()):
-            self._exchange.put(name, k, value, self.stage.index, user)
-
-    def _give_back(self, name: str, k: int, gradients: Gradients) -> None:
-        if name in self._pieces:
-            self._piece_gradients.setdefault(name, [None] * self.num_splits)[k] = gradients
-        elif name in self._inputs.splits:
-            self.input_gradients[name, k] = gradients
-        else:
-            self._exchange.put_gradients(name, k, gradients, self._makers[name], self.stage.index)
+                torch.autograd.backward(ends, gradients)
 
     @contextmanager
     def _context(self, k: int) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._mode.grad))
-            enabled, dtype = self._autocast
+            enabled, dtype = self._mode.autocast
             if enabled:
                 stack.enter_context(torch.autocast("cpu", dtype=dtype))
             if self._mode.seed is None:
                 yield
                 return
             # A split's generator goes from stage to stage with it.
-            index, generator = self.stage.index, torch.Generator()
+            index, generator, exchange = self.stage.index, torch.Generator(), self.values.exchange
             if index == 0:
                 generator.manual_seed(split_seed(self._mode.seed, k))
             else:
-                generator.set_state(self._exchange.get(GENERATOR, k, index - 1, index))
+                generator.set_state(exchange.get(GENERATOR, k, index - 1, index))
             randomness = stack.enter_context(SplitRandomness(generator))
             yield
             self.drew |= randomness.drew
-            if index < self._last:
-                self._exchange.put(GENERATOR, k, generator.get_state(), index, index + 1)
+            if not self._flow.is_last:
+                exchange.put(GENERATOR, k, generator.get_state(), index, index + 1)
 
     @contextmanager
     def _recorded(self, kind: Kind, k: int) -> Iterator[None]:
@@ -327,8 +213,10 @@ class Caller(ABC):
 
     @abstractmethod
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for the backward pass of a split, if ``direct``. ``last``: it is the last one of the
-        batch.
+        """Prepare for the backward pass of a split, if ``direct``.
+
+        Args:
+            last: whether it is the last split of the batch to run backward.
         """
 
 
@@ -374,13 +262,6 @@ def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
     return (pytree.tree_unflatten(flat, spec) if any(leaf is not None for leaf in leaves) else value), leaves
 
 
-def _added(one: Sequence[Tensor | None] | None, other: Sequence[Tensor | None] | None) -> Gradients | None:
-    if one is None or other is None:
-        given = one if other is None else other
-        return None if given is None else list(given)
-    return [b if a is None else a if b is None else a + b for a, b in zip(one, other, strict=True)]
-
-
 def _ends(
     outputs: Mapping[str, Sequence[Any]], gradients: Mapping[str, Sequence[Tensor | None] | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -400,16 +281,3 @@ def _gradients(
     if not ends or not wanted:
         return [None] * len(wanted)
     return torch.autograd.grad(ends, wanted, given, allow_unused=True)
-
-
-class _Deliver(torch.autograd.Function):
-    """An operation whose backward pass returns gradients that were computed before."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, *ctx.gradients

@@ -167,9 +167,7 @@ def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
 
 
 def _rebuilder(value: Any) -> Callable[[list[Any]], Any] | None:
-    """Return a function that rebuilds a nest like ``value`` from other parts; None if ``value`` is no
-    nest.
-    """
+    """Return a function that rebuilds a nest like ``value`` from other parts; None for other values."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: type(value)(*parts)
     if isinstance(value, tuple | list):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,21 @@ from meshrec.pipeline.stages.choosing import StageChoice, most_stages
 from meshrec.pipeline.stages.links import DeviceLink, StageLink
 from meshrec.pipeline.stages.profiling import choose_for
 from meshrec.pipeline.stages.programs import Staging, at_cuts, shared_parameters, stage_programs
-from meshrec.pipeline.stages.running import Inputs, Mode
+from meshrec.pipeline.stages.running import Mode
 from meshrec.pipeline.stages.samples import join_leaves, num_samples, split, split_sizes
 from meshrec.pipeline.stages.threads import ThreadedBatch, Workers
 from meshrec.pipeline.stages.timeline import Timeline
 from meshrec.pipeline.stages.tracing import PartProgram, Traced, trace
+from meshrec.pipeline.stages.values import Inputs
+
+
+class _Machine(NamedTuple):
+    """The devices, links and threads on which the stages run."""
+
+    devices: list[torch.device]
+    link: StageLink | None
+    num_workers: int
+    num_threads: int
 
 
 class Staged(nn.Module):
@@ -79,12 +89,12 @@ class Staged(nn.Module):
             raise ValueError(f"num_workers is {num_workers}; take 1, or {self._num_stages}: one per stage.")
         self.module = model
         self._split_size: int | Literal["auto"] = split_size
-        self._devices = [torch.device(d) for d in devices or ["cpu"] * self._num_stages]
-        differ = any(device != self._devices[0] for device in self._devices)
-        self._link = link or (DeviceLink() if differ else None)
+        found = [torch.device(d) for d in devices or ["cpu"] * self._num_stages]
+        differ = any(device != found[0] for device in found)
+        self._machine = _Machine(
+            found, link or (DeviceLink() if differ else None), num_workers or self._num_stages, num_threads
+        )
         self._deferred = deferred_batch_norm
-        self._num_workers = num_workers or self._num_stages
-        self._num_threads = num_threads
         self._workers: Workers | None = None
         self._staging: Staging | None = None
         self._draws: bool | None = None  # not known before the first batch
@@ -146,7 +156,7 @@ class Staged(nn.Module):
 
     def _stage(self, stage_of: Sequence[int]) -> None:
         self._staging = stage_programs(self._traced, stage_of)
-        for stage, device in zip(self._staging.stages, self._devices, strict=True):
+        for stage, device in zip(self._staging.stages, self._machine.devices, strict=True):
             for program in (stage.whole, stage.split):
                 if program is not None and device.type != "cpu":
                     program.module.to(device)
@@ -161,7 +171,7 @@ class Staged(nn.Module):
                 num_stages=self._num_stages,
                 staging=self._staging,
                 split_size=self._split_size,
-                num_threads=self._num_threads,
+                num_threads=self._machine.num_threads,
             )
             if self._staging is None:
                 self._stage(self.choice.stage_of)
@@ -174,12 +184,17 @@ class Staged(nn.Module):
     def _batch(self, inputs: Inputs) -> ThreadedBatch:
         assert self._staging is not None
         if self._workers is None:
-            self._workers = Workers(self._num_workers, self._num_threads)
+            self._workers = Workers(self._machine.num_workers, self._machine.num_threads)
         draws = self.training and self._draws is not False
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else None
-        mode = Mode(torch.is_grad_enabled(), self.seed)
+        mode = Mode.now(grad=torch.is_grad_enabled(), seed=self.seed)
         return ThreadedBatch(
-            self._staging, self._workers, inputs, mode=mode, devices=self._devices, link=self._link
+            self._staging,
+            self._workers,
+            inputs,
+            mode=mode,
+            devices=self._machine.devices,
+            link=self._machine.link,
         )
 
     def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":

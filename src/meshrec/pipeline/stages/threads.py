@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshrec.pipeline.stages.links import StageLink
-from meshrec.pipeline.stages.programs import StageProgram, Staging
-from meshrec.pipeline.stages.running import Caller, Exchange, Gradients, Inputs, Mode, StageError, StageRun
+from meshrec.pipeline.stages.programs import StageFlow, StageProgram, Staging
+from meshrec.pipeline.stages.running import Caller, Mode, StageError, StageRun
 from meshrec.pipeline.stages.timeline import Timeline
+from meshrec.pipeline.stages.values import Exchange, Gradients, Inputs, StageValues, added
 
 
 class Workers:
@@ -166,17 +167,16 @@ class ThreadedBatch:
         self._workers, self._sizes = workers, inputs.sizes
         self.timeline = Timeline()
         self._exchange = ThreadExchange(workers, devices, link, self.timeline)
+        flows = [StageFlow(staging, stage.index) for stage in staging.stages]
         self.runs = [
             StageRun(
-                staging,
-                stage,
-                ProgramCaller(stage),
-                inputs,
-                self._exchange,
+                flow,
+                ProgramCaller(flow.stage),
+                StageValues(flow, inputs, self._exchange),
                 mode=mode,
                 timeline=self.timeline,
             )
-            for stage in staging.stages
+            for flow in flows
         ]
 
     @property
@@ -196,7 +196,8 @@ class ThreadedBatch:
 
     def result(self, name: str, k: int) -> Any:
         """Return a value that the model returns for a split, with its graph."""
-        return next(run.results[name, k] for run in self.runs if (name, k) in run.results)
+        found = [run.values.results for run in self.runs]
+        return next(results[name, k] for results in found if (name, k) in results)
 
     def backward(self, gradients: Mapping[tuple[str, int], Gradients]) -> dict[tuple[str, int], Gradients]:
         """Return the gradients of the batch from those of the results, by name and split.
@@ -211,16 +212,15 @@ class ThreadedBatch:
             for k in reversed(range(self.num_splits)):
                 run.backward(k, by_split[k])
             run.deliver()
-            run.collect()
+            run.values.collect()
 
         self._all(job, self.runs[::-1])
         # Tables are updated after everything else went well.
         self._all(lambda run: run.tables_backward(), self.runs)
         found: dict[tuple[str, int], Gradients] = {}
         for run in self.runs:
-            for key, own in run.input_gradients.items():
-                both = zip(found.get(key, [None] * len(own)), own, strict=True)
-                found[key] = [b if a is None else a if b is None else a + b for a, b in both]
+            for key, own in run.values.input_gradients.items():
+                found[key] = added(found.get(key), own) or []
         return found
 
     def _all(self, job: Callable[[StageRun], None], runs: Sequence[StageRun]) -> None:

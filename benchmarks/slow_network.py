@@ -1,0 +1,224 @@
+"""A simulated network for benchmarks: gloo with a chosen latency and bandwidth.
+
+Ranks on one machine exchange data too fast to show what a pipeline hides. ``init_process_group("slow_gloo")``
+makes a process group whose collectives end no earlier than *start + latency + bytes / bandwidth*, whether
+MeshRec, DistributedDataParallel or another library starts them. A rank that waits sleeps, and leaves its core
+to others.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "slow_gloo"
+_COLLECTIVES = (
+    "allgather",
+    "all_gather_single",
+    "allreduce",
+    "alltoall",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+)
+# What torch before 2.13 calls them.
+_OLDER = {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+
+
+class _Link:
+    """This rank's outgoing link, which sends one message after the other."""
+
+    def __init__(self) -> None:
+        self.latency_seconds, self.bytes_per_second = 0.0, float("inf")
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def arrival(self, num_bytes: float) -> float:
+        """Return the time at which ``num_bytes`` sent now have arrived."""
+        with self._lock:
+            self._free_at = max(time.monotonic(), self._free_at) + num_bytes / self.bytes_per_second
+            return self._free_at + self.latency_seconds
+
+
+_link = _Link()
+
+
+def set_network(*, latency_seconds: float = 0.0, bytes_per_second: float = float("inf")) -> None:
+    """Set the least duration of all later collectives of this process in "slow_gloo" groups.
+
+    Call this on every rank. An all-reduce counts twice its tensor, as in a ring; other collectives count the
+    larger of input and output. Both are reduced by this rank's own share.
+
+    Args:
+        latency_seconds: latency of a collective.
+        bytes_per_second: bandwidth of this rank's link.
+
+    Raises:
+        ValueError: the latency is below 0, or the bandwidth is not above 0.
+    """
+    if not latency_seconds >= 0:
+        raise ValueError(f"latency_seconds is {latency_seconds}; it must be at least 0.")
+    if not bytes_per_second > 0:
+        raise ValueError(f"bytes_per_second is {bytes_per_second}; it must be above 0 (inf: no limit).")
+    _link.latency_seconds, _link.bytes_per_second = latency_seconds, bytes_per_second
+
+
+class _SlowWork(dist._Work):  # type: ignore[name-defined,misc]
+    """A gloo collective that does not finish before its arrival time."""
+
+    def __init__(self, group: "_SlowGloo", work: Any, tensors: list[Tensor], num_bytes: float) -> None:
+        super().__init__()
+        self._group, self._work, self._tensors = group, work, tensors
+        self._arrival = _link.arrival(num_bytes)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Sleep until the collective has finished."""
+        self._work.wait() if not timeout else self._work.wait(timeout)
+        while (left := self._arrival - time.monotonic()) > 0:
+            time.sleep(left)
+        return True
+
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self._arrival and bool(self._work.is_completed())
+
+    def get_future(self) -> Any:
+        """Return a future that a thread of the group fulfils; DistributedDataParallel needs one."""
+        future: Any = torch.futures.Future()
+        self._group.fulfil(self, future, self._tensors)
+        return future
+
+
+class _Letter(dist._Work):  # type: ignore[name-defined,misc]
+    """A point-to-point message that another thread sends when it is due."""
+
+    def __init__(self, arrival: float, send: Callable[[], Any]) -> None:
+        super().__init__()
+        self._arrival, self._send = arrival, send
+        self._under_way: Any = torch.futures.Future()
+
+    def deliver(self) -> None:
+        """Send the message when its time has come."""
+        while (left := self._arrival - time.monotonic()) > 0:
+            time.sleep(left)
+        try:
+            self._under_way.set_result(self._send())
+        except RuntimeError as error:
+            self._under_way.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the message has been received. The group's timeout applies, not ``timeout``."""
+        return bool(self._under_way.wait().wait())
+
+    def is_completed(self) -> bool:
+        return bool(self._under_way.done() and self._under_way.wait().is_completed())
+
+
+class _SlowGloo(dist.ProcessGroup):
+    """A process group that delays the collectives of a gloo group of the same ranks; see `set_network`."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, options.timeout
+        )
+        self._name = options.group_id
+        self._promises: queue.SimpleQueue[tuple[_SlowWork, Any, list[Tensor]]] = queue.SimpleQueue()
+        self._keeper: threading.Thread | None = None
+        self._letters: queue.SimpleQueue[_Letter] = queue.SimpleQueue()
+        self._postman: threading.Thread | None = None
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    def barrier(self, *args: Any, **options: Any) -> _SlowWork:
+        return _SlowWork(self, self._gloo.barrier(*args, **options), [], 0.0)
+
+    def send(self, tensors: list[Tensor], *place: int) -> Any:
+        arrival = _link.arrival(_num_bytes(tensors))
+        if arrival <= time.monotonic() and self._letters.empty():
+            return self._gloo.send(tensors, *place)
+        # Who receives must not have it earlier: it is sent when it is to arrive.
+        letter = _Letter(arrival, lambda: self._gloo.send(tensors, *place))
+        if self._postman is None:
+            self._postman = threading.Thread(target=_deliver, args=(self._letters,), daemon=True)
+            self._postman.start()
+        self._letters.put(letter)
+        return letter
+
+    def recv(self, tensors: list[Tensor], *place: int) -> Any:
+        return self._gloo.recv(tensors, *place)
+
+    def run(self, name: str, *args: Any, **options: Any) -> _SlowWork:
+        """Run a collective of gloo."""
+        results = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
+        num_bytes = max(_num_bytes(args[0]), _num_bytes(args[1]) if len(args) > 1 else 0)
+        rounds = 2 if name == "allreduce" else 1
+        work = getattr(self._gloo, name, None) or getattr(self._gloo, _OLDER[name])
+        return _SlowWork(self, work(*args, **options), results, rounds * num_bytes * (1 - 1 / self.size()))
+
+    def fulfil(self, work: _SlowWork, future: Any, result: list[Tensor]) -> None:
+        """Fulfil ``future`` when ``work`` has finished. Futures are fulfilled in the order of these calls."""
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=_keep, args=(self._promises,), daemon=True)
+            self._keeper.start()
+        self._promises.put((work, future, result))
+
+
+def _keep(promises: "queue.SimpleQueue[tuple[_SlowWork, Any, list[Tensor]]]") -> None:
+    while True:
+        work, future, result = promises.get()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        del work, future, result
+
+
+def _deliver(letters: "queue.SimpleQueue[_Letter]") -> None:
+    while True:
+        letters.get().deliver()
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_num_bytes, value)) if isinstance(value, Sequence) else 0
+
+
+def _collective(name: str) -> Callable[..., _SlowWork]:
+    def run(self: _SlowGloo, *args: Any, **options: Any) -> _SlowWork:
+        return self.run(name, *args, **options)
+
+    return run
+
+
+for _name in _COLLECTIVES:
+    for _spelling in {_name, _OLDER.get(_name, _name)}:
+        setattr(_SlowGloo, _spelling, _collective(_name))
+
+
+def _make(options: Any, _: Any) -> _SlowGloo:
+    return _SlowGloo(options)
+
+
+dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])

@@ -1,0 +1,128 @@
+#include "host/mapping.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <mutex>
+
+namespace meshrec {
+namespace {
+
+constexpr int kMostMappings = 4096;
+
+struct Slot {
+  std::atomic<uintptr_t> begin{0};
+  std::atomic<uintptr_t> end{0};  // 0: the slot is free
+  std::atomic<uint64_t> lost{0};
+};
+
+// Static and atomic: a signal handler may neither lock nor allocate.
+Slot slots[kMostMappings];
+std::atomic<int> num_slots{0};
+std::mutex changing;
+struct sigaction before{};
+uintptr_t page_size = 4096;
+
+Slot* slot_of(uintptr_t address) {
+  const int count = num_slots.load(std::memory_order_acquire);
+  for (int number = 0; number < count; ++number) {
+    Slot& slot = slots[number];
+    if (address < slot.end.load(std::memory_order_acquire) && address >= slot.begin.load()) return &slot;
+  }
+  return nullptr;
+}
+
+// Call the handler that was there before. The default one is put back: the instruction then faults again,
+// and ends the process as it would have without us.
+void pass_on(int number, siginfo_t* info, void* context) {
+  if (before.sa_flags & SA_SIGINFO) {
+    before.sa_sigaction(number, info, context);
+  } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+    before.sa_handler(number);
+  } else {
+    ::signal(number, SIG_DFL);
+    if (info->si_code <= 0) ::raise(number);  // a process sent it: no instruction will fault again
+  }
+}
+
+void on_sigbus(int number, siginfo_t* info, void* context) {
+  const int saved = errno;
+  const auto address = reinterpret_cast<uintptr_t>(info->si_addr);
+  Slot* slot = info->si_code > 0 ? slot_of(address) : nullptr;
+  if (slot != nullptr) {
+    void* page = reinterpret_cast<void*>(address / page_size * page_size);
+    const int flags = MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS;
+    if (::mmap(page, page_size, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED) {
+      slot->lost.fetch_add(1);
+      errno = saved;
+      return;
+    }
+  }
+  pass_on(number, info, context);
+  errno = saved;
+}
+
+// Set once: if another handler was put in front of ours since, it calls ours or means not to.
+// `changing` is held.
+bool set_handler() {
+  static bool is_set = false;
+  if (is_set) return true;
+  page_size = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  struct sigaction ours{};
+  ours.sa_sigaction = on_sigbus;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+  ::sigemptyset(&ours.sa_mask);
+  if (::sigaction(SIGBUS, nullptr, &before) != 0) return false;
+  is_set = ::sigaction(SIGBUS, &ours, nullptr) == 0;
+  return is_set;
+}
+
+int guarded(uintptr_t address, size_t bytes) {
+  const std::lock_guard lock(changing);
+  if (!set_handler()) return -1;
+  int number = 0;
+  while (number < num_slots.load() && slots[number].end.load() != 0) ++number;
+  if (number == kMostMappings) return -1;
+  Slot& slot = slots[number];
+  slot.lost = 0;
+  slot.begin = address;
+  slot.end.store(address + (bytes + page_size - 1) / page_size * page_size, std::memory_order_release);
+  if (number == num_slots.load()) num_slots.store(number + 1, std::memory_order_release);
+  return number;
+}
+
+}  // namespace
+
+void* map_guarded(int file, size_t bytes, int* guard) {
+  // No swap is reserved: few pages are written to, and a package may be larger than the memory.
+  const int flags = MAP_PRIVATE | MAP_NORESERVE;
+  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+  if (address == MAP_FAILED) return nullptr;
+  *guard = guarded(reinterpret_cast<uintptr_t>(address), bytes);
+  return address;
+}
+
+uint64_t lost_pages(int guard) { return guard < 0 ? 0 : slots[guard].lost.load(); }
+
+void unmap_guarded(void* address, size_t bytes, int guard) {
+  // First the slot: another mapping may get this address as soon as it is free.
+  if (guard >= 0) slots[guard].end = 0;
+  ::munmap(address, bytes);
+}
+
+}  // namespace meshrec
+
+extern "C" __attribute__((visibility("default"))) void* meshrec_map(int file, size_t bytes, int* guard) {
+  return meshrec::map_guarded(file, bytes, guard);
+}
+
+extern "C" __attribute__((visibility("default"))) uint64_t meshrec_lost_pages(int guard) {
+  return meshrec::lost_pages(guard);
+}
+
+extern "C" __attribute__((visibility("default"))) void meshrec_unmap(void* address, size_t bytes, int guard) {
+  meshrec::unmap_guarded(address, bytes, guard);
+}

@@ -1,0 +1,367 @@
+// The slots of 64-bit IDs; see [Note: the hash index] in shard.h. src/meshrec/ops/index/ documents arguments
+// and results, and has the reference in naive.py. What changes an index is plain C, and tells by a code why
+// it changed nothing.
+#include <bit>
+#include <memory>
+#include <utility>
+
+#include "index/mix.h"
+#include "index/shard.h"
+#include "stable_abi.h"
+
+namespace meshrec {
+
+namespace {
+
+using index::Bucket;
+using index::Shard;
+using index::ShardState;
+
+constexpr int64_t kGrainIds = 1 << 12, kAhead = 24;
+constexpr int64_t kTagBytes = 3, kTagPadding = 1;
+
+// As in hash_index.py.
+enum Status : int64_t {
+  kDone,
+  kNotAscending,
+  kPresent,
+  kFull,
+  kNoBuckets,
+  kCrowded,
+  kAbsent,
+  kRepeats,
+  kFree
+};
+
+struct Header {
+  int64_t num_live, num_slots, max_slots, shard_bits, room, slot_room, lowest_free, unused;
+  ShardState shards[];
+};
+
+// The slots below `num_slots` that no ID has: a bit for each, and one for each word that is not 0.
+class FreeSlots {
+ public:
+  FreeSlots(Header& header, uint64_t* words) : header_(header), words_(words) {
+    summary_ = words + (header.slot_room + 63) / 64;
+  }
+
+  bool has(int64_t slot) const { return words_[slot / 64] >> (slot % 64) & 1; }
+  void put(int64_t slot) {
+    const int64_t word = slot / 64;
+    words_[word] |= uint64_t(1) << (slot % 64);
+    summary_[word / 64] |= uint64_t(1) << (word % 64);
+    header_.lowest_free = std::min(header_.lowest_free, word / 64);
+  }
+  void take(int64_t slot) {
+    const int64_t word = slot / 64;
+    if ((words_[word] &= ~(uint64_t(1) << (slot % 64))) == 0)
+      summary_[word / 64] &= ~(uint64_t(1) << (word % 64));
+  }
+  // Takes the lowest; there must be one.
+  int64_t take_lowest() {
+    int64_t& at = header_.lowest_free;
+    while (summary_[at] == 0) ++at;
+    const int64_t word = at * 64 + std::countr_zero(summary_[at]);
+    const int64_t slot = word * 64 + std::countr_zero(words_[word]);
+    take(slot);
+    return slot;
+  }
+
+ private:
+  Header& header_;
+  uint64_t* words_;
+  uint64_t* summary_;
+};
+
+class Index {
+ public:
+  Index(int64_t* header, void* buckets, uint8_t* tags, uint64_t* free, uint64_t seed)
+      : header_(*reinterpret_cast<Header*>(header)), tags_(tags), free_(header_, free), seed_(seed) {
+    for (int64_t s = 0; s < int64_t(1) << header_.shard_bits; ++s)
+      shards_.emplace_back(&header_.shards[s], static_cast<Bucket*>(buckets) + s * header_.room, header_.room,
+                           s, int(header_.shard_bits));
+  }
+
+  void find(const int64_t* ids, int64_t count, int64_t* slots) const {
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      struct {
+        uint64_t key;
+        const Shard* shard;
+        const Bucket* home;
+      } ring[kAhead];
+      const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
+        const uint64_t key = mix(uint64_t(ids[i]), seed_);
+        const Shard& shard = shard_of(key);
+        const Bucket* home = shard.home_bucket(key);
+        __builtin_prefetch(home, 0, 3);
+        ring[i % kAhead] = {key, &shard, home};
+      };
+      for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
+      for (int64_t i = begin; i < end; ++i) {
+        const auto& one = ring[i % kAhead];
+        slots[i] = one.shard->find_from(one.home, one.key);
+        if (i + kAhead < end) begin_one(i + kAhead);
+      }
+    });
+  }
+
+  // given: the slots that the IDs get; null: the lowest free ones.
+  Status insert(const int64_t* ids, int64_t count, const int64_t* given, int64_t* slots) {
+    for (int64_t i = 1; i < count; ++i)
+      if (ids[i] <= ids[i - 1]) return kNotAscending;
+    find(ids, count, slots);
+    if (std::any_of(slots, slots + count, [](int64_t slot) { return slot >= 0; })) return kPresent;
+    const int64_t num_free = header_.num_slots - header_.num_live;
+    const int64_t num_slots = given != nullptr && count > 0
+                                  ? *std::max_element(given, given + count) + 1
+                                  : std::max(header_.num_slots, header_.num_slots + count - num_free);
+    if (num_slots > header_.max_slots) return kFull;
+    const int extra = std::max<int>(
+        0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - index::kLeastSlotBits);
+    const Partition parts = partition(ids, count);
+    if (!for_shards(
+            [&](size_t s) { return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra); }))
+      return kNoBuckets;
+    assign(count, given, num_slots, slots);
+    std::vector<int64_t> done(shards_.size(), 0);
+    const bool fits = for_shards([&](size_t s) { return insert_into(s, parts, slots, extra, done[s]); });
+    header_.num_live += count;
+    if (fits) return kDone;
+    for (size_t s = 0; s < shards_.size(); ++s)
+      for (int64_t i = 0; i < done[s]; ++i) shards_[s].remove(parts.keys[parts.begins[s] + i]);
+    for (int64_t i = 0; i < count; ++i) free_.put(slots[i]);
+    header_.num_live -= count;
+    return kCrowded;
+  }
+
+  Status remove(const int64_t* ids, int64_t count, int64_t* slots) {
+    find(ids, count, slots);
+    if (std::any_of(slots, slots + count, [](int64_t slot) { return slot < 0; })) return kAbsent;
+    for (int64_t i = 0; i < count; ++i) {
+      if (free_.has(slots[i])) {
+        while (--i >= 0) free_.take(slots[i]);
+        return kRepeats;
+      }
+      free_.put(slots[i]);
+    }
+    const Partition parts = partition(ids, count);
+    for_shards([&](size_t s) {
+      const int64_t end = parts.begins[s + 1];
+      for (int64_t i = parts.begins[s]; i < end; ++i) {
+        if (i + kAhead < end) __builtin_prefetch(shards_[s].home_bucket(parts.keys[i + kAhead]), 1, 3);
+        shards_[s].remove(parts.keys[i]);
+      }
+      return true;
+    });
+    header_.num_live -= count;
+    return kDone;
+  }
+
+  bool is_live(int64_t slot) const { return slot >= 0 && slot < header_.num_slots && !free_.has(slot); }
+
+  Status ids_of(const int64_t* slots, int64_t count, int64_t* ids) const {
+    for (int64_t i = 0; i < count; ++i)
+      if (!is_live(slots[i])) return kFree;
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      uint64_t tags[kAhead];
+      const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
+        const uint64_t tag = tags[i % kAhead] = tag_of(slots[i]);
+        __builtin_prefetch(shard_of(tag << 40).tag_bucket(tag), 0, 3);
+      };
+      for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
+      for (int64_t i = begin; i < end; ++i) {
+        const uint64_t tag = tags[i % kAhead];
+        ids[i] = int64_t(unmix(shard_of(tag << 40).key_of(uint64_t(slots[i]), tag), seed_));
+        if (i + 2 * kAhead < end) __builtin_prefetch(tags_ + kTagBytes * slots[i + 2 * kAhead], 0, 3);
+        if (i + kAhead < end) begin_one(i + kAhead);
+      }
+    });
+    return kDone;
+  }
+
+  // In the order of keys.
+  void items(int64_t* ids, int64_t* slots) const {
+    std::vector<int64_t> begins(1, 0);
+    for (const Shard& shard : shards_) begins.push_back(begins.back() + shard.num_keys());
+    parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
+      int64_t i = begins[s];
+      shards_[s].for_all([&](index::Entry entry) {
+        ids[i] = int64_t(unmix(entry.key, seed_));
+        slots[i++] = int64_t(entry.slot);
+      });
+    });
+  }
+
+  int64_t num_bytes() const {
+    int64_t total = (header_.num_slots * kTagBytes) + header_.num_slots / 8 + header_.num_slots / 512;
+    for (const Shard& shard : shards_) total += shard.num_bytes() + int64_t(sizeof(ShardState));
+    return total;
+  }
+
+ private:
+  // IDs by shard, in their order: keys, and where each was.
+  struct Partition {
+    std::vector<int64_t> begins;
+    std::unique_ptr<uint64_t[]> keys;
+    std::unique_ptr<int64_t[]> places;
+  };
+
+  const Shard& shard_of(uint64_t key) const {
+    return shards_[header_.shard_bits == 0 ? 0 : key >> (64 - header_.shard_bits)];
+  }
+
+  Partition partition(const int64_t* ids, int64_t count) const {
+    Partition parts{std::vector<int64_t>(shards_.size() + 1, 0),
+                    std::unique_ptr<uint64_t[]>(new uint64_t[count]),
+                    std::unique_ptr<int64_t[]>(new int64_t[count])};
+    const int shift = 64 - int(header_.shard_bits);
+    const auto shard_number = [&](uint64_t key) { return shift == 64 ? 0 : key >> shift; };
+    std::vector<int64_t> next(shards_.size() + 1, 0);
+    for (int64_t i = 0; i < count; ++i) ++next[shard_number(mix(uint64_t(ids[i]), seed_)) + 1];
+    for (size_t s = 0; s < shards_.size(); ++s) next[s + 1] += next[s];
+    parts.begins = next;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint64_t key = mix(uint64_t(ids[i]), seed_);
+      const int64_t place = next[shard_number(key)]++;
+      parts.keys[place] = key, parts.places[place] = i;
+    }
+    return parts;
+  }
+
+  // Runs work for each shard, by several threads; returns whether all of it returned true.
+  template <typename Work>
+  bool for_shards(const Work& work) {
+    std::atomic<bool> all{true};
+    parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
+      if (!work(size_t(s))) all = false;
+    });
+    return all;
+  }
+
+  void assign(int64_t count, const int64_t* given, int64_t num_slots, int64_t* slots) {
+    if (given != nullptr) {
+      for (int64_t slot = header_.num_slots; slot < num_slots; ++slot) free_.put(slot);
+      for (int64_t i = 0; i < count; ++i) free_.take(slots[i] = given[i]);
+    } else {
+      int64_t num_free = header_.num_slots - header_.num_live;
+      for (int64_t i = 0, next = header_.num_slots; i < count; ++i)
+        slots[i] = num_free > 0 ? (--num_free, free_.take_lowest()) : next++;
+    }
+    header_.num_slots = std::max(header_.num_slots, num_slots);
+  }
+
+  bool insert_into(size_t s, const Partition& parts, const int64_t* slots, int extra, int64_t& done) {
+    Shard& shard = shards_[s];
+    const int64_t end = parts.begins[s + 1];
+    for (int64_t i = parts.begins[s]; i < end; ++i, ++done) {
+      if (i + kAhead < end) __builtin_prefetch(shard.home_bucket(parts.keys[i + kAhead]), 1, 3);
+      const uint64_t key = parts.keys[i];
+      const int64_t slot = slots[parts.places[i]];
+      int64_t more = std::max<int64_t>(shard.num_keys(), 64);
+      for (int turn = 0; !shard.insert(key, uint64_t(slot), extra); ++turn, more *= 2)
+        if (turn == 4 || !shard.prepare(more, extra)) return false;
+      for (int64_t byte = 0; byte < kTagBytes; ++byte)
+        tags_[kTagBytes * slot + byte] = uint8_t(key >> (40 + 8 * byte));
+    }
+    return true;
+  }
+
+  uint64_t tag_of(int64_t slot) const {
+    uint32_t tag;
+    std::memcpy(&tag, tags_ + kTagBytes * slot, sizeof(tag));
+    static_assert(kTagPadding == sizeof(tag) - kTagBytes);
+    return tag & 0xffffff;
+  }
+
+  Header& header_;
+  uint8_t* tags_;
+  FreeSlots free_;
+  uint64_t seed_;
+  std::vector<Shard> shards_;
+};
+
+// An index in four tensors: header int64, buckets uint8, tags uint8, free int64.
+Index index_in(const std::vector<Tensor>& memory, int64_t seed) {
+  if (memory.size() != 4) fail("an index has 4 tensors, got ", memory.size());
+  const auto data = [&](size_t k) { return const_cast<void*>(memory[k].const_data_ptr()); };
+  return Index(static_cast<int64_t*>(data(0)), data(1), static_cast<uint8_t*>(data(2)),
+               static_cast<uint64_t*>(data(3)), uint64_t(seed));
+}
+
+Tensor new_int64(int64_t size) {
+  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(&size, 1), ScalarType::Long);
+}
+
+void check_ids(const Tensor& ids) {
+  if (ids.dim() != 1 || ids.scalar_type() != ScalarType::Long) fail("ids must be int64 with 1 dimension");
+}
+
+Tensor index_find(std::vector<Tensor> memory, Tensor ids, int64_t seed) {
+  check_ids(ids);
+  const Tensor given = as_contiguous(ids);
+  Tensor slots = new_int64(given.numel());
+  index_in(memory, seed)
+      .find(static_cast<const int64_t*>(given.const_data_ptr()), given.numel(),
+            static_cast<int64_t*>(slots.mutable_data_ptr()));
+  return slots;
+}
+
+Tensor index_mix(Tensor ids, int64_t seed, bool inverse) {
+  check_ids(ids);
+  const Tensor given = as_contiguous(ids);
+  Tensor mixed = new_int64(given.numel());
+  const auto* from = static_cast<const uint64_t*>(given.const_data_ptr());
+  auto* to = static_cast<uint64_t*>(mixed.mutable_data_ptr());
+  parallel_for(given.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+    if (inverse)
+      for (int64_t i = begin; i < end; ++i) to[i] = unmix(from[i], uint64_t(seed));
+    else
+      for (int64_t i = begin; i < end; ++i) to[i] = mix(from[i], uint64_t(seed));
+  });
+  return mixed;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("index_find", TORCH_BOX(&index_find));
+  m.impl("index_mix", TORCH_BOX(&index_mix));
+}
+
+// Runs work on the index of which C has the addresses. Negative: memory is missing.
+template <typename Work>
+int64_t with_index(void* const* memory, uint64_t seed, const Work& work) try {
+  Index index(static_cast<int64_t*>(memory[0]), memory[1], static_cast<uint8_t*>(memory[2]),
+              static_cast<uint64_t*>(memory[3]), seed);
+  return work(index);
+} catch (...) {
+  return -1;
+}
+
+}  // namespace
+
+#define MESHREC_C extern "C" __attribute__((visibility("default"))) int64_t
+
+MESHREC_C meshrec_index_insert(void* const* memory, uint64_t seed, const int64_t* ids, int64_t count,
+                               const int64_t* given, int64_t* slots) {
+  return with_index(memory, seed,
+                    [&](Index& index) -> int64_t { return index.insert(ids, count, given, slots); });
+}
+
+MESHREC_C meshrec_index_remove(void* const* memory, uint64_t seed, const int64_t* ids, int64_t count,
+                               int64_t* slots) {
+  return with_index(memory, seed, [&](Index& index) { return index.remove(ids, count, slots); });
+}
+
+MESHREC_C meshrec_index_ids_of(void* const* memory, uint64_t seed, const int64_t* slots, int64_t count,
+                               int64_t* ids) {
+  return with_index(memory, seed, [&](Index& index) { return index.ids_of(slots, count, ids); });
+}
+
+MESHREC_C meshrec_index_items(void* const* memory, uint64_t seed, int64_t* ids, int64_t* slots) {
+  return with_index(memory, seed, [&](Index& index) { return index.items(ids, slots), int64_t(kDone); });
+}
+
+MESHREC_C meshrec_index_num_bytes(void* const* memory) {
+  return with_index(memory, 0, [&](Index& index) { return index.num_bytes(); });
+}
+
+}  // namespace meshrec

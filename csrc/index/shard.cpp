@@ -1,0 +1,156 @@
+// How the buckets of a hash index change; see [Note: the hash index] in shard.h.
+#include "index/shard.h"
+
+#include <bit>
+#include <cassert>
+
+namespace meshrec::index {
+
+int64_t Shard::find_behind(uint64_t key) const {
+  int64_t b = home(key);
+  for (int64_t turn = 1; turn < kReach; ++turn, ++b) {
+    if (get(b, kEntries - 1).key > key) return -1;
+    const Bucket& next = buckets_[b + 1];
+    if (const int entry = next.find(key); entry >= 0) return int64_t(next.slot(entry));
+    if (!next.full()) return -1;
+  }
+  return -1;
+}
+
+bool Shard::prepare(int64_t more, int slot_extra) {
+  // So many that low bits tell the keys of kReach buckets apart, with a quarter to spare.
+  const int64_t told_apart =
+      slot_extra == 0 ? 0 : (kReach + kReach / 4) << std::max(0, slot_extra - shard_bits_);
+  const int64_t wanted = std::max(buckets_for(state_->num_keys + more), told_apart);
+  if (num_buckets() >= wanted) return true;
+  // The growth under way ends with `after_`, and the next one may begin.
+  const int64_t most = after_ >= wanted ? after_ : std::max(after_ + after_ / 8, wanted);
+  if (most + kReach > room_) return false;
+  grow(wanted, slot_extra);
+  return true;
+}
+
+void Shard::grow(int64_t wanted, int slot_extra) {
+  while (num_buckets() < wanted) {
+    if (moved_ == 0 || before_ == after_) {
+      if (moved_ == 0) state_->before = after_;
+      state_->after = std::max(after_ + after_ / 8, wanted);
+      state_->moved = state_->before;
+      remember();
+    }
+    // On the way there may be too few buckets for the wider slots, which no key here has yet.
+    const uint64_t apart = (uint64_t(before_) << shard_bits_) / uint64_t(kReach + 1);
+    const int extra = std::min(slot_extra, std::max<int>(0, std::bit_width(apart) - 1));
+    const int64_t missing = wanted - num_buckets(), gained = after_ - before_;
+    const int64_t stretch =
+        std::max(kStretch, int64_t(double(missing) * double(before_) / double(gained)) + 1);
+    move_down(std::max<int64_t>(0, moved_ - stretch), extra);
+  }
+}
+
+// Gives the keys of the old buckets [target, p) their homes among the new ones.
+void Shard::move_down(int64_t target, int slot_extra) {
+  std::vector<Entry> entries;
+  for (int64_t b = target; b < after_ + kReach; ++b) {
+    const bool passes_on = buckets_[b].full();
+    take_all(b, entries);
+    if (b + 1 >= moved_ && !passes_on) break;
+  }
+  state_->moved = target;
+  remember();
+  lay(entries, target, slot_extra);
+}
+
+void Shard::take_all(int64_t b, std::vector<Entry>& entries) {
+  for (int entry = 0, count = buckets_[b].count(); entry < count; ++entry) entries.push_back(get(b, entry));
+  buckets_[b].set_header(0, 0);
+}
+
+// Lays ascending keys from bucket `first` on, each at its home or behind; the keys that are in the way are
+// larger, and are laid after them.
+void Shard::lay(std::vector<Entry>& entries, int64_t first, int slot_extra) {
+  int64_t b = first - 1;
+  int count = kEntries;
+  for (size_t next = 0; next < entries.size(); ++next) {
+    const int64_t at = std::max(home(entries[next].key), count == kEntries ? b + 1 : b);
+    if (at > b) {
+      b = at, count = 0;
+      take_all(b, entries);
+      buckets_[b].set_header(0, slot_extra);
+    }
+    buckets_[b].set(count++, entries[next]);
+    buckets_[b].set_header(count, slot_extra);
+  }
+}
+
+void Shard::widen(int64_t b, int slot_extra) {
+  Bucket& bucket = buckets_[b];
+  if (bucket.extra() >= slot_extra) return;
+  Entry entries[kEntries];
+  const int count = bucket.count();
+  for (int entry = 0; entry < count; ++entry) entries[entry] = get(b, entry);
+  bucket.set_header(count, slot_extra);
+  for (int entry = 0; entry < count; ++entry) bucket.set(entry, entries[entry]);
+}
+
+bool Shard::insert(uint64_t key, uint64_t slot, int slot_extra) {
+  int64_t b = home(key), last = b;
+  // Every full bucket from the key's home on will pass one on.
+  for (; buckets_[last].full(); ++last)
+    if (last + 1 - home(std::max(key, get(last, kEntries - 1).key)) >= kFarthest) return false;
+  Entry carried{key, slot};
+  for (; b <= last; ++b) {
+    Bucket& bucket = buckets_[b];
+    const int count = bucket.count();
+    if (count == 0) bucket.set_header(0, slot_extra);
+    widen(b, slot_extra);
+    int place = count;
+    while (place > 0 && get(b, place - 1).key > carried.key) --place;
+    if (b < last && place == kEntries) continue;
+    const Entry largest = b < last ? get(b, kEntries - 1) : carried;
+    const int moving = (b < last ? kEntries - 1 : count) - place;
+    uint8_t* at = bucket.bytes + kEntryBytes * place;
+    std::memmove(at + kEntryBytes, at, size_t(kEntryBytes * moving));
+    bucket.set(place, carried);
+    if (b == last) bucket.set_header(count + 1, bucket.extra());
+    carried = largest;
+  }
+  ++state_->num_keys;
+  return true;
+}
+
+void Shard::remove(uint64_t key) {
+  int64_t b = home(key);
+  int entry = buckets_[b].find(key);
+  while (entry < 0) entry = buckets_[++b].find(key);
+  --state_->num_keys;
+  while (true) {
+    Bucket& bucket = buckets_[b];
+    const bool was_full = bucket.full();
+    const int count = bucket.count();
+    uint8_t* at = bucket.bytes + kEntryBytes * entry;
+    std::memmove(at, at + kEntryBytes, size_t(kEntryBytes * (count - 1 - entry)));
+    bucket.set_header(count - 1, bucket.extra());
+    // What this bucket had passed on comes back.
+    if (!was_full || buckets_[b + 1].count() == 0) return;
+    const Entry back = get(b + 1, 0);
+    if (home(back.key) > b) return;
+    widen(b, buckets_[b + 1].extra());
+    bucket.set(count - 1, back);
+    bucket.set_header(count, bucket.extra());
+    ++b, entry = 0;
+  }
+}
+
+uint64_t Shard::key_of(uint64_t slot, uint64_t tag) const {
+  int64_t b = home(std::max(tag << 40, first_key_));
+  while (true) {
+    const Bucket& bucket = buckets_[b];
+    for (int entry = 0, count = bucket.count(); entry < count; ++entry)
+      if (bucket.slot(entry) == slot) return get(b, entry).key;
+    assert(b < after_ + kReach);
+    ++b;
+  }
+}
+
+}  // namespace meshrec::index

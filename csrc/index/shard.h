@@ -1,0 +1,172 @@
+// The buckets of a hash index.
+//
+// [Note: the hash index]
+//
+// IDs are mixed to keys, and buckets of one cache line hold the keys in ascending order: a shard of B buckets
+// has bucket floor(f * B / 2^64) as the home of the key with the fraction f. A full bucket passes its largest
+// key on to the next one. So every key lies at its home or a little behind, a search ends at the first larger
+// key, and a removal moves keys back: there are no tombstones.
+//
+// A shard grows from B to B2 buckets in place, and from the end: the homes of keys that lie at p or beyond
+// among B buckets are those among B2, and p moves down, as many buckets for each new key as keep the load. No
+// call waits for the whole table.
+//
+// An entry has 72 bits. A bucket's slots have S bits each (8 to 33, as many as the largest needs), and the
+// keys their low 72 - S bits, at most 64: the bucket tells the others. They suffice as all keys of a bucket
+// have their homes in kReach buckets, which span less than 2^(72 - S) keys: a table has about as many buckets
+// as slots.
+//
+// Beside them each slot has the highest 24 bits of its key (`tags`), from which its bucket is found, and a
+// bit that says whether it is free. Together that is at most 16 bytes for an ID.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace meshrec::index {
+
+constexpr int kEntries = 7, kEntryBytes = 9, kBucketBytes = 64, kLeastSlotBits = 8;
+constexpr int64_t kReach = 16;     // a key lies in one of so many buckets from its home on
+constexpr int64_t kFarthest = 12;  // and in one of so many when it comes: growth may round it further away
+constexpr int64_t kLeast = 8;      // buckets of a new shard
+constexpr int64_t kStretch = 16;   // buckets that move at least when a shard grows
+
+inline uint64_t load64(const uint8_t* p) {
+  uint64_t word;
+  std::memcpy(&word, p, sizeof(word));
+  return word;
+}
+
+struct Entry {
+  uint64_t key, slot;
+};
+
+struct Bucket {
+  uint8_t bytes[kBucketBytes];
+
+  int count() const { return bytes[63] & 7; }
+  int extra() const { return bytes[63] >> 3; }  // bits of a slot beyond the least
+  bool full() const { return count() == kEntries; }
+  uint64_t low(int entry) const { return load64(bytes + kEntryBytes * entry); }
+  uint64_t slot(int entry) const { return load64(bytes + kEntryBytes * entry + 1) >> (56 - extra()); }
+
+  // Returns the entry whose low bits are those of the key, or -1.
+  int find(uint64_t key) const {
+    const int shift = extra();
+    unsigned found = 0;
+#pragma GCC unroll 7
+    for (int entry = 0; entry < kEntries; ++entry)
+      found |= unsigned(((low(entry) ^ key) << shift) == 0) << entry;
+    found &= (1u << count()) - 1;
+    return found == 0 ? -1 : __builtin_ctz(found);
+  }
+
+  void set_header(int count, int extra) { bytes[63] = uint8_t(extra << 3 | count); }
+  void set(int entry, Entry value) {
+    const int shift = extra();
+    const uint64_t low = shift == 0 ? value.key : value.key << shift >> shift | value.slot << (64 - shift);
+    std::memcpy(bytes + kEntryBytes * entry, &low, sizeof(low));
+    bytes[kEntryBytes * entry + 8] = uint8_t(value.slot >> shift);
+  }
+};
+static_assert(sizeof(Bucket) == kBucketBytes);
+
+// What a shard remembers, in the index's header.
+struct ShardState {
+  int64_t num_keys, before, after, moved;  // before, after: B and B2 of the note; moved: p
+};
+
+inline uint64_t scaled(uint64_t fraction, int64_t size) {
+  return uint64_t((static_cast<unsigned __int128>(fraction) * uint64_t(size)) >> 64);
+}
+inline uint64_t step_of(int64_t num_buckets) {
+  return uint64_t((static_cast<unsigned __int128>(1) << 64) / uint64_t(num_buckets));
+}
+
+class Shard {
+ public:
+  Shard(ShardState* state, Bucket* buckets, int64_t room, int64_t number, int shard_bits)
+      : state_(state), buckets_(buckets), room_(room), shard_bits_(shard_bits) {
+    first_key_ = shard_bits == 0 ? 0 : uint64_t(number) << (64 - shard_bits);
+    remember();
+  }
+
+  int64_t home(uint64_t key) const {
+    const uint64_t fraction = key << shard_bits_;
+    const int64_t old = int64_t(scaled(fraction, before_));
+    const int64_t now = int64_t(scaled(fraction, after_));
+    return old >= moved_ ? now : old;
+  }
+  Bucket* home_bucket(uint64_t key) const { return buckets_ + home(key); }
+
+  // Finds the slot of a key from its home on, or returns -1.
+  int64_t find_from(const Bucket* bucket, uint64_t key) const {
+    if (const int entry = bucket->find(key); entry >= 0) [[likely]]
+      return int64_t(bucket->slot(entry));
+    return bucket->full() ? find_behind(key) : -1;
+  }
+
+  // The bytes of buckets that have been in use.
+  int64_t num_bytes() const { return num_buckets() * kBucketBytes; }
+
+  // Makes room for more keys, whose slots have so many bits beyond the least. Returns false, with nothing
+  // changed, if there is no memory for so many buckets.
+  bool prepare(int64_t more, int slot_extra);
+  // Inserts a key that is new, once there is room. Returns false, with nothing changed, if too many keys have
+  // homes near by.
+  bool insert(uint64_t key, uint64_t slot, int slot_extra);
+  // Removes a key that is here.
+  void remove(uint64_t key);
+  int64_t num_keys() const { return state_->num_keys; }
+
+  // Finds the key of a slot whose key begins with the tag of 24 bits.
+  uint64_t key_of(uint64_t slot, uint64_t tag) const;
+  Bucket* tag_bucket(uint64_t tag) const { return home_bucket(std::max(tag << 40, first_key_)); }
+
+  template <typename Visit>
+  void for_all(const Visit& visit) const {
+    for (int64_t b = 0; b < after_ + kReach; ++b)
+      for (int entry = 0, count = buckets_[b].count(); entry < count; ++entry) visit(get(b, entry));
+  }
+
+ private:
+  void remember() {
+    before_ = state_->before, after_ = state_->after, moved_ = state_->moved;
+    before_step_ = step_of(before_), after_step_ = step_of(after_);
+  }
+  // The buckets that keys may have as their home: p, and those behind that are made of the others.
+  int64_t num_buckets() const {
+    return moved_ + after_ - int64_t((static_cast<unsigned __int128>(moved_) * after_) / before_);
+  }
+  // The smallest key that bucket b may hold.
+  uint64_t base(int64_t b) const {
+    const int64_t first = std::max<int64_t>(0, b - kReach + 1);
+    const uint64_t fraction = uint64_t(first) * (first < moved_ ? before_step_ : after_step_);
+    return first_key_ | fraction >> shard_bits_;
+  }
+  Entry get(int64_t b, int entry) const {
+    const Bucket& bucket = buckets_[b];
+    const int shift = bucket.extra();
+    const uint64_t least = base(b);
+    return {least + ((bucket.low(entry) - least) << shift >> shift), bucket.slot(entry)};
+  }
+  int64_t find_behind(uint64_t key) const;
+  void grow(int64_t wanted, int slot_extra);
+  void move_down(int64_t target, int slot_extra);
+  void take_all(int64_t b, std::vector<Entry>& entries);
+  void lay(std::vector<Entry>& entries, int64_t first, int slot_extra);
+  void widen(int64_t b, int slot_extra);
+
+  ShardState* state_;
+  Bucket* buckets_;
+  int64_t room_, before_, after_, moved_;
+  uint64_t first_key_, before_step_, after_step_;
+  int shard_bits_;
+};
+
+// Buckets for so many keys at the load of 0.72.
+inline int64_t buckets_for(int64_t num_keys) { return std::max(kLeast, (num_keys * 25 + 125) / 126); }
+
+}  // namespace meshrec::index

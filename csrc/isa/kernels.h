@@ -1,0 +1,48 @@
+// Which instruction set runs: the inner loops are compiled once for each (kernels_*.cpp include kernels.inl),
+// and choose.cpp takes the best one that the machine has.
+//
+// This header and those it includes hold plain pointers only. Translation units with different machine flags
+// share them, so they must not pull in inline functions that a linker could take from the wrong unit.
+#pragma once
+
+#include <cstdint>
+
+#include "dist/wire.h"
+#include "interaction/interaction.h"
+#include "nbit/rows.h"
+#include "tbe/kernels.h"
+
+namespace meshrec {
+
+struct Kernels {
+  const char* name;
+  void (*pool[kNumRowTypes][2])(const PoolArgs&);  // [row type][ids are int64]
+  void (*gather[kNumRowTypes][2])(const GatherArgs&);
+  void (*dot[kNumWeightTypes][2])(const DotArgs&);
+  void (*update[kNumOptimizers][kNumWeightTypes])(const UpdateArgs&);
+  void (*sum)(const SumArgs&);
+  int64_t (*square)(const SquareArgs&);
+  float (*square_row)(const float* row, int64_t dim);
+  bool (*all_below32)(const int32_t* ids, int64_t n, uint64_t bound);
+  bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
+  void (*interact)(const InteractionArgs&);
+  void (*interact_grad)(const InteractionArgs&);
+  // To 8, 4 or 2 bits. Returns the first row that cannot be quantised, or num_rows.
+  int64_t (*quantize[3])(QuantizeArgs);
+  int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite
+  void (*decode_wire)(const WireRowsArgs&);
+};
+
+const Kernels* kernels_baseline();
+const Kernels* kernels_avx2();    // null if not built for it
+const Kernels* kernels_avx512();  // null if not built for it
+
+// Whether rows are prefetched to L1 or to L2, whichever was faster in measurements on one machine of each
+// kind. AMD's Zen 5: L1. Zen 4 and Intel's, which can have fewer lines under way to L1: L2 (on Zen 4, 2.6
+// times as fast for quantised rows, 1.6 times for fp32). MESHREC_PREFETCH=l1|l2 overrides this.
+bool prefetch_to_l1();
+
+// The best instruction set that this machine runs; MESHREC_ISA=baseline|avx2|avx512 asks for another.
+const Kernels& kernels();
+
+}  // namespace meshrec

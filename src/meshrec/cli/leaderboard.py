@@ -1,0 +1,92 @@
+"""``meshrec leaderboard``: models side by side on your data."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from meshrec.cli.arguments import parse
+from meshrec.cli.inspect import InspectOptions, look, recipe_text
+from meshrec.cli.output import check_output
+from meshrec.reports.page import to_page
+
+if TYPE_CHECKING:
+    from meshrec.runs.leaderboard import Standing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderboardOptions:
+    """Train wide & deep, DLRM, DCN and DeepFM on your data, beside logistic regression and LightGBM.
+
+    All of them read the features that `meshrec inspect` proposes, on one split. Validation rows choose the
+    weights, test rows are read once. LightGBM takes part where it is installed.
+    """
+
+    data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """Parquet or CSV files, folders or patterns. Training, validation and test rows are all taken from
+    them.
+    """
+    label: str
+    """Column to learn: 0 and 1, or numbers."""
+    time: str | None = None
+    """Column that orders the rows: the latest rows are held out. If none, rows are held out at random."""
+    models: tuple[str, ...] = ("wide_deep", "dlrm", "dcn", "deepfm")
+    """Models to train."""
+    epochs: int | None = None
+    """The largest number of passes over the training data; if none, as many as the proposed recipe has."""
+    seed: int = 0
+    """Seed of the split, the first weights and the order of samples."""
+    out: Path = Path("leaderboard.html")
+    """Page to write."""
+    force: bool = False
+    """Replace a page that exists."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(LeaderboardOptions, arguments, program="meshrec leaderboard")
+    check_output(options.out, force=options.force)
+    if options.epochs is not None and options.epochs < 1:
+        raise ValueError(f"--epochs is {options.epochs}; it must be at least 1.")
+    from meshrec.data.locations import is_address
+    from meshrec.runs.leaderboard import leaderboard
+    from meshrec.train.recipes import resolve
+
+    console = Console()
+    whole = tuple(each if is_address(each) else str(Path(each).absolute()) for each in options.data)
+    asked = InspectOptions(data=whole, label=options.label, time=options.time)
+    profile, proposal = look(asked)
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "recipe.py"
+        text = recipe_text(replace(asked, out=path), proposal, profile.num_rows)
+        path.write_text(text, encoding="utf-8")
+        recipe = resolve(f"{path}:recipe")
+    data: Any = recipe.data
+    training = replace(recipe.training, seed=options.seed, epochs=options.epochs or recipe.training.epochs)
+    recipe = replace(recipe, data=replace(data, seed=options.seed), training=training)
+    found = leaderboard(
+        recipe, models=options.models, tell=lambda text: console.print(f"training {text}", highlight=False)
+    )
+    console.print(_table(found))
+    rows = [each._asdict() for each in found]
+    about = {"data": list(options.data), "label": options.label, "rows": profile.num_rows, "models": rows}
+    options.out.write_text(to_page("leaderboard.js", about), encoding="utf-8")
+    print(f"the page: {options.out}")
+    return 0
+
+
+def _table(found: "Sequence[Standing]") -> Table:
+    table = Table(title="test AUC, best first", title_justify="left")
+    for name in ("", "validation", "test", "95 %"):
+        table.add_column(name, justify="right" if name else "left")
+    for each in found:
+        low, high = each.interval
+        style = "bold" if each.kind == "model" else None
+        table.add_row(
+            each.model, f"{each.validation:.4f}", f"{each.test:.4f}", f"{low:.4f} to {high:.4f}", style=style
+        )
+    return table

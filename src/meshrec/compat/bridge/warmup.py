@@ -1,0 +1,197 @@
+"""TorchRec's learning-rate schedules in stages, whose position is saved and resumed with the optimizer.
+
+Programs of MeshRec use ``meshrec.train.Schedule``, or a scheduler of ``torch.optim.lr_scheduler``.
+"""
+
+import math
+from collections import ChainMap
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum, unique
+from typing import Any, cast
+
+import torch
+
+from meshrec.compat.bridge.keyed import Passing, settle
+from meshrec.optim.keyed import Closure, KeyedOptimizer
+
+# Longer than any training.
+_FOREVER = 1 << 62
+
+
+@unique
+class WarmupPolicy(Enum):
+    """Formula of the multiplier of the learning rate at iteration ``i``. Names such as ``value`` are fields
+    of the stage.
+    """
+
+    NONE = "none"
+    """The multiplier is 1."""
+    LINEAR = "linear"
+    """Linear from ``value`` at 0 to 1 at ``max_iters``: ``value + (1 - value) * i / max_iters``."""
+    CONSTANT = "constant"
+    """The multiplier is ``value``."""
+    POLY = "poly"
+    """``(1 - i / decay_iters) ^ value``."""
+    STEP = "step"
+    """``value ^ floor(i / decay_iters)``."""
+    INVSQRT = "inv_sqrt"
+    """``1 / sqrt(i)``, and 1 for ``i = 0``."""
+    COSINE_ANNEALING_WARM_RESTARTS = "cosine_annealing_warm_restarts"
+    """``value + (1 - value) * (1 + cos(pi * (i mod sgdr_period) / sgdr_period)) / 2``; Loshchilov, Hutter:
+    "SGDR: stochastic gradient descent with warm restarts" (2017), with periods of one length."""
+    INTERPOLATE = "interpolate"
+    """Linear from ``value`` at ``start_interpolating_iters`` to ``end_value`` at ``max_iters``."""
+
+
+@dataclass(frozen=True)
+class WarmupStage:
+    """One stage of the schedule. Iterations count from the start of training, not from that of the stage.
+
+    Raises:
+        ValueError: the policy cannot use the numbers.
+    """
+
+    policy: WarmupPolicy = WarmupPolicy.LINEAR
+    max_iters: int = 1
+    """Last iteration of the stage."""
+    value: float = 1.0
+    lr_scale: float = 1.0
+    """Additional factor of the multiplier."""
+    decay_iters: int = -1
+    """Period of POLY and STEP. If it is not above 0: ``max_iters`` for POLY, 1 for STEP."""
+    sgdr_period: int = 1
+    start_interpolating_iters: int | None = None
+    end_value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_iters < 1 or self.sgdr_period < 1:
+            raise ValueError(
+                f"max_iters and sgdr_period must be at least 1, got {self.max_iters} and {self.sgdr_period}."
+            )
+        if self.policy is WarmupPolicy.POLY and 0 < self.decay_iters < self.max_iters:
+            raise ValueError(
+                f"POLY reaches 0 at decay_iters, {self.decay_iters}, before the stage ends at max_iters, "
+                f"{self.max_iters}. End the stage by then, or raise decay_iters."
+            )
+        if self.policy is WarmupPolicy.INTERPOLATE:
+            start, end = self.start_interpolating_iters, self.end_value
+            if start is None or end is None or start >= self.max_iters:
+                raise ValueError(
+                    f"INTERPOLATE needs end_value and a start_interpolating_iters below max_iters, "
+                    f"{self.max_iters}, got {end} and {start}."
+                )
+
+    def multiplier(self, iteration: int) -> float:
+        """Return the factor of the learning rate at ``iteration``."""
+        return self._policy_multiplier(iteration) * self.lr_scale
+
+    def _policy_multiplier(self, iteration: int) -> float:
+        value = self.value
+        match self.policy:
+            case WarmupPolicy.NONE:
+                return 1.0
+            case WarmupPolicy.LINEAR:
+                return value + (1.0 - value) * iteration / self.max_iters
+            case WarmupPolicy.CONSTANT:
+                return value
+            case WarmupPolicy.POLY:
+                decay_iters = self.decay_iters if self.decay_iters > 0 else self.max_iters
+                return math.pow(1.0 - iteration / decay_iters, value)
+            case WarmupPolicy.STEP:
+                return math.pow(value, iteration // max(self.decay_iters, 1))
+            case WarmupPolicy.INVSQRT:
+                return 1.0 / math.sqrt(max(iteration, 1))
+            case WarmupPolicy.COSINE_ANNEALING_WARM_RESTARTS:
+                phase = math.pi * (iteration % self.sgdr_period) / self.sgdr_period
+                return value + (1.0 - value) * 0.5 * (1.0 + math.cos(phase))
+            case WarmupPolicy.INTERPOLATE:
+                start, end = self.start_interpolating_iters, self.end_value
+                assert start is not None
+                assert end is not None
+                return value + (end - value) * (iteration - start) / (self.max_iters - start)
+
+
+class WarmupOptimizer(Passing, KeyedOptimizer):
+    """Optimizer wrapper that sets the learning rate by stages, before the first step and after every step.
+
+    At iteration ``i`` every group gets ``lr * stage.multiplier(i)``, for the first stage with ``i <=
+    max_iters``. After the last stage it gets ``lr``. The rate is set ahead of backward, so this also works
+    with optimizers that update in backward. The position in the schedule is saved as state under the name
+    ``param_name``.
+
+    Args:
+        optimizer: the optimizer to wrap, which shares its groups.
+        stages: the stages in order, with increasing ``max_iters``.
+        lr: the rate that multipliers refer to.
+        lr_param: key of the learning rate in the groups.
+        param_name: name in the state_dict.
+
+    Raises:
+        ValueError: ``max_iters`` does not increase, or ``param_name`` is taken.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        stages: Sequence[WarmupStage],
+        lr: float = 0.1,
+        lr_param: str = "lr",
+        param_name: str = "__warmup",
+    ) -> None:
+        ends = [stage.max_iters for stage in stages]
+        if ends != sorted(set(ends)):
+            raise ValueError(
+                f"max_iters must rise from stage to stage, got {ends}. It counts from the start of training."
+            )
+        if param_name in optimizer.params:
+            raise ValueError(f"there is a parameter named {param_name!r}. Choose another param_name.")
+        self._optimizer = optimizer
+        self._stages = [*stages, WarmupStage(policy=WarmupPolicy.NONE, max_iters=_FOREVER)]
+        self._lr = lr
+        self._lr_param = lr_param
+        self._position = torch.zeros(2, dtype=torch.int64)  # iteration, stage
+        # A parameter in name only: what has a name and state is saved and loaded with the rest.
+        holder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        super().__init__(
+            ChainMap({param_name: holder}, cast(Any, optimizer.params)),
+            ChainMap({holder: {"warmup": self._position}}, optimizer.state),
+            optimizer.param_groups,
+        )
+        self.register_load_state_dict_post_hook(_resume)
+        self._set_lr()
+        settle(self)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the wrapped optimizer updates parameters during backward."""
+        return self._optimizer.updates_in_backward
+
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        """Step the wrapped optimizer, then set the next learning rate."""
+        loss = self._optimizer.step(closure)
+        iteration, stage = self._position.tolist()
+        iteration += 1
+        stage += iteration > self._stages[stage].max_iters
+        self._position.copy_(torch.tensor([iteration, stage]))
+        self._set_lr()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self._optimizer.add_param_group(param_group)
+        self._set_lr()
+
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Create state in the wrapped optimizer."""
+        self._optimizer.create_state(names, sparse_names)
+
+    def _set_lr(self) -> None:
+        iteration, stage = self._position.tolist()
+        for group in self.param_groups:
+            group[self._lr_param] = self._lr * self._stages[stage].multiplier(iteration)
+
+
+def _resume(optimizer: torch.optim.Optimizer) -> None:
+    assert isinstance(optimizer, WarmupOptimizer)
+    optimizer._set_lr()

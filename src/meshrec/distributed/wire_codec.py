@@ -1,0 +1,157 @@
+"""The encoding of one direction of a module: formats by table, rounding, a watch on damaged values."""
+
+import logging
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from meshrec.comms.encoding import Block, Columns, RowEncoding
+from meshrec.comms.mesh import Axis
+from meshrec.comms.wire import WireFormat, WireFormats
+from meshrec.distributed.error_feedback import ErrorFeedback, Names
+from meshrec.distributed.pieces import Span
+from meshrec.distributed.routing import Routing
+
+_logger = logging.getLogger("meshrec")
+_RANK_KEYS = 1 << 40
+"""Keys of rows of one rank. Rows of different ranks draw different noise."""
+_READ_EVERY = 256
+"""Messages of a GPU after which its count of damaged rows is read."""
+
+FORWARD, BACKWARD = 0, 1
+_WAYS = ("embeddings", "gradients")
+
+
+def first_key(rank: int) -> int:
+    """Return the key of the first row that a rank asks for."""
+    return rank * _RANK_KEYS
+
+
+class Codec:
+    """One direction of a module: its formats, by table, and what the sender must remember.
+
+    Args:
+        routing: the compiled plan.
+        wires: the formats of each table, by number.
+        way: ``FORWARD`` or ``BACKWARD``.
+        clock: returns the number of updates of the tables so far.
+    """
+
+    def __init__(
+        self, routing: Routing, wires: Sequence[WireFormats], way: int, clock: Callable[[], int]
+    ) -> None:
+        self._routing, self._way, self._clock = routing, way, clock
+        self._formats: list[WireFormat] = [pair[way] for pair in wires]
+        split = [each for each, own in zip(self._formats, routing.replicated, strict=True) if not own]
+        self.encoding = RowEncoding.of(split or self._formats)
+        self._watch = _Watch(_WAYS[way])
+        self._feedback = ErrorFeedback() if any(each.feedback for each in split) else None
+        self.draws = any(each.stochastic for each in split)
+        """Whether some format rounds at random."""
+
+    def encodes(self, axis: Axis) -> bool:
+        """Return whether rows are encoded after their kernel. A message to oneself is not."""
+        return axis.group is not None and axis.size > 1 and not self.encoding.is_cast
+
+    def columns(self, spans: Sequence[Span], first_rows: Sequence[int] | None = None) -> Columns:
+        """Return the columns that travel as these spans of the result.
+
+        ``first_rows``: the first table row of each, where the rows are parts of sums.
+        """
+        routing, starts = self._routing, self._routing.columns
+        uses = [bisect_right(starts, span.column, hi=len(starts) - 1) - 1 for span in spans]
+        names = [
+            f"table {routing.tables[routing.uses[use].table].name!r}, feature {routing.uses[use].feature!r}"
+            for use in uses
+        ]
+        rows = first_rows or [0] * len(spans)
+        return Columns(
+            widths=tuple(span.width for span in spans),
+            formats=tuple(self._formats[routing.uses[use].table] for use in uses),
+            seeds=tuple(
+                zlib.crc32(f"{name}, {_WAYS[self._way]}, {row}".encode())
+                for name, row in zip(names, rows, strict=True)
+            ),
+            origins=tuple(span.column - starts[use] for span, use in zip(spans, uses, strict=True)),
+            names=tuple(names),
+            uses=tuple(uses),
+        )
+
+    def encode(
+        self,
+        values: Tensor,
+        blocks: Sequence[Block],
+        *,
+        keys: Tensor | None = None,
+        names: Names | None = None,
+    ) -> Tensor:
+        """Encode the rows of consecutive blocks.
+
+        ``keys`` replaces the keys of the blocks. ``names``: the bags whose gradients these are, for error
+        feedback.
+        """
+        step = self._clock() if self.draws else 0
+        feedback = self._feedback if names is not None else None
+        if feedback is not None and names is not None:
+            values = feedback.corrected(values, blocks, names)
+        message, report = self.encoding.encode(values, blocks, step=step, keys=keys)
+        if report is not None:
+            self._watch.look(report, blocks)
+        if feedback is not None:
+            feedback.keep(values, self.encoding.decode(message, blocks))
+        return message
+
+    def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
+        """Decode the rows of consecutive blocks."""
+        return self.encoding.decode(message, blocks)
+
+    def feedback_state(self) -> dict[str, Any]:
+        """Return what error feedback remembers on this rank; empty without it."""
+        return {} if self._feedback is None else self._feedback.state()
+
+    def restore_feedback(self, state: dict[str, Any]) -> None:
+        """Continue from what ``feedback_state`` returned."""
+        if self._feedback is not None:
+            self._feedback.restore(state)
+
+
+class _Watch:
+    """Names the first row with infinity or NaN, once for each column."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told: set[str] = set()
+        self._unread = 0
+
+    def look(self, report: Tensor, blocks: Sequence[Block]) -> None:
+        """Look at what a kernel reports. A GPU is not waited for in every step."""
+        if not report.is_cpu:
+            self._unread = (self._unread + 1) % _READ_EVERY
+            if self._unread:
+                return
+        count, place = report.tolist()
+        if not count:
+            return
+        ends = list(accumulate(each.num_rows * each.columns.width for each in blocks))
+        block = blocks[bisect_right(ends, place)]
+        place -= ends[bisect_right(ends, place)] - block.num_rows * block.columns.width
+        row, column = divmod(place, block.columns.width)
+        starts = list(accumulate(block.columns.widths, initial=0))
+        name = block.columns.names[bisect_right(starts, column) - 1]
+        if name in self._told:
+            return
+        self._told.add(name)
+        _logger.warning(
+            "%s: %d rows of %s in a message hold infinity or NaN, the first for row %d of rank %d's batch. "
+            "They arrive as such. Look for a learning rate that is too high, or for damaged weights: "
+            "`meshrec inspect` and torch.autograd.set_detect_anomaly show where they begin.",
+            name,
+            count,
+            self._what,
+            row,
+            block.first_key // _RANK_KEYS,
+        )

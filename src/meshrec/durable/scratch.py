@@ -1,0 +1,51 @@
+"""Scratch folders that the next process removes if their owner was killed."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_SECONDS_TO_LOCK = 60.0
+"""How long a new folder is left alone: its owner locks it right after it has made it."""
+
+
+@contextmanager
+def scratch_folder(kind: str) -> Iterator[Path]:
+    """Give a private folder (mode 0700) below the system's folder for temporary files; remove it at the end.
+
+    A process that gets SIGKILL removes nothing. So the owner holds a lock on its folder, which ends with the
+    process and all that it forked, and whoever asks for a folder of the same kind later first removes those
+    without a lock.
+
+    Args:
+        kind: the beginning of the folder's name.
+    """
+    _remove_left(Path(tempfile.gettempdir()), f"{kind}-")
+    folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_left(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            # Never through a link, and nothing of another user.
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(descriptor)
+                if status.st_uid != os.getuid() or time.time() - status.st_ctime < _SECONDS_TO_LOCK:
+                    continue
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,169 @@
+"""Signatures of packages: who exported a package, and that no file has changed since.
+
+``signature.txt`` states the size and a hash of every file of the package, in lines that C++ reads as well:
+
+    meshrec-signature 1
+    file 4194305 <tree hash, see meshrec.durable.tree_hash_of> weights.bin
+    ed25519 <signature of everything before this line, 128 hexadecimal digits>
+
+The keys are those of OpenSSL: ``openssl genpkey -algorithm ed25519 -out key.pem`` makes a private key, and
+``openssl pkey -in key.pem -pubout -out key.pub`` writes the public one.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshrec.data.faults import needs
+from meshrec.durable import DamageError, open_regular, read_regular, tree_hash_of, write_durably
+from meshrec.export.archive import PackageError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+SIGNATURE = "signature.txt"
+_FIRST_LINE = "meshrec-signature 1"
+_FILE_LINE = re.compile(r"file (0|[1-9]\d{0,18}) ([0-9a-f]{64}) ([^\r\n]+)")
+_LAST_LINE = re.compile(rb"ed25519 ([0-9a-f]{128})\n")
+_LENGTH_OF_LAST_LINE = 8 + 128 + 1
+_MOST_BYTES = 1 << 24
+
+
+def read_private_key(path: str | Path) -> "Ed25519PrivateKey":
+    """Read the key that signs packages.
+
+    Args:
+        path: a PEM file with an ed25519 private key and no password.
+
+    Raises:
+        ModuleNotFoundError: the package cryptography is missing.
+        ValueError: the file cannot be read, or holds something else.
+    """
+    serialization = needs("cryptography.hazmat.primitives.serialization", "sign")
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    try:
+        key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a private key without a password ({error}). Make one with "
+            "`openssl genpkey -algorithm ed25519 -out key.pem`."
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ValueError(
+            f"{path} is a key of another kind than ed25519. Make one with "
+            "`openssl genpkey -algorithm ed25519 -out key.pem`."
+        )
+    return key
+
+
+def read_public_key(path: str | Path) -> "Ed25519PublicKey":
+    """Read the key that a package's signature is checked with.
+
+    Args:
+        path: a PEM file with an ed25519 public key.
+
+    Raises:
+        ModuleNotFoundError: the package cryptography is missing.
+        ValueError: the file cannot be read, or holds something else.
+    """
+    serialization = needs("cryptography.hazmat.primitives.serialization", "sign")
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    advice = "Write it with `openssl pkey -in key.pem -pubout -out key.pub`."
+    try:
+        key = serialization.load_pem_public_key(Path(path).read_bytes())
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a public key ({error}). {advice}") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise ValueError(f"{path} is a key of another kind than ed25519. {advice}")
+    return key
+
+
+def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
+    """Write `SIGNATURE` into a package that is complete.
+
+    Args:
+        folder: the package.
+        key: what `read_private_key` read.
+
+    Raises:
+        OSError: a file cannot be read, or the signature cannot be written.
+    """
+    folder = Path(folder)
+    lines = [_FIRST_LINE]
+    for path in sorted(folder.iterdir()):
+        if path.name != SIGNATURE:
+            lines.append(f"file {_line_of(path)}")
+    statement = ("\n".join(lines) + "\n").encode()
+    signature = key.sign(statement).hex()
+    write_durably(folder / SIGNATURE, statement + f"ed25519 {signature}\n".encode())
+
+
+def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey") -> None:
+    """Check that a key signed these files of a package as they are.
+
+    Args:
+        folder: the package.
+        names: every file that will be used.
+        key: what `read_public_key` read.
+
+    Raises:
+        PackageError: the package is not signed, not by this key, or a file differs from what was signed.
+    """
+    from cryptography.exceptions import InvalidSignature
+
+    path = folder / SIGNATURE
+    try:
+        content = read_regular(path, _MOST_BYTES)
+    except (OSError, DamageError) as error:
+        raise PackageError(
+            f"{folder} is not signed: {path} cannot be read ({error}), and a signature is required. "
+            "Export the model with --sign KEY."
+        ) from error
+    statement, last = content[:-_LENGTH_OF_LAST_LINE], content[-_LENGTH_OF_LAST_LINE:]
+    found = _LAST_LINE.fullmatch(last)
+    try:
+        if found is None:
+            raise InvalidSignature
+        key.verify(bytes.fromhex(found[1].decode()), statement)
+    except InvalidSignature as error:
+        raise PackageError(
+            f"{path} was not made by the private key of the public key that is required. Serve a package "
+            "that its owner signed, or name the owner's public key."
+        ) from error
+    signed = _parse(statement, path)
+    for name in names:
+        if name not in signed:
+            raise PackageError(f"{path} does not sign {name}. Export the model again with --sign KEY.")
+        try:
+            _compare(folder / name, *signed[name])
+        except (OSError, DamageError) as error:
+            raise PackageError(
+                f"{error}. Copy the package again from where it was exported, or export the model again."
+            ) from error
+
+
+def _line_of(path: Path) -> str:
+    """Return the size, the hash and the name of a file."""
+    with open_regular(path) as descriptor:
+        num_bytes = os.fstat(descriptor).st_size
+        return f"{num_bytes} {tree_hash_of(descriptor, num_bytes, path.name)} {path.name}"
+
+
+def _compare(path: Path, num_bytes: int, tree_hash: str) -> None:
+    with open_regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size  # first: a file with holes may seem to have no end
+        if size != num_bytes or tree_hash_of(descriptor, num_bytes, path.name) != tree_hash:
+            raise DamageError(f"{path} is not the file that was signed")
+
+
+def _parse(statement: bytes, path: Path) -> dict[str, tuple[int, str]]:
+    """Return the size and the hash that were signed, by the file's name."""
+    first, *lines = statement.decode(errors="replace").split("\n")
+    matches = [_FILE_LINE.fullmatch(line) for line in lines[:-1]]
+    if first != _FIRST_LINE or lines[-1:] != [""] or None in matches:
+        raise PackageError(f"{path} is of another format than this version reads. Export the model again.")
+    return {each[3]: (int(each[1]), each[2]) for each in matches if each is not None}

@@ -1,0 +1,104 @@
+"""HSTU: gated attention over a user's items that predicts the next one.
+
+Architecture and defaults: Zhai et al., "Actions speak louder than words: trillion-parameter sequential
+transducers for generative recommendations" (2024), and the public configurations for MovieLens: learned
+positions, layers without padding, vectors of length 1, and a sampled softmax with a temperature.
+"""
+
+import math
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel
+from meshrec.modules import EmbeddingCollection, HSTUBlock
+from meshrec.sparse import JaggedTensor
+
+# B samples, N tokens, D embedding width
+
+
+class HSTU(HistoryModel):
+    """Next-item model of HSTU layers; an item's score is the cosine of its vector and the encoded history.
+
+    Histories are not padded: the layers work on the tokens of all samples together.
+
+    Args:
+        embedding_collection, max_length, num_drawn, temperature, device: see `HistoryModel`.
+        features: names of the features; without ``times`` the layers have no time bias.
+        num_blocks: the number of layers.
+        num_heads, attention_dim, hidden_dim, dropout: see `HSTUBlock`. The widths are by default those of
+            the table divided by ``num_heads``.
+
+    Raises:
+        ValueError: the two features do not share exactly one table, or a size is below 1.
+    """
+
+    def __init__(
+        self,
+        embedding_collection: EmbeddingCollection,
+        features: HistoryFeatures,
+        *,
+        max_length: int = 200,
+        num_blocks: int = 2,
+        num_heads: int = 1,
+        attention_dim: int | None = None,
+        hidden_dim: int | None = None,
+        dropout: float = 0.2,
+        num_drawn: int = 128,
+        temperature: float = 0.05,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(
+            embedding_collection,
+            features,
+            max_length=max_length,
+            num_drawn=num_drawn,
+            temperature=temperature,
+            device=device,
+        )
+        if min(num_blocks, num_heads) < 1:
+            raise ValueError(f"num_blocks {num_blocks} and num_heads {num_heads} must be at least 1.")
+        head_width = self.width // num_heads
+        self.positions = nn.Embedding(max_length + 1, self.width, device=device)
+        nn.init.normal_(self.positions.weight, std=math.sqrt(1 / self.width))
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            HSTUBlock(
+                self.width,
+                max_length=max_length + 1,
+                num_heads=num_heads,
+                attention_dim=attention_dim or head_width,
+                hidden_dim=hidden_dim or head_width,
+                num_time_buckets=0 if features.times is None else 129,
+                dropout=dropout,
+                device=device,
+            )
+            for _ in range(num_blocks)
+        )
+
+    @override
+    def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
+        lengths_B = history.lengths().long()
+        first_B = history.offsets()[:-1].long() + torch.arange(len(lengths_B), device=lengths_B.device)
+        num_tokens = len(history.values()) + len(lengths_B)
+        offsets_B1 = torch.cat([first_B, first_B.new_full((1,), num_tokens)])
+        is_item_N = torch.ones(num_tokens, dtype=torch.bool, device=lengths_B.device)
+        is_item_N[first_B] = False
+        of_item = is_item_N.nonzero().squeeze(1)
+        tokens = self.start.expand(num_tokens, -1).index_copy(0, of_item, history.values() * self.width**0.5)
+        place_N = torch.arange(num_tokens, device=lengths_B.device)
+        place_N = place_N - torch.repeat_interleave(first_B, lengths_B + 1)
+        tokens = self.drop(tokens + self.positions(place_N))
+        times_N = None
+        if times is not None:
+            # The start has the time of the first item, before which nothing is known.
+            source = (is_item_N.cumsum(0) - 1 + (~is_item_N).long()).clamp(max=len(times.values()) - 1)
+            times_N = times.values().long()[source] if len(times.values()) else place_N
+        for block in self.blocks:
+            tokens = block(tokens, offsets_B1, times_N)
+        return EncodedHistories(tokens, first_B)
+
+    @override
+    def _unit(self, vectors: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(vectors, dim=1)

@@ -1,0 +1,110 @@
+"""Rows between ranks on GPUs, as Triton kernels. ``wire_naive.py`` describes the ops.
+
+One launch works on one column of one block, a program on one row of it. Nothing reads the GPU.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.dist import wire_naive as naive
+from meshrec.ops.library import implement
+
+if importlib.util.find_spec("triton") is not None:
+    from meshrec.ops.dist import wire_triton_kernels as kernels
+
+_WIDEST = 8192
+"""Columns of more values take the plain version: a program keeps a row in registers."""
+
+
+def wire_encode(
+    values: Tensor,
+    rows: list[int],
+    begins: list[int],
+    widths: list[int],
+    formats: list[int],
+    seeds: list[int],
+    origins: list[int],
+    first_keys: list[int],
+    keys: Tensor | None,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """See ``naive.wire_encode``."""
+    rest = seeds, origins, first_keys, keys, step
+    blocks = list(naive.blocks_of(rows, begins, widths, formats))
+    size = sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True))
+    if max(widths, default=0) > _WIDEST or values.dtype != torch.float32 or values.numel() != size:
+        return naive.wire_encode(values, rows, begins, widths, formats, *rest)
+    values = values.contiguous()
+    message = values.new_empty(
+        sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True)), dtype=torch.uint8
+    )
+    none = torch.iinfo(torch.int64).max
+    report = torch.tensor([0, none], device=values.device)
+    for block, column, dim in _columns(blocks, widths):
+        c = column.number
+        row_keys = None if keys is None else keys[block.rows].contiguous()
+        kernels.encode_rows[(block.rows.stop - block.rows.start,)](
+            values,
+            message,
+            report,
+            row_keys,
+            block.element + column.elements.start,
+            block.row_elements,
+            block.byte + column.bytes.start,
+            block.row_bytes,
+            dim,
+            naive.noise_start(seeds[c], step),
+            first_keys[column.block],
+            origins[c],
+            FORMAT=formats[c] & ~naive.STOCHASTIC,
+            STOCHASTIC=bool(formats[c] & naive.STOCHASTIC),
+            BLOCK=kernels.next_power_of_2(dim),
+        )
+    report[1] = torch.where(report[1] == none, -1, report[1])
+    return message, report
+
+
+def wire_decode(
+    message: Tensor, rows: list[int], begins: list[int], widths: list[int], formats: list[int]
+) -> Tensor:
+    """See ``naive.wire_decode``."""
+    blocks = list(naive.blocks_of(rows, begins, widths, formats))
+    size = sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True))
+    if max(widths, default=0) > _WIDEST or message.dtype != torch.uint8 or message.numel() != size:
+        return naive.wire_decode(message, rows, begins, widths, formats)
+    message = message.contiguous()
+    values = message.new_empty(
+        sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True)), dtype=torch.float32
+    )
+    for block, column, dim in _columns(blocks, widths):
+        kernels.decode_rows[(block.rows.stop - block.rows.start,)](
+            message,
+            values,
+            block.byte + column.bytes.start,
+            block.row_bytes,
+            block.element + column.elements.start,
+            block.row_elements,
+            dim,
+            FORMAT=formats[column.number] & ~naive.STOCHASTIC,
+            BLOCK=kernels.next_power_of_2(dim),
+        )
+    return values
+
+
+def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, int]]:
+    """Yield the columns that have values, with their blocks and widths."""
+    for block in blocks:
+        for column in block.columns:
+            if block.rows.stop > block.rows.start and widths[column.number]:
+                yield block, column, widths[column.number]
+
+
+OPS: list[Callable[..., Any]] = [wire_encode, wire_decode]
+"""The ops that have Triton kernels."""
+
+if importlib.util.find_spec("triton") is not None:
+    implement(OPS, "CUDA")

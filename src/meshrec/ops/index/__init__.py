@@ -1,0 +1,42 @@
+"""Slots of IDs that nobody can number: a hash index, a mix of IDs, and the distinct IDs of a batch."""
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.index import fakes  # noqa: F401 - registers the shapes
+from meshrec.ops.index.hash_index import HashIndex
+
+__all__ = ["HashIndex", "mix", "unique", "unmix"]
+
+
+def mix(ids_N: Tensor, seed: int) -> Tensor:
+    """Return 64 pseudo-random bits for each ID; each seed gives another permutation of all 2^64 values.
+
+    Args:
+        ids_N: int64.
+        seed: any integer; its low 64 bits count.
+
+    Returns:
+        The keys, int64 [N].
+    """
+    keys: Tensor = torch.ops.meshrec.index_mix.default(ids_N, _signed(seed), False)
+    return keys
+
+
+def unmix(keys_N: Tensor, seed: int) -> Tensor:
+    """Return the IDs whose mix the keys are, int64 [N]."""
+    ids: Tensor = torch.ops.meshrec.index_mix.default(keys_N, _signed(seed), True)
+    return ids
+
+
+def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct IDs in ascending order, int64, and the position of each ID among them, int64 [N].
+
+    The result does not depend on the number of threads.
+    """
+    distinct, inverse = torch.ops.meshrec.index_unique.default(ids_N)
+    return distinct, inverse
+
+
+def _signed(seed: int) -> int:
+    return ((seed & ((1 << 64) - 1)) ^ (1 << 63)) - (1 << 63)

@@ -1,0 +1,140 @@
+"""The hash index: slots of any 64-bit IDs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.index.compiled import CompiledIndex, is_compiled
+from meshrec.ops.index.naive import NaiveIndex, Status
+
+# Set apart from the seeds of a plan: hashes of IDs that fall to one rank lie in one interval, and the index
+# has its buckets in the order of its own hashes.
+_SEED = 0x51ED270B7F4A9E3D
+
+
+class HashIndex:
+    """The slots of IDs, for tables whose IDs nobody can number.
+
+    IDs are int64, and all 2^64 values are valid: none is reserved. The same calls in the same order give the
+    same slots, whatever the number of threads. Calls may not overlap, but for those of ``find`` and
+    ``ids_of``, which change nothing. A forked process has the index as it was.
+
+    Args:
+        max_slots: the number of slots that there may ever be, below 2^32.
+        seed: the seed of the mix that spreads the IDs.
+        name: what messages call the index.
+    """
+
+    def __init__(self, max_slots: int, *, seed: int = 0, name: str = "the index") -> None:
+        if not 0 < max_slots < 1 << 32:
+            raise ValueError(f"{name}: max_slots is {max_slots:,}; it must lie in [1, 2^32).")
+        self.max_slots, self.seed, self.name = max_slots, seed, name
+        own_seed = ((seed ^ _SEED) & ((1 << 63) - 1)) - (seed & 1 << 63)
+        self._rows = CompiledIndex(max_slots, own_seed) if is_compiled else NaiveIndex(max_slots)
+
+    @property
+    def num_live(self) -> int:
+        """The number of IDs that have a slot."""
+        return self._rows.num_live
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of memory that the index takes: at most 16 for each ID that it has had at once."""
+        return self._rows.num_bytes
+
+    def find(self, ids_N: Tensor) -> Tensor:
+        """Return the slot of each ID, -1 where it has none: int64 [N]. IDs may repeat."""
+        return self._rows.find(self._checked(ids_N))
+
+    def insert(self, ids_N: Tensor) -> Tensor:
+        """Give new IDs the lowest free slots, in the order of the IDs.
+
+        Args:
+            ids_N: int64, distinct and ascending, none of them in the index.
+
+        Returns:
+            The slots, int64 [N].
+
+        Raises:
+            ValueError: the IDs are not ascending, one is in the index, or there are fewer free slots than
+                IDs. Nothing has changed then.
+        """
+        ids_N = self._checked(ids_N)
+        found = self._rows.insert(ids_N)
+        return found if isinstance(found, Tensor) else self._refuse(found, ids_N)
+
+    def remove(self, ids_N: Tensor) -> Tensor:
+        """Take IDs out of the index and free their slots.
+
+        Args:
+            ids_N: int64, distinct, each of them in the index.
+
+        Returns:
+            The slots that they had, int64 [N].
+
+        Raises:
+            ValueError: an ID is not in the index, or repeats. Nothing has changed then.
+        """
+        ids_N = self._checked(ids_N)
+        found = self._rows.remove(ids_N)
+        return found if isinstance(found, Tensor) else self._refuse(found, ids_N)
+
+    def ids_of(self, slots_N: Tensor) -> Tensor:
+        """Return the ID that has each slot, int64 [N]. Slots may repeat.
+
+        Raises:
+            ValueError: a slot is free.
+        """
+        slots_N = self._checked(slots_N)
+        found = self._rows.ids_of(slots_N)
+        return found if isinstance(found, Tensor) else self._refuse(found, slots_N)
+
+    def items(self) -> tuple[Tensor, Tensor]:
+        """Return all IDs in ascending order, and their slots: int64 [num_live] each."""
+        return self._rows.items()
+
+    def _checked(self, integers_N: Tensor) -> Tensor:
+        if integers_N.dtype != torch.int64 or integers_N.dim() != 1 or not integers_N.is_cpu:
+            raise ValueError(
+                f"{self.name} takes int64 tensors [N] on the CPU; this one is {integers_N.dtype} "
+                f"{list(integers_N.shape)} on {integers_N.device}."
+            )
+        return integers_N.contiguous()
+
+    def _refuse(self, status: Status, given_N: Tensor) -> Tensor:
+        """Raise what a status means."""
+        if status is Status.NO_MEMORY:
+            raise MemoryError(f"{self.name}: there is no memory for {len(given_N):,} IDs.")
+        if status is Status.NOT_ASCENDING:
+            what = "the IDs to insert must be distinct and ascending; use unique()."
+        elif status is Status.PRESENT:
+            present = given_N[self.find(given_N) >= 0]
+            what = f"ID {int(present[0])} has a slot already; insert only IDs that find() misses."
+        elif status is Status.FULL:
+            what = (
+                f"there would be {self.num_live + len(given_N):,} IDs, and there is room for "
+                f"{self.max_slots:,}. Raise the greatest number of rows, or let rows be evicted."
+            )
+        elif status is Status.CROWDED:
+            what = "too many IDs have hashes close to each other; choose another seed."
+        elif status is Status.ABSENT:
+            absent = given_N[self.find(given_N) < 0]
+            what = f"there is no ID {int(absent[0])}, so it cannot be removed."
+        elif status is Status.REPEATS:
+            what = "the IDs to remove must be distinct; use unique()."
+        else:
+            free = set(given_N.tolist()) - set(self.items()[1].tolist())
+            what = f"slot {min(free)} is free."
+        raise ValueError(f"{self.name}: {what}")
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Copy and pickle the IDs and their slots, not the memory."""
+        return _restored, (self.max_slots, self.seed, self.name, *self.items())
+
+
+def _restored(max_slots: int, seed: int, name: str, ids: Tensor, slots: Tensor) -> HashIndex:
+    index = HashIndex(max_slots, seed=seed, name=name)
+    index._rows.insert(ids, slots)
+    return index

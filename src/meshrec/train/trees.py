@@ -1,0 +1,127 @@
+"""LightGBM as a baseline: gradient-boosted trees on what the model reads."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshrec.data.faults import needs
+
+if TYPE_CHECKING:
+    from meshrec.data import Batch, Dataset, Reader
+
+    Matrix = np.typing.NDArray[np.float32]
+
+_ROUNDS = 2000
+_PATIENCE = 50
+_MOST_IDS = 64
+"""Frequent IDs of a list that become columns of their own."""
+_MOST_CATEGORIES = 10_000
+"""Categories of a column; rarer IDs are one category, as the trees' own limits would make them."""
+
+
+def has_trees() -> bool:
+    """Return whether LightGBM is installed."""
+    return importlib.util.find_spec("lightgbm") is not None
+
+
+class Trees:
+    """Gradient-boosted trees, fitted to training samples.
+
+    They read dense values as they are, single IDs as categories, and of lists whether each of the most
+    frequent IDs occurs. Trees are added until validation data gains nothing for 50 of them; without
+    validation data there are 200.
+
+    Args:
+        dataset: describes the samples, and has the validation data.
+        train: the training samples.
+        read: reads all batches of a reader, with the labels of one task.
+        tell: is called with the finished share of the work.
+    """
+
+    def __init__(
+        self,
+        dataset: "Dataset",
+        train: "Batch",
+        read: "Callable[[Reader], Iterator[Batch]]",
+        tell: Callable[[float], None],
+    ) -> None:
+        lightgbm = needs("lightgbm", "lightgbm")
+        self._lists: dict[str, Tensor] = {}
+        self._rows = {each.name: each.num_embeddings for each in dataset.features}
+        for name in self._rows:
+            ids = train.sparse[name]
+            if len(ids.values()) and int(ids.lengths().max()) > 1:
+                counts = torch.bincount(ids.values(), minlength=self._rows[name])
+                self._lists[name] = torch.topk(counts, min(_MOST_IDS, len(counts))).indices
+        self._kept = {
+            name: torch.topk(torch.bincount(train.sparse[name].values(), minlength=rows), most).indices
+            for name, rows in self._rows.items()
+            if name not in self._lists and (most := min(rows, _MOST_CATEGORIES)) < rows
+        }
+        singles = [name for name in self._rows if name not in self._lists]
+        first = train.dense.shape[1]
+        options = {
+            "objective": "binary",
+            "metric": "auc",
+            "learning_rate": 0.05,
+            "num_threads": torch.get_num_threads(),
+            "seed": 0,
+            "verbosity": -1,
+        }
+        data = lightgbm.Dataset(
+            self.matrix(train),
+            train.labels.numpy(),
+            categorical_feature=list(range(first, first + len(singles))),
+            params={"verbosity": -1},
+        )
+        judged = []
+        if dataset.validation is not None:
+            parts = [(self.matrix(each), each.labels.numpy()) for each in read(dataset.validation)]
+            columns, labels = (np.concatenate(each) for each in zip(*parts, strict=True))
+            if 0 < labels.mean() < 1:  # without both classes there is no AUC
+                judged = [lightgbm.Dataset(columns, labels, reference=data)]
+        rounds = _ROUNDS if judged else 200
+
+        def told(state: Any) -> None:
+            tell(state.iteration / rounds)
+
+        stops = [lightgbm.early_stopping(_PATIENCE, verbose=False)] if judged else []
+        self._model = lightgbm.train(options, data, rounds, valid_sets=judged, callbacks=[told, *stops])
+
+    def __call__(self, batch: "Batch") -> Tensor:
+        """Return the logits of a batch, [B] float64."""
+        return torch.from_numpy(self._model.predict(self.matrix(batch), raw_score=True))
+
+    def matrix(self, batch: "Batch") -> "Matrix":
+        """Return dense values, then a column per single ID (NaN where there is none), then those of lists."""
+        columns = [batch.dense.numpy()]
+        lists = []
+        for name in self._rows:
+            ids = batch.sparse[name]
+            lengths, values = ids.lengths(), ids.values()
+            sample = torch.repeat_interleave(torch.arange(len(batch)), lengths)
+            frequent = self._lists.get(name)
+            if frequent is None:
+                column = torch.full((len(batch),), float("nan"))
+                column[sample] = self._category(name, values).float()
+                columns.append(column[:, None].numpy())
+                continue
+            place = torch.full((self._rows[name],), -1)
+            place[frequent] = torch.arange(len(frequent))
+            at = place[values]
+            occurs = torch.zeros(len(batch), len(frequent))
+            occurs[sample[at >= 0], at[at >= 0]] = 1.0
+            lists.append(occurs.numpy())
+        return np.concatenate([*columns, *lists], axis=1).astype(np.float32)
+
+    def _category(self, name: str, values: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is None:
+            return values
+        place = torch.full((self._rows[name],), len(kept))
+        place[kept] = torch.arange(len(kept))
+        return place[values]

@@ -1,0 +1,250 @@
+"""Coded wire formats in sharded modules: by table, at random, with feedback, the same on every plan."""
+
+import logging
+import random
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
+from meshrec.comms.wire import FORMATS
+from meshrec.distributed import error_feedback
+from meshrec.distributed.error_feedback import ErrorFeedback
+from meshrec.optim import SGD, RowWiseAdagrad
+
+ROWS = 12
+
+
+def collection_of(sequence=False):
+    torch.manual_seed(0)
+    kind = EmbeddingConfig if sequence else EmbeddingBagConfig
+    configs = [
+        kind(name="t0", num_embeddings=ROWS, embedding_dim=6, feature_names=["a", "b"]),
+        kind(name="t1", num_embeddings=ROWS, embedding_dim=10, feature_names=["b"]),
+    ]
+    return (EmbeddingCollection if sequence else EmbeddingBagCollection)(tables=configs)
+
+
+def features_of(rank, step, batch=4):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(0, 4, (2 * batch,), generator=generator)
+    return KeyedJaggedTensor(
+        ["a", "b"], torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator), lengths=lengths
+    )
+
+
+def values_of(output, sequence):
+    if not sequence:
+        return output.values()
+    return torch.cat([each.values().flatten() for each in output.values()])
+
+
+def whole_weights(module, sequence):
+    folder = "embeddings" if sequence else "embedding_bags"
+    state = module.state_dict()
+    return {name: state[f"{folder}.{name}.weight"].full_tensor().clone() for name in ("t0", "t1")}
+
+
+def trained(num_plans, precision, sequence, threads=1):
+    """The weights after some steps under each plan, whole, and what the last lookup gave on this rank."""
+    torch.set_num_threads(threads)
+    env, found = default_env(), []
+    sharder = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
+    for builders in plans_of_equal_rectangles(num_plans):
+        collection = collection_of(sequence)
+        plan = md.construct_module_sharding_plan(collection, builders, world_size=env.shard.size)
+        module = sharder(RowWiseAdagrad(lr=0.1), precision=precision).shard(collection, plan, env)
+        for step in range(3):
+            values = values_of(module(features_of(env.shard.rank, step)), sequence)
+            (values * torch.linspace(0.5, 1.7, values.numel()).view_as(values)).sum().backward()
+        found.append((whole_weights(module, sequence), values.detach()))
+    torch.set_num_threads(1)
+    return found
+
+
+def same(one, other):
+    return all(torch.equal(one[0][name], other[0][name]) for name in one[0]) and torch.equal(one[1], other[1])
+
+
+def plans_of_equal_rectangles(number, num_ranks=4):
+    """Plans that differ only in the rank of each rectangle: row parts, column parts, a whole table."""
+    draw, found = random.Random(0), []
+    for turn in range(number):
+        rows, columns = draw.sample(range(num_ranks), num_ranks), draw.sample(range(num_ranks), 2)
+        kinds = {
+            "t0": md.row_wise(ranks=rows) if turn % 2 else md.table_wise(rank=rows[0]),
+            "t1": md.column_wise(ranks=columns),
+        }
+        found.append(kinds)
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("format", ["int8", "int8+stochastic"])
+def test_plans_of_equal_rectangles_give_equal_bits(ranks, format, sequence):
+    """In all, 104 drawn plans of two kinds of rectangles."""
+    precision = md.CommsPrecision(format, format)
+    for found in ranks(4).run(trained, 26, precision, sequence):
+        for plan, result in enumerate(found):
+            assert same(result, found[plan % 2]), plan
+
+
+def test_threads_give_equal_bits(ranks):
+    precision = md.CommsPrecision("int4+stochastic", "int8+stochastic+feedback")
+    for sequence in (False, True):
+        one, two = (ranks(4).run(trained, 2, precision, sequence, n) for n in (1, 2))
+        assert all(same(x, y) for a, b in zip(one, two, strict=True) for x, y in zip(a, b, strict=True))
+
+
+def resumed():
+    """Weights after three steps, and after two steps, a save, and a third step by a new module."""
+    precision, env = md.CommsPrecision("int8+stochastic", "int8+stochastic"), default_env()
+    collection = collection_of()
+    builders = {"t0": md.row_wise(), "t1": md.table_wise(rank=1)}
+    plan = md.construct_module_sharding_plan(collection, builders, world_size=env.shard.size)
+    sharder = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1), precision=precision)
+    module = sharder.shard(collection, plan, env)
+    for step in range(3):
+        if step == 2:
+            saved = (
+                {name: each.clone() for name, each in module.state_dict().items()},
+                module.fused_optimizer.state_dict(),
+            )
+            second = sharder.shard(collection_of(), plan, env)
+            second.load_state_dict(saved[0])
+            second.fused_optimizer.load_state_dict(saved[1])
+            values = second(features_of(env.shard.rank, step)).values()
+            values.square().sum().backward()
+        module(features_of(env.shard.rank, step)).values().square().sum().backward()
+    one, other = whole_weights(module, False), whole_weights(second, False)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_resumed_run_rounds_as_the_first_did(ranks):
+    assert ranks(2).run(resumed) == [True, True]
+
+
+def by_table(precision):
+    env, collection = default_env(), collection_of()
+    plan = md.construct_module_sharding_plan(
+        collection, {"t0": md.table_wise(rank=0), "t1": md.table_wise(rank=1)}, world_size=env.shard.size
+    )
+    module = md.EmbeddingBagCollectionSharder(SGD(lr=0.1), precision=precision).shard(collection, plan, env)
+    with md.measure_traffic() as traffic:
+        values = module(features_of(env.shard.rank, 0)).values()
+        values.sum().backward()
+    exact = collection(features_of(env.shard.rank, 0)).values()
+    errors = (values - exact).abs().split([12, 10], 1)
+    return dict(traffic), [each.max().item() for each in errors]
+
+
+def test_tables_of_one_module_travel_in_formats_of_their_own(ranks):
+    precision = md.CommsPrecision("fp32", "bf16", {"t1": md.CommsPrecision("int4", "int8")})
+    (first, errors), (second, _) = ranks(2).run(by_table, precision)
+    assert errors[0] < 1e-6 < errors[1] < 0.5
+    bags = 4
+    assert first["embeddings"] == bags * 2 * 6 * 4  # rank 0 has t0, and sends fp32
+    assert second["embeddings"] == bags * (10 // 2 + 8)
+    assert first["gradients of embeddings"] == bags * (10 + 8)  # of rank 1's table, int8
+    assert second["gradients of embeddings"] == bags * 2 * 6 * 2
+
+
+def damaged():
+    env, collection = default_env(), collection_of()
+    collection.embedding_bags["t1"].weight.data[3, 2] = torch.inf
+    plan = md.construct_module_sharding_plan(
+        collection, {"t0": md.table_wise(rank=0), "t1": md.table_wise(rank=0)}, world_size=env.shard.size
+    )
+    precision = md.CommsPrecision("int8", "int8")
+    module = md.EmbeddingBagCollectionSharder(SGD(lr=0.1), precision=precision).shard(collection, plan, env)
+    features = KeyedJaggedTensor(["a", "b"], torch.tensor([0, 1, 3, 2]), lengths=torch.tensor([1, 1, 1, 1]))
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("meshrec").addHandler(handler)
+    try:
+        values = [module(features).values() for _ in range(2)][1]
+    finally:
+        logging.getLogger("meshrec").removeHandler(handler)
+    return values[0, 12 + 2].item(), bool(values[1].isfinite().all()), messages
+
+
+def test_infinity_arrives_and_is_named_once(ranks):
+    (value, is_rest_finite, messages), (other, _, none) = ranks(2).run(damaged)
+    assert value == other == torch.inf
+    assert is_rest_finite
+    assert len(messages) == 1
+    assert "table 't1', feature 'b': 2 rows of embeddings" in messages[0]
+    assert "row 0 of rank 0's batch" in messages[0]
+    assert none == []
+
+
+def drift(format, sequence, in_nodes=False):
+    """How far weights are from those of fp32 gradients after steps with the same bags and gradients."""
+    env = default_env()
+    if in_nodes:
+        env = md.ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
+    sharder, found = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder, []
+    for backward in ("fp32", format):
+        collection = collection_of(sequence)
+        plan = md.construct_module_sharding_plan(
+            collection,
+            {"t0": md.row_wise(), "t1": md.table_wise(rank=1)},
+            world_size=env.shard.size,
+            local_size=env.local_size,
+        )
+        precision = md.CommsPrecision("fp32", backward)
+        module = sharder(SGD(lr=0.01), precision=precision).shard(collection, plan, env)
+        for step in range(40):
+            values = values_of(module(features_of(env.shard.rank, step % 2)), sequence)
+            (values * torch.linspace(0.013, 1.7, values.numel()).view_as(values)).sum().backward()
+        found.append(whole_weights(module, sequence))
+    return max((found[0][name] - found[1][name]).abs().max().item() for name in found[0])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_feedback_keeps_errors_from_adding_up(ranks, sequence):
+    plain = max(ranks(2).run(drift, "int8", sequence))
+    fed = max(ranks(2).run(drift, "int8+feedback", sequence))
+    assert fed < plain / 5
+
+
+def test_feedback_works_between_nodes(ranks):
+    assert max(ranks(4).run(drift, "int8+feedback", False, True)) < max(
+        ranks(4).run(drift, "int8", False, True)
+    )
+
+
+def test_feedback_forgets_the_bags_not_seen_for_longest(monkeypatch, caplog):
+    from meshrec.comms.encoding import Block, Columns
+
+    monkeypatch.setattr(error_feedback, "CAPACITY", 3)
+    columns = Columns((2,), (FORMATS["int8+feedback"],), (0,), (0,), ("t",), (0,))
+    feedback = ErrorFeedback()
+
+    def send(bags):
+        rows = torch.tensor([[float(bag), 1.0] for bag in bags])
+        values = feedback.corrected(
+            rows.flatten(), [Block(len(bags), columns)], lambda *_: torch.tensor(bags)
+        )
+        feedback.keep(values, torch.zeros_like(values))  # everything is lost
+        return values.view(-1, 2)
+
+    send([5, 1])
+    assert send([1, 7, 1]).tolist() == [[2.0, 2.0], [7.0, 1.0], [1.0, 1.0]]
+    with caplog.at_level(logging.WARNING, "meshrec"):
+        send([8])  # 5 is forgotten
+    assert "error feedback remembers 3 bags" in caplog.text
+    state = feedback.state()
+    feedback = ErrorFeedback()
+    feedback.restore(state)
+    assert send([5, 8]).tolist() == [[5.0, 1.0], [16.0, 2.0]]

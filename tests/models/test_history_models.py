@@ -1,0 +1,142 @@
+import pytest
+import torch
+
+from meshrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from meshrec.models import HSTU, HistoryFeatures, SASRec
+
+NUM_ITEMS, WIDTH = 30, 8
+
+
+MODELS = ["sasrec", "hstu", "hstu with times"]
+
+
+def make_model(kind="sasrec", **options):
+    torch.manual_seed(0)
+    table = EmbeddingConfig(
+        name="items", num_embeddings=NUM_ITEMS, embedding_dim=WIDTH, feature_names=["history", "next"]
+    )
+    values = {"history": "history", "item": "next", "seen": "seen", "max_length": 6, "num_drawn": 200}
+    values |= options
+    collection = EmbeddingCollection(tables=[table])
+    if kind == "sasrec":
+        return SASRec(collection, **values)
+    values.setdefault("temperature", 1.0)
+    names = HistoryFeatures(*(values.pop(name) for name in ("history", "item", "seen")))
+    return HSTU(collection, names._replace(times="times" if kind == "hstu with times" else None), **values)
+
+
+def features(history, following, seen=None, times=None):
+    times = times or [[100 * place for place in range(len(each))] for each in history]
+    bags = [*history, *following, *(seen or [[] for _ in history]), *times]
+    return KeyedJaggedTensor(
+        ["history", "next", "seen", "times"],
+        torch.tensor([each for bag in bags for each in bag], dtype=torch.int64),
+        lengths=torch.tensor([len(bag) for bag in bags]),
+        stride=len(history),
+    )
+
+
+DENSE = torch.zeros(0, 0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_query_sees_the_whole_history_in_order_and_no_other(kind):
+    model = make_model(kind).eval()
+    (alone,) = model.query_vectors(features([[1, 2, 3]], [[]]))
+    beside = model.query_vectors(features([[4], [1, 2, 3], []], [[], [], []]))
+    assert torch.allclose(beside[1], alone, atol=1e-6)
+    for other in ([2, 1, 3], [1, 2], [9, 1, 2, 3]):
+        assert not torch.allclose(model.query_vectors(features([other], [[]]))[0], alone, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_positions_learn_from_what_is_before_them_only(kind):
+    model = make_model(kind)
+    whole = features([[1, 2, 3]], [[2, 3, 7]])
+    changed = features([[1, 2, 9]], [[2, 3, 7]])
+    encoded, other = (
+        model.eval()._checked(each, model._look_up(each, None)[0]).vectors for each in (whole, changed)
+    )
+    assert torch.allclose(encoded[:3], other[:3], atol=1e-6)
+    assert not torch.allclose(encoded[3], other[3], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_place_is_that_among_all_unseen_items(kind):
+    model = make_model(kind).eval()
+    batch = features([[1, 2], [3], []], [[4], [5], [6]], [[1, 2], [3, 8], []])
+    with torch.no_grad():
+        found = model(DENSE, batch)
+        products = model.query_vectors(batch) @ model.item_vectors().T
+    for sample, (target, seen) in enumerate([(4, [1, 2]), (5, [3, 8]), (6, [])]):
+        left = [item for item in range(NUM_ITEMS) if item not in seen]
+        own = products[sample, target]
+        assert found[sample, 1] == 1 + (products[sample, left] > own + 1e-6).sum()
+        assert found[sample, 0] == pytest.approx(float(products[sample, left].logsumexp(0) - own), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_of_training_come_close_to_those_of_all_items(kind):
+    torch.manual_seed(0)
+    model = make_model(kind, dropout=0.0, num_drawn=20_000)
+    batch = features([[1, 2, 3]], [[4]])
+    trained = model.train()(DENSE, batch)
+    assert trained[0, 1] == 0
+    assert trained[0, 0].item() == pytest.approx(model.eval()(DENSE, batch)[0, 0].item(), abs=0.02)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_sample_has_the_mean_of_its_targets(kind):
+    model = make_model(kind, dropout=0.0, num_drawn=20_000)
+    model.train()
+    together = model(DENSE, features([[1, 2, 3]], [[2, 3, 4]]))[0, 0]
+    # The same places from the end need the same history, so one target at a time is the last of a longer one.
+    assert torch.isfinite(together)
+    nothing = model(DENSE, features([[1], []], [[], []]))
+    assert nothing.tolist() == [[0, 0], [0, 0]]
+    nothing[:, 0].sum().backward()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_learns_a_circle(kind):
+    model = make_model(kind, dropout=0.0, num_drawn=64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        starts = torch.randint(0, NUM_ITEMS, (16,)).tolist()
+        windows = [[(start + place) % NUM_ITEMS for place in range(5)] for start in starts]
+        loss = model(DENSE, features([each[:-1] for each in windows], [each[1:] for each in windows]))[
+            :, 0
+        ].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    places = model.eval()(DENSE, features([[3, 4, 5], [28, 29]], [[6], [0]]))[:, 1]
+    assert places.tolist() == [1, 1]
+
+
+def test_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"sample 1 has a history of 7 items, and max_length is 6. Cut"):
+        make_model()(DENSE, features([[1], [1] * 7], [[2], [3]]))
+    with pytest.raises(ValueError, match=r"sample 1 has 3 ids in feature 'next' and a history of 1: each id"):
+        make_model()(DENSE, features([[1], [4]], [[2], [5, 6, 7]]))
+    with pytest.raises(ValueError, match="features 'history' and 'other' must share one table: 0 have both"):
+        make_model(item="other")
+    with pytest.raises(ValueError, match="num_heads 3 must divide the table's width 8"):
+        make_model(num_heads=3)
+    with pytest.raises(
+        ValueError, match=r"sample 0 has a history of 2 items and 1 times in feature 'times'. Give"
+    ):
+        make_model("hstu with times")(DENSE, features([[1, 2]], [[3]], times=[[5]]))
+    with pytest.raises(ValueError, match=r"temperature 0.0 above 0"):
+        make_model("hstu", temperature=0.0)
+    with pytest.raises(ValueError, match="num_blocks 0 and num_heads 1 must be at least 1"):
+        make_model("hstu", num_blocks=0)
+
+
+def test_times_matter_where_they_are_read():
+    near, far = (features([[1, 2, 3]], [[]], times=[[0, 1, last]]) for last in (2, 10**7))
+    for kind, matters in (("hstu", False), ("hstu with times", True)):
+        model = make_model(kind).eval()
+        for block in model.blocks:
+            torch.nn.init.normal_(block.time_bias)
+        assert torch.equal(model.query_vectors(near), model.query_vectors(far)) != matters

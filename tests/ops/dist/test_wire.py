@@ -1,0 +1,118 @@
+"""The kernels that encode rows for their way between ranks, against plain torch."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ops.dist.wire_cases import FORMATS, drawn_rows, messages
+
+from meshrec.comms import wire
+from meshrec.ops.dist import wire_naive as naive
+
+OPS = torch.ops.meshrec
+
+
+def same_bits(one, other):
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_messages_and_values_equal_naive_bit_for_bit():
+    for arguments in messages():
+        message, report = OPS.wire_encode(*arguments)
+        expected, told = naive.wire_encode(*arguments)
+        assert torch.equal(message, expected), arguments[1:5]
+        assert torch.equal(report, told)
+        layout = arguments[1:5]
+        assert same_bits(OPS.wire_decode(message, *layout), naive.wire_decode(message, *layout))
+
+
+def test_messages_do_not_depend_on_threads():
+    rows = drawn_rows(4000, 64)
+    arguments = rows.flatten(), [3000, 1000], [0, 2, 3], [60, 4, 64], [11, 12, 3], [1, 2, 3], [0] * 3, [0, 9]
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(OPS.wire_encode(*arguments, None, 4))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "int8+stochastic", "int4+stochastic"])
+def test_ten_thousand_rows_keep_the_stated_bound(format):
+    rows, format = drawn_rows(10_000, 32, seed=3), wire.FORMATS[format]
+    decoded = format.decode(format.encode(rows), 32)
+    finite = rows.isfinite()
+    largest = torch.where(finite, rows.abs(), 0.0).amax(1)
+    bounds = torch.tensor([format.error_bound(x) for x in largest.tolist()], dtype=torch.float64)
+    errors = torch.where(finite, (decoded.double() - rows.double()).abs(), 0.0)
+    assert (errors.amax(1) <= bounds).all()
+    # What is not finite stays so: its kind if the row has one kind only, else NaN.
+    for row, arrived in zip(rows[~finite.all(1)], decoded[~finite.all(1)], strict=True):
+        others = row[~row.isfinite()]
+        same = others[0] == others
+        expected = others if same.all() else torch.full_like(others, torch.nan)
+        torch.testing.assert_close(arrived[~row.isfinite()], expected, equal_nan=True)
+        assert arrived[row.isfinite()].isfinite().all()
+    assert torch.equal(decoded[2::17][:3], torch.zeros(3, 32))  # zeros and constants arrive exactly
+    constant = (rows[:, :1] == rows).all(1) & (rows[:, 0].abs() > 2.0**-110)
+    assert torch.equal(decoded[constant], rows[constant])
+
+
+def test_the_first_row_that_is_not_finite_is_reported():
+    rows = torch.ones(6, 10)
+    rows[4, 9], rows[5, 1] = torch.inf, torch.nan
+    arguments = rows.flatten(), [6], [0, 2], [4, 6], [3, 3], [0, 0], [0, 0], [0], None, 0
+    _, report = OPS.wire_encode(*arguments)
+    assert report.tolist() == [2, 44]
+
+
+@pytest.mark.parametrize("format", [11, 12])
+def test_stochastic_rounding_has_the_right_mean_and_follows_step_seed_and_key(format):
+    row = torch.linspace(-1, 1, 16).repeat(1, 1)
+    row[0, 3] = 0.1234
+
+    def sent(step, seed=1, key=0):
+        layout = [1], [0, 1], [16], [format]
+        message, _ = OPS.wire_encode(row.flatten(), *layout, [seed], [0], [key], None, step)
+        return OPS.wire_decode(message, *layout)
+
+    mean = torch.stack([sent(step) for step in range(3000)]).mean(0)
+    step = 2 / (254 if format == 11 else 14)
+    assert (mean - row[0]).abs().max() < 4 * step / 3000**0.5
+    assert torch.equal(sent(5), sent(5))
+    for other in (sent(6), sent(5, seed=2), sent(5, key=1)):
+        assert not torch.equal(sent(5), other)
+
+
+def test_wrong_arguments_are_told():
+    layout = [2], [0, 1], [4], [3]
+    with pytest.raises(ValueError, match="values must be 8 fp32 numbers, got 7"):
+        OPS.wire_encode(torch.ones(7), *layout, [0], [0], [0], None, 0)
+    with pytest.raises(ValueError, match="message must be 24 bytes, got 3"):
+        OPS.wire_decode(torch.zeros(3, dtype=torch.uint8), *layout)
+    with pytest.raises(ValueError, match="wire formats are numbered 0 to 4"):
+        OPS.wire_decode(torch.zeros(8, dtype=torch.uint8), [2], [0, 1], [4], [7])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_opcheck(format):
+    arguments = torch.rand(12), [3], [0, 1], [4], [format], [0], [0], [0], None, 0
+    utilities = ("test_schema", "test_faketensor")
+    torch.library.opcheck(OPS.wire_encode.default, arguments, test_utils=utilities)
+    message, _ = OPS.wire_encode(*arguments)
+    torch.library.opcheck(OPS.wire_decode.default, (message, *arguments[1:5]), test_utils=utilities)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_triton_equals_naive():
+    command = [sys.executable, str(Path(__file__).parent / "wire_interpreted.py")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout == "equal\n", done.stderr[-4000:]

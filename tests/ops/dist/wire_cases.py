@@ -1,0 +1,44 @@
+"""Messages of drawn rows, as both test_wire.py and the program that it interprets make them."""
+
+import itertools
+
+import torch
+
+from meshrec.ops.dist.wire_naive import BFLOAT16, FLOAT, HALF, INT4, INT8, STOCHASTIC
+
+FORMATS = [FLOAT, HALF, BFLOAT16, INT8, INT4, INT8 | STOCHASTIC, INT4 | STOCHASTIC]
+
+
+def drawn_rows(num_rows, dim, seed=0):
+    """Rows of very different sizes, some of them constant, tiny, huge, or with values that are not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10.0 ** torch.empty(num_rows, 1).uniform_(-42, 38, generator=generator)
+    rows = torch.randn(num_rows, dim, generator=generator).clamp(-3, 3) * sizes.clamp(max=1e38)
+    rows += torch.randn(num_rows, 1, generator=generator) * (torch.arange(num_rows) % 3 == 0)[:, None]
+    rows[1::17] = rows[1::17, :1]
+    rows[2::17] = 0.0
+    rows[3::17] *= 1e-7
+    if dim > 1:
+        rows[4::17, 0], rows[4::17, 1] = 3.4e38, -3.4e38
+    for first, value in ((5, torch.inf), (6, -torch.inf), (7, torch.nan)):
+        rows[first::37, dim // 2] = value
+    rows[8::37] = torch.inf
+    rows[9::37, 0], rows[9::37, -1] = torch.inf, -torch.inf
+    return rows
+
+
+def messages():
+    """Arguments of ``wire_encode``: every format alone at several widths, and mixtures."""
+    for format, dim in itertools.product(FORMATS, (1, 3, 16, 64, 77)):
+        rows = drawn_rows(40, dim, seed=dim)
+        if format == BFLOAT16:  # NaN has several encodings
+            rows = rows.nan_to_num(torch.inf)
+        yield rows.flatten(), [40], [0, 1], [dim], [format], [5], [3], [1 << 40], None, 7
+    columns = [6, 8, 3, 16], [INT8, FLOAT, INT4 | STOCHASTIC, HALF]
+    rows = torch.cat([drawn_rows(9, 33).clamp(-6e4, 6e4), drawn_rows(4, 33, 1).clamp(-6e4, 6e4)])
+    values = torch.cat([rows[:9].flatten(), rows[9:].nan_to_num()[:, :9].flatten()]).nan_to_num()
+    keys = torch.arange(13) * 3 - 5
+    widths, formats = columns[0] + [5, 4], columns[1] + [INT4, INT8 | STOCHASTIC]
+    layout = [9, 0, 4], [0, 4, 4, 6], widths, formats
+    yield values, *layout, list(range(6)), [0, 6, 0, 3, 1, 2], [0, 5, 1 << 40], keys, 3
+    yield torch.empty(0), [], [0], [], [], [], [], [], None, 0
