@@ -40,7 +40,7 @@ KIND = "row_wise"
 SIZES = (1, 2, 4, 8)
 BEYOND = (16, 64, 256, 1024)
 RATE = "1gbit"
-_ROUNDS, _STEPS = 5, 6
+_ROUNDS, _STEPS = 3, 6
 
 
 def worker(out: Path) -> None:
@@ -48,7 +48,7 @@ def worker(out: Path) -> None:
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
     rank, size = dist.get_rank(), dist.get_world_size()
-    profile = calibrate(dist.group.WORLD, sizes=Sizes(batch_size=SHAPE.batch, steps=4, rounds=4))
+    profile = calibrate(dist.group.WORLD, sizes=Sizes(batch_size=SHAPE.batch, steps=4, rounds=3))
     times = measure_phases(KIND, SHAPE)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, times)
