@@ -35,6 +35,8 @@ WIDER_CLASSES = {
 }
 MAX_FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {
+    "cli.train._main",
+    "distributed.sharded_tables.__init__",
     "export.package.export",
     "ops.dist.triton.route_ids",  # kernels with their launch
     "ops.dist.wire_triton_kernels.encode_rows",
