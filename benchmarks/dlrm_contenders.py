@@ -142,8 +142,8 @@ def _meshrec(kind: str, shape: Shape) -> Trainee:
     state = [
         part
         for table in sharded.fused_optimizer.tables.values()
-        for slot in table.slots.values()
-        for part in slot.parts
+        for slot in table.state.values()
+        for part in ([slot] if isinstance(slot, Tensor) else getattr(slot, "parts", ()))
     ]
     return Trainee(step, sum(tensor.nbytes for tensor in [*sharded.parameters(), *state]))
 

@@ -35,7 +35,7 @@ from meshrec.planner.hardware import HardwareProfile
 from meshrec.reports.measured import compare
 from meshrec.testing.namespaces import hosts
 
-SHAPE = Shape(num_tables=8, num_rows=100_000, dim=32, batch=512, bottom=(128, 32), top=(128, 1))
+SHAPE = Shape(num_tables=16, num_rows=100_000, dim=32, batch=1024, bottom=(128, 32), top=(128, 1))
 KIND = "row_wise"
 SIZES = (1, 2, 4, 8)
 BEYOND = (16, 64, 256, 1024)
@@ -48,7 +48,7 @@ def worker(out: Path) -> None:
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
     rank, size = dist.get_rank(), dist.get_world_size()
-    profile = calibrate(dist.group.WORLD, sizes=Sizes(batch_size=SHAPE.batch, steps=4, rounds=3))
+    profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=4))
     times = measure_phases(KIND, SHAPE)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, times)
