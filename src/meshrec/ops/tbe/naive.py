@@ -164,6 +164,7 @@ def tbe_sample_weight_grad(
     """
     lookups = Lookups(values, offsets, None, *arguments)
     check_offsets(offsets, values.numel())
+    _layout(lookups)  # what it refuses comes first, as in the kernels
     _check_pooled(lookups.pooling)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
     for part in _id_gradients(grad, lookups, [weight.shape[0] for weight in weights]):
