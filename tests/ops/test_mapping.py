@@ -76,6 +76,7 @@ def test_what_cannot_be_mapped_is_an_error(tmp_path):
 
 
 @needs_kernels
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer handles SIGBUS itself")
 @pytest.mark.parametrize("how", ["signal", "another mapping"])
 def test_other_faults_end_the_process_as_ever(file, how):
     program = f"""

@@ -65,7 +65,7 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     return out
 
 
-def tbe_update(grad: Tensor, *arguments: Any) -> None:
+def tbe_update(grad: Tensor, *arguments: Any, **last: Any) -> None:
     """Sum the gradient of every touched row, then update it once. Untouched rows and their state do not
     change.
 
@@ -86,9 +86,9 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     numbers and the row in ``origins``; or an empty tensor, where it has its rows in order.
     """
     lookups, (weights, state, optimizer, hyper, row_stats, origins, *rest) = Lookups.split(arguments)
-    # The dispatcher leaves out defaults.
-    mean_squares = rest[1] if len(rest) > 1 else None
-    row_keys = rest[2] if len(rest) > 2 else None
+    # The dispatcher leaves out defaults; others name the arguments after ``origins``.
+    last |= zip(("runs", "mean_squares", "row_keys"), rest, strict=False)
+    mean_squares, row_keys = last.get("mean_squares"), last.get("row_keys")
     numbers = Hyper.from_tensor(hyper)
     num_slots = len(formula_of(optimizer).slots)
     if len(state) != num_slots * len(weights):
