@@ -95,11 +95,28 @@ class Client:
         self.connection.close()
 
 
+class NoTrial:
+    """In place of the process that loads packages first."""
+
+    async def __call__(self, package, warm_up):
+        """Every package passes."""
+
+    def close(self):
+        """Nothing was started."""
+
+
 @contextlib.contextmanager
-def running(models, *, wait=True, **options):
-    """A server in a thread, and where it is."""
+def running(models, *, wait=True, tries=False, **options):
+    """A server in a thread, and where it is.
+
+    The tests' process has threads of earlier tests, which a trial's fork leaves behind with what they hold: a
+    trial may then never end. So packages are tried out only where a test is about that (``tries``).
+    """
     options = ServerOptions(port=0, linger=0.2, **options)
-    server = Server({name: Path(path) for name, path in models.items()}, options, listen(options))
+    with pytest.MonkeyPatch.context() as patch:
+        if not tries:
+            patch.setattr("meshrec.serve.server.PackageTrial", NoTrial)
+        server = Server({name: Path(path) for name, path in models.items()}, options, listen(options))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

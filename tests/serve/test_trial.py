@@ -39,7 +39,7 @@ def test_a_package_that_ends_its_process_is_refused_with_words(packages, tmp_pat
     open_with(monkeypatch, Deadly, check_toy)
     bad, place = make_toy(tmp_path / "bad", 666), tmp_path / "clicks"
     link(packages[0], place)
-    with running({"clicks": place}) as server:
+    with running({"clicks": place}, tries=True) as server:
         client = Client(server.url)
         before = client("POST", "/predict", samples(3))[2]
         link(bad, place)
@@ -56,7 +56,7 @@ def test_a_package_that_ends_its_process_is_refused_with_words(packages, tmp_pat
 
 
 def test_the_process_for_trials_is_started_again(packages):
-    with running({"clicks": packages[0]}) as server:
+    with running({"clicks": packages[0]}, tries=True) as server:
         client = Client(server.url)
         os.kill(server._trial._child._pid, signal.SIGKILL)
         status, _, said = client("POST", "/v2/repository/models/clicks/load", {})
@@ -66,7 +66,7 @@ def test_the_process_for_trials_is_started_again(packages):
 
 
 def test_it_ends_with_the_server(packages):
-    with running({"clicks": packages[0]}) as server:
+    with running({"clicks": packages[0]}, tries=True) as server:
         pid = server._trial._child._pid
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
