@@ -43,17 +43,14 @@ class Block(NamedTuple):
 
 
 class RowEncoding(NamedTuple):
-    """What the formats of one direction of a module have in common.
-
-    Attributes:
-        unit: the dtype of the tensor that travels.
-        kernel_dtype: the dtype in which kernels write the rows, and read them.
-        is_cast: whether the kernels write and read the message themselves.
-    """
+    """The common part of the formats of one direction of a module."""
 
     unit: torch.dtype
+    """The dtype of the tensor that travels."""
     kernel_dtype: torch.dtype
+    """The dtype in which kernels write the rows, and read them."""
     is_cast: bool
+    """Whether the kernels write and read the message themselves."""
 
     @classmethod
     def of(cls, formats: Iterable[WireFormat]) -> "RowEncoding":
@@ -81,9 +78,8 @@ class RowEncoding(NamedTuple):
             keys: a key for each row, int64, in place of those of the blocks.
 
         Returns:
-            The message, and what kernels report of values that are not finite, see ``wire_encode``; None if
-            no
-                kernel has run.
+            The message, and the report of the kernels on values that are not finite (see ``wire_encode``),
+            or None if no kernel has run.
         """
         blocks = [block for block in blocks if block.num_rows and block.columns.width]
         if not blocks:

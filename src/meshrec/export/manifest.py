@@ -129,19 +129,16 @@ def interface_of(manifest: Mapping[str, Any]) -> str:
 
 
 class CheckedPackage(NamedTuple):
-    """A package whose files were compared with what was written, or that the caller trusts.
-
-    Attributes:
-        folder: the folder that a link leads to.
-        manifest: what `read_manifest` read.
-        version: a digest of the manifest, and so of all files.
-        weights: the digest of ``weights.bin``; None if the package has none or nothing was compared.
-    """
+    """A package whose files were compared with what was written, or that the caller trusts."""
 
     folder: Path
+    """The folder that a link leads to."""
     manifest: dict[str, Any]
+    """The manifest, from `read_manifest`."""
     version: str
+    """The digest of the manifest, and so of all files."""
     weights: FileDigest | None
+    """The digest of ``weights.bin``; None if the package has none or nothing was compared."""
 
 
 def check_package(

@@ -8,19 +8,16 @@ LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
 class Finding(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        check: the name of the check.
-        level: ``ok``; ``warn``, if training works but not well; ``fail``, if it does not.
-        found: what was found.
-        remedy: what to do about it; empty if all is well.
-    """
+    """The result of one check."""
 
     check: str
+    """The name of the check."""
     level: Level
+    """``ok``; ``warn``, if training works but not well; ``fail``, if it does not."""
     found: str
+    """The observation."""
     remedy: str = ""
+    """The next step for the user; empty if all is well."""
 
 
 def merged(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int]]]:
