@@ -150,7 +150,7 @@ class _Hashed(NamedTuple):
     """The tables with hashed keys of a state."""
 
     places: dict[str, HashedPlace]
-    """By the prefix of their names."""
+    """The tables, by the prefix of their names."""
     slots: dict[str, dict[str, str]]
     """The names of their optimizer's state, by slot, by that prefix."""
     apart: dict[str, set[str]]

@@ -6,8 +6,7 @@ With the axes ``node`` and ``local`` there are two ways over the network, and a 
 chooses one:
 
 - ``"sums"`` (``output_dist.py``): the owners pool bags, a node adds its partial sums, and one row for each
-bag
-  and node crosses.
+  bag and node crosses.
 - ``"rows"`` (here): a rank stands for the owners with its local rank on all nodes. The ranks of its node send
   their IDs to it, it removes duplicates, fetches each row once, and pools the bags of its node from them.
   Gradients take the reverse way: they are added up by row inside the node, and cross once for each row.

@@ -37,8 +37,7 @@ class RowArrival:
 
         Raises:
             RowFileError: rows cannot be read, or rows that make room for them cannot be written; raised on
-            every
-                rank, as are all others.
+                every rank, as are all others.
             ValueError: rows have no room in memory.
             RuntimeError: ranks have different slots for the same rows.
         """

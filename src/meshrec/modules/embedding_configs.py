@@ -139,8 +139,7 @@ class BaseEmbeddingConfig:
         if self.storage is not None and (not isinstance(self.storage, FileRows) or self.data_type.bits):
             raise ValueError(
                 f"table {self.name!r}: storage={self.storage!r} with data_type {self.data_type}. A storage "
-                f"is "
-                "meshrec.FileRows(path=..., cache_rows=...), of a table of FP32, FP16 or BF16."
+                "is meshrec.FileRows(path=..., cache_rows=...), of a table of FP32, FP16 or BF16."
             )
         if not self.name or "." in self.name:
             raise ValueError(f"a table's name must not be empty nor contain a dot, got {self.name!r}.")

@@ -1,9 +1,8 @@
 """Tables larger than memory: which of them stay in memory, and how large the caches of the others are.
 
 A cache's hit rate is predicted from a sample of IDs. The law of the IDs is Zipf's, with the exponent that
-gives as many distinct IDs in as many draws as the sample has. Che's approximation then gives the hit rate of
-a
-cache: a row is found if it was used within the time in which as many rows were used as the cache holds
+gives as many distinct IDs in as many draws as the sample has. Che's approximation then gives the hit rate
+of a cache: a row is found if it was used within the time in which as many rows were used as the cache holds
 (Che, Tung, Wang: "Hierarchical Web caching systems", 2002). It is that of LRU; the cache's clock with several
 chances per row keeps often used rows longer, so the measured rate is as a rule a little higher.
 
@@ -139,8 +138,7 @@ def place_rows(
 
     Raises:
         ValueError: there is no disk, it has too little room, a table has no sample, or memory does not hold
-        the
-            rows of two batches of each table.
+            the rows of two batches of each table.
     """
     disk = topology.disk
     if disk is None:

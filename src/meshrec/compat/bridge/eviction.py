@@ -74,7 +74,7 @@ class MCHEvictionPolicy:
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
         """Return the scores of IDs from what is kept of them."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no scores. Write them in a subclass.")
 
     def record_history_metadata(
         self, current_iter: int, incoming_ids: Tensor, history_metadata: dict[str, Tensor]
