@@ -38,4 +38,7 @@ def empty_like(
 
 def _retyped(config: Any, types: Mapping[str, DataType]) -> Any:
     assert isinstance(config, BaseEmbeddingConfig)
-    return replace(config, data_type=types[config.name], storage=None)
+    keys = config.keys
+    if keys is not None:  # a number of bytes would give another number of rows, and so other first rows
+        keys = replace(keys, max_rows=config.num_embeddings, max_bytes=None)
+    return replace(config, data_type=types[config.name], storage=None, keys=keys)
