@@ -62,6 +62,8 @@ _FIELDS = (
 )
 _OPTIONAL = ("hashed",)
 """Fields of packages that have such weights."""
+_FORMULA = ("seed", "max_rows", "dim", "first_seed", "low", "high")
+"""What is said of the keys and the first rows of a hashed table."""
 _INTERFACE = ("features", "num_dense", "outputs", "shared", "rows", "quantised", "rounding")
 _WHAT_TO_DO = "Copy the package again from where it was exported, or export the model again."
 
@@ -280,8 +282,8 @@ def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
     for name, said in hashed.items():
         for part in ("weight", *INDEX):
             text(f"{name.removesuffix('weight')}{part}", f"a part of {name[:80]!r}", allowed=names)
-        formula = fields(said, f"the keys of {name!r}", ("seed", "dim", "first_seed", "low", "high"))
-        for part in ("seed", "first_seed", "dim"):
+        formula = fields(said, f"the keys of {name!r}", _FORMULA)
+        for part in ("seed", "max_rows", "dim", "first_seed"):
             integer(formula[part], f"the {part} of {name!r}")
         for part in ("low", "high"):
             if type(formula[part]) not in (int, float) or not math.isfinite(formula[part]):

@@ -287,8 +287,14 @@ def _hashed(model: nn.Module) -> dict[str, dict[str, Any]]:
     for path, child in model.named_modules():
         if isinstance(child, ServedTable):
             first, storage = first_rows_of(child.storage), child.storage
-            said = {"seed": storage.keys.seed, "dim": storage.dim, "first_seed": first.seed}
-            found[f"{path}.weight"] = {**said, "low": first.low, "high": first.high}
+            found[f"{path}.weight"] = {
+                "seed": storage.keys.seed,
+                "max_rows": storage.max_rows,
+                "dim": storage.dim,
+                "first_seed": first.seed,
+                "low": first.low,
+                "high": first.high,
+            }
     return found
 
 

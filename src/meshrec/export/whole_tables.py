@@ -77,8 +77,8 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
             if config.name not in hashed:
                 holders._modules[config.name].weight = weight
                 continue
-            rows = ServedRows.of(hashed[config.name])
-            tensors = {"weight": rows, **rows.index()}
+            rows = ServedRows(hashed[config.name])
+            tensors: dict[str, ServedRows | Tensor] = {"weight": rows, **rows.index()}
             where = f"{path}." if path else ""
             real |= {f"{where}{prefix}.{config.name}.{name}": each for name, each in tensors.items()}
     return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model), real

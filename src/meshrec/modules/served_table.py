@@ -1,7 +1,7 @@
 """Module that holds a hashed table which only reads, as an exported program sees it."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -16,28 +16,27 @@ INDEX = ("keys", "starts", "added", "added_rows")
 """The buffers that find a row; see ``ops.keyed.naive``."""
 
 
-class ServedRows(NamedTuple):
-    """The rows of a hashed table in the order of their keys, read from the table block by block."""
+@final
+class ServedRows:
+    """The rows of a whole hashed table in the order of their keys, read from the table block by block.
 
-    table: HashedTable
-    slots: Tensor
-    keys: Tensor
+    Args:
+        table: the table, which must not change meanwhile.
+    """
 
-    @classmethod
-    def of(cls, table: HashedTable) -> "ServedRows":
-        """Return the rows of a whole table as they are now."""
-        keys, slots = table.listed()
-        return cls(table, slots, keys)
+    def __init__(self, table: HashedTable) -> None:
+        self._table = table
+        self._keys, self._slots = table.listed()
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the rows' memory."""
-        return self.table.rows.dtype
+        return self._table.rows.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
         """The number of rows, and the elements of each."""
-        return len(self.keys), self.table.rows.shape[1]
+        return len(self._keys), self._table.rows.shape[1]
 
     def empty(self) -> Tensor:
         """Return no rows."""
@@ -45,17 +44,17 @@ class ServedRows(NamedTuple):
 
     def blocks(self) -> Iterator[Tensor]:
         """Yield the rows, some at a time."""
-        for slots in self.slots.split(self.table.block_rows):
-            yield self.table.rows.detach()[slots]
+        for slots in self._slots.split(self._table.block_rows):
+            yield self._table.rows.detach()[slots]
 
     def index(self) -> dict[str, Tensor]:
         """Return the tensors that find the rows, by the names of ``INDEX``."""
-        tensors = self.keys, starts_of(self.keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
+        tensors = self._keys, starts_of(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
         return dict(zip(INDEX, tensors, strict=True))
 
 
 class ServedTable(nn.Module):
-    """A hashed table that only reads: ``weight`` [n, C] in the order of keys, and the buffers of ``INDEX``.
+    """A hashed table that only reads: ``weight`` [n, C] in key order, and the buffers of ``INDEX``.
 
     It holds example tensors of the right dtypes, so that a program can be traced. The package has the real
     ones.
@@ -70,7 +69,8 @@ class ServedTable(nn.Module):
         columns = storage.columns(storage.dim)
         # All sizes differ: torch.export would take equal ones for the same.
         keys = mix(torch.arange(101), storage.keys.seed).sort().values
-        added = torch.stack([mix(torch.arange(200, 203), storage.keys.seed).sort().values, torch.arange(3)])
+        more = mix(torch.arange(200, 203), storage.keys.seed).sort().values
+        added = torch.stack([more, torch.arange(3)])
         self.weight = nn.Parameter(torch.zeros(101, columns, dtype=storage.dtype), requires_grad=False)
         rows = torch.zeros(47, columns, dtype=storage.dtype)
         for name, tensor in zip(INDEX, (keys, starts_of(keys), added, rows), strict=True):
@@ -78,8 +78,9 @@ class ServedTable(nn.Module):
 
     def found_by(self) -> FoundBy:
         """Return what finds the rows."""
-        tensors = [self.get_buffer(name) for name in INDEX]
-        return FoundBy(*tensors, self.storage.keys.seed, first_rows_of(self.storage))
+        keys, starts, added, added_rows = (self.get_buffer(name) for name in INDEX)
+        first = first_rows_of(self.storage)
+        return FoundBy(keys, starts, added, added_rows, self.storage.keys.seed, first)
 
 
 def first_rows_of(storage: HashedRows) -> FirstRows:
@@ -90,9 +91,7 @@ def first_rows_of(storage: HashedRows) -> FirstRows:
     """
     if storage.init_fn is not None:
         raise ValueError(
-            f"table {storage.name!r} has an init_fn, which a package cannot contain: an unknown ID would have "
-            "no first row. Give weight_init_min and weight_init_max in place of init_fn."
+            f"table {storage.name!r} has an init_fn, which a package cannot contain: an unknown ID would "
+            "have no first row. Give weight_init_min and weight_init_max in place of init_fn."
         )
     return FirstRows(storage.row_seed, *storage.bounds)
-
-

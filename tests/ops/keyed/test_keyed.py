@@ -25,7 +25,7 @@ def _table(generator, num_rows, dim, bits, dtype, num_added):
         numbers = torch.randn(count, dim, generator=generator)
         return nbit.quantize(numbers, bits) if bits else numbers.to(dtype)
 
-    keys, order = mix(ids[:num_rows], seed).sort()
+    keys = mix(ids[:num_rows], seed).sort().values
     weight = rows(len(keys))
     added_keys = mix(ids[num_rows:], seed).sort().values
     slots = torch.randperm(len(added_keys) + 2, generator=generator)[: len(added_keys)]
@@ -168,7 +168,7 @@ def test_keys_that_do_not_fit_are_errors(damage):
         found = found._replace(keys=found.keys.double())
     lookups = _lookups(ids, torch.arange(len(ids) + 1), [0], [4], [2], flat=True)
     options = LookupOptions(4 * len(ids), torch.float32, True, NAMES)
-    with pytest.raises(ValueError, match="damaged|fit together|no added row|int64"):
+    with pytest.raises(ValueError, match=r"damaged|fit together|no added row|int64"):
         keyed.forward([0], {0: found}, [weight], lookups, options)
 
 

@@ -115,7 +115,9 @@ def _layout(lookups: Lookups) -> OutputLayout:
     )
 
 
-def _found(ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int) -> tuple[Tensor, Tensor]:
+def _found(
+    ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int
+) -> tuple[Tensor, Tensor]:
     """Return the rows of a table, those added last, and the row of each ID; -1 for unknown IDs."""
     keys, starts, added, added_rows = tensors
     if len(keys) != len(weight) or (len(starts) - 1) & (len(starts) - 2) or len(starts) < 2:
