@@ -41,7 +41,7 @@ class Scores(nn.Module):
 TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 
-def drawn_model(seed, types=TYPES, **keys):
+def drawn_model(seed, types=TYPES, widths=(4, 6, 16, 33), **keys):
     """A model that is not trained: hashed tables of drawn types, widths and policies, and a fixed one."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -54,7 +54,7 @@ def drawn_model(seed, types=TYPES, **keys):
             "name": name,
             "keys": meshrec.Hashed(**{**options, **keys}),
             "data_type": draw.choice(types),
-            "embedding_dim": draw.choice([4, 6, 16, 33]),
+            "embedding_dim": draw.choice(widths),
         }
 
     bags = meshrec.EmbeddingBagCollection(
@@ -64,7 +64,7 @@ def drawn_model(seed, types=TYPES, **keys):
                 **hashed("h1"), feature_names=["mean", "more"], pooling=PoolingType.MEAN
             ),
             meshrec.EmbeddingBagConfig(
-                name="f", num_embeddings=NUM_ROWS, embedding_dim=5, feature_names=["fixed"]
+                name="f", num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=["fixed"]
             ),
         ]
     )

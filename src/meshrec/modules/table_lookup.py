@@ -252,6 +252,7 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
             max_rows=config.num_embeddings,
             bounds=config.init_bounds,
             init_fn=config.init_fn,
+            bits=config.data_type.bits,
         )
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype

@@ -39,8 +39,10 @@ def starts_of(keys_n: Tensor) -> Tensor:
     """
     bits = max(0, (len(keys_n) - 1) // KEYS_PER_BUCKET).bit_length()
     size = 1 << (64 - bits)
-    firsts = [] if bits == 0 else torch.arange(1, 1 << bits).mul_(size - (size >> 63 << 64)).add_(-(1 << 63))
-    inner = torch.searchsorted(keys_n, firsts) if bits else torch.empty(0, dtype=torch.int64)
+    inner = torch.empty(0, dtype=torch.int64)
+    if bits:
+        firsts = torch.arange(1, 1 << bits).mul_(size - (size >> 63 << 64)).add_(-(1 << 63))
+        inner = torch.searchsorted(keys_n, firsts)
     return torch.cat([torch.tensor([0]), inner, torch.tensor([len(keys_n)])])
 
 
@@ -75,10 +77,10 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
     for table in sorted(set(lookups.tables)):
         features = [f for f, each in enumerate(lookups.tables) if each == table]
         own = lookups._replace(
-            **{
-                name: [getattr(lookups, name)[f] for f in features]
-                for name in ("keys", "tables", "pooling", "dims")
-            }
+            keys=[lookups.keys[f] for f in features],
+            tables=[table] * len(features),
+            pooling=[lookups.pooling[f] for f in features],
+            dims=[lookups.dims[f] for f in features],
         )
         rows = weights
         if table in keyed:
@@ -86,9 +88,8 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
             tensors = found_by[PER_TABLE * k : PER_TABLE * (k + 1)]
             row, slots = _found(own.values.long(), weights[table], tensors, seeds[2 * k], table)
             unknown = slots < 0
-            first = first_rows(
-                own.values.long()[unknown], seeds[2 * k + 1], *firsts[2 * k : 2 * k + 2], 0, own.dims[0]
-            )
+            (low, step), ids = firsts[2 * k : 2 * k + 2], own.values.long()[unknown]
+            first = first_rows(ids, seeds[2 * k + 1], low, step, 0, own.dims[0])
             first = nbit.nbit_quantize(first, bits[table], None) if bits[table] else first.to(row.dtype)
             slots[unknown] = torch.arange(len(row), len(row) + len(first))
             rows = [*weights[:table], torch.cat([row, first]), *weights[table + 1 :]]
