@@ -25,7 +25,7 @@ class Toy:
         self.outputs, self.shared, self.raw = "scores", frozenset(), None
         self.quantised, self.rounding = {}, None
         self.about, self.is_compiled = {"run": "r", "step": 10}, True
-        self.hashed = {}
+        self.hashed, self.any_ids = {}, frozenset()
         self.weights = {"table": torch.zeros(NUM_ROWS, 64), "bias": torch.zeros(1)}
         self._scale = json.loads(path.read_text())["scale"]
         self.version = f"v{self._scale}"

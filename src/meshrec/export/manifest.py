@@ -60,8 +60,8 @@ _FIELDS = (
     *("format", "torch", "isa", "operators", "compiled", "features", "num_dense", "outputs", "shared"),
     *("rows", "weights", "quantised", "rounding", "about", "sha256"),
 )
-_OPTIONAL = ("hashed",)
-"""Fields of packages that have such weights."""
+_OPTIONAL = ("hashed", "any_ids")
+"""Fields of packages with hashed tables."""
 _FORMULA = ("seed", "max_rows", "dim", "first_seed", "low", "high")
 """What is said of the keys and the first rows of a hashed table."""
 _INTERFACE = ("features", "num_dense", "outputs", "shared", "rows", "quantised", "rounding")
@@ -255,6 +255,8 @@ def _check(found: Any) -> None:
         text(name, "a quantised weight", allowed=names)
         text(data_type, f"the data type of {name!r}")
     _check_hashed(mapping(said.get("hashed", {}), "the hashed weights"), names)
+    for name in texts(said.get("any_ids", []), "the list of features with any IDs"):
+        text(name, "a feature with any IDs", allowed=features)
     if said["rounding"] is not None:
         text(said["rounding"], "the rounding")
     mapping(said["about"], "what it says about its run")

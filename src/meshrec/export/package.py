@@ -134,6 +134,7 @@ def export(
     }
     if hashed := _hashed(model):
         manifest["hashed"] = hashed
+        manifest["any_ids"] = [feature for feature in features if feature in _read_raw(model)]
     with durable_folder(folder) as parts:
         was_training = model.training
         model.eval()
@@ -243,6 +244,17 @@ def rows_of(model: nn.Module) -> dict[str, int]:
                 for feature in config.feature_names:
                     found[feature] = min(config.num_embeddings, found.get(feature, config.num_embeddings))
     return found
+
+
+def _read_raw(model: nn.Module) -> set[str]:
+    """Return the features that hashed tables alone read: every int64 is an ID of theirs."""
+    readers: dict[str, list[bool]] = {}
+    for child in model.modules():
+        if isinstance(child, TableCollection):
+            for config, _ in child.tables().values():
+                for feature in config.feature_names:
+                    readers.setdefault(feature, []).append(config.keys is not None)
+    return {feature for feature, hashed in readers.items() if all(hashed)}
 
 
 def isa() -> str:

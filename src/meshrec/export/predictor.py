@@ -59,6 +59,7 @@ class Predictor:
         version: tells packages apart: a digest of all that is in it.
         weights: by name. Writing to them, or replacing one, changes the scores of this predictor, and never
             the package.
+        any_ids: features of which every int64 is an ID: those that hashed tables alone read.
         hashed: the formulas of keys and first rows of hashed tables, by the name of the weight.
         is_compiled: whether the compiled program serves; otherwise a log line says why not.
         quantised: the data types of quantised weights, by name, and ``rounding`` how they were rounded.
@@ -90,6 +91,7 @@ class Predictor:
         self.rows: dict[str, int] = manifest["rows"]
         self.quantised: dict[str, str] = manifest["quantised"]
         self.rounding: str | None = manifest["rounding"]
+        self.any_ids = frozenset[str](manifest.get("any_ids", ()))
         self.hashed: dict[str, dict[str, Any]] = manifest.get("hashed", {})
         self.about: dict[str, Any] = manifest["about"]
         records = [WeightRecord(**record) for record in manifest["weights"]]
