@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -38,6 +39,13 @@ def exported(run, folder, **options):
         return Predictor(export_run(run, folder, compile=False, **options))
 
 
+def scored(predictor, table):
+    """The scores of rows of raw values."""
+    dense, values, lengths = predictor.raw.encode(table.drop(["clicked", "time"]))[:3]
+    arrays = ({name: torch.from_numpy(each) for name, each in given.items()} for given in (values, lengths))
+    return predictor(torch.from_numpy(dense), *arrays)
+
+
 def test_metrics_and_the_page_tell_of_ids(run):
     metrics = run.path.joinpath("metrics.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, metrics) if line["kind"] == "train"]
@@ -57,8 +65,7 @@ def test_predictions_are_those_of_the_package(run, tmp_path, capsys):
     assert predict.main([str(run.path), "--data", str(data), "--out", str(out)]) == 0
     scores = pq.read_table(out)["score"].to_numpy()
     predictor = exported(run, tmp_path / "package")
-    encoded = predictor.raw.encode(pq.read_table(data).drop(["clicked", "time"]))
-    found = predictor(encoded.dense, encoded.values, encoded.lengths)
+    found = scored(predictor, pq.read_table(data))
     np.testing.assert_allclose(found.numpy(), scores, rtol=1e-6)
     assert evaluate.main([str(run.path), "--data", str(data)]) == 0
     assert "auc" in capsys.readouterr().out.lower()
@@ -82,14 +89,11 @@ def test_vectors_are_written_with_their_ids(run, tmp_path):
         out = tmp_path / f"{feature}.parquet"
         assert embed.main([str(run.path), "--feature", feature, "--out", str(out)]) == 0
         found = pq.read_table(out)
-        tables = [
-            t for m in model.modules() if hasattr(m, "hashed_tables") for t in m.hashed_tables().items()
-        ]
-        table = dict(tables)[feature]
-        ids, rows, _ = table.items()
+        tables = [m.hashed_tables() for m in model.modules() if hasattr(m, "hashed_tables")]
+        ids, rows, _ = next(each[feature] for each in tables if feature in each).items()
         assert found["value"].to_numpy().tolist() == ids.tolist()
         assert np.array_equal(np.stack(found["vector"].to_numpy()), rows.numpy())
-    words = set(hashes_of([f"w{word}" for word in range(99)]).tolist())
+    words = set(hashes_of(pa.array([f"w{word}" for word in range(99)])).tolist())
     assert set(found["value"].to_pylist()) <= words | {-(1 << 63)}
 
 
@@ -99,8 +103,7 @@ def test_a_run_is_quantised_and_exported(run, tmp_path, budget):
     assert quantize_cli.main([str(run.path), "--out", str(small), *budget]) == 0
     predictor = exported(run, tmp_path / "package", quantised=small)
     whole = exported(run, tmp_path / "whole")
-    encoded = predictor.raw.encode(visits(200, seed=7).drop(["clicked", "time"]))
-    found, expected = (each(encoded.dense, encoded.values, encoded.lengths) for each in (predictor, whole))
+    found, expected = (scored(each, visits(200, seed=7)) for each in (predictor, whole))
     assert predictor.quantised
     assert 0 < float((found - expected).abs().max()) < 0.3
 
@@ -112,11 +115,7 @@ def test_servers_follow_the_run(run, tmp_path):
     place(deltas)
     assert deltas.freshness.reason == ""
     assert deltas.freshness.step == late.about["step"]
-    encoded = late.raw.encode(visits(300, seed=8).drop(["clicked", "time"]))
-    assert torch.equal(
-        early(encoded.dense, encoded.values, encoded.lengths),
-        late(encoded.dense, encoded.values, encoded.lengths),
-    )
+    assert torch.equal(scored(early, visits(300, seed=8)), scored(late, visits(300, seed=8)))
 
 
 def test_quantised_servers_follow_the_run(run, tmp_path):
@@ -132,11 +131,7 @@ def test_quantised_servers_follow_the_run(run, tmp_path):
     deltas = Deltas(run.path / "deltas", early.about, early.weights, codes=codes, hashed=early.hashed)
     place(deltas)
     assert deltas.freshness.reason == ""
-    encoded = late.raw.encode(visits(300, seed=9).drop(["clicked", "time"]))
-    assert torch.equal(
-        early(encoded.dense, encoded.values, encoded.lengths),
-        late(encoded.dense, encoded.values, encoded.lengths),
-    )
+    assert torch.equal(scored(early, visits(300, seed=9)), scored(late, visits(300, seed=9)))
 
 
 def test_requests_may_have_any_id(run, tmp_path):
@@ -145,9 +140,9 @@ def test_requests_may_have_any_id(run, tmp_path):
     edges = np.array([-1, 0, (1 << 63) - 1, -(1 << 63)])
     ones, dense = np.ones(4, np.int64), np.zeros((4, signature.num_dense), np.float32)
     values = {"user": edges, "words": edges, "city": np.zeros(4, np.int64)}
-    assert isinstance(checked(dense, values, dict.fromkeys(values, ones), signature), Request)
+    assert isinstance(checked(signature, dense, values, dict.fromkeys(values, ones)), Request)
     with pytest.raises(RequestError, match="feature 'city': id -1 of sample 0 is outside"):
-        checked(dense, {**values, "city": edges}, dict.fromkeys(values, ones), signature)
+        checked(signature, dense, {**values, "city": edges}, dict.fromkeys(values, ones))
 
 
 def test_checkpoints_are_looked_at(run, capsys):
