@@ -93,7 +93,7 @@ def test_vectors_are_written_with_their_ids(run, tmp_path):
         ids, rows, _ = next(each[feature] for each in tables if feature in each).items()
         assert found["value"].to_numpy().tolist() == ids.tolist()
         assert np.array_equal(np.stack(found["vector"].to_numpy()), rows.numpy())
-    words = set(hashes_of(pa.array([f"w{word}" for word in range(99)])).tolist())
+    words = set(hashes_of(pa.array([f"w{word}" for word in range(99)])).view(np.int64).tolist())
     assert set(found["value"].to_pylist()) <= words | {-(1 << 63)}
 
 
