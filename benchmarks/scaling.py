@@ -7,6 +7,7 @@ are those of the profile of two ranks. The loss of the first step is compared wi
 before anything is believed. Needs root, and no other load: 8 ranks share the machine's cores.
 
     sudo python -m benchmarks.scaling
+    sudo python -m benchmarks.scaling --folder F --ranks 1 2  # some sizes now, others and the tables later
 """
 
 import argparse
@@ -92,8 +93,11 @@ def _first_loss(rank: int) -> float:
 
 
 def measured(size: int, folder: Path) -> dict[str, Any]:
-    """Run a rank on each of ``size`` hosts."""
+    """Run a rank on each of ``size`` hosts, unless the folder has their result."""
     out = folder / f"{size}.json"
+    if out.exists():
+        kept: dict[str, Any] = json.loads(out.read_text())
+        return kept
     with hosts(size, folder / str(size), rate=RATE) as (*found, _):
         ranks = []
         for rank, host in enumerate(found):
@@ -160,12 +164,19 @@ def _cell(values: list[float] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", type=Path)
+    parser.add_argument("--folder", type=Path, help="keeps the results of each number of ranks")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[], help="measure only these; print no table")
     arguments = parser.parse_args()
     if arguments.worker is not None:
         worker(arguments.worker)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        print(run(Path(folder)))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for size in arguments.ranks:
+            measured(size, folder)
+        if not arguments.ranks:
+            print(run(folder))
 
 
 if __name__ == "__main__":
