@@ -3,19 +3,28 @@ alone.
 """
 
 import json
-import os
 import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from meshrec.planner import load_plan
 from meshrec.train.run_folder import RunFolder
-from tests.hosts.namespaces import ROOT, Host, hosts, makes_hosts, needs_hosts, until
+from tests.hosts.namespaces import (
+    ROOT,
+    SEED,
+    Host,
+    hosts,
+    makes_hosts,
+    needs_hosts,
+    num_kills,
+    until,
+)
 from tests.hosts.runs import ENVIRONMENT, bits, metrics, train
 
 pytestmark = needs_hosts
-NUM_KILLS = int(os.environ.get("MESHREC_HOSTS", "0"))
+NUM_KILLS = num_kills(8)
 STEPS_A_LIFE = 120
 
 
@@ -76,7 +85,7 @@ def undisturbed(folder, epochs):
 @makes_hosts
 def test_killed_hosts_come_back(tmp_path):
     """A host is killed, starts again, and its ranks join: the world is the same, and so are the bits."""
-    rng, epochs = random.Random(0), NUM_KILLS * STEPS_A_LIFE // 10
+    rng, epochs = random.Random(SEED), NUM_KILLS * STEPS_A_LIFE // 10
     run, seconds = tmp_path / "shared" / "mine", []
     with hosts(2, tmp_path, rate="1gbit") as (*both, switch):
         store = keep_store(switch)
@@ -127,6 +136,7 @@ def test_the_world_shrinks_and_grows(tmp_path):
         until(lambda: starts(run)[-1]["ranks"] == 2, 240, (tmp_path / "host1.txt").read_text()[-3000:])
         shrunk = step_of(run)
         until(lambda: step_of(run) > shrunk + 30, 240)
+        assert load_plan(run / "plan.json").inputs.topology.world_size == 2
         both[0].boot()
         agents[0] = agent(both[0], switch, tmp_path, words, "1:2")
         until(lambda: starts(run)[-1]["ranks"] == 4, 240, (tmp_path / "host1.txt").read_text()[-3000:])
@@ -145,4 +155,12 @@ def test_the_world_shrinks_and_grows(tmp_path):
     lasts = [each["from_step"] for each in found]
     assert lasts == sorted(lasts)
     assert lasts[-1] > 0
-    assert RunFolder(run).state().name in ("stopped", "running", "failed")
+    assert load_plan(run / "plan.json").inputs.topology.world_size == 4
+    assert RunFolder(run).state().name == "stopped"
+    page = (run / "report.html").read_text()
+    assert (
+        json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])["config"][
+            "starts"
+        ]
+        == found
+    )

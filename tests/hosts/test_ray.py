@@ -11,13 +11,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.hosts.namespaces import hosts, makes_hosts, needs_hosts, until
+from tests.hosts.namespaces import SEED, hosts, makes_hosts, needs_hosts, num_kills, until
 from tests.hosts.runs import ENVIRONMENT, RECIPE, bits, metrics
 from tests.hosts.test_elastic import starts, step_of
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [needs_hosts, makes_hosts]
-NUM_KILLS = min(6, int(os.environ.get("MESHREC_HOSTS", "0")))
+NUM_KILLS = num_kills(6)
 OPTIONS = ["--training.checkpoint-every", "10", "--training.phases-every", "0"]
 RAY = f"{os.path.dirname(sys.executable)}/ray"
 ON_RAY_DATA = """
@@ -75,8 +75,9 @@ class RayCluster:
         """The end of what Ray has printed so far."""
         return (self.folder / "ray.txt").read_text()[-4000:]
 
-    def start_node(self, node, cpus=2):
-        self._start(node, f"--address={self.switch.address}:6379", f"--num-cpus={cpus}")
+    def start_node(self, node):
+        """Start a node with room for one worker, so that every worker has a host of its own."""
+        self._start(node, f"--address={self.switch.address}:6379", "--num-cpus=1")
 
     def train(self, *options):
         words = [
@@ -94,9 +95,9 @@ class RayCluster:
 
 
 def test_killed_nodes_and_a_third_worker(tmp_path):
-    rng, run, seconds = random.Random(2), tmp_path / "shared" / "mine", []
+    rng, run, seconds = random.Random(SEED), tmp_path / "shared" / "mine", []
     epochs = 20 * (NUM_KILLS + 1)
-    with TemporaryDirectory() as short, hosts(2, tmp_path) as (*nodes, switch):
+    with TemporaryDirectory() as short, hosts(3, tmp_path) as (*nodes, third, switch):
         cluster = RayCluster(nodes, switch, tmp_path, short)
         known = ["--training.epochs", epochs, "--training.batch-size", 96]
         options = ["--name", "mine", "--num-workers", 2, "--max-restarts", 100, *known]
@@ -117,10 +118,12 @@ def test_killed_nodes_and_a_third_worker(tmp_path):
         assert training.wait(timeout=500) == 0, cluster.printed()
         assert bits(run) == bits(tmp_path / "shared" / "alone")
         assert metrics(run) == metrics(tmp_path / "shared" / "alone")
+        cluster.start_node(third)
         more = ["--name", "mine", "--resume", "--num-workers", 3, "--training.epochs", epochs + 4]
         assert cluster.train(*more).wait(timeout=500) == 0, cluster.printed()
     found = starts(run)
     assert [each["ranks"] for each in found] == [2] * (NUM_KILLS + 1) + [3]
+    assert found[-1]["hosts"] == {f"host{number}": 1 for number in range(3)}
     assert json.loads((run / "summary.json").read_text())["state"] == "finished"
 
 

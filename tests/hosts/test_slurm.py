@@ -1,6 +1,5 @@
 """`meshrec launch slurm` on a cluster of two nodes: preempted, out of time, and with killed nodes."""
 
-import os
 import random
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import time
 
 import pytest
 
-from tests.hosts.namespaces import ROOT, hosts, makes_hosts, needs_hosts, until
+from tests.hosts.namespaces import ROOT, SEED, hosts, makes_hosts, needs_hosts, num_kills, until
 from tests.hosts.runs import ENVIRONMENT, RECIPE, bits, metrics
 from tests.hosts.slurm import MISSING, cluster
 from tests.hosts.test_elastic import starts, step_of
@@ -18,7 +17,7 @@ pytestmark = [
     makes_hosts,
     pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: there is no {', '.join(MISSING)}"),
 ]
-NUM_KILLS = min(5, int(os.environ.get("MESHREC_HOSTS", "0")))
+NUM_KILLS = num_kills(6)
 OPTIONS = ["--name", "mine", "--training.checkpoint-every", "10", "--training.phases-every", "0"]
 
 
@@ -77,7 +76,7 @@ def test_a_job_is_preempted_and_runs_out_of_time(tmp_path):
 
 
 def test_killed_nodes(tmp_path):
-    rng, run, seconds = random.Random(1), tmp_path / "shared" / "mine", []
+    rng, run, seconds = random.Random(SEED), tmp_path / "shared" / "mine", []
     epochs = 25 * (NUM_KILLS + 1)
     with hosts(2, tmp_path) as (*nodes, switch), cluster(nodes, switch, tmp_path / "slurm") as found:
         job = submit(found, tmp_path, epochs)

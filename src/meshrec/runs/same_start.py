@@ -164,7 +164,7 @@ def _listing(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return the size of a file and a digest of evenly spaced parts; a fixed text if there is no file."""
+    """Return the size of a file and a digest of evenly spaced parts; a fixed text if it does not exist."""
     if not path.is_file():
         return "no file of this machine"
     size = path.stat().st_size

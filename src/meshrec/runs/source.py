@@ -247,7 +247,7 @@ class _Bytes(SourceFileLoader):
         return self._content
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
-        """Raise OSError, which tells the loader that there is no bytecode to compare with."""
+        """Raise OSError, which tells the loader to ignore bytecode."""
         raise OSError(path)
 
 
