@@ -49,7 +49,7 @@ def worker(out: Path) -> None:
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
     rank, size = dist.get_rank(), dist.get_world_size()
-    profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=4))
+    profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=4, seconds=30.0))
     times = measure_phases(KIND, SHAPE)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, times)
