@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from meshrec.testing.namespaces import Host, hosts, why_not
+from meshrec.testing.namespaces import Host, hosts, send, why_not
 
-__all__ = ["ROOT", "SEED", "Host", "hosts", "makes_hosts", "needs_hosts", "num_kills", "until"]
+__all__ = ["ROOT", "SEED", "Host", "hosts", "makes_hosts", "needs_hosts", "num_kills", "send", "until"]
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("MESHREC_SEED", "0"))
 """Seed of the steps at which hosts are killed, and of the choice of hosts."""

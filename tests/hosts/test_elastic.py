@@ -4,6 +4,7 @@ alone.
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from tests.hosts.namespaces import (
     makes_hosts,
     needs_hosts,
     num_kills,
+    send,
     until,
 )
 from tests.hosts.runs import ENVIRONMENT, bits, metrics, train
@@ -114,7 +116,7 @@ def test_killed_hosts_come_back(tmp_path):
                 f"host {number} killed near step {step_of(run)}, back after {seconds[-1]:.1f} s", flush=True
             )
         codes = [each.wait(timeout=400) for each in agents]
-        store.kill()
+        send(store, signal.SIGKILL)
         store.communicate()
     assert codes == [0, 0], (tmp_path / "host0.txt").read_text()[-3000:]
     alone = undisturbed(tmp_path, epochs)
@@ -143,10 +145,10 @@ def test_the_world_shrinks_and_grows(tmp_path):
         grown = step_of(run)
         until(lambda: step_of(run) > grown + 30, 240)
         for each in agents:
-            each.terminate()
+            send(each, signal.SIGTERM)
         for each in agents:
             each.wait(timeout=240)
-        store.kill()
+        send(store, signal.SIGKILL)
         store.communicate()
     found = starts(run)
     assert [each["ranks"] for each in found[:1] + found[-2:]] == [4, 2, 4]

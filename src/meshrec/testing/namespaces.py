@@ -109,6 +109,12 @@ class Host:
             self._root = None
 
 
+def send(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
+    """Send a signal to a command that `Host.popen` started: to nsenter's child, since nsenter passes none on."""
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        os.kill(int(child), number)
+
+
 @contextlib.contextmanager
 def hosts(
     number: int, folder: Path, *, rate: str | None = None, seen: Path | None = None
