@@ -110,7 +110,7 @@ class Host:
 
 
 def send(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
-    """Send a signal to a command that `Host.popen` started: to nsenter's child, since nsenter passes none on."""
+    """Send a signal to a command that `Host.popen` started: to the child of nsenter, which passes none on."""
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         os.kill(int(child), number)
 
