@@ -42,14 +42,27 @@ SIZES = (1, 2, 4, 8)
 BEYOND = (16, 64, 256, 1024)
 RATE = "1gbit"
 _ROUNDS, _STEPS = 3, 6
+_PROFILE = ".profile.json"
 
 
 def worker(out: Path) -> None:
-    """Calibrate and measure as one rank; rank 0 writes what was found."""
+    """Measure as one rank, or calibrate if ``out`` ends so; rank 0 writes what was found."""
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=4, seconds=30.0))
+    if out.name.endswith(_PROFILE):
+        profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=4, seconds=30.0))
+        found = profile.to_json()
+    else:
+        found = _measure(HardwareProfile.load(out.with_name(out.stem + _PROFILE)))
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    leave_process_group()
+
+
+def _measure(profile: HardwareProfile) -> dict[str, Any]:
+    """Return predicted and measured phases, and whole steps. Collective."""
+    size = dist.get_world_size()
     times = measure_phases(KIND, SHAPE)
     every: list[Any] = [None] * size
     dist.all_gather_object(every, times)
@@ -66,25 +79,17 @@ def worker(out: Path) -> None:
         taken.append((time.perf_counter() - began) / _STEPS)
     total = torch.tensor(losses)
     dist.all_reduce(total)
-    if rank == 0:
-        plan = planned(KIND, SHAPE, profile, size, local_ranks=1)
-        found = {
-            each.phase: (each.predicted, each.measured)
-            for each in compare(plan, list(itertools.chain(*every)))
-        }
-        dense = [t.seconds for of_rank in every for t in of_rank if t.phase == "dense"]
-        result = {
-            "ranks": size,
-            "phases": found,
-            "dense": statistics.median(dense),
-            "whole": statistics.median(taken),
-            "losses": (total / size).tolist(),
-            "alone": alone,
-            "profile": profile.to_json(),
-        }
-        out.write_text(json.dumps(result))
-    dist.barrier()
-    leave_process_group()
+    plan = planned(KIND, SHAPE, profile, size, local_ranks=1)
+    phases = compare(plan, list(itertools.chain(*every)))
+    return {
+        "ranks": size,
+        "phases": {each.phase: (each.predicted, each.measured) for each in phases},
+        "dense": statistics.median(t.seconds for of_rank in every for t in of_rank if t.phase == "dense"),
+        "whole": statistics.median(taken),
+        "losses": (total / size).tolist(),
+        "alone": alone,
+        "profile": profile.to_json(),
+    }
 
 
 def _first_loss(rank: int) -> float:
@@ -93,11 +98,16 @@ def _first_loss(rank: int) -> float:
 
 
 def measured(size: int, folder: Path) -> dict[str, Any]:
-    """Run a rank on each of ``size`` hosts, unless the folder has their result."""
-    out = folder / f"{size}.json"
-    if out.exists():
-        kept: dict[str, Any] = json.loads(out.read_text())
-        return kept
+    """Calibrate and measure with a rank on each of ``size`` hosts, but for results that are in the folder."""
+    for out in (folder / f"{size}{_PROFILE}", folder / f"{size}.json"):
+        if not out.exists():
+            _on_hosts(size, folder, out)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def _on_hosts(size: int, folder: Path, out: Path) -> None:
+    """Run a rank on each of ``size`` hosts."""
     with hosts(size, folder / str(size), rate=RATE) as (*found, _):
         ranks = []
         for rank, host in enumerate(found):
@@ -109,8 +119,6 @@ def measured(size: int, folder: Path) -> dict[str, Any]:
         codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes}. Look at their errors above.")
-    found_here: dict[str, Any] = json.loads(out.read_text())
-    return found_here
 
 
 def run(folder: Path) -> str:
