@@ -102,7 +102,8 @@ class Host:
     def kill(self) -> None:
         """End everything that runs on the host at once."""
         if self._root is not None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # Ctrl-C has ended it
+                os.kill(self.pid, signal.SIGKILL)
             self._root.wait()
             assert self._root.stdout is not None
             self._root.stdout.close()
