@@ -402,8 +402,9 @@ def _allocate(
 def _first_blocks(
     rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield the first values of some rows of a rectangle: rows and state of the unsharded module, or first
-    values.
+    """Yield the rows and state that a part of a rectangle starts from.
+
+    They are those of the unsharded module, or first values.
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
