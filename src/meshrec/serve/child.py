@@ -1,7 +1,10 @@
-"""Processes that a server forks at its start, for work that it must not do itself.
+"""Processes that do for a server what it must not do itself.
 
-They are forked before the server has threads or models. Reading a large body would keep the event loop from
-all other clients (`reading`); loading a damaged package could end the process (`trial`).
+Reading a large body would keep the event loop from all other clients (`reading`); loading a damaged package
+could end the process (`trial`).
+
+A fork copies one thread and the locks of all others, which nobody releases in the copy. So only a process
+with a single thread forks. Any other starts a new interpreter, which takes seconds.
 """
 
 import contextlib
@@ -10,29 +13,38 @@ import pickle
 import signal
 import socket
 import struct
+import sys
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 _SIZE = struct.Struct("<Q")
+_SOCKET = 3
+"""The descriptor of a new interpreter's end of the connection."""
+_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from meshrec.serve.child import begin; begin()"
 Work = Callable[[socket.socket], None]
 
 
 class Child:
     """A process that answers questions one after another, until its parent is gone.
 
+    It starts at once if that is a fork. Otherwise `start` starts it.
+
     Args:
-        work: what the process does with its end of the connection. It raises EOFError once the parent's end
-            is closed.
+        work: what the process does with its end of the connection: a function of a module. It raises EOFError
+            once the parent's end is closed.
     """
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self._socket: socket.socket | None = None
         self._pid = 0
-        self.start()
+        if not _has_other_threads():
+            self.start()
 
     @property
     def is_running(self) -> bool:
@@ -40,15 +52,16 @@ class Child:
         return self._socket is not None
 
     def start(self) -> None:
-        """Start the process, by a fork."""
+        """Start the process: by a fork if this process has a single thread, else as a new interpreter."""
         here, there = socket.socketpair()
-        with warnings.catch_warnings():
-            # Python warns of threads that hold locks. A server forks before it has threads.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if not self._pid:
-            _live(there, self._work)
-        there.close()
+        with there:
+            if _has_other_threads():
+                self._pid = _start_interpreter(there)
+                send(here, self._work)
+            else:
+                self._pid = os.fork()
+                if not self._pid:
+                    _live(there, self._work)
         self._socket = here
 
     def ask(self, *what: Any) -> Any:
@@ -74,6 +87,41 @@ class Child:
                 os.kill(self._pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
+
+
+def begin() -> None:
+    """Do what the parent sends first, in a new interpreter."""
+    parent = socket.socket(fileno=_SOCKET)
+    work: Work = receive(parent)
+    _live(parent, work)
+
+
+def _has_other_threads() -> bool:
+    """Return whether a fork would leave threads behind."""
+    tasks = Path("/proc/self/task")
+    if threading.active_count() > 1 or not tasks.is_dir():
+        return True
+    # NumPy's OpenBLAS has threads from the start, but ends them before a fork.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads; this child only exits
+        pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return len(list(tasks.iterdir())) > 1
+
+
+def _start_interpreter(parent: socket.socket) -> int:
+    """Start an interpreter that runs `begin`, and return its process number.
+
+    Of this process's descriptors it inherits those of its standard streams and the socket.
+    """
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-c", _PROGRAM, *sys.path],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, parent.fileno(), _SOCKET)],
+    )
 
 
 def _live(parent: socket.socket, work: Work) -> NoReturn:
