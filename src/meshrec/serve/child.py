@@ -1,10 +1,10 @@
-"""Processes that do for a server what it must not do itself.
+"""Child processes for work that a server must not do itself.
 
-Reading a large body would keep the event loop from all other clients (`reading`); loading a damaged package
+Reading a large body would keep the event loop from all other clients (`reading`). Loading a damaged package
 could end the process (`trial`).
 
-A fork copies one thread and the locks of all others, which nobody releases in the copy. So only a process
-with a single thread forks. Any other starts a new interpreter, which takes seconds.
+A fork copies one thread, and the locks that other threads hold, which nobody releases in the copy. So only a
+process with a single thread forks. Any other process starts a new interpreter, which takes seconds.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import numpy as np
 
 _SIZE = struct.Struct("<Q")
 _SOCKET = 3
-"""The descriptor of a new interpreter's end of the connection."""
+"""File descriptor of the connection in a new interpreter."""
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from meshrec.serve.child import begin; begin()"
 Work = Callable[[socket.socket], None]
 
@@ -32,11 +32,11 @@ Work = Callable[[socket.socket], None]
 class Child:
     """A process that answers questions one after another, until its parent is gone.
 
-    It starts at once if that is a fork. Otherwise `start` starts it.
+    A process with a single thread forks it at once. Otherwise call `start` before the first question.
 
     Args:
-        work: what the process does with its end of the connection: a function of a module. It raises EOFError
-            once the parent's end is closed.
+        work: a function of a module that is called in the child process with its end of the connection. It
+            raises EOFError once the parent's end is closed.
     """
 
     def __init__(self, work: Work) -> None:
@@ -48,11 +48,11 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started, and no question has failed since."""
+        """Whether the child was started and has answered every question since."""
         return self._socket is not None
 
     def start(self) -> None:
-        """Start the process: by a fork if this process has a single thread, else as a new interpreter."""
+        """Start the child: by a fork if this process has a single thread, else as a new interpreter."""
         here, there = socket.socketpair()
         with there:
             if _has_other_threads():
@@ -90,7 +90,7 @@ class Child:
 
 
 def begin() -> None:
-    """Do what the parent sends first, in a new interpreter."""
+    """Run the function that the parent sends first. A new interpreter begins here."""
     parent = socket.socket(fileno=_SOCKET)
     work: Work = receive(parent)
     _live(parent, work)
@@ -112,9 +112,9 @@ def _has_other_threads() -> bool:
 
 
 def _start_interpreter(parent: socket.socket) -> int:
-    """Start an interpreter that runs `begin`, and return its process number.
+    """Start an interpreter that runs `begin`, and return its process ID.
 
-    Of this process's descriptors it inherits those of its standard streams and the socket.
+    It inherits the standard streams and the socket, and no other file descriptor.
     """
     return os.posix_spawn(
         sys.executable,
@@ -138,7 +138,7 @@ def _live(parent: socket.socket, work: Work) -> NoReturn:
 
 
 def send(to: socket.socket, *what: Any) -> None:
-    """Send objects; their arrays and bytes go as they are in memory, while other threads run."""
+    """Send objects. Arrays and bytes are sent from their own memory, and other threads run meanwhile."""
     buffers: list[pickle.PickleBuffer] = []
     plain = [pickle.PickleBuffer(each) if isinstance(each, bytes) else each for each in what]
     head = pickle.dumps(plain if len(what) > 1 else what[0], 5, buffer_callback=buffers.append)

@@ -66,7 +66,7 @@ class WarmUp(NamedTuple):
 
 
 def signature_of(predictor: Predictor) -> Signature:
-    """Return what a package takes and gives."""
+    """Return the inputs and outputs of a package."""
     return Signature(
         predictor.features,
         predictor.num_dense,
@@ -92,7 +92,7 @@ class PackageTrial:
     """A child process that loads and warms up packages, one at a time.
 
     Args:
-        open_package: opens a package as the server will: a function or class of a module.
+        open_package: a class or function of a module that opens a package, as the server will.
     """
 
     def __init__(self, open_package: Open) -> None:
@@ -132,7 +132,7 @@ def _try_packages(parent: socket.socket) -> None:
 
 
 def _outcome(open_package: Open, package: CheckedPackage, warm_up: WarmUp, seconds: float) -> str | None:
-    """Return why a package must not be loaded; None if it may."""
+    """Return the reason why a package must not be loaded; None if there is none."""
     here, there = os.pipe()
     with tempfile.TemporaryDirectory(prefix="meshrec-trial-") as folder:
         pid = os.fork()
