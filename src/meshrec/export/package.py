@@ -357,7 +357,7 @@ def _in_memory(contents: Mapping[str, Tensor | ServedRows]) -> dict[str, Tensor]
 
 
 def _records(state: Mapping[str, Tensor | ServedRows]) -> list[WeightRecord]:
-    """Give each tensor its place in the file of weights."""
+    """Assign each tensor its position in ``weights.bin``."""
     records, end = [], 0
     for name, tensor in state.items():
         record = WeightRecord(name, DTYPES[tensor.dtype], list(tensor.shape), end + -end % ALIGNMENT)
