@@ -21,6 +21,7 @@ from benchmarks import (
     reading,
     serve,
     serve_changes,
+    serve_hashed,
     serve_hostile,
     serve_mlserver,
     stages,
@@ -115,6 +116,10 @@ def run_serve_changes(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_changes.run(effort, tiny=arguments.tiny)
 
 
+def run_serve_hashed(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return serve_hashed.run(effort, tiny=arguments.tiny)
+
+
 def run_serve_hostile(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_hostile.run(effort, tiny=arguments.tiny)
 
@@ -152,6 +157,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "early_bags": run_early_bags,
     "serve": run_serve,
     "serve_changes": run_serve_changes,
+    "serve_hashed": run_serve_hashed,
     "serve_hostile": run_serve_hostile,
     "serve_mlserver": run_serve_mlserver,
     "wire": run_wire,

@@ -17,6 +17,7 @@ from meshrec.checkpoint.blocks import read_region
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.storage import open_data, stored_rows
 from meshrec.distributed.hashed_shards import HashedParts
+from meshrec.distributed.spread_hashed import SpreadHashed
 from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.hashed_holder import HashedHolder
@@ -52,6 +53,8 @@ def hashed_places(item: nn.Module) -> dict[str, HashedPlace]:
     for path, child in module.named_modules():
         if isinstance(child, TableShards) and isinstance(child.hashed, HashedParts):
             found[path] = HashedPlace(path, child.hashed.tables, child.hashed.storage, child.hashed.changed)
+        elif isinstance(child, SpreadHashed):
+            found[path] = HashedPlace(path, child.tables, child.storage, lambda: None)
         elif isinstance(child, HashedHolder):
             found[path] = HashedPlace(path, [child.table], child.storage, lambda: None)
     return found

@@ -286,11 +286,19 @@ def _in_place(
         target.create_state([n for n in content["state"] if n in target.params and n not in present])
     own: dict[str, Tensor] = {}
     held = encode(dict(target.state_dict()), entry, own)
-    has_hashed = isinstance(target, nn.Module) and bool(hashed_places(target))
+    places = hashed_places(target) if isinstance(target, nn.Module) else {}
 
     def finish() -> None:
-        if (is_part or has_hashed) and kind == _MODULE:
+        if is_part and kind == _MODULE:
             target.load_state_dict(target.state_dict())  # filled in place; for what else the module does
+            return
+        if places and kind == _MODULE:
+            apart = {f"{path}.{name}" for path, place in places.items() for name in place.names()}
+            state = {
+                name: value if name in apart else own.get(f"{entry}.{name}", value)
+                for name, value in target.state_dict().items()
+            }
+            target.load_state_dict(state)
             return
         now = dict(own)
         if kind == _OPTIMIZER:

@@ -17,6 +17,7 @@ from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
+from meshrec.distributed.spread_hashed import SpreadHashed
 from meshrec.distributed.spread_table import SpreadTable
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, DataType, PoolingType
@@ -115,7 +116,7 @@ class ModuleParts(Blueprint):
     """The parts of a sharded module, with their specification."""
 
     tables: ShardedTables
-    shards: dict[str, TableShards | SpreadTable]
+    shards: dict[str, TableShards | SpreadTable | SpreadHashed]
     names: list[str]
     """The name of each use in the output: the feature, or feature@table if several tables read it."""
     dims: list[int]
@@ -220,7 +221,7 @@ def build(
 def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
     """Make a module's parts from existing weights and state."""
     routing, env, device, options = blueprint.routing, blueprint.env, blueprint.device, blueprint.options
-    shards: dict[str, TableShards | SpreadTable] = {}
+    shards: dict[str, TableShards | SpreadTable | SpreadHashed] = {}
     fused: dict[int, FusedTable] = {}
     holders = routing.holders
     turnovers = turnovers_of(routing, blueprint.storages, env, contents.split[0], contents.local)
@@ -228,7 +229,11 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         storage = blueprint.storages[t]
         if env.devices and not routing.replicated[t]:
             own = [each for held in contents.split if (each := held.of_table(t)) is not None]
-            shards[table.name] = SpreadTable(table, storage, own)
+            shards[table.name] = (
+                SpreadHashed(storage, own)
+                if isinstance(storage, HashedRows)
+                else SpreadTable(table, storage, own)
+            )
             continue
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
         nothing = nn.Parameter(storage.allocate(0, storage.columns(table.dim), device), contents.trained[t])

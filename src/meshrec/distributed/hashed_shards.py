@@ -179,6 +179,9 @@ def turnovers_of(
     """Make what lets IDs come and go: for the split tables, and for the data-parallel ones."""
     found: list[Turnover | None] = []
     for replicated, held in ((False, split), (True, local)):
+        if env.devices and not replicated:  # they are not trained
+            found.append(None)
+            continue
         hashed = {
             t: storage
             for t, storage in enumerate(storages)
@@ -209,11 +212,6 @@ def check_hashed(
             raise ValueError(
                 f"table {storage.name!r} has hashed keys, whose reads are counted where its rows are; with "
                 'across_nodes="rows" only distinct IDs come there. Choose across_nodes="sums" for its module.'
-            )
-        if env.devices:
-            raise ValueError(
-                f"table {storage.name!r} has hashed keys and cannot lie on several devices of one process. "
-                "Export the model, or start a process for each rank."
             )
         if t in cut and isinstance(storage.keys.evict, Score):
             raise ValueError(

@@ -139,7 +139,8 @@ class ShardedTables:
         ]
         self.split = self._played[0]
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
-        self.needs_resolve = bool(split.indexes or local.indexes or self._nodes)
+        has_index = any(part.held.indexes for part in self._played)
+        self.needs_resolve = bool(has_index or local.indexes or self._nodes)
         """Whether some table finds the slots of its keys in an index. Otherwise batches skip ``resolve``."""
         self._row_arrival = RowArrival(routing, env, may_fail=may_fail)
         self._is_checked = False
@@ -244,7 +245,9 @@ class ShardedTables:
         trains = batch.arrived.wishes.backward
         with phase("lookup") if recorders else OFF:
             if self._nodes is None:
-                batch.ids = [self.split.resolve(batch.ids[0], train=trains), *batch.ids[1:]]
+                batch.ids = [
+                    part.resolve(own, train=trains) for part, own in zip(self._played, batch.ids, strict=True)
+                ]
             if batch.local_ids is not None:
                 batch.local_ids = self.local.resolve(batch.local_ids, train=trains)
         if self._nodes is not None:
