@@ -51,7 +51,7 @@ def worker(out: Path) -> None:
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
     if out.name.endswith(_PROFILE):
-        profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=6, seconds=40.0))
+        profile = calibrate(dist.group.WORLD, sizes=Sizes(batch_size=512, steps=3, rounds=6, seconds=30.0))
         found = profile.to_json()
     else:
         found = _measure(HardwareProfile.load(out.with_name(out.stem + _PROFILE)))
