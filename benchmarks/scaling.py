@@ -3,8 +3,9 @@
 
 Hosts are network namespaces of this machine, with a rank each. Weak scaling: every rank has the same batch.
 The machine is calibrated with as many ranks as are measured, as `meshrec calibrate` asks. Predictions beyond
-are those of the profile of two ranks, for the planner's best plan. The loss of the first step is compared with that of a single rank
-before anything is believed. Needs root, and no other load: 8 ranks share the machine's cores.
+are those of the profile of two ranks, for the planner's best plan. The loss of the first step is compared
+with that of a single rank before anything is believed. Needs root, and no other load: 8 ranks share the
+machine's cores.
 
     sudo python -m benchmarks.scaling
     sudo python -m benchmarks.scaling --folder F --ranks 1 2  # some sizes now, others and the tables later
