@@ -127,42 +127,25 @@ def _on_hosts(size: int, folder: Path, out: Path) -> None:
 def run(folder: Path) -> str:
     """Measure, predict, and return the tables as text."""
     results = {size: measured(size, folder) for size in SIZES}
-    for size in SIZES:
+    for size in results:
         expected, found = statistics.mean(results[1]["alone"][:size]), results[size]["losses"][0]
         if abs(found - expected) > 1e-4 * expected:
             raise RuntimeError(f"{size} ranks have a loss of {found} instead of {expected}. Find out why.")
-    header = [
-        "ranks",
-        "tables, predicted [ms]",
-        "measured",
-        "error",
-        "dense [ms]",
-        "whole step [ms]",
-        "efficiency",
-    ]
+    header = ["ranks", "tables [ms]", "predicted", "error", "by 2 ranks", "dense [ms]", "step [ms]"]
+    profile, dense = HardwareProfile.from_json(results[2]["profile"]), results[2]["dense"]
     rows = []
-    alone = sum((results[1]["phases"]["step"][1], results[1]["dense"]))
-    for size, each in results.items():
-        predicted, real = each["phases"]["step"]
-        whole = real + each["dense"]
-        row = [
-            1e3 * predicted,
-            1e3 * real,
-            100 * (predicted / real - 1),
-            1e3 * each["dense"],
-            1e3 * each["whole"],
-        ]
-        cells = [f"{value:.1f}" for value in row]
-        cells[2] = f"{row[2]:+.0f} %"
-        rows.append([str(size), *cells, f"{alone / whole:.2f}"])
-    profile = HardwareProfile.from_json(results[2]["profile"])
-    dense = results[2]["dense"]
-    for size in BEYOND:
+    for size in (*SIZES, *BEYOND):
         inputs = planned(KIND, SHAPE, profile, size, local_ranks=1).required_inputs()
         best = plan_tables(inputs.tables, inputs.topology, batch_size=inputs.batch_size)
-        seconds = sum(best.estimate().phases.values())
-        efficiency = f"{alone / (seconds + dense):.2f}"
-        rows.append([str(size), f"{1e3 * seconds:.1f}", "", "", f"{1e3 * dense:.1f}", "", efficiency])
+        by_two = 1e3 * sum(best.estimate().phases.values())
+        if size in results:
+            each = results[size]
+            predicted, real = each["phases"]["step"]
+            cells = [f"{1e3 * real:.1f}", f"{1e3 * predicted:.1f}", f"{100 * (predicted / real - 1):+.0f} %"]
+            rest = [f"{1e3 * each['dense']:.1f}", f"{1e3 * each['whole']:.1f}"]
+        else:
+            cells, rest = [""] * 3, [f"{1e3 * dense:.1f}", f"{by_two + 1e3 * dense:.1f}"]
+        rows.append([str(size), *cells, f"{by_two:.1f}" if size > 1 else "", *rest])
     phases = [
         [name, *(_cell(results[size]["phases"].get(name)) for size in SIZES)] for name in results[8]["phases"]
     ]
