@@ -15,8 +15,8 @@ from meshrec.data.dataset import (
 from meshrec.data.drifting import drifting_clicks
 from meshrec.data.faults import DataError
 from meshrec.data.in_memory import InMemoryReader, Ranges
+from meshrec.data.interactions import Interactions, next_items
 from meshrec.data.movielens import movielens
-from meshrec.data.movielens_sequences import movielens_sequences
 from meshrec.data.parquet import parquet, parquet_reader
 from meshrec.data.prefetch import Prefetch, prefetch
 from meshrec.data.splitting import Split
@@ -30,6 +30,7 @@ __all__ = [
     "Feature",
     "FilePlaces",
     "InMemoryReader",
+    "Interactions",
     "Position",
     "Prefetch",
     "Ranges",
@@ -44,7 +45,7 @@ __all__ = [
     "embedding_bag_configs",
     "locate",
     "movielens",
-    "movielens_sequences",
+    "next_items",
     "parquet",
     "parquet_reader",
     "prefetch",

