@@ -138,7 +138,7 @@ def test_a_mixture_is_a_weighted_mean_of_the_cosines_of_components():
     gate = mixture.query_gate(one)[0] + mixture.item_gate(other)[0] + mixture.pair_gate(cosines)
     expected = (gate.softmax(0) * cosines).sum() / 0.5
     found = mixture.table(mixture.queries(one), mixture.items(other))
-    assert float(found) == pytest.approx(float(expected), abs=1e-5)
+    assert found.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "popular"])
@@ -151,7 +151,8 @@ def test_draws_follow_their_shares_and_change_with_the_step(kind):
     expected = torch.full((5,), 0.2) if kind == "uniform" else counts / 10
     assert torch.allclose(shares, expected, atol=0.01)
     at = first.ids_N // 10
-    assert torch.allclose(first.log_expected_N.exp(), expected[at] * 50_000, rtol=0.01)
+    known = expected[at] > 0  # an item without a count is drawn once in a while
+    assert torch.allclose(first.log_expected_N.exp()[known], expected[at][known] * 50_000, rtol=0.01)
 
 
 def test_negatives_in_the_batch_are_its_targets():

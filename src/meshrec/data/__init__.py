@@ -22,6 +22,7 @@ from meshrec.data.prefetch import Prefetch, prefetch
 from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.synthetic import synthetic_clicks
+from meshrec.data.synthetic_logs import SyntheticLog, synthetic_log
 
 __all__ = [
     "Batch",
@@ -39,6 +40,7 @@ __all__ = [
     "Source",
     "Split",
     "StreamReader",
+    "SyntheticLog",
     "criteo",
     "criteo_reader",
     "drifting_clicks",
@@ -50,4 +52,5 @@ __all__ = [
     "parquet_reader",
     "prefetch",
     "synthetic_clicks",
+    "synthetic_log",
 ]

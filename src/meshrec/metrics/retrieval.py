@@ -131,10 +131,11 @@ def place_metrics(
 ) -> dict[str, float]:
     """Compute the loss and the metrics of ranked lists over all ranks' queries, each with one relevant item.
 
-    They are ``loss``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``mrr``. Exact, from the rank of that item among all candidates. With one relevant item, recall is the hit rate:
-    the share of queries whose item is among the first k. MRR is the mean of 1 / rank; ``mrr@k`` counts only
-    the first k ranks. The result is empty without queries, and has only the loss if no item has a rank.
-    Collective if a process group is initialized.
+    They are ``loss``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``mrr``, exact, from the rank of that item
+    among all candidates. With one relevant item, recall is the hit rate: the share of queries whose item is
+    among the first k. MRR is the mean of 1 / rank; ``mrr@k`` counts only the first k ranks. The result is
+    empty without queries, and has only the loss if no item has a rank. Collective if a process group is
+    initialized.
 
     Args:
         losses: losses [n].

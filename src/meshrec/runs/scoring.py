@@ -67,15 +67,26 @@ def load_scorer(
     Raises:
         ValueError: the run or the checkpoint does not exist, or the data has another form.
     """
-    checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
     dataset = open_data(_handling(recipe.data, on_error), run, paths, labelled=labelled)
+    model, step = load_model(run, ranks, recipe, dataset, step=step, last=last)
+    features = features_of(run) if isinstance(recipe.data, FittedSource) else None
+    return Scorer(model, recipe, dataset, step, features)
+
+
+def load_model(
+    run: RunFolder, ranks: Ranks, recipe: Recipe, dataset: "Dataset", *, step: int | None, last: bool
+) -> tuple[nn.Module, int | None]:
+    """Build a run's model for a dataset on the current number of ranks, and return it with its step.
+
+    Collective.
+    """
+    checkpoint = find_checkpoint(run.path, step=step, last=last)
     # Nothing is updated here, so no optimizer state is allocated.
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
     model = build(_placed(scored, run, ranks), dataset, ranks).model
     load(checkpoint, {"model": model})
-    features = features_of(run) if isinstance(recipe.data, FittedSource) else None
-    return Scorer(model, recipe, dataset, read_manifest(checkpoint).step, features)
+    return model, read_manifest(checkpoint).step
 
 
 def _handling(source: DataSource, on_error: "OnError | None") -> DataSource:

