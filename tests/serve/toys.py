@@ -23,7 +23,7 @@ class Toy:
         self.features, self.num_dense = FEATURES, NUM_DENSE
         self.rows = dict.fromkeys(FEATURES, NUM_ROWS)
         self.outputs, self.shared, self.raw = "scores", frozenset(), None
-        self.quantised, self.rounding = {}, None
+        self.quantised, self.rounding, self.items = {}, None, None
         self.about, self.is_compiled = {"run": "r", "step": 10}, True
         self.weights = {"table": torch.zeros(NUM_ROWS, 64), "bias": torch.zeros(1)}
         self._scale = json.loads(path.read_text())["scale"]

@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 
 from meshrec.data.dataset import Feature
 from meshrec.data.faults import DataError, Faults, rows_text
-from meshrec.data.features import Features, Key, Vocabulary
+from meshrec.data.features import Features, IdFeature, Key, Times, Vocabulary
 from meshrec.data.features.values import is_missing, microseconds_of
 from meshrec.data.in_memory import Ranges
-from meshrec.data.interactions import Interactions
+from meshrec.data.interactions import HISTORY, SEEN, TIMES, Interactions
 from meshrec.data.log_columns import ITEM, USER, LogColumns
 from meshrec.data.nearest import did_you_mean
 from meshrec.data.samples import Ints
@@ -135,6 +135,27 @@ def interactions(
         described=described,
     )
     return LoggedUsers(found, values)
+
+
+def requests_of_histories(
+    item: Vocabulary, *, history: int, times: bool, seen: bool
+) -> tuple[Features, pa.Schema]:
+    """Return the features of a request for recommendations, and the types of its columns.
+
+    Args:
+        item: the vocabulary of the items.
+        history: largest number of items in a history; longer ones are cut to their last items.
+        times: whether the model reads the times of the items, in seconds.
+        seen: whether items that the user had are left out.
+    """
+    kind = "list of text" if item.found == "text" else "list of integer"
+    lists = replace(item, found=kind, sequence=True, table=ITEM)  # type: ignore[arg-type]
+    wanted: list[IdFeature] = [replace(lists, name=HISTORY, column=HISTORY, max_length=history)]
+    wanted += [Times(name=TIMES, history=HISTORY, max_length=history)] if times else []
+    wanted += [replace(lists, name=SEEN, column=SEEN)] if seen else []
+    kinds = {each.name: pa.int64() if each.name == TIMES else item.vocabulary.type for each in wanted}
+    schema = pa.schema([(name, pa.list_(of)) for name, of in kinds.items()])
+    return Features(labels=(), features=tuple(wanted)), schema
 
 
 def vocabulary_of(features: Features, name: str) -> Vocabulary:

@@ -24,6 +24,7 @@ from meshrec.export.manifest import (
     check_package,
     read_manifest,
 )
+from meshrec.export.next_items import ITEMS, RankedItems
 from meshrec.export.package import isa, operators
 from meshrec.export.program import DENSE
 from meshrec.export.raw_values import FITTED, RawValues
@@ -104,6 +105,13 @@ class Predictor:
     def raw(self) -> RawValues | None:
         """The conversion of raw values to ids and dense values; None if the package has none."""
         found = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
+        self._check_same()
+        return found
+
+    @functools.cached_property
+    def items(self) -> RankedItems | None:
+        """The items that the package recommends; None if it recommends none."""
+        found = RankedItems.load(self.folder) if ITEMS in self._manifest["sha256"] else None
         self._check_same()
         return found
 

@@ -70,11 +70,11 @@ class BERT4Rec(HistoryModel):
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
         lengths, rows = history.lengths(), padded(history, self._max_length)
-        whole = torch.cat([rows, rows.new_zeros(len(lengths), 1, self.width)], dim=1)
+        whole = torch.cat([rows, rows.new_zeros(lengths.shape[0], 1, self.width)], dim=1)
         from_end = lengths[:, None] - torch.arange(whole.shape[1], device=lengths.device)
         whole = torch.where((from_end == 0)[:, :, None], self.start, whole)
         whole = self.drop(whole + self.positions(from_end.clamp(min=0)))
         for block in self.blocks:
             whole = block(whole, from_end >= 0)
-        first_B = torch.arange(len(lengths), device=lengths.device) * whole.shape[1]
+        first_B = torch.arange(lengths.shape[0], device=lengths.device) * whole.shape[1]
         return EncodedHistories(self.norm(whole).flatten(0, 1), first_B)

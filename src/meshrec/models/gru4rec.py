@@ -66,7 +66,9 @@ class GRU4Rec(HistoryModel):
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
         lengths, rows = history.lengths(), padded(history, self._max_length)
-        whole = self.drop(torch.cat([self.start.expand(len(lengths), 1, -1), rows], dim=1))
-        states = self.recurrent(whole)[0] if len(lengths) else whole.new_zeros(0, 1, self.output.in_features)
-        first_B = torch.arange(len(lengths), device=lengths.device) * whole.shape[1]
+        whole = self.drop(torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1))
+        states = (
+            self.recurrent(whole)[0] if lengths.shape[0] else whole.new_zeros(0, 1, self.output.in_features)
+        )
+        first_B = torch.arange(lengths.shape[0], device=lengths.device) * whole.shape[1]
         return EncodedHistories(self.output(states).flatten(0, 1), first_B)

@@ -114,7 +114,7 @@ class HistoryModel(nn.Module):
             )
         self.embedding_collection = embedding_collection
         self.width: int = table.embedding_dim
-        self._features, self._max_length, self._hidden = features, max_length, hidden
+        self.features, self._max_length, self._hidden = features, max_length, hidden
         self.start = nn.Parameter(torch.zeros(self.width, device=device))
         self.similarity = softmax.scores(self.width, device)
         self.draws = NegativeDraws(items.ids_I, softmax, counts_I=items.counts_I, device=device)
@@ -133,7 +133,7 @@ class HistoryModel(nn.Module):
 
         ``dense_features`` is ignored.
         """
-        items = sparse_features[self._features.item]
+        items = sparse_features[self.features.item]
         return self._losses(sparse_features, items) if self.training else self._places(sparse_features, items)
 
     def query_vectors(self, sparse_features: KeyedJaggedTensor) -> Tensor:
@@ -154,13 +154,13 @@ class HistoryModel(nn.Module):
             k: the number of items K.
             keep_seen: whether items that the user has seen are recommended, too.
         """
-        seen = None if self._features.seen is None or keep_seen else sparse_features[self._features.seen]
+        seen = None if self.features.seen is None or keep_seen else sparse_features[self.features.seen]
         query = self.query_vectors(sparse_features)
         return top_items(query, self._chunks(), k, seen=seen, similarity=self.similarity)
 
     def _losses(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
         counts_B, device = items.lengths(), items.values().device
-        found = self._targets(features[self._features.history], items)
+        found = self._targets(features[self.features.history], items)
         negatives = self.draws(found.ids_T)
         history, vectors = self._look_up(features, torch.cat([found.ids_T, negatives.ids_N]))
         if not len(found.ids_T):
@@ -195,7 +195,7 @@ class HistoryModel(nn.Module):
         if len(place_T) and int(place_T.min()) < 0:
             sample = int(sample_T[place_T.argmin()])
             raise ValueError(
-                f"sample {sample} has {int(counts_B[sample])} ids in feature {self._features.item!r} and a "
+                f"sample {sample} has {int(counts_B[sample])} ids in feature {self.features.item!r} and a "
                 f"history of {int(lengths_B[sample])}: each id must follow an item of the history, "
                 "or be its first one. Give fewer ids."
             )
@@ -228,7 +228,7 @@ class HistoryModel(nn.Module):
         history, vectors = self._look_up(features, target_B[found])
         target_BD = vectors.new_zeros(len(target_B), vectors.shape[1])
         target_BD[found] = vectors
-        seen = None if self._features.seen is None else features[self._features.seen]
+        seen = None if self.features.seen is None else features[self.features.seen]
         # Samples without a target, which fill up the last batch, are left out. What remains is rounded up to
         # whole blocks: sums over a block have one order, whatever the batch.
         last = int(found.nonzero()[-1]) + 1 if bool(found.any()) else 0
@@ -250,13 +250,14 @@ class HistoryModel(nn.Module):
 
     def _checked(self, features: KeyedJaggedTensor, history: JaggedTensor) -> EncodedHistories:
         """Encode the rows of histories, which may be those of the first samples only, after checking them."""
+        # Sizes are read from shapes: `len` would make them constants of an exported program.
         lengths = history.lengths()
         times = None
-        if self._features.times is not None:
-            times = _first_bags(features[self._features.times], len(lengths))
+        if self.features.times is not None:
+            times = _first_bags(features[self.features.times], lengths.shape[0])
         if torch.compiler.is_exporting():
             return self._encode(history, times)
-        longest = int(lengths.max()) if len(lengths) else 0
+        longest = int(lengths.max()) if lengths.shape[0] else 0
         if longest > self._max_length:
             raise ValueError(
                 f"sample {int(lengths.argmax())} has a history of {longest} items, and max_length is "
@@ -266,7 +267,7 @@ class HistoryModel(nn.Module):
             sample = int((times.lengths() != lengths).nonzero()[0])
             raise ValueError(
                 f"sample {sample} has a history of {int(lengths[sample])} items and "
-                f"{int(times.lengths()[sample])} times in feature {self._features.times!r}. Give every item "
+                f"{int(times.lengths()[sample])} times in feature {self.features.times!r}. Give every item "
                 "of the history its time."
             )
         return self._encode(history, times)
@@ -276,24 +277,24 @@ class HistoryModel(nn.Module):
         for ids in self.draws.catalogue_I.split(CHUNK):
             none = ids.new_zeros(1)
             features = KeyedJaggedTensor(
-                [*self._features[:2]], ids, lengths=torch.cat([none, none + len(ids)]), stride=1
+                [*self.features[:2]], ids, lengths=torch.cat([none, none + len(ids)]), stride=1
             )
-            found = self.embedding_collection(features)[self._features.item].values()
+            found = self.embedding_collection(features)[self.features.item].values()
             yield ItemChunk(ids, self.similarity.items(found))
 
     def _look_up(self, features: KeyedJaggedTensor, more: Tensor | None) -> tuple[JaggedTensor, Tensor]:
         """Look up the rows of the histories, and the rows of more IDs: one lookup serves both."""
-        history = features[self._features.history]
+        history = features[self.features.history]
         ids, lengths = history.values(), history.lengths()
         lengths_of_item = torch.zeros_like(lengths)
-        if more is not None and len(lengths):
-            lengths_of_item[-1] += len(more)
+        if more is not None and lengths.shape[0]:
+            lengths_of_item[-1] += more.shape[0]
             ids = torch.cat([ids, more.to(ids.dtype)])
         wanted = KeyedJaggedTensor(
-            [*self._features[:2]], ids, lengths=torch.cat([lengths, lengths_of_item]), stride=len(lengths)
+            [*self.features[:2]], ids, lengths=torch.cat([lengths, lengths_of_item]), stride=lengths.shape[0]
         )
         found = self.embedding_collection(wanted)
-        return found[self._features.history], found[self._features.item].values()
+        return found[self.features.history], found[self.features.item].values()
 
 
 def padded(history: JaggedTensor, max_length: int) -> Tensor:
@@ -303,7 +304,7 @@ def padded(history: JaggedTensor, max_length: int) -> Tensor:
     lengths = history.lengths()
     if torch.compiler.is_exporting():
         return history.to_padded_dense(max_length)
-    return history.to_padded_dense(int(lengths.max()) if len(lengths) else 0)
+    return history.to_padded_dense(int(lengths.max()) if lengths.shape[0] else 0)
 
 
 def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) -> EmbeddingConfig:
@@ -320,11 +321,11 @@ def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) ->
 def _samples_of(bags: JaggedTensor) -> Tensor:
     """Return the sample of each ID."""
     lengths = bags.lengths()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
 
 
 def _first_bags(bags: JaggedTensor, size: int) -> JaggedTensor:
     """Return the first ``size`` bags."""
-    if size == len(bags.lengths()):
+    if size == bags.lengths().shape[0]:
         return bags
     return JaggedTensor(bags.values()[: int(bags.offsets()[size])], lengths=bags.lengths()[:size])

@@ -82,8 +82,8 @@ class HSTU(HistoryModel):
 
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        lengths_B, num_items = history.lengths().long(), len(history.values())
-        device, num_samples = lengths_B.device, len(lengths_B)
+        lengths_B, num_items = history.lengths().long(), history.values().shape[0]
+        device, num_samples = lengths_B.device, lengths_B.shape[0]
         first_B = history.offsets()[:-1].long() + torch.arange(num_samples, device=device)
         num_tokens = num_items + num_samples
         offsets_B1 = torch.cat([first_B, first_B.new_full((1,), num_tokens)])

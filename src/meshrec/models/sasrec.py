@@ -66,9 +66,9 @@ class SASRec(HistoryModel):
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
         lengths, rows = history.lengths(), padded(history, self._max_length)
-        whole = torch.cat([self.start.expand(len(lengths), 1, -1), rows], dim=1)
+        whole = torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1)
         from_end = lengths[:, None] - torch.arange(whole.shape[1], device=lengths.device)
         whole = self.drop(whole + self.positions(from_end.clamp(min=0)))
         encoded: torch.Tensor = self.norm(self.blocks(whole))
-        first_B = torch.arange(len(lengths), device=lengths.device) * whole.shape[1]
+        first_B = torch.arange(lengths.shape[0], device=lengths.device) * whole.shape[1]
         return EncodedHistories(encoded.flatten(0, 1), first_B)

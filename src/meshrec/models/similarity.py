@@ -43,6 +43,11 @@ class DotProduct(Similarity):
         super().__init__()
         self._normalise, self._temperature = normalise, temperature
 
+    @property
+    def options(self) -> tuple[bool, float]:
+        """Whether vectors are scaled to length 1, and the divisor."""
+        return self._normalise, self._temperature
+
     def queries(self, vectors_TD: Tensor) -> Tensor:
         return nn.functional.normalize(vectors_TD, dim=1) if self._normalise else vectors_TD
 

@@ -10,19 +10,24 @@ from torch import nn
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data import Dataset
 from meshrec.data.faults import Faults
+from meshrec.data.logs import ITEM, requests_of_histories, vocabulary_of
+from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.export.package import export
 from meshrec.export.raw_values import RawValues
 from meshrec.export.towers import Side, Tower
 from meshrec.export.whole_tables import give_rows
+from meshrec.models import HistoryModel
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copied_but_for
 from meshrec.runs.fitting import data_of_run, features_of
+from meshrec.runs.recommending import ItemValues
 from meshrec.runs.saved_recipe import load_recipe
+from meshrec.train.log_sources import LogSource
 from meshrec.train.losses import Tasks
 from meshrec.train.progress import origin_of
-from meshrec.train.recipe import FittedSource, Recipe
+from meshrec.train.recipe import Recipe, TableSource
 from meshrec.train.run_folder import RunFolder
 
 
@@ -80,7 +85,16 @@ def export_run(
         about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
         rounding = said["rounding"]
     features, num_dense = [feature.name for feature in dataset.features], dataset.num_dense
-    raw = _raw_values(recipe, run, dataset)
+    items, scores = None, recipe.loss.scores
+    if isinstance(model, HistoryModel):
+        if quantised is not None or tower is not None or shared:
+            raise ValueError(
+                "a run of next items is exported as it is. Leave quantised, tower and shared out."
+            )
+        model, raw, items = _next_items(model, recipe, run, dataset)
+        features, scores = raw.keys, None
+    else:
+        raw = _raw_values(recipe, run, dataset)
     if tower is not None:
         model = Tower(model, tower)
         features = [feature for feature in features if feature in model.features]
@@ -91,15 +105,36 @@ def export_run(
         folder,
         features=features,
         num_dense=num_dense,
-        scores=recipe.loss.scores if tower is None else None,
+        scores=scores if tower is None else None,
         shared=shared,
         raw=raw,
+        items=items,
         rounding=rounding,
         about=about,
         compile=compile,
         torchscript=torchscript,
         sign=sign,
     )
+
+
+def _next_items(
+    model: HistoryModel, recipe: Recipe, run: RunFolder, dataset: Dataset
+) -> tuple[NextItemQuery, RawValues, RankedItems]:
+    """Return the query of a next-item model, what requests contain, and the items of a log."""
+    if not isinstance(recipe.data, LogSource):
+        raise ValueError(
+            f"{run.path} was trained on {type(recipe.data).__name__}, and a package of next items needs a "
+            "log. Train on meshrec.train.Log, or export a module of your own with meshrec.export.export."
+        )
+    features = features_of(run)
+    query, found = NextItemQuery(model), ItemValues.of(recipe.data, features)
+    raw = requests_of_histories(
+        vocabulary_of(features, ITEM),
+        history=recipe.data.history,
+        times=query.reads_times,
+        seen=dataset.seen is not None,
+    )
+    return query, RawValues(*raw), RankedItems.of(query, found.ids, found.values)
 
 
 def _with_rows(model: nn.Module) -> nn.Module:
@@ -140,7 +175,7 @@ def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module,
 
 
 def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:
-    if not isinstance(recipe.data, FittedSource) or dataset.has_id_weights:
+    if not isinstance(recipe.data, TableSource) or dataset.has_id_weights:
         return None
     from meshrec.data.frames import open_tables
     from meshrec.data.tables import Tables
