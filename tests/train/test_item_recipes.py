@@ -83,6 +83,26 @@ def test_sharded_models_say_the_same(name, folder, ranks):
         assert sum(len(each.logits_B) for each in scored) == NUM_USERS // 2
 
 
+def validated(recipes):
+    """Validation metrics of a few steps of each recipe."""
+    return [trained(each).validation for each in recipes]
+
+
+@pytest.mark.parametrize("negatives", ["uniform", "popular"])
+def test_training_on_two_ranks_equals_one_process(negatives, folder, ranks):
+    """All ranks draw the same negatives and hide the same items, so it does not matter which has a sample."""
+    recipes = []
+    for name in NEXT_ITEM[:-1]:
+        recipe = small(name, folder, batch_size=8, max_steps=10)
+        softmax = replace(recipe.model.softmax, negatives=negatives)
+        recipes.append(replace(recipe, model=replace(recipe.model, dropout=0.0, softmax=softmax)))
+    expected = validated(recipes)
+    sharded = [replace(each, placement=Placement(sharding_types=("row_wise",))) for each in recipes]
+    for found in ranks(2).run(validated, sharded):
+        for mine, alone in zip(found, expected, strict=True):
+            assert mine == pytest.approx(alone, rel=1e-3)
+
+
 def check_training(recipes):
     for recipe in recipes:
         found = []
@@ -150,7 +170,7 @@ def test_what_does_not_fit(folder):
     with pytest.raises(ValueError, match=r"NextItem takes a loss and a rank per label. Use a model"):
         NextItem().sum(torch.zeros(3), torch.ones(3), None)
     with pytest.raises(ValueError, match="has no catalogue of its items, among which the towers are judged"):
-        TwoTowerConfig().build(recipe.data.load())
+        TwoTowerConfig().build(replace(recipe.data.load(), catalogue=None))
     dataset = recipe.data.load()
     with pytest.raises(ValueError, match=r"must name its item and have one history .* are \[\]. Set"):
         SASRecConfig().build(replace(dataset, features=dataset.features[1:]))
