@@ -92,13 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     from meshrec.data.propose import as_json
 
     found, proposal = look(options)
-    options.out.writetext_of(recipetext_of(options, proposal, found.num_rows), encoding="utf-8")
+    options.out.write_text(recipetext_of(options, proposal, found.num_rows), encoding="utf-8")
     data = as_json(found, proposal) | {
         "data": list(options.data),
         "label": options.label,
         "time": options.time,
     }
-    page.writetext_of(to_page("inspect.js", data), encoding="utf-8")
+    page.write_text(to_page("inspect.js", data), encoding="utf-8")
     _print(proposal, found.num_rows)
     print(f"the page: {page}\nthe recipe, to read and to edit: {options.out}")
     print(f"to train it: meshrec train {options.out}:recipe")

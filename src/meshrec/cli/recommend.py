@@ -32,7 +32,7 @@ class RecommendOptions:
     data: Words = ()
     """Another log that has the histories, with the columns of the run's log; if none, the run's log."""
     keep_seen: bool = False
-    """Also recommend items that a user has had."""
+    """Recommend items that a user has had, too."""
     force: bool = False
     """Replace a file that exists."""
     step: int | None = None

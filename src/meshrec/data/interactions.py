@@ -229,7 +229,7 @@ def _left_out(log: Interactions) -> _Split:
 
 
 def _by_time(log: Interactions, validation: float, test: float) -> _Split:
-    """Hold out the first item of each user after two moments."""
+    """Take the first item of each user after two moments out of the training data."""
     if min(validation, test) <= 0 or validation + test >= 1:
         raise ValueError(
             f"the shares of validation {validation} and test {test} must lie above 0, together below 1."

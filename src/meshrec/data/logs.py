@@ -66,7 +66,7 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
 
 
 def fit_log(log: LogTable, *, users: bool) -> Features:
-    """Learn the vocabularies of a log from the rows that count; ``users``: whether users are a feature."""
+    """Fit the vocabularies of a log on the rows that count; ``users``: whether users are a feature."""
     names = {ITEM: log.columns.item} | ({USER: log.columns.user} if users else {})
     names |= {each: each for each in log.columns.item_features}
     wanted = tuple(Vocabulary(name=name, column=column) for name, column in names.items())
@@ -83,7 +83,7 @@ class LoggedUsers(NamedTuple):
 def interactions(
     log: LogTable, features: Features, *, num_rows: int, hashed: Key | None = None, seed: int = 0
 ) -> LoggedUsers:
-    """Number and sort the rows of a log that count.
+    """Sort the rows of a log that count, with numbers for users and IDs for items.
 
     Rows of items that the vocabulary lacks are left out, and a warning says how many.
 

@@ -180,7 +180,7 @@ def load_raw(path: str | Path | None, faults: Faults) -> RawRatings:
 
 
 def sort_ratings(raw: RawRatings) -> Ratings:
-    """Number users, movies and genres, and sort ratings by user and time. Equal times keep their order."""
+    """Sort ratings by user and time, and number users, movies and genres. Equal times keep their order."""
     pc = needs("pyarrow.compute", "data")
     users, user_ids = _numbered(raw.ratings["user"])
     movies, movie_ids = _numbered(raw.ratings["movie"])

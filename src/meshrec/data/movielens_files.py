@@ -238,7 +238,7 @@ def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
 
 
 def _year_of_title(title: "pa.ChunkedArray") -> "pa.ChunkedArray":
-    """Extract the year in brackets at the end of a title; null if there is none."""
+    """Find the year in brackets at the end of a title; null if there is none."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     year = pc.struct_field(pc.extract_regex(title, r"\((?P<year>\d{4})(?:[-\x{2013}]\d*)?\)[\s\"]*$"), "year")
     return pc.cast(year, pa.int64())

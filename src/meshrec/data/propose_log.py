@@ -22,7 +22,7 @@ _TIED, _ASCENDING = 0.01, 0.9
 
 
 class LogProposal(NamedTuple):
-    """What a log holds, and the options to read it with."""
+    """The contents of a log, and the options to read it with."""
 
     columns: LogColumns
     history: int
@@ -115,7 +115,7 @@ def _rare(items: Ints, columns: LogColumns) -> list[str]:
 
 
 def _numbers(column: pa.ChunkedArray) -> Ints:
-    """Number the values of a column in ascending order."""
+    """Return the number of each value among the distinct ones in ascending order."""
     encoded = column.combine_chunks().dictionary_encode()
     place = np.empty(len(encoded.dictionary), np.int64)
     place[pc.sort_indices(encoded.dictionary).to_numpy()] = np.arange(len(place))

@@ -37,7 +37,7 @@ class HistoryFeatures(NamedTuple):
     history: str
     """The items of a user, oldest first."""
     item: str
-    """The target."""
+    """The targets, in the table of ``history``."""
     seen: str | None = None
     """Items that must not be recommended again. None: all items are ranked."""
     times: str | None = None
@@ -61,7 +61,7 @@ class EncodedHistories(NamedTuple):
     ``l`` predicts item ``l``.
     """
     first_B: Tensor
-    """Where the vectors of each sample begin."""
+    """The position of each sample's first vector."""
 
 
 class _Targets(NamedTuple):
@@ -273,7 +273,7 @@ class HistoryModel(nn.Module):
         return self._encode(history, times)
 
     def _chunks(self) -> Iterator[ItemChunk]:
-        """Yield all items. The lookups are collective, so all ranks must run this together."""
+        """Look all items up in chunks. The lookups are collective, so all ranks must run this together."""
         for ids in self.draws.catalogue_I.split(CHUNK):
             none = ids.new_zeros(1)
             features = KeyedJaggedTensor(

@@ -31,7 +31,7 @@ class SampledSoftmax:
     """The training loss of a next-item model: a softmax over the target and some other items."""
 
     negatives: Literal["uniform", "popular", "in_batch"] = "uniform"
-    """Where the other items come from: drawn from all alike, drawn by their number in the training data, or
+    """Source of the other items: drawn from all alike, drawn by their number in the training data, or
     other targets of the same rank and step. The loss is corrected for how often an item is drawn. All targets
     of a step share the items.
     """

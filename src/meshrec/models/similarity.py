@@ -16,11 +16,11 @@ class Similarity(nn.Module, ABC):
 
     @abstractmethod
     def queries(self, vectors_TD: Tensor) -> Tensor:
-        """Prepare query vectors [T, D] for `pairs` and `table`."""
+        """Convert query vectors [T, D] to the form that `pairs` and `table` take."""
 
     @abstractmethod
     def items(self, vectors_ND: Tensor) -> Tensor:
-        """Prepare item vectors [N, D] for `pairs` and `table`."""
+        """Convert item vectors [N, D] to the form that `pairs` and `table` take."""
 
     @abstractmethod
     def pairs(self, queries: Tensor, items: Tensor) -> Tensor:

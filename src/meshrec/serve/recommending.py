@@ -14,7 +14,7 @@ MOST_ITEMS = 10_000
 
 
 class ItemsWanted(NamedTuple):
-    """What a request wants to be recommended."""
+    """The options of a request for recommendations."""
 
     k: int = 10
     """The number of items."""

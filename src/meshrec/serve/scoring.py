@@ -53,7 +53,7 @@ class ScoresWanted(NamedTuple):
     recommends: bool = False
     """Whether the answer shall have items instead of vectors."""
     items: ItemsWanted = ItemsWanted()
-    """How many items it shall have."""
+    """The options of these items."""
 
 
 class Answer(NamedTuple):

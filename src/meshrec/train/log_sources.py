@@ -40,9 +40,9 @@ class LogSource(ABC):
     moments.
     """
     validation_share: float = 0.1
-    """With time, share of the rows between the two moments."""
+    """Share of the rows between the two moments, for held_out time."""
     test_share: float = 0.1
-    """With time, share of the rows after the second moment."""
+    """Share of the rows after the second moment, for held_out time."""
     exclude_seen: bool = True
     """Whether items that a user had before are left out when items are ranked."""
     hashed: int | None = None
@@ -128,7 +128,7 @@ class Log(LogSource, DataSource):
     """A log in Parquet or CSV files: paths, folders or patterns."""
 
     log: tuple[str, ...]
-    """The files."""
+    """Files of the log."""
 
     def read(self, faults: "Faults", data: Any = None) -> "LogTable":
         from meshrec.data.frames import read_columns
@@ -141,7 +141,7 @@ class Log(LogSource, DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class MovieLensSequences(LogSource, DataSource):
-    """Which movie does a user rate next? Every rating counts, unless ``columns`` says otherwise.
+    """MovieLens as a log: the next movie that a user rates. Every rating counts by default.
 
     Ratings of the same second are shuffled, because the files sort them by movie, which would tell what comes
     next.

@@ -170,7 +170,7 @@ class GRU4RecConfig(ModelConfig):
 
 
 class HistoryParts(NamedTuple):
-    """What every next-item model takes from a dataset."""
+    """The parts of a dataset that every next-item model takes."""
 
     table: EmbeddingCollection
     features: HistoryFeatures

@@ -249,7 +249,7 @@ class Features(Encoding):
         return replace(self, labels=(), weight=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """Describe the tables of the IDs for the model.
+        """Return the description of the tables of the IDs for the model.
 
         Raises:
             UnfittedError: a feature is not fitted.
