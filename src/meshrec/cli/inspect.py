@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     from meshrec.data.propose import as_json
 
     found, proposal = look(options)
-    options.out.write_text(recipetext_of(options, proposal, found.num_rows), encoding="utf-8")
+    options.out.write_text(recipe_text(options, proposal, found.num_rows), encoding="utf-8")
     data = as_json(found, proposal) | {
         "data": list(options.data),
         "label": options.label,
@@ -161,7 +161,7 @@ def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
         ) from error
 
 
-def recipetext_of(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:
+def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:
     """Return the recipe as Python source."""
     from meshrec.data.locations import expand_tables
 
