@@ -90,7 +90,9 @@ def test_some_users_and_their_seen_items(log, runs, capsys):
     with pytest.raises(ValueError, match="column 'visitor' holds int64, and the log's string"):
         recommended(runs, "--users", str(runs / "wrong.parquet"))
     with pytest.raises(ValueError, match="has no users in a column 'visitor'"):
-        recommended(runs, "--users", str(log[2].parent / "recs.parquet"), "--data", str(log[2]), "-k", "0")
+        recommended(runs, "--users", str(log[2].parent / "recs.parquet"), "--data", str(log[2]))
+    with pytest.raises(ValueError, match="-k is 0; it must be at least 1"):
+        recommended(runs, "-k", "0")
 
 
 def test_evaluation_of_a_log_has_intervals_over_users(log, runs):

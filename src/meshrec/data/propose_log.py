@@ -119,4 +119,5 @@ def _numbers(column: pa.ChunkedArray) -> Ints:
     encoded = column.combine_chunks().dictionary_encode()
     place = np.empty(len(encoded.dictionary), np.int64)
     place[pc.sort_indices(encoded.dictionary).to_numpy()] = np.arange(len(place))
-    return place[encoded.indices.to_numpy()]
+    numbers: Ints = place[encoded.indices.to_numpy()]
+    return numbers

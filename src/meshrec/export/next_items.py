@@ -43,7 +43,7 @@ class NextItemQuery(nn.Module):
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Return the query of each history, [B, V]; ``dense`` is ignored."""
-        return self.model.query_vectors(sparse)
+        return self.model.query_vectors(sparse, check=False)
 
     @property
     def reads_times(self) -> bool:

@@ -192,7 +192,7 @@ def place_intervals(
 def _values_of_places(places: Tensor, ks: Sequence[int]) -> dict[str, Tensor]:
     """Return each query's value of each metric, from its rank."""
     ranks = places.double()
-    found = {}
+    found: dict[str, Tensor] = {}
     for k in ks:
         hit = (ranks <= k).double()
         found |= {f"recall@{k}": hit, f"ndcg@{k}": hit / torch.log2(ranks + 1), f"mrr@{k}": hit / ranks}

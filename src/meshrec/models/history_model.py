@@ -136,11 +136,13 @@ class HistoryModel(nn.Module):
         items = sparse_features[self.features.item]
         return self._losses(sparse_features, items) if self.training else self._places(sparse_features, items)
 
-    def query_vectors(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+    def query_vectors(self, sparse_features: KeyedJaggedTensor, *, check: bool = True) -> Tensor:
         """Return a query for each history, [B, D]. Of dot products and cosines, its dot product with
         `item_vectors` is the score times the temperature.
+
+        ``check``: whether to check the lengths of histories, which an exported program cannot.
         """
-        return self._last(sparse_features, self._look_up(sparse_features, None)[0])
+        return self._last(sparse_features, self._look_up(sparse_features, None)[0], check=check)
 
     def item_vectors(self) -> Tensor:
         """Return the vectors of all items, [I, D], as the similarity prepares them."""
@@ -243,19 +245,21 @@ class HistoryModel(nn.Module):
         )
         return nn.functional.pad(places, (0, 0, 0, len(target_B) - size))
 
-    def _last(self, features: KeyedJaggedTensor, history: JaggedTensor) -> Tensor:
+    def _last(self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True) -> Tensor:
         """Encode the histories and return the query of each, [B, D]."""
-        encoded = self._checked(features, history)
+        encoded = self._checked(features, history, check=check)
         return self.similarity.queries(encoded.vectors[encoded.first_B + history.lengths()])
 
-    def _checked(self, features: KeyedJaggedTensor, history: JaggedTensor) -> EncodedHistories:
+    def _checked(
+        self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True
+    ) -> EncodedHistories:
         """Encode the rows of histories, which may be those of the first samples only, after checking them."""
         # Sizes are read from shapes: `len` would make them constants of an exported program.
         lengths = history.lengths()
         times = None
         if self.features.times is not None:
             times = _first_bags(features[self.features.times], lengths.shape[0])
-        if torch.compiler.is_exporting():
+        if not check:
             return self._encode(history, times)
         longest = int(lengths.max()) if lengths.shape[0] else 0
         if longest > self._max_length:

@@ -16,7 +16,7 @@ from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection, HSTUBlock
 from meshrec.sparse import JaggedTensor
 
-# B samples, N items of all histories, D embedding width
+# B samples, N items of all histories
 
 
 class HSTU(HistoryModel):
@@ -92,17 +92,17 @@ class HSTU(HistoryModel):
         )
         of_item = torch.arange(num_items, device=device) + sample_N + 1
         tokens = self.start.expand(num_tokens, -1).index_copy(0, of_item, history.values() * self.width**0.5)
-        place = torch.arange(num_tokens, device=device) - torch.repeat_interleave(
-            first_B, lengths_B + 1, output_size=num_tokens
+        sample = torch.repeat_interleave(
+            torch.arange(num_samples, device=device), lengths_B + 1, output_size=num_tokens
         )
+        place = torch.arange(num_tokens, device=device) - first_B[sample]
         tokens = self.drop(tokens + self.positions(place))
         times_of_tokens = None
         if times is not None:
             # The start has the time of the first item, before which nothing is known.
             known = torch.cat([times.values().long(), lengths_B.new_zeros(1)])
-            starts = torch.where(lengths_B > 0, known[history.offsets()[:-1].long()], 0)
-            times_of_tokens = lengths_B.new_zeros(num_tokens).index_copy(0, first_B, starts)
-            times_of_tokens = times_of_tokens.index_copy(0, of_item, times.values().long())
+            at = times.offsets()[:-1].long()[sample] + (place - 1).clamp(min=0)
+            times_of_tokens = known[at.clamp(max=known.shape[0] - 1)]
         for block in self.blocks:
             tokens = block(tokens, offsets_B1, times_of_tokens)
         return EncodedHistories(tokens, first_B)

@@ -10,7 +10,8 @@ from torch import nn
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data import Dataset
 from meshrec.data.faults import Faults
-from meshrec.data.logs import ITEM, requests_of_histories, vocabulary_of
+from meshrec.data.log_columns import ITEM
+from meshrec.data.logs import requests_of_histories, vocabulary_of
 from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.export.package import export
 from meshrec.export.raw_values import RawValues
@@ -85,16 +86,15 @@ def export_run(
         about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
         rounding = said["rounding"]
     features, num_dense = [feature.name for feature in dataset.features], dataset.num_dense
-    items, scores = None, recipe.loss.scores
+    raw, items = _raw_values(recipe, run, dataset), None
+    gives_scores = tower is None and not isinstance(model, HistoryModel)
     if isinstance(model, HistoryModel):
         if quantised is not None or tower is not None or shared:
             raise ValueError(
                 "a run of next items is exported as it is. Leave quantised, tower and shared out."
             )
         model, raw, items = _next_items(model, recipe, run, dataset)
-        features, scores = raw.keys, None
-    else:
-        raw = _raw_values(recipe, run, dataset)
+        features = raw.keys
     if tower is not None:
         model = Tower(model, tower)
         features = [feature for feature in features if feature in model.features]
@@ -105,7 +105,7 @@ def export_run(
         folder,
         features=features,
         num_dense=num_dense,
-        scores=scores if tower is None else None,
+        scores=recipe.loss.scores if gives_scores else None,
         shared=shared,
         raw=raw,
         items=items,

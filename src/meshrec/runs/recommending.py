@@ -14,7 +14,8 @@ from meshrec.data import Reader
 from meshrec.data.faults import DataError
 from meshrec.data.frames import read_columns
 from meshrec.data.interactions import latest
-from meshrec.data.logs import ITEM, item_ids, vocabulary_of
+from meshrec.data.log_columns import ITEM
+from meshrec.data.logs import item_ids, vocabulary_of
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.runs.score_file import table_writer
