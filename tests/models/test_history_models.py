@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from meshrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
-from meshrec.models import HSTU, BERT4Rec, GRU4Rec, HistoryFeatures, Items, SampledSoftmax, SASRec
+from meshrec.models import HSTU, BERT4Rec, GRU4Rec, HistoryFeatures, ItemCatalogue, SampledSoftmax, SASRec
 
 NUM_ITEMS, WIDTH = 30, 8
 
@@ -78,7 +78,7 @@ def test_the_place_is_that_among_all_unseen_items(kind):
 @pytest.mark.parametrize("similarity", ["dot", "cosine", "mixture"])
 def test_only_items_of_the_catalogue_are_ranked_and_recommended(similarity):
     ids = torch.tensor([2, 3, 5, 7, 11, 13])
-    model = make_model(items=Items(ids), similarity=similarity).eval()
+    model = make_model(items=ItemCatalogue(ids), similarity=similarity).eval()
     batch = features([[2, 4], []], [[5], [7]], [[2], []])
     with torch.no_grad():
         places = model(DENSE, batch)[:, 1]

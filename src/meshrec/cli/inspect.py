@@ -1,13 +1,11 @@
 """``meshrec inspect``: look at data and write a recipe for it."""
 
-import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -15,13 +13,13 @@ from rich.table import Table
 
 from meshrec.cli.arguments import Words, parse
 from meshrec.cli.output import check_output
-from meshrec.data.locations import is_address
+from meshrec.cli.recipe_source import call_of, in_a_line, seen_from, text_of
 from meshrec.reports.page import to_page
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from meshrec.data.features import ColumnFeature, Label
+    from meshrec.data.features import Label
     from meshrec.data.profile import Profile
     from meshrec.data.propose import Proposal
 
@@ -222,7 +220,7 @@ def _column_lines(proposal: "Proposal") -> list[str]:
     lines = []
     for choice in proposal.choices:
         if not choice.features:
-            lines.append(f"        # {_in_a_line(choice.column)}: {choice.role}: {choice.reason}")
+            lines.append(f"        # {in_a_line(choice.column)}: {choice.role}: {choice.reason}")
         for number, feature in enumerate(choice.features):
             lines += [] if number else [f"        # {choice.reason}"]
             lines.append(f"        {call_of(feature)},")
@@ -238,37 +236,6 @@ def _loss(labels: "Sequence[Label]") -> tuple[str, list[str]]:
     if labels[0].kind == "number":
         return "\n        loss=SquaredError(),", ["SquaredError"]
     return "", []
-
-
-def seen_from(folder: Path, data: str) -> str:
-    """Write a relative path to data as the recipe in ``folder`` needs it."""
-    if is_address(data) or Path(data).is_absolute():
-        return data
-    return os.path.relpath(data, folder)
-
-
-def call_of(value: "ColumnFeature | Any") -> str:
-    """Return the call that makes a dataclass, with the fields that differ from their defaults."""
-    words = [
-        f"{each.name}={text_of(getattr(value, each.name))}"
-        for each in fields(value)
-        if getattr(value, each.name) != each.default
-    ]
-    return f"{type(value).__name__}({', '.join(words)})"
-
-
-def text_of(value: Any) -> str:
-    """Return a value as Python source, with double quotes, as formatters want them."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, tuple):
-        return f"({', '.join(map(text_of, value))}{',' if len(value) == 1 else ''})"
-    return repr(value)
-
-
-def _in_a_line(name: str) -> str:
-    """Return a column's name for a comment, escaped where a line break would end the comment."""
-    return name if name.isprintable() else repr(name)
 
 
 def _print(proposal: "Proposal", num_rows: int) -> None:

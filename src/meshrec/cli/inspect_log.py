@@ -3,17 +3,18 @@
 import math
 from typing import TYPE_CHECKING
 
-from meshrec.cli.inspect import InspectOptions, call_of, seen_from, text_of
+from meshrec.cli.recipe_source import call_of, seen_from, text_of
 from meshrec.data.log_columns import LogColumns
 
 if TYPE_CHECKING:
+    from meshrec.cli.inspect import InspectOptions
     from meshrec.data.propose_log import LogProposal
 
 _STEPS = 3000
 """Training steps that a small log gets; larger logs get at least four epochs."""
 
 
-def inspect_log(options: InspectOptions) -> int:
+def inspect_log(options: "InspectOptions") -> int:
     """Look at a log, and write the recipe."""
     from meshrec.data.propose_log import propose_log
 
@@ -40,7 +41,7 @@ def inspect_log(options: InspectOptions) -> int:
     return 0
 
 
-def _recipe_text(options: InspectOptions, found: "LogProposal") -> str:
+def _recipe_text(options: "InspectOptions", found: "LogProposal") -> str:
     batch = 2 ** round(math.log2(min(max(found.num_windows / 150, 16), 256)))
     epochs = min(max(math.ceil(_STEPS * batch / max(found.num_windows, 1)), 4), 100)
     files = text_of(tuple(seen_from(options.out.parent, each) for each in options.data))

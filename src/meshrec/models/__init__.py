@@ -14,7 +14,7 @@ from meshrec.models.dlrm import (
     SparseArch,
 )
 from meshrec.models.gru4rec import GRU4Rec
-from meshrec.models.history_model import HistoryFeatures, HistoryModel, Items
+from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
 from meshrec.models.hstu import HSTU
 from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.multi_task import PLE, Mixture, MMoE, MultiTask, SharedBottom
@@ -53,8 +53,8 @@ __all__ = [
     "InteractionArch",
     "InteractionDCNArch",
     "InterestPooling",
+    "ItemCatalogue",
     "ItemFrequency",
-    "Items",
     "MMoE",
     "Mixture",
     "MixtureOfLogits",

@@ -10,7 +10,13 @@ from torch import nn
 from typing_extensions import override
 
 from meshrec.models.attention_block import AttentionBlock, check_heads
-from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, Items, padded
+from meshrec.models.history_model import (
+    EncodedHistories,
+    HistoryFeatures,
+    HistoryModel,
+    ItemCatalogue,
+    padded,
+)
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection
 from meshrec.sparse import JaggedTensor
@@ -42,7 +48,7 @@ class BERT4Rec(HistoryModel):
         dropout: float = 0.2,
         hidden: float = 0.2,
         softmax: SampledSoftmax = SampledSoftmax(),  # noqa: B008 - immutable
-        items: Items | None = None,
+        items: ItemCatalogue | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(

@@ -9,7 +9,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, Items, padded
+from meshrec.models.history_model import (
+    EncodedHistories,
+    HistoryFeatures,
+    HistoryModel,
+    ItemCatalogue,
+    padded,
+)
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection
 from meshrec.sparse import JaggedTensor
@@ -38,7 +44,7 @@ class GRU4Rec(HistoryModel):
         hidden_dim: int | None = None,
         dropout: float = 0.2,
         softmax: SampledSoftmax = SampledSoftmax(),  # noqa: B008 - immutable
-        items: Items | None = None,
+        items: ItemCatalogue | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(

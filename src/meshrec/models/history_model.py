@@ -44,7 +44,7 @@ class HistoryFeatures(NamedTuple):
     """The times of the items of ``history`` in seconds, one for each. No table reads them."""
 
 
-class Items(NamedTuple):
+class ItemCatalogue(NamedTuple):
     """The items that a next-item model ranks."""
 
     ids_I: Tensor
@@ -99,14 +99,14 @@ class HistoryModel(nn.Module):
         *,
         max_length: int,
         softmax: SampledSoftmax,
-        items: Items | None = None,
+        items: ItemCatalogue | None = None,
         hidden: float | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         table = _shared_table(embedding_collection, features)
         if items is None:
-            items = Items(torch.arange(table.num_embeddings))
+            items = ItemCatalogue(torch.arange(table.num_embeddings))
         if max_length < 1 or not len(items.ids_I) or not 0 <= (hidden or 0.0) < 1:
             raise ValueError(
                 f"max_length {max_length} and the number of items {len(items.ids_I)} must be at least 1, and "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, Items
+from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, ItemCatalogue
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection, HSTUBlock
 from meshrec.sparse import JaggedTensor
@@ -49,7 +49,7 @@ class HSTU(HistoryModel):
         softmax: SampledSoftmax = SampledSoftmax(  # noqa: B008 - immutable
             num_negatives=128, similarity="cosine", temperature=0.05
         ),
-        items: Items | None = None,
+        items: ItemCatalogue | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(

@@ -1,11 +1,11 @@
 """The export of a training run as a package."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data import Dataset
@@ -85,30 +85,18 @@ def export_run(
         model, said = _quantised(model, Path(quantised), run.path.name)
         about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
         rounding = said["rounding"]
-    features, num_dense = [feature.name for feature in dataset.features], dataset.num_dense
-    raw, items = _raw_values(recipe, run, dataset), None
-    gives_scores = tower is None and not isinstance(model, HistoryModel)
-    if isinstance(model, HistoryModel):
-        if quantised is not None or tower is not None or shared:
-            raise ValueError(
-                "a run of next items is exported as it is. Leave quantised, tower and shared out."
-            )
-        model, raw, items = _next_items(model, recipe, run, dataset)
-        features = raw.keys
+    parts = _parts(model, recipe, run, dataset)
     if tower is not None:
-        model = Tower(model, tower)
-        features = [feature for feature in features if feature in model.features]
-        num_dense, about = model.num_dense, {**about, "tower": tower}
-        raw = None if raw is None else raw.of(features, dense=bool(num_dense))
+        parts, about = _of_tower(parts, tower), {**about, "tower": tower}
     return export(
-        model,
+        parts.model,
         folder,
-        features=features,
-        num_dense=num_dense,
-        scores=recipe.loss.scores if gives_scores else None,
+        features=parts.features,
+        num_dense=parts.num_dense,
+        scores=parts.scores,
         shared=shared,
-        raw=raw,
-        items=items,
+        raw=parts.raw,
+        items=parts.items,
         rounding=rounding,
         about=about,
         compile=compile,
@@ -117,24 +105,46 @@ def export_run(
     )
 
 
-def _next_items(
-    model: HistoryModel, recipe: Recipe, run: RunFolder, dataset: Dataset
-) -> tuple[NextItemQuery, RawValues, RankedItems]:
-    """Return the query of a next-item model, what requests contain, and the items of a log."""
+class _Parts(NamedTuple):
+    """The parts of a package; see `export`."""
+
+    model: nn.Module
+    features: list[str]
+    num_dense: int
+    raw: RawValues | None
+    scores: Callable[[Tensor], Tensor] | None
+    items: RankedItems | None = None
+
+
+def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _Parts:
+    """Return the parts of a whole model, or the query and the items of a model of next items."""
+    if not isinstance(model, HistoryModel):
+        features, raw = [feature.name for feature in dataset.features], _raw_values(recipe, run, dataset)
+        return _Parts(model, features, dataset.num_dense, raw, recipe.loss.scores)
     if not isinstance(recipe.data, LogSource):
         raise ValueError(
             f"{run.path} was trained on {type(recipe.data).__name__}, and a package of next items needs a "
             "log. Train on meshrec.train.Log, or export a module of your own with meshrec.export.export."
         )
-    features = features_of(run)
-    query, found = NextItemQuery(model), ItemValues.of(recipe.data, features)
-    raw = requests_of_histories(
-        vocabulary_of(features, ITEM),
-        history=recipe.data.history,
-        times=query.reads_times,
-        seen=dataset.seen is not None,
+    fitted = features_of(run)
+    query, found = NextItemQuery(model), ItemValues.of(recipe.data, fitted)
+    raw = RawValues(
+        *requests_of_histories(
+            vocabulary_of(fitted, ITEM),
+            history=recipe.data.history,
+            times=query.reads_times,
+            seen=dataset.seen is not None,
+        )
     )
-    return query, RawValues(*raw), RankedItems.of(query, found.ids, found.values)
+    return _Parts(query, raw.keys, 0, raw, None, RankedItems.of(query, found.ids, found.values))
+
+
+def _of_tower(parts: _Parts, tower: Side) -> _Parts:
+    """Return the parts of one tower of a model."""
+    model = Tower(parts.model, tower)
+    features = [feature for feature in parts.features if feature in model.features]
+    raw = None if parts.raw is None else parts.raw.of(features, dense=bool(model.num_dense))
+    return _Parts(model, features, model.num_dense, raw, None)
 
 
 def _with_rows(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from meshrec.models import (
     BERT4Rec,
     GRU4Rec,
     HistoryFeatures,
-    Items,
+    ItemCatalogue,
     SampledSoftmax,
     SASRec,
 )
@@ -175,7 +175,7 @@ class HistoryParts(NamedTuple):
     table: EmbeddingCollection
     features: HistoryFeatures
     max_length: int
-    items: Items | None
+    items: ItemCatalogue | None
 
     @staticmethod
     def of(dataset: "Dataset", embedding_dim: int, std: float | None) -> "HistoryParts":
@@ -194,7 +194,7 @@ class HistoryParts(NamedTuple):
             )
         items = None
         if dataset.catalogue is not None:
-            items = Items(dataset.catalogue[item].values().long(), dataset.item_counts)
+            items = ItemCatalogue(dataset.catalogue[item].values().long(), dataset.item_counts)
         return HistoryParts(
             sequence_table(table, [history, item], std=std),
             HistoryFeatures(history, item, seen_feature(dataset)),
