@@ -16,7 +16,7 @@ def seen_from(folder: Path, data: str) -> str:
     return os.path.relpath(data, folder)
 
 
-def call_of(value: "ColumnFeature | Any") -> str:
+def call_of(value: Any) -> str:
     """Return the call that makes a dataclass, with the fields that differ from their defaults."""
     words = [
         f"{each.name}={text_of(getattr(value, each.name))}"
