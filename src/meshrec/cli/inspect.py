@@ -57,7 +57,7 @@ class InspectOptions:
     min_rating: float | None = None
     """Least rating that counts; if none, all of them."""
     task: Literal["binary", "number", "classes"] | None = None
-    """What the label is; if none, classes where it is text, and otherwise 0 and 1."""
+    """Kind of the label; if none, classes where it is text, and otherwise 0 and 1."""
     query: str | None = None
     """Column of queries, sessions or users: learn to rank the rows of each by the label, best first."""
     out: Path = Path("recipe.py")
@@ -116,7 +116,7 @@ def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
 
 
 def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
-    """Yield the tables of all files part by part; with ``rows``, skip parts to read about that many rows."""
+    """Read the tables of all files part by part; with ``rows``, skip parts to read about that many rows."""
     import pyarrow as pa
 
     from meshrec.data.faults import DataError

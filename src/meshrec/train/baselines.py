@@ -43,7 +43,7 @@ class Baseline(NamedTuple):
 
 
 def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
-    """Yield baselines one after the other: the global mean, item popularity, logistic regression, LightGBM.
+    """Compute baselines one by one: the global mean, item popularity, logistic regression, LightGBM.
 
     Popularity is the item's mean label in training, smoothed with five samples of the global mean. It is left
     out if the dataset does not name its item. Logistic regression has one weight per ID and per dense value.
@@ -68,7 +68,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Ba
 
 
 def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """Yield the baselines of one label; ``number`` is None if there is only one."""
+    """Compute the baselines of one label; ``number`` is None if there is only one."""
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         return (
@@ -211,7 +211,7 @@ def _fit(
     start: "Vector | None",
     tell: Tell,
 ) -> "Vector":
-    """Minimize the sum of losses, each times its weight, plus the penalty times half the squared weights.
+    """Find the minimum of the weighted sum of losses, plus the penalty times half the squared weights.
 
     Columns are scaled by the diagonal of the Hessian at zero: L-BFGS then needs some 30 iterations, where it
     has not converged after 40 without.
