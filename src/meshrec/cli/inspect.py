@@ -14,6 +14,7 @@ from rich.table import Table
 from meshrec.cli.arguments import Words, parse
 from meshrec.cli.output import check_output
 from meshrec.cli.recipe_source import call_of, in_a_line, seen_from, text_of
+from meshrec.data.log_columns import LogColumns
 from meshrec.reports.page import to_page
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.label is None:
         from meshrec.cli.inspect_log import inspect_log
 
-        return inspect_log(options)
+        return inspect_log(options.data, _log_columns(options), options.out)
     given = [name for name in _OF_LOGS if getattr(options, name)]
     if given:
         raise ValueError(
@@ -101,6 +102,27 @@ def main(arguments: Sequence[str]) -> int:
     print(f"the page: {page}\nthe recipe, to read and to edit: {options.out}")
     print(f"to train it: meshrec train {options.out}:recipe")
     return 0
+
+
+def _log_columns(options: InspectOptions) -> LogColumns:
+    """Return the columns of a log.
+
+    Raises:
+        ValueError: one of them is missing, or options do not go together.
+    """
+    if options.user is None or options.item is None or options.time is None:
+        raise ValueError("give --label, or --user, --item and --time of a log of users and items.")
+    if options.query is not None or options.task is not None or options.rows is not None or options.page:
+        raise ValueError("--query, --task, --rows and --page go with --label. Leave them out for a log.")
+    return LogColumns(
+        user=options.user,
+        item=options.item,
+        time=options.time,
+        action=options.action,
+        actions=options.actions,
+        rating=options.rating,
+        min_rating=options.min_rating,
+    )
 
 
 def look(options: InspectOptions) -> "tuple[Profile, Proposal]":

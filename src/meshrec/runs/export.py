@@ -105,7 +105,7 @@ def export_run(
     )
 
 
-class _Parts(NamedTuple):
+class _PackageParts(NamedTuple):
     """The parts of a package; see `export`."""
 
     model: nn.Module
@@ -116,11 +116,11 @@ class _Parts(NamedTuple):
     items: RankedItems | None = None
 
 
-def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _Parts:
+def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
     """Return the parts of a whole model, or the query and the items of a model of next items."""
     if not isinstance(model, HistoryModel):
         features, raw = [feature.name for feature in dataset.features], _raw_values(recipe, run, dataset)
-        return _Parts(model, features, dataset.num_dense, raw, recipe.loss.scores)
+        return _PackageParts(model, features, dataset.num_dense, raw, recipe.loss.scores)
     if not isinstance(recipe.data, LogSource):
         raise ValueError(
             f"{run.path} was trained on {type(recipe.data).__name__}, and a package of next items needs a "
@@ -136,15 +136,15 @@ def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -
             seen=dataset.seen is not None,
         )
     )
-    return _Parts(query, raw.keys, 0, raw, None, RankedItems.of(query, found.ids, found.values))
+    return _PackageParts(query, raw.keys, 0, raw, None, RankedItems.of(query, found.ids, found.values))
 
 
-def _of_tower(parts: _Parts, tower: Side) -> _Parts:
+def _of_tower(parts: _PackageParts, tower: Side) -> _PackageParts:
     """Return the parts of one tower of a model."""
     model = Tower(parts.model, tower)
     features = [feature for feature in parts.features if feature in model.features]
     raw = None if parts.raw is None else parts.raw.of(features, dense=bool(model.num_dense))
-    return _Parts(model, features, model.num_dense, raw, None)
+    return _PackageParts(model, features, model.num_dense, raw, None)
 
 
 def _with_rows(model: nn.Module) -> nn.Module:
