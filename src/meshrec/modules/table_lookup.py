@@ -242,6 +242,7 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
             max_rows=config.num_embeddings,
             bounds=config.init_bounds,
             init_fn=config.init_fn,
+            file=config.storage,
         )
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype

@@ -27,10 +27,14 @@ from meshrec.ops.first_rows import uniform_rows
 from meshrec.ops.index import HashIndex, mix, unique, unmix
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
+from meshrec.tables.file_hashed import HashedFile
+from meshrec.tables.file_rows import FileRows
+from meshrec.tables.file_table import RowPartStart
 from meshrec.tables.growing import GrowingRows
 from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
 from meshrec.tables.index import Index, Resolved
+from meshrec.tables.row_log import RowLog
 from meshrec.tables.storage import DenseRows, SideRows
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
 from meshrec.tables.waiting import Waiting, in_span, waiting_for
@@ -61,24 +65,25 @@ class HashedTable:
         device: torch.device | None,
     ) -> None:
         width = rectangle.c1 - rectangle.c0
-        self.rectangle, self.storage, self.index = rectangle, storage, self
+        self.rectangle, self.storage = rectangle, storage
         slots = spec.state_slots() if spec is not None else ()
         self.parts: Sequence[RowPart] = [
             *storage.row_parts,
             *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots),
         ]
-        state = storage.new_state(spec, 1, width, device)
-        own = [torch.zeros(1, dtype=part.dtype) for part in storage.row_parts[1:]]
-        marks = [torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)]
-        row = [torch.zeros(1, width, dtype=storage.dtype), *own, *state, *marks]
+        row = {"weight": torch.zeros(1, width, dtype=storage.dtype)}
+        row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.row_parts[1:]}
+        row |= dict(zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True))
+        row |= {"": torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
+        if storage.dtype is not torch.float32 and storage.file is None:
+            row["key"] = torch.zeros(1, dtype=torch.int64)
         most = min(_MOST_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
-        self._grown = GrowingRows(row, max_rows=most, name=f"table {storage.name!r}")
-        self.rows = self._grown.tensors[0]
-        self.memory: dict[str, Tensor] = dict(
-            zip([part.name for part in self.parts] + ["", "pins"], self._grown.tensors, strict=True)
-        )
-        """The parts by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many batches in
-        flight have a pending one."""
+        self.file = None if storage.file is None else self._filed(row, storage.file, most)
+        """The weights and optimizer state, if they are in a file; see [Note: hashed rows in a file]."""
+        self._grown = GrowingRows(list(row.values()), max_rows=most, name=f"table {storage.name!r}")
+        self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
+        """The parts in memory by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many
+        batches in flight have a pending one; 16-bit rows have their ``key``, by which they are rounded."""
         self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
         self.waiting = self._new_waiting()
         self.in_flight: WeakSet[PinnedRows] = WeakSet()
@@ -86,9 +91,26 @@ class HashedTable:
         self.books = Books()
 
     @property
+    def rows(self) -> Tensor:
+        """The memory that the kernels read: all rows, or the cache of a file."""
+        return self.memory["weight"] if self.file is None else self.file.table.rows
+
+    @property
     def state(self) -> Sequence[Tensor]:
         """The optimizer state, by slot of the optimizer."""
-        return self._grown.tensors[len(self.storage.row_parts) : -2]
+        if self.file is not None:
+            return self.file.table.state
+        return [self.memory[part.name] for part in self.parts[len(self.storage.row_parts) :]]
+
+    @property
+    def slot_keys(self) -> Tensor | None:
+        """The key of each slot, of 16-bit rows in memory."""
+        return self.memory.get("key")
+
+    @property
+    def index(self) -> Index:
+        """The table itself, or what finds its rows in the cache of a file."""
+        return self if self.file is None else CachedKeys(self, self.file)
 
     @property
     def num_alive(self) -> int:
@@ -128,7 +150,10 @@ class HashedTable:
             report.hits += len(keys) - int(absent.sum())
         pin = PinnedRows(self, slots, pending, self.released)
         self.in_flight.add(pin)
-        return Resolved(slots, pin)
+        if self.file is None:
+            return Resolved(slots, pin)
+        cached, pin.arriving = self.file.resolve(slots, keys, train=train)
+        return Resolved(cached, pin)
 
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the key that has each slot."""
@@ -145,7 +170,10 @@ class HashedTable:
             if len(pending):
                 pins = self.memory["pins"]
                 pins[pending] -= 1
-                self._free(pending[(pins[pending] == 0) & ~self.memory[""][pending]])
+                free = pending[(pins[pending] == 0) & ~self.memory[""][pending]]
+                if self.file is not None:
+                    self.file.table.drop(free.sort().values)
+                self._free(free)
 
     def revive(self, slots: Tensor) -> None:
         """Let pending rows come alive as they are."""
@@ -170,6 +198,8 @@ class HashedTable:
             pin.pending = torch.cat([pin.pending, held])
             self.memory["pins"][held] += 1
         held = self.memory["pins"][slots] > 0
+        if self.file is not None:
+            self.file.forget(slots, held=held)
         self._begin(slots[held], keys[held])
         self._free(slots[~held])
         self.books.report.live -= len(slots)
@@ -186,13 +216,29 @@ class HashedTable:
         self._grown.grow(int(slots.max()) + 1)
         r = self.rectangle
         first = self.storage.first_rows(self.ids_of(keys), r.columns)
-        self.rows.data[slots] = first.to(self.rows.dtype)
-        for tensor, begin in zip(self._grown.tensors[1:-1], self._grown.first[1:-1], strict=True):
-            tensor[slots] = begin
+        first_of = {"weight": first.to(self.storage.dtype), "key": keys}
+        for (name, tensor), begin in zip(self.memory.items(), self._grown.first, strict=True):
+            if name != "pins":
+                tensor.data[slots] = first_of.get(name, begin)
+        if self.file is not None:
+            self.file.begin(slots, first)
 
     def _free(self, slots: Tensor) -> None:
         if len(slots):
             self.slots.remove(self.keys_of(slots))
+
+    def _filed(self, row: dict[str, Tensor], options: FileRows, most: int) -> HashedFile:
+        """Take the parts that are in a file out of a row, and make the file."""
+        policy = [part.name for part in self.storage.row_parts[1:]]
+        starts = [
+            RowPartStart(part, float(row.pop(part.name).flatten()[0]))
+            for part in self.parts
+            if part.name not in policy
+        ]
+        storage = self.storage
+        return HashedFile(
+            self.rectangle, starts, options, name=storage.name, dim=storage.dim, max_rows=most
+        )
 
     # ---- streams ----------------------------------------------------------------------------------
 
@@ -241,14 +287,28 @@ class HashedTable:
         """The number of rows of a block."""
         return max(1, _BLOCK_BYTES // max(1, self.rows[:1].nbytes))
 
-    def gathered(self, slots: Tensor, columns: Span, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the parts of some rows."""
+    def gathered(
+        self,
+        slots: Tensor,
+        columns: Span,
+        names: Iterable[str] | None = None,
+        frozen: RowLog | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the parts of some rows; ``frozen``: as this snapshot of the file has them."""
+        wanted = list(names) if names is not None else [part.name for part in self.parts]
         first, end = (column - self.rectangle.c0 for column in columns)
+        filed: dict[str, Tensor] = {}
+        if self.file is not None and not self.memory.keys() >= set(wanted):
+            filed = self.file.read(slots, columns, frozen)
         found = {}
-        for name in names if names is not None else [part.name for part in self.parts]:
-            part = self.memory[name].detach()[slots]
-            found[name] = part if part.dim() == 1 else part[:, first:end]
+        for name in wanted:
+            part = self.memory[name].detach()[slots] if name in self.memory else filed[name]
+            found[name] = part[:, first:end] if name in self.memory and part.dim() > 1 else part
         return found
+
+    def freeze(self) -> RowLog | None:
+        """Return a snapshot of the rows in the file; None if a fork freezes all rows."""
+        return None if self.file is None else self.file.table.snapshot()
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
@@ -265,18 +325,29 @@ class HashedTable:
                 self.waiting.load(keys, block.parts["waiting"])
                 continue
             slots = self.slots.find(keys)
-            new = slots < 0
-            if bool(new.any()):
-                slots[new] = self.slots.insert(keys[new])
-                self._begin(slots[new], keys[new])
-            self.revive(slots[~self.memory[""][slots]])
+            absent = slots < 0
+            if bool(absent.any()):
+                slots[absent] = self.slots.insert(keys[absent])
+            self._grown.grow(1 + int(slots.max()) if len(slots) else 0)
+            new = ~self.memory[""][slots]
+            self._begin(slots[new], keys[new])
+            self.revive(slots[new])
+            if self.file is not None:
+                self.file.load(slots, block.columns, block.parts.items())
             first, end = (column - c0 for column in block.columns)
             for name, values in block.parts.items():
+                if name not in self.memory:
+                    continue
                 target = self.memory[name].detach()
                 if target.dim() == 1 or end - first == target.shape[1]:
                     target[slots] = values.to(target.dtype)
                 else:
                     target[slots[:, None], torch.arange(first, end)] = values.to(target.dtype)
+
+    def reserve(self, keys: Tensor) -> None:
+        """Give keys without a slot, ascending, the slots of the rows that will be loaded for them."""
+        self.release()
+        self.slots.insert(keys)
 
     def clear(self) -> None:
         """Forget all rows, and the IDs that wait."""
@@ -300,7 +371,19 @@ class HashedTable:
 
     def snapshot(self) -> RowsSnapshot:
         """Return the rows as they are now, for the forked process that writes a checkpoint."""
-        return self.at_rest()
+        return self.at_rest().snapshot()
+
+
+@final
+class CachedKeys:
+    """The index of a hashed table in a file: it gives keys places in the cache."""
+
+    def __init__(self, table: HashedTable, file: HashedFile) -> None:
+        self.resolve, self.slot_keys = table.resolve, file.slot_keys
+
+    def keys_of(self, slots: Tensor) -> Tensor:
+        """Return the key whose row is in each place of the cache."""
+        return self.slot_keys[slots]
 
 
 @dataclass(frozen=True)
@@ -315,6 +398,7 @@ class HashedRows(SideRows):
         max_rows: the number of rows that the table may have.
         bounds: the least first value, and the end.
         init_fn: draws first rows instead, one row ``[1, dim]`` at a time, from torch's default generator.
+        file: where weights and optimizer state are, if they are not in memory.
     """
 
     dtype: torch.dtype
@@ -324,8 +408,14 @@ class HashedRows(SideRows):
     max_rows: int
     bounds: tuple[float, float]
     init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
+    file: FileRows | None = None
     bits = 0
     is_trainable = True
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether rows are in a file."""
+        return self.file is not None
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:

@@ -104,10 +104,15 @@ class RowCache:
 
     def forget(self, misses: Misses) -> None:
         """Take the slots of rows back that could not be read; their pins stay until the batch is gone."""
-        here = self.keys[misses.slots] == misses.keys
-        self._index.remove(misses.keys[here])
-        self.keys[misses.slots[here]] = -1
-        self.dirty[misses.slots[here]] = False
+        self.drop(misses.keys[self.keys[misses.slots] == misses.keys])
+
+    def drop(self, keys: Tensor) -> None:
+        """Take the slots of some keys back, as far as they have some, without writing their rows."""
+        slots = self.find(keys)
+        here = slots >= 0
+        self._index.remove(keys[here])
+        self.keys[slots[here]] = -1
+        self.dirty[slots[here]] = False
 
     @property
     def trace(self) -> int:

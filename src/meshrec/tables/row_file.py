@@ -158,6 +158,14 @@ def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
 
+def places_in(keys: Tensor, wanted: Tensor) -> Tensor:
+    """Return the place of each wanted key among ascending keys, int64 [N]; -1 where it is not there."""
+    if len(keys) == 0:
+        return torch.full_like(wanted, -1)
+    places = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return torch.where(keys[places] == wanted, places, -1)
+
+
 def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tensor]:
     """Return memory for some rows, not filled: a tensor for each part."""
     return [

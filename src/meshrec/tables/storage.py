@@ -81,8 +81,11 @@ class SideRows(ABC):
     A sharded module asks it for its tables. An unsharded one has ordinary memory (``RowStorage.allocate``).
     """
 
-    may_fail = False
-    """Whether rows may fail to come on one rank alone, so that ranks ask each other before each lookup."""
+    @property
+    @abstractmethod
+    def may_fail(self) -> bool:
+        """Whether rows may fail to come on one rank alone, so that ranks ask each other before each lookup.
+        """
 
     @abstractmethod
     def table(
