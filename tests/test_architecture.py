@@ -107,6 +107,7 @@ CPP_TESTS = {
     "predict.cpp": ["tests/export/test_runtime.py"],
     "predictor.cpp": ["tests/export/test_runtime.py"],
     "records.cpp": ["tests/ops/records/test_records.py"],
+    "ring.cpp": ["tests/ops/records/test_records.py"],
     "register.cpp": ["tests/test_architecture.py"],
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,

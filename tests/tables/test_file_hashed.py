@@ -74,7 +74,16 @@ def plan_of(kind, keys, world_size):
     return md.ShardingPlan({"ebc": made})
 
 
-def make(folder, spec="adam", kind="one", keys="lru", cached=70, data_type=DataType.FP32, update="in_backward", env=None):
+def make(
+    folder,
+    spec="adam",
+    kind="one",
+    keys="lru",
+    cached=70,
+    data_type=DataType.FP32,
+    update="in_backward",
+    env=None,
+):
     env = env or default_env()
     return DistributedModelParallel(
         Model(folder, cached, data_type, keys),
@@ -227,3 +236,16 @@ def test_an_unsharded_module_is_refused_outside_of_meta(tmp_path):
                 )
             ]
         )
+
+
+def test_runs_that_are_killed_end_as_if_they_had_not_been(tmp_path):
+    program = Path(__file__).with_name("killed_file_rows.py")
+    kills = os.environ.get("MESHREC_KILLS", "3")
+    found = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), kills, "2", "test_file_hashed"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert f"{kills} kills" in found.stdout

@@ -22,7 +22,7 @@ IDS = "ids"
 
 
 class Restful(Protocol):
-    """What a table at rest asks of the table."""
+    """A table that can be shown at rest."""
 
     parts: Sequence[RowPart]
     rectangle: Rectangle
@@ -109,7 +109,7 @@ class AtRest:
         return streamed(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows by position."""
+        """Stream the rows by position."""
         r = self.rectangle
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         columns = columns or r.columns

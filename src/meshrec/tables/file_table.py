@@ -55,7 +55,9 @@ class _Leaving(NamedTuple):
     def without(self, keys: Tensor) -> "_Leaving":
         """Return those whose keys are not among these, which ascend."""
         stays = places_in(keys, self.keys) < 0
-        return self if stays.all() else self._replace(keys=self.keys[stays], rows=[p[stays] for p in self.rows])
+        return (
+            self if stays.all() else self._replace(keys=self.keys[stays], rows=[p[stays] for p in self.rows])
+        )
 
     def plus(self, keys: Tensor, rows: Sequence[Tensor]) -> "_Leaving":
         """Return these rows and others, which replace those of the same keys."""
@@ -67,7 +69,7 @@ class _Leaving(NamedTuple):
 
 @dataclasses.dataclass
 class RowCounts:
-    """What a table has done so far."""
+    """Counts of the rows that a table has used, read and written so far."""
 
     num_used: int = 0
     """Distinct rows of batches that were in memory."""
@@ -89,6 +91,7 @@ class _Workers:
     def __init__(self) -> None:
         self.reader = ThreadPoolExecutor(1, "meshrec-rows-read")
         self.writer = ThreadPoolExecutor(1, "meshrec-rows-write")
+        self.owner = os.getpid()  # a forked child has no threads
         self.failed: list[Misses] = []
         self.error: RowFileError | None = None
 
@@ -146,12 +149,14 @@ class FileTable:
         self.parts = [start.part for start in starts]
         r = rectangle
         self._cache = RowCache(self.parts, r.c1 - r.c0, num_slots=num_slots)
-        self._regions = stored
-        self._born = _Leaving(torch.empty(0, dtype=torch.int64), memory_for(self.parts, 0, r.c1 - r.c0), _done())
+        self.stored = stored
+        self._born = _Leaving(
+            torch.empty(0, dtype=torch.int64), memory_for(self.parts, 0, r.c1 - r.c0), _done()
+        )
         """Rows that a batch will bring to memory, which are not in the file."""
         self._leaving: deque[_Leaving] = deque()
         self._snapshots: list[RowLog] = []
-        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._lock = threading.RLock()
         self._workers = _Workers()
         self._last_read: Future[None] = _done()
         self.counts = RowCounts()
@@ -178,7 +183,7 @@ class FileTable:
 
     def begin_with(self, first: FirstBlocks) -> None:
         """Give rows that nobody has written yet their first values from ``first``, when they are needed."""
-        self._regions.first = first
+        self.stored.first = first
 
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the key whose row each of these slots has now."""
@@ -199,9 +204,9 @@ class FileTable:
                 self.counts.num_used += len(used)
                 self.counts.num_read += len(missing)
                 self._check_written()
-                if regions := self._regions.missing(missing):
+                if regions := self.stored.missing(missing):
                     self._settle_writes()  # blocks with rows of two regions are written by one thread only
-                    self._regions.make(regions)
+                    self.stored.make(regions)
                 misses = self._admitted(missing) if len(missing) else None
             except (RowFileError, ValueError) as error:
                 return Resolved(slots.clamp_(min=0), RowsInFlight(self.rectangle[:3], cache, used, error))
@@ -235,7 +240,7 @@ class FileTable:
                 self._born = self._born.plus(keys[~here], [values[~here] for values in rows])
 
     def drop(self, keys: Tensor) -> None:
-        """Forget the rows of some keys, int64 [N] and ascending, which no batch in flight uses. Nothing reads
+        """Remove the rows of some keys, int64 [N] and ascending, which no batch in flight uses. Nothing reads
         them before ``begin`` or ``load`` gives them others.
         """
         with self._lock:
@@ -259,7 +264,7 @@ class FileTable:
         return streamed(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows in blocks."""
+        """Stream the rows in blocks."""
         for first, end in self.spans(keys):
             yield self.block_of(range(first, end), self.rows_at(torch.arange(first, end)), columns)
 
@@ -284,7 +289,7 @@ class FileTable:
         with self._lock:
             self._settle_reads()
             self.counts.num_snapshots += 1
-            path, width = self._regions.file.path, self.rectangle.c1 - self.rectangle.c0
+            path, width = self.stored.file.path, self.rectangle.c1 - self.rectangle.c0
             path = path.with_name(f"{path.name}.log-{self.counts.num_snapshots}")
             log = RowLog(self, path, (self.parts, width), len(self._cache.keys))
             pinned = self._cache.pinned()
@@ -299,7 +304,7 @@ class FileTable:
             self._last_read.exception()  # a read on its way may write to the log
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
-        """Yield the keys of blocks of rows."""
+        """Split keys into those of blocks of rows."""
         r, step = self.rectangle, self._rows_per_block
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         for begin in range(first, end, step):
@@ -337,13 +342,13 @@ class FileTable:
                     to[here] = part[places[here]]
                 wanted &= ~here
             left = wanted.nonzero()[:, 0]
-            self._regions.read(keys[left], found, left)
+            self.stored.read(keys[left], found, left)
             return found
 
     def close(self) -> None:
-        """End the threads and remove the file."""
+        """Stop the threads and remove the file."""
         self._workers.close()
-        self._regions.file.close()
+        self.stored.file.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FileTable":
         raise ValueError(
@@ -354,15 +359,15 @@ class FileTable:
 
     @property
     def _rows_per_block(self) -> int:
-        return max(1, _STREAM_BYTES // self._regions.file.layout.record_bytes)
+        return max(1, _STREAM_BYTES // self.stored.file.layout.record_bytes)
 
     def _guard(self) -> AbstractContextManager[Any]:
         """Return the lock; a forked child, which reads alone, must not wait for it."""
-        return self._lock if os.getpid() == self._owner else nullcontext()
+        return self._lock if os.getpid() == self._workers.owner else nullcontext()
 
     def _settle_reads(self) -> None:
         """Wait for the rows on their way to memory, and give slots back of which the rows never came."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._workers.owner:
             return  # a snapshot was made before the fork, and waited
         self._last_read.exception()
         while self._workers.failed:
@@ -370,7 +375,7 @@ class FileTable:
         self._workers.error = None
 
     def _check_written(self) -> None:
-        """Let go of rows that are in the file by now, and try again what could not be written.
+        """Release rows that are in the file by now, and write again what could not be written.
 
         Raises:
             RowFileError: it still cannot.
@@ -400,7 +405,7 @@ class FileTable:
             self._leaving.popleft()
 
     def _write(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
-        self._regions.file.write(keys, rows, torch.arange(len(keys)))
+        self.stored.file.write(keys, rows, torch.arange(len(keys)))
 
     def _admitted(self, missing: Tensor) -> Misses:
         misses = self._cache.admit(missing)
@@ -453,7 +458,7 @@ class FileTable:
             if workers.error is not None:
                 raise workers.error  # a row of the batch before, which this one may need, has not come
             if reads is not None:
-                self._regions.file.read(reads.keys, cache.memory, reads.slots)
+                self.stored.file.read(reads.keys, cache.memory, reads.slots)
             for log, slots in logs:
                 log.append(cache.keys, cache.memory, slots)
         except RowFileError as error:
@@ -466,7 +471,7 @@ class FileTable:
         span = block.keys if isinstance(block.keys, range) else None
         keys = torch.arange(span.start, span.stop) if span is not None else block.keys
         assert isinstance(keys, Tensor)
-        r, stored = self.rectangle, self._regions
+        r, stored = self.rectangle, self.stored
         is_whole = block.columns == r.columns and all(part.name in block.parts for part in self.parts)
         self.log(keys)
         whole_span = span if is_whole else None

@@ -73,7 +73,9 @@ class HashedTable:
         ]
         row = {"weight": torch.zeros(1, width, dtype=storage.dtype)}
         row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.row_parts[1:]}
-        row |= dict(zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True))
+        row |= dict(
+            zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True)
+        )
         row |= {"": torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
         if storage.dtype is not torch.float32 and storage.file is None:
             row["key"] = torch.zeros(1, dtype=torch.int64)
@@ -236,9 +238,7 @@ class HashedTable:
             if part.name not in policy
         ]
         storage = self.storage
-        return HashedFile(
-            self.rectangle, starts, options, name=storage.name, dim=storage.dim, max_rows=most
-        )
+        return HashedFile(self.rectangle, starts, options, name=storage.name, dim=storage.dim, max_rows=most)
 
     # ---- streams ----------------------------------------------------------------------------------
 

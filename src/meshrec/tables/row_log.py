@@ -29,10 +29,10 @@ _SECTOR = 512
 
 
 class FrozenSource(Protocol):
-    """What a snapshot asks of its table."""
+    """The table of a snapshot."""
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
-        """Yield the keys of blocks."""
+        """Split keys into those of blocks."""
 
     def rows_at(self, keys: Tensor, known: Tensor | None = None) -> list[Tensor]:
         """Return the parts of the rows of some keys as they are now, but for the ``known`` ones."""
@@ -87,8 +87,8 @@ class RowLog:
             RowFileError: the disk is full, or fails.
         """
         places = torch.arange(self._num_rows, self._num_rows + len(slots))
-        # One thread: the file never has a later row and lacks an earlier one.
-        failures = records.write(self._file, self._layout, places, [keys, *memory], slots, threads=0)
+        # One after the other: the file never has a later row and lacks an earlier one.
+        failures = records.write(self._file, self._layout, places, [keys, *memory], slots)
         if len(failures):
             cause = os.strerror(int(failures[0, 1]))
             raise RowFileError(
@@ -102,7 +102,7 @@ class RowLog:
         self.append(keys, rows, torch.arange(len(keys)))
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows as they were at the mark; see ``tables.table.RowsSnapshot``."""
+        """Stream the rows as they were at the mark; see ``tables.table.RowsSnapshot``."""
         for first, end in self._table.spans(keys):
             parts = self.rows_at(torch.arange(first, end))
             yield self._table.block_of(range(first, end), parts, columns)
@@ -150,7 +150,7 @@ class RowLog:
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 here = torch.arange(len(places))
-                failures = records.read(file, self._layout, places, [keys, *rows], here, threads=0)
+                failures = records.read(file, self._layout, places, [keys, *rows], here)
             finally:
                 os.close(file)
             if len(failures):

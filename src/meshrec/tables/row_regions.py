@@ -1,4 +1,4 @@
-"""Which rows of a file have been written, and what the others read."""
+"""The rows that a file has, and the first values of the others."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, final
@@ -26,7 +26,7 @@ class StoredRows(Protocol):
         """Write regions with their first values."""
 
     def made_by(self, first: int, end: int) -> None:
-        """Note that all rows of [first, end) have been written."""
+        """Record that all rows of [first, end) have been written."""
 
     def partly(self, first: int, end: int) -> list[int]:
         """Return the regions that must be made before all rows of [first, end) are written."""
@@ -37,7 +37,7 @@ class StoredRows(Protocol):
 
 @final
 class EveryRow:
-    """Rows that their table writes before it reads them, so that none has a first value in the file.
+    """Rows that their table writes before it reads them. They have no first values in the file.
 
     Args:
         file: the file.
@@ -53,10 +53,10 @@ class EveryRow:
         return []
 
     def make(self, regions: Iterable[int]) -> None:
-        """Do nothing."""
+        """Make no region: there are none."""
 
     def made_by(self, first: int, end: int) -> None:
-        """Do nothing."""
+        """Record nothing, because no row is read before it is written."""
 
     def partly(self, first: int, end: int) -> list[int]:
         """Return no region."""
@@ -109,7 +109,7 @@ class RowRegions:
             self._is_written[number] = True
 
     def made_by(self, first: int, end: int) -> None:
-        """Note that all rows of [first, end) have been written."""
+        """Record that all rows of [first, end) have been written."""
         for number in self._within(first, end):
             begin, last = self._span(number)
             self._is_written[number] |= first <= begin and last <= end
