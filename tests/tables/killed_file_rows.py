@@ -1,5 +1,5 @@
 """A program whose training is killed again and again: prints how often, and whether the end is that of a run
-that was left alone. Its arguments: a folder, the number of kills, a seed, and the tests whose model it trains.
+that was left alone. Its arguments: a folder, the number of kills, a seed, and the tests whose model trains.
 """
 
 import importlib
