@@ -76,7 +76,7 @@ void transfer_task(int file, const Transfers& transfers, int64_t task) {
 namespace {
 
 constexpr unsigned kEntries = 256;
-constexpr int64_t kMostBytes = 1 << 24;  // of buffers
+constexpr int64_t kMostBytes = 1 << 22;  // of the buffers of a thread
 
 // An io_uring of one thread: its pages, shared with the kernel.
 class Ring {
@@ -96,7 +96,10 @@ class Ring {
     queue_ = mapped(queue_bytes_, IORING_OFF_SQ_RING);
     done_ = mapped(done_bytes_, IORING_OFF_CQ_RING);
     entries_ = reinterpret_cast<io_uring_sqe*>(mapped(entry_bytes_, IORING_OFF_SQES));
-    if (queue_ == nullptr || done_ == nullptr || entries_ == nullptr) return close();
+    if (queue_ == nullptr || done_ == nullptr || entries_ == nullptr) {
+      close();
+      return;
+    }
     tail_ = reinterpret_cast<unsigned*>(queue_ + given.sq_off.tail);
     order_ = reinterpret_cast<unsigned*>(queue_ + given.sq_off.array);
     mask_ = given.sq_entries - 1;
