@@ -76,7 +76,8 @@ class HashedFile:
         ``keys``: the keys that have the slots.
         """
         found = self.table.resolve(slots, train=train)
-        self.slot_keys[found.slots] = keys
+        here = self.table.slot_keys[found.slots] == slots  # not so where the rows have no room
+        self.slot_keys[found.slots[here]] = keys[here]
         assert found.pin is not None
         found.pin.band = self._rectangle[:3]  # type: ignore[attr-defined]
         return found
