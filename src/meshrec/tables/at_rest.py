@@ -26,7 +26,10 @@ class Restful(Protocol):
 
     parts: Sequence[RowPart]
     rectangle: Rectangle
-    rows: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """The memory that the kernels read."""
 
     @property
     def num_changes(self) -> int:

@@ -474,8 +474,8 @@ class FileTable:
         r, stored = self.rectangle, self.stored
         is_whole = block.columns == r.columns and all(part.name in block.parts for part in self.parts)
         self.log(keys)
-        whole_span = span if is_whole else None
-        stored.make(stored.missing(keys) if whole_span is None else stored.partly(span.start, span.stop))
+        is_new = span is not None and is_whole  # then regions within it need no first values
+        stored.make(stored.partly(span.start, span.stop) if span and is_new else stored.missing(keys))
         rows = memory_for(self.parts, len(keys), r.c1 - r.c0) if is_whole else self.rows_at(keys)
         low, high = block.columns[0] - r.c0, block.columns[1] - r.c0
         for part, tensor in zip(self.parts, rows, strict=True):
