@@ -43,7 +43,7 @@ from meshrec.tables.storage import RowStorage, SideRows, cut
 from meshrec.tables.table import LazyRows, Rectangle, RowBlock, Span
 
 AcrossNodes = Literal["sums", "rows"]
-"""What crosses the network between nodes, see [Note: two levels] in node_rows.py."""
+"""The exchange between nodes, see [Note: two levels] in node_rows.py."""
 
 
 class SourceTable(NamedTuple):
@@ -402,8 +402,9 @@ def _allocate(
 def _first_blocks(
     rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield what some rows of a rectangle start from: rows and state of the unsharded module, or first
-    values.
+    """Yield the rows and state that a part of a rectangle starts from.
+
+    They are those of the unsharded module, or first values.
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim

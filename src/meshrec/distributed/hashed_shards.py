@@ -24,7 +24,7 @@ from meshrec.tables.turnover import Turnover
 
 
 class HashedParts:
-    """What a state dict shows of a table with hashed keys, of which this rank holds a part.
+    """The entry of a state dict for a table with hashed keys, of which this rank holds a part.
 
     ``state_dict`` has the rows at rest (see [Note: a hashed table at rest] in tables/at_rest.py): ``weight``
     and ``ids`` are split tensors of as many rows as the table has now, in the order of their keys. It is
@@ -40,7 +40,7 @@ class HashedParts:
     def __init__(self, shards: TableShards, number: int, turnover: Turnover, axis: Axis) -> None:
         self._shards, self._number, self._turnover, self._axis = shards, number, turnover, axis
         self.storage: HashedRows = turnover.storages[number]
-        """How the rows lie, and the table's choices."""
+        """The layout of the rows, and the options of the table."""
         self.tables = [table for table in shards.tables if isinstance(table, HashedTable)]
         """The rectangles that are here."""
 
