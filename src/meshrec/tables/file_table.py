@@ -28,7 +28,7 @@ from meshrec.tables.index import Resolved
 from meshrec.tables.row_cache import Misses, RowCache
 from meshrec.tables.row_file import RowFileError, memory_for, places_in
 from meshrec.tables.row_log import RowLog
-from meshrec.tables.row_regions import FirstBlocks, StoredRows
+from meshrec.tables.row_regions import FirstBlocks, RecordedRows
 from meshrec.tables.streamed import streamed
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
@@ -140,7 +140,7 @@ class FileTable:
         self,
         rectangle: Rectangle,
         starts: Sequence[RowPartStart],
-        stored: StoredRows,
+        stored: RecordedRows,
         *,
         num_slots: int,
         name: str,

@@ -13,7 +13,7 @@ FirstBlocks = Callable[[Span], Iterable[RowBlock]]
 """A function that gives the first values of the rows of some keys."""
 
 
-class StoredRows(Protocol):
+class RecordedRows(Protocol):
     """The rows in the file of a table."""
 
     file: RowFile
