@@ -55,6 +55,7 @@ class Toy(metaclass=FoundByPath):
         self.outputs, self.shared, self.raw = "scores", frozenset(), None
         self.quantised, self.rounding = {}, None
         self.about, self.is_compiled = {"run": "r", "step": 10}, True
+        self.hashed, self.any_ids = {}, frozenset()
         self.weights = {"table": torch.zeros(NUM_ROWS, 64), "bias": torch.zeros(1)}
         manifest = json.loads(path.read_text())
         self._scale, self.ends = manifest["scale"], manifest.get("ends")

@@ -10,9 +10,9 @@ changed. So no record is read before it was written, and a slot may get another 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,23 @@ from meshrec.tables.key_space import ALL_KEYS
 from meshrec.tables.row_file import RowFile, file_in, memory_for, part_bytes
 from meshrec.tables.row_log import RowLog
 from meshrec.tables.row_regions import EveryRow
-from meshrec.tables.table import Rectangle, RowBlock, Span
+from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
+
+
+class FiledForm(Protocol):
+    """The storage of a hashed table in a file."""
+
+    @property
+    def file(self) -> FileRows | None:
+        """Where the file is."""
+
+    @property
+    def name(self) -> str:
+        """The name of the table."""
+
+    @property
+    def dim(self) -> int:
+        """The width of whole rows."""
 
 
 @final
@@ -70,6 +86,20 @@ class HashedFile:
         self.slot_keys = torch.zeros(len(self.table.slot_keys), dtype=torch.int64)
         """The key whose row is in each place of the cache."""
 
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[RowPart],
+        row: dict[str, Tensor],
+        rectangle: Rectangle,
+        storage: "FiledForm",
+        max_rows: int,
+    ) -> "HashedFile":
+        """Make the file of a table. It takes the parts of ``row``, a new row, which are in the file."""
+        starts = [RowPartStart(part, float(row.pop(part.name).max())) for part in parts if part.name in row]
+        assert storage.file is not None
+        return cls(rectangle, starts, storage.file, name=storage.name, dim=storage.dim, max_rows=max_rows)
+
     def resolve(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
         """Return the places of the rows of some slots in the cache, and begin to bring the rows there.
 
@@ -91,32 +121,36 @@ class HashedFile:
             part.fill_(start.value)
         self.table.begin(slots, rows)
 
-    def forget(self, slots: Tensor, *, held: Tensor) -> None:
-        """Drop the rows of slots but for the ``held`` ones, which ``begin`` replaces. Snapshots keep them.
-
-        Args:
-            slots: int64 [N].
-            held: bool [N].
-        """
-        self.table.log(slots.sort().values)
-        self.table.drop(slots[~held].sort().values)
-
-    def read(self, slots: Tensor, columns: Span, frozen: RowLog | None = None) -> dict[str, Tensor]:
+    def read(self, slots: Tensor, frozen: RowLog | None = None) -> dict[str, Tensor]:
         """Read the rows of some slots, as they are now or as a snapshot has them."""
         ascending, order = slots.sort()
         source = self.table if frozen is None else frozen
-        first, end = (column - self._rectangle.c0 for column in columns)
         found = {}
         for part, rows in zip(self.table.parts, source.rows_at(ascending), strict=True):
-            placed = torch.empty_like(rows)
-            placed[order] = rows
-            found[part.name] = placed if part.per_row else placed[:, first:end]
+            found[part.name] = torch.empty_like(rows)
+            found[part.name][order] = rows
         return found
 
-    def load(self, slots: Tensor, columns: Span, parts: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, slots: Tensor, columns: Span, parts: Mapping[str, Tensor]) -> None:
         """Replace some columns of parts of the rows of some slots, which have rows."""
         slots, order = slots.sort()
-        own = {part.name for part in self.table.parts}
-        chosen = {name: values[order] for name, values in parts if name in own}
+        chosen = {part.name: parts[part.name][order] for part in self.table.parts if part.name in parts}
         if chosen:
             self.table.load([RowBlock(slots, columns, chosen)])
+
+
+@final
+class CachedKeys:
+    """The index of a hashed table in a file, which gives keys places in the cache.
+
+    Args:
+        resolve: see ``tables.index.Index``.
+        slot_keys: the key whose row is in each place.
+    """
+
+    def __init__(self, resolve: Callable[..., Resolved], slot_keys: Tensor) -> None:
+        self.resolve, self.slot_keys = resolve, slot_keys
+
+    def keys_of(self, slots: Tensor) -> Tensor:
+        """Return the key whose row is in each place of the cache."""
+        return self.slot_keys[slots]
