@@ -65,7 +65,6 @@ class HashedTable:
         device: torch.device | None,
     ) -> None:
         width = rectangle.c1 - rectangle.c0
-        kept = storage.kept_parts
         self.rectangle, self.storage = rectangle, storage
         slots = spec.state_slots() if spec is not None else ()
         self.parts: Sequence[RowPart] = [
@@ -81,7 +80,7 @@ class HashedTable:
         """The weights and optimizer state, if they are in a file; see [Note: hashed rows in a file]."""
         if storage.dtype.itemsize == 2 and self.file is None:
             row["key"] = torch.zeros(1, dtype=torch.int64)
-        row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in kept}
+        row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.kept_parts}
         row |= {"": torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
         self._grown = GrowingRows(list(row.values()), max_rows=most, name=f"table {storage.name!r}")
         self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
