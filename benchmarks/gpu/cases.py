@@ -42,7 +42,7 @@ class Call(NamedTuple):
 def lookups(
     batch: int, pooling: list[int], *, weighted: bool, dtype: torch.dtype, longest: int = 300
 ) -> tuple[Any, ...]:
-    """Return the arguments that table-batched ops share, from values to flat. One bag is huge, some are empty."""
+    """Return the arguments that table-batched ops share, from values to flat. One bag is huge, some empty."""
     lengths = torch.randint(0, 6, (NUM_KEYS * batch,))
     lengths[-1] = longest
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
