@@ -93,6 +93,7 @@ CPP_TESTS = {
     "gather.cpp": DIST_TESTS,
     "hash_index.cpp": INDEX_TESTS,
     "host_link.cpp": ["tests/comms/test_host_link.py"],
+    "keyed.cpp": ["tests/ops/keyed/test_keyed.py"],
     "io_threads.cpp": ["tests/ops/records/test_records.py"],
     "interaction.cpp": ["tests/ops/interaction/test_naive.py"],
     "jagged.cpp": ["tests/ops/jagged/test_kernels.py"],

@@ -30,18 +30,19 @@ void look_up(const Batch& batch, const Weights& weights, const Piece& piece, flo
   const int64_t row_bytes = weights.row_bytes[lookup.table];
   const int type = weights.types[lookup.table];
   const int64_t row = piece.first_bag - lookup.first_bag;
+  const bool has_slots = lookup.slots != nullptr, is_wide = has_slots || batch.wide_ids;
   if (lookup.pooling == kNone) {
     const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
     float* target = out + lookup.out_offset + (first - lookup.first_id) * lookup.dim;
-    kernels().gather[type][batch.wide_ids](
-        {weight, row_bytes, lookup.dim, batch.ids(first), last - first, target});
+    const void* ids = has_slots ? lookup.slots + first : batch.ids(first);
+    kernels().gather[type][is_wide]({weight, row_bytes, lookup.dim, ids, last - first, target});
     return;
   }
-  kernels().pool[type][batch.wide_ids](
-      {weight, row_bytes, lookup.dim, batch.ids(0), batch.bags + piece.first_bag, batch.sample_weights,
-       piece.num_bags, lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
-       out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
-       outgrows_caches(batch.out_size * int64_t(sizeof(float))), prefetch_to_l1()});
+  kernels().pool[type][is_wide]({weight, row_bytes, lookup.dim, has_slots ? lookup.slots : batch.ids(0),
+                                 batch.bags + piece.first_bag, batch.sample_weights, piece.num_bags,
+                                 lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
+                                 out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
+                                 outgrows_caches(batch.out_size * int64_t(sizeof(float))), prefetch_to_l1()});
 }
 
 Tensor tbe_forward(std::vector<Tensor> weight_list, Tensor values, Tensor offsets,
@@ -148,7 +149,7 @@ Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_
     const Lookup& lookup = batch.lookups[piece.lookup];
     const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
     if (check_ids) {
-      if (!ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
+      if (lookup.slots == nullptr && !ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
         return atomic_min(bad_id, piece.lookup);
       if (batch.sample_weights != nullptr) {
         bool nan = false;

@@ -247,7 +247,7 @@ class _Move:
             self._exchange(sent, headers)
 
     def _outgoing(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield what other ranks need of this one. What stays here is moved on the way."""
+        """Yield the blocks that other ranks need of this one. Blocks that stay here are moved on the way."""
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
@@ -299,8 +299,9 @@ class _Move:
             self._new[header.module].tables(header.table)[header.number].load([block])
 
     def _sizes(self, header: _BlockHeader) -> Iterator[tuple[str | None, torch.dtype, tuple[int, ...]]]:
-        """Yield what travels for a block: name, type and shape of each part; first its keys, without a name,
-        if they do not follow each other.
+        """Yield name, type and shape of each tensor that travels for a block.
+
+        Its keys come first, without a name, if they do not follow each other.
         """
         module, n = self._old[header.module], header.num_rows
         storage, rule = module.storages[header.table], module.rules[header.table]

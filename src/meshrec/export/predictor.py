@@ -57,7 +57,10 @@ class Predictor:
         shared: features (or "dense") that samples may have in common.
         rows: rows of the table of each feature; a feature without tables that check ids is not in it.
         version: tells packages apart: a digest of all that is in it.
-        weights: by name. Writing to them changes the scores of this predictor, and never the package.
+        weights: by name. Writing to them, or replacing one, changes the scores of this predictor, and never
+            the package.
+        any_ids: features of which every int64 is an ID: those that hashed tables alone read.
+        hashed: the formulas of keys and first rows of hashed tables, by the name of the weight.
         is_compiled: whether the compiled program serves; otherwise a log line says why not.
         quantised: the data types of quantised weights, by name, and ``rounding`` how they were rounded.
         about: what the exporter wrote down.
@@ -88,6 +91,8 @@ class Predictor:
         self.rows: dict[str, int] = manifest["rows"]
         self.quantised: dict[str, str] = manifest["quantised"]
         self.rounding: str | None = manifest["rounding"]
+        self.any_ids = frozenset[str](manifest.get("any_ids", ()))
+        self.hashed: dict[str, dict[str, Any]] = manifest.get("hashed", {})
         self.about: dict[str, Any] = manifest["about"]
         records = [WeightRecord(**record) for record in manifest["weights"]]
         self._weights = Weights(self.folder / WEIGHTS, records, private=copy_weights, digest=digest)
@@ -166,12 +171,13 @@ class Predictor:
             ValueError: an id lies outside its table.
             PackageError: the file of the weights was cut short meanwhile.
         """
+        weights = list(self.weights.values())
         try:
             if group is None:
-                scores = self._program(self._weights.tensors, dense, values, lengths)
+                scores = self._program(weights, dense, values, lengths)
             else:
                 assert self._shared_program is not None
-                scores = self._shared_program(self._weights.tensors, dense, values, lengths, group)
+                scores = self._shared_program(weights, dense, values, lengths, group)
         except RuntimeError as error:
             # The compiled program puts the place of the call around the operator's message about ids.
             said = re.match(r"(?:ValueError: )?(table '.*)", str(error))

@@ -20,6 +20,7 @@ from meshrec.modules.embedding_configs import (
 from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.input_checks import inverse_rows
 from meshrec.modules.quantised_table import QuantisedTable
+from meshrec.modules.served_table import ServedTable
 from meshrec.modules.table_lookup import (
     TableLookup,
     init_weight,
@@ -156,9 +157,18 @@ class TableCollection(nn.Module, ABC):
         holders = self.table_holders()[1]._modules
         for number, config in self._lookup.hashed.items():
             holder = holders[config.name]
-            assert isinstance(holder, HashedHolder)
-            found[number] = holder.table
+            if isinstance(holder, HashedHolder):
+                found[number] = holder.table
         return found
+
+    def serve(self) -> None:
+        """Hold tables with hashed keys as a package has them, without their rows; see ``ServedTable``."""
+        holders, served = self.table_holders()[1]._modules, {}
+        for number, config in self._lookup.hashed.items():
+            holder = holders[config.name]
+            assert isinstance(holder, HashedHolder)
+            served[number] = holders[config.name] = ServedTable(holder.storage)
+        self._lookup.serve(served)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
         """Return what the kernels read.

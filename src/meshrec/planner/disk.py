@@ -23,7 +23,7 @@ _RECORD_SECTOR = 512
 
 
 class IdSample(NamedTuple):
-    """What a sample of a table's IDs tells."""
+    """Statistics of a sample of a table's IDs."""
 
     draws: int
     """The number of IDs in the sample."""
@@ -32,7 +32,7 @@ class IdSample(NamedTuple):
 
 
 class PlacedTable(NamedTuple):
-    """Where the rows of a table go."""
+    """The split of a table's rows between memory and file."""
 
     name: str
     cache_rows: int | None
@@ -46,7 +46,7 @@ class PlacedTable(NamedTuple):
 
 
 class StoragePlan(NamedTuple):
-    """Where the rows of all tables go, over all ranks."""
+    """The split of all tables' rows between memory and files, over all ranks."""
 
     tables: Sequence[PlacedTable]
     disk_seconds: float

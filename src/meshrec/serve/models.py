@@ -312,8 +312,9 @@ class Repository:
             return None
         if "run" not in predictor.about or "step" not in predictor.about:
             raise ValueError(f"the package of {name!r} does not say its run. Export it from a run.")
-        codes = Codes(predictor.quantised, predictor.rounding)
-        return Deltas(self._deltas[name], predictor.about, predictor.weights, until, codes)
+        codes, hashed = Codes(predictor.quantised, predictor.rounding), predictor.hashed
+        folder, weights = self._deltas[name], predictor.weights
+        return Deltas(folder, predictor.about, weights, until, codes=codes, hashed=hashed)
 
     def _replace(self, name: str, served: Served | None, reason: str = _UNLOADED) -> None:
         """Replace a model by another version, or by none for the given reason."""

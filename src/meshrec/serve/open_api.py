@@ -112,7 +112,9 @@ def _sample(signature: Signature) -> dict[str, Any]:
             "maxItems": size,
         }
     for feature in signature.features if signature.raw is None else ():
-        one: dict[str, Any] = {"type": "integer", "minimum": 0}
+        one: dict[str, Any] = {"type": "integer"}
+        if feature not in signature.any_ids:
+            one["minimum"] = 0
         if feature in signature.rows:
             one["exclusiveMaximum"] = signature.rows[feature]
         properties[feature] = {"oneOf": [one, {"type": "array", "items": one}]}

@@ -46,6 +46,7 @@ class Signature:
         outputs: ``scores``, or ``vectors``.
         shared: features (or "dense") that the model takes once for many samples.
         raw: the conversion of raw values; None if requests must have ids.
+        any_ids: features of which every int64 is an ID.
     """
 
     features: list[str]
@@ -54,6 +55,7 @@ class Signature:
     outputs: str = "scores"
     shared: frozenset[str] = frozenset()
     raw: RawValues | None = None
+    any_ids: frozenset[str] = frozenset()
 
 
 class Request(NamedTuple):
@@ -243,11 +245,14 @@ def _check_lengths(
 
 
 def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequence[Ints]) -> None:
-    if not values_F:
+    chosen = [place for place, feature in enumerate(signature.features) if feature not in signature.any_ids]
+    if not chosen:
         return
+    features = [signature.features[place] for place in chosen]
+    values_F, lengths_F = ([given[place] for place in chosen] for given in (values_F, lengths_F))
     most = np.iinfo(np.int64).max
     limits = np.repeat(
-        [signature.rows.get(feature, most) for feature in signature.features], [len(v) for v in values_F]
+        [signature.rows.get(feature, most) for feature in features], [len(v) for v in values_F]
     )
     ids = np.concatenate(values_F)
     # A number below 0 is a large one without its sign; so one comparison finds both.
@@ -255,7 +260,7 @@ def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequen
     if not wrong.any():
         return
     place = int(wrong.argmax())
-    for feature, values, lengths in zip(signature.features, values_F, lengths_F, strict=True):
+    for feature, values, lengths in zip(features, values_F, lengths_F, strict=True):
         if place < len(values):
             sample = int(np.searchsorted(lengths.cumsum(), place, side="right"))
             rows = signature.rows.get(feature, most)

@@ -34,6 +34,12 @@ class Restful(Protocol):
     def block_rows(self) -> int:
         """The number of rows of a block."""
 
+    def places(self, columns: Span) -> Span:
+        """Return where columns lie in the part ``weight``."""
+
+    def columns_at(self, places: Span) -> Span:
+        """Return the columns that lie in a part of ``weight``."""
+
     def listed(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
         """Return the keys, ascending, and their slots."""
 
@@ -56,7 +62,8 @@ class _Parts(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name == IDS:
             return self._table.ids_of(self._keys)
-        return self._table.gathered(self._slots, self._columns, [name])[name]
+        columns = self._table.columns_at(self._columns)
+        return self._table.gathered(self._slots, columns, [name])[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter([part.name for part in self._table.parts] + [IDS])
@@ -79,7 +86,8 @@ class AtRest:
         self._table, self._first = table, first
         self._keys, self._slots = table.listed()
         r = table.rectangle
-        self.rectangle = Rectangle(r.table, first, first + len(self._keys), r.c0, r.c1)
+        # Columns are those of the part: state dicts show codes as they lie in bytes.
+        self.rectangle = Rectangle(r.table, first, first + len(self._keys), *table.places(r.columns))
         self.parts = [*table.parts, RowPart(IDS, torch.int64, True)]
         self.index = None
         self.rows, self.state = table.rows, ()
@@ -112,7 +120,7 @@ class AtRest:
                 keys = self._keys[block.keys.start - self._first : block.keys.stop - self._first]
                 parts = {name: values for name, values in block.parts.items() if name != IDS}
                 if parts:
-                    yield RowBlock(keys, block.columns, parts)
+                    yield RowBlock(keys, self._table.columns_at(block.columns), parts)
 
         self._table.load(by_key())
 

@@ -16,7 +16,7 @@ ranks, have the same ones.
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 from weakref import WeakSet, ref
 
@@ -31,7 +31,7 @@ from meshrec.tables.growing import GrowingRows
 from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
 from meshrec.tables.index import Index, Resolved
-from meshrec.tables.storage import DenseRows, SideRows
+from meshrec.tables.storage import DenseRows, QuantisedRows, SideRows
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
 from meshrec.tables.waiting import Waiting, in_span, waiting_for
 
@@ -61,6 +61,7 @@ class HashedTable:
         device: torch.device | None,
     ) -> None:
         width = rectangle.c1 - rectangle.c0
+        kept = storage.kept_parts
         self.rectangle, self.storage, self.index = rectangle, storage, self
         slots = spec.state_slots() if spec is not None else ()
         self.parts: Sequence[RowPart] = [
@@ -68,15 +69,14 @@ class HashedTable:
             *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots),
         ]
         state = storage.new_state(spec, 1, width, device)
-        own = [torch.zeros(1, dtype=part.dtype) for part in storage.row_parts[1:]]
+        own = [torch.zeros(1, dtype=part.dtype) for part in kept]
         marks = [torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)]
-        row = [torch.zeros(1, width, dtype=storage.dtype), *own, *state, *marks]
+        row = [torch.zeros(1, storage.columns(width), dtype=storage.dtype), *own, *state, *marks]
         most = min(_MOST_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
         self._grown = GrowingRows(row, max_rows=most, name=f"table {storage.name!r}")
         self.rows = self._grown.tensors[0]
-        self.memory: dict[str, Tensor] = dict(
-            zip([part.name for part in self.parts] + ["", "pins"], self._grown.tensors, strict=True)
-        )
+        names = ["weight", *(part.name for part in kept), *(slot.name for slot in slots), "", "pins"]
+        self.memory: dict[str, Tensor] = dict(zip(names, self._grown.tensors, strict=True))
         """The parts by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many batches in
         flight have a pending one."""
         self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
@@ -88,7 +88,7 @@ class HashedTable:
     @property
     def state(self) -> Sequence[Tensor]:
         """The optimizer state, by slot of the optimizer."""
-        return self._grown.tensors[len(self.storage.row_parts) : -2]
+        return self._grown.tensors[1 + len(self.storage.kept_parts) : -2]
 
     @property
     def num_alive(self) -> int:
@@ -122,7 +122,7 @@ class HashedTable:
         if self.slots.num_live > self.num_alive:
             pending = unique(slots[~self.memory[""][slots]])[0]
             self.memory["pins"][pending] += 1
-        if train:
+        if train and self.storage.is_trainable:
             report = self.books.report
             report.read += len(keys)
             report.hits += len(keys) - int(absent.sum())
@@ -185,8 +185,7 @@ class HashedTable:
             return
         self._grown.grow(int(slots.max()) + 1)
         r = self.rectangle
-        first = self.storage.first_rows(self.ids_of(keys), r.columns)
-        self.rows.data[slots] = first.to(self.rows.dtype)
+        self.rows.data[slots] = self.storage.begin(self.ids_of(keys), r.columns)
         for tensor, begin in zip(self._grown.tensors[1:-1], self._grown.first[1:-1], strict=True):
             tensor[slots] = begin
 
@@ -234,7 +233,19 @@ class HashedTable:
 
     def _new_waiting(self) -> Waiting:
         span, storage = (self.rectangle.r0, self.rectangle.r1), self.storage
-        return waiting_for(storage.keys, storage.max_rows, span, storage.name)
+        keys = storage.keys if storage.is_trainable else replace(storage.keys, admit=None)
+        return waiting_for(keys, storage.max_rows, span, storage.name)
+
+    def places(self, columns: Span) -> Span:
+        """Return where columns of the table lie in the part ``weight`` of the whole table's rows."""
+        return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
+
+    def columns_at(self, places: Span) -> Span:
+        """Return the columns of the table that lie in a part of ``weight``: the inverse of ``places``."""
+        if places == self.places(self.rectangle.columns):
+            return self.rectangle.columns
+        bits = self.storage.bits or 8
+        return places[0] * 8 // bits, places[1] * 8 // bits
 
     @property
     def block_rows(self) -> int:
@@ -243,12 +254,16 @@ class HashedTable:
 
     def gathered(self, slots: Tensor, columns: Span, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return the parts of some rows."""
-        first, end = (column - self.rectangle.c0 for column in columns)
-        found = {}
-        for name in names if names is not None else [part.name for part in self.parts]:
-            part = self.memory[name].detach()[slots]
-            found[name] = part if part.dim() == 1 else part[:, first:end]
-        return found
+        r, storage = self.rectangle, self.storage
+        wanted = list(names) if names is not None else [part.name for part in self.parts]
+        memory = self.memory
+        if storage.bits:
+            rows = memory["weight"].detach()[slots]
+            coded = zip(storage.row_parts, storage.parts(rows, r.c1 - r.c0), strict=True)
+            return cut_columns(
+                {part.name: each for part, each in coded if part.name in wanted}, self, columns
+            )
+        return cut_columns({name: memory[name].detach()[slots] for name in wanted}, self, columns)
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
@@ -270,13 +285,21 @@ class HashedTable:
                 slots[new] = self.slots.insert(keys[new])
                 self._begin(slots[new], keys[new])
             self.revive(slots[~self.memory[""][slots]])
-            first, end = (column - c0 for column in block.columns)
+            first, end = (self.storage.part_column(column - c0) for column in block.columns)
             for name, values in block.parts.items():
-                target = self.memory[name].detach()
+                target = self._target(name)
                 if target.dim() == 1 or end - first == target.shape[1]:
                     target[slots] = values.to(target.dtype)
                 else:
                     target[slots[:, None], torch.arange(first, end)] = values.to(target.dtype)
+
+    def _target(self, part: str) -> Tensor:
+        """Return the memory of a part of the rows, by slot."""
+        if not self.storage.bits:
+            return self.memory[part].detach()
+        names = [each.name for each in self.storage.row_parts]
+        width = self.rectangle.c1 - self.rectangle.c0
+        return self.storage.parts(self.rows.detach(), width)[names.index(part)]
 
     def clear(self) -> None:
         """Forget all rows, and the IDs that wait."""
@@ -305,10 +328,12 @@ class HashedTable:
 
 @dataclass(frozen=True)
 class HashedRows(SideRows):
-    """Rows in fp32, fp16 or bf16 that an index finds. First rows are a function of (seed, table, ID).
+    """Rows of floating-point values or of codes that an index finds.
+
+    First rows are a function of (seed, table, ID); those of codes are rounded by their minimum and maximum.
 
     Args:
-        dtype: of the rows.
+        dtype: of the rows; uint8 for codes.
         keys: the table's choices.
         name: the table's name.
         dim: the width of whole rows.
@@ -324,22 +349,41 @@ class HashedRows(SideRows):
     max_rows: int
     bounds: tuple[float, float]
     init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
-    bits = 0
-    is_trainable = True
+    bits: int = 0
+
+    @property
+    def form(self) -> DenseRows | QuantisedRows:
+        """The same rows without their keys."""
+        return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the rows are floating-point values."""
+        return self.bits == 0
+
+    @property
+    def kept_parts(self) -> tuple[RowPart, ...]:
+        """The parts of a row that the eviction policy keeps."""
+        policy = self.keys.evict
+        return policy.parts if policy is not None and self.is_trainable else ()
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """``weight``, and what the eviction policy keeps."""
-        policy = self.keys.evict
-        return (RowPart("weight", self.dtype, False), *(policy.parts if policy is not None else ()))
+        """The parts of the values, and what the eviction policy keeps."""
+        return (*self.form.row_parts, *self.kept_parts)
+
+    @property
+    def counts(self) -> bool:
+        """Whether IDs that wait for admission are counted."""
+        return self.keys.counts and self.is_trainable
 
     def columns(self, dim: int) -> int:
-        """``dim``."""
-        return dim
+        """The elements of a row."""
+        return self.form.columns(dim)
 
     def part_column(self, column: int) -> int:
-        """``column``."""
-        return column
+        """The place of a column in the part ``weight``."""
+        return self.form.part_column(column)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """The memory of the parameter, which has no rows."""
@@ -351,22 +395,22 @@ class HashedRows(SideRows):
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
         """Rows, and what the policy keeps of them."""
-        own = sum(part.dtype.itemsize for part in self.row_parts[1:])
-        return num_rows * (dim * self.dtype.itemsize + own)
+        own = sum(part.dtype.itemsize for part in self.kept_parts)
+        return self.form.num_bytes(num_rows, dim) + num_rows * own
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
         """As of ordinary rows."""
-        return DenseRows(self.dtype).new_state(spec, num_rows, dim, device)
+        return self.form.new_state(spec, num_rows, dim, device)
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """The rows."""
-        return [rows]
+        """The parts of the values."""
+        return self.form.parts(rows, dim)
 
     def encode(self, numbers: Tensor) -> Tensor:
         """In this type."""
-        return numbers.to(self.dtype)
+        return self.form.encode(numbers)
 
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
@@ -389,6 +433,18 @@ class HashedRows(SideRows):
         digest = hashlib.blake2b(f"{self.keys.seed}\n{self.name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2
 
+    def begin(self, ids: Tensor, columns: Span) -> Tensor:
+        """Return the first rows as they lie in memory; codes have the scale and bias of the whole row."""
+        if not self.bits or columns == (0, self.dim):
+            return self.encode(self.first_rows(ids, columns))
+        width = columns[1] - columns[0]
+        found = torch.zeros(len(ids), self.columns(width), dtype=self.dtype)
+        whole = self.parts(self.encode(self.first_rows(ids)), self.dim)
+        first, end = map(self.part_column, columns)
+        for target, part in zip(self.parts(found, width), whole, strict=True):
+            target.copy_(part if part.dim() == 1 else part[:, first:end])
+        return found
+
     def first_rows(self, ids: Tensor, columns: Span | None = None) -> Tensor:
         """Return the first values of rows, fp32 [N, columns]."""
         first, end = columns or (0, self.dim)
@@ -403,6 +459,12 @@ class HashedRows(SideRows):
                 self.init_fn(row)
                 found[number] = row[0, first:end]
         return found
+
+
+def cut_columns(parts: Mapping[str, Tensor], table: HashedTable, columns: Span) -> dict[str, Tensor]:
+    """Return some columns of the parts of a table's rows."""
+    first, end = (table.storage.part_column(column - table.rectangle.c0) for column in columns)
+    return {name: part if part.dim() == 1 else part[:, first:end] for name, part in parts.items()}
 
 
 def _span(keys: range) -> Span:
