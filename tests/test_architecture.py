@@ -41,7 +41,6 @@ LONGER_FUNCTIONS = {
     "ops.dist.triton.route_ids",  # kernels with their launch
     "ops.dist.wire_triton_kernels.encode_rows",
     "ops.tbe.triton_kernels.update_runs",
-    "serve.requests.checked",
 }
 
 # From the ground up. A room imports rooms below it, and of its own floor those that do not import it back.
@@ -108,6 +107,7 @@ CPP_TESTS = {
     "predict.cpp": ["tests/export/test_runtime.py"],
     "predictor.cpp": ["tests/export/test_runtime.py"],
     "records.cpp": ["tests/ops/records/test_records.py"],
+    "ring.cpp": ["tests/ops/records/test_records.py"],
     "register.cpp": ["tests/test_architecture.py"],
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "host/mapping.h"
 #include "host/memory.h"
 #include "tbe/batch.h"
 
@@ -130,6 +131,21 @@ std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optiona
   return {clean, counts};
 }
 
+// Requests the rows that have to come from a disk, all of them before the first is read.
+void request_missing(const Batch& batch, const Weights& weights) {
+  for (const Lookup& lookup : batch.lookups) {
+    if (lookup.table < 0 || !is_partly_in_memory(weights.data[lookup.table])) continue;
+    const auto* const table = static_cast<const char*>(weights.data[lookup.table]);
+    const int64_t row_bytes = weights.row_bytes[lookup.table];
+    std::vector<const char*> rows;
+    for (int64_t i = lookup.first_id; i < lookup.first_id + lookup.num_ids; ++i) {
+      const int64_t id = batch.id(i);
+      if (id >= 0 && id < weights.num_rows[lookup.table]) rows.push_back(table + id * row_bytes);
+    }
+    request_rows(rows, row_bytes);
+  }
+}
+
 }  // namespace
 
 Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_t out_size,
@@ -141,6 +157,7 @@ Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_
   Tensor result = empty_buffer(size, ScalarType::Float);
   float* out = static_cast<float*>(result.mutable_data_ptr());
 
+  request_missing(batch, weights);
   const std::vector<Piece> pieces = cut(batch);
   const int64_t none = batch.lookups.size();
   std::atomic<int64_t> bad_id{none}, bad_weight{none};

@@ -47,6 +47,7 @@ from meshrec.export.manifest import (
     interface_of,
     layout_of,
 )
+from meshrec.export.next_items import RankedItems
 from meshrec.export.program import DENSE, Program, example_inputs, exported
 from meshrec.export.raw_values import RawValues
 from meshrec.export.signing import read_private_key, sign_package
@@ -75,6 +76,7 @@ def export(
     scores: Callable[[Tensor], Tensor] | None = torch.sigmoid,
     shared: Sequence[str] = (),
     raw: RawValues | None = None,
+    items: RankedItems | None = None,
     rounding: str | None = None,
     about: Mapping[str, Any] | None = None,
     compile: bool = True,
@@ -98,6 +100,7 @@ def export(
         shared: features of a user, or "dense", that many items are ranked for: a second program looks them up
             once a request. The scores are those of the same features repeated for each item.
         raw: turns raw values into ids and dense values; requests may then contain raw values.
+        items: the items to recommend by the vectors that the model gives; servers then answer ``/recommend``.
         rounding: how quantised tables were rounded (`meshrec.quant.Rounding`): deltas are rounded alike.
         about: what the manifest shall say of the weights, such as their run and step.
         compile: compile the program for this machine (needs a C++ compiler); without it, or where no compiler
@@ -166,6 +169,8 @@ def export(
             _log.warning("the package %s holds no compiled program (%s): Python serves it", folder, why_not)
         if raw is not None:
             raw.save(parts)
+        if items is not None:
+            items.save(parts)
         _write_weights(parts / WEIGHTS, contents, records)
         finish(parts, {**manifest, "compiled": why_not is None}, key)
     return folder

@@ -24,6 +24,7 @@ from meshrec.export.manifest import (
     check_package,
     read_manifest,
 )
+from meshrec.export.next_items import ITEMS, RankedItems
 from meshrec.export.package import isa, operators
 from meshrec.export.program import DENSE
 from meshrec.export.raw_values import FITTED, RawValues
@@ -49,6 +50,9 @@ class Predictor:
         public_key: PEM file of the ed25519 public key that must have signed the package.
         copy_weights: copy the weights into memory of this process instead of mapping the file. What happens
             to the file afterwards does not matter then.
+        larger_than_memory: whether the weights do not fit into memory, so that lookups should request all
+            their rows from the disk before they read the first. None: compare the file with the memory that
+            this process may use.
 
     Attributes:
         folder: the package.
@@ -79,6 +83,7 @@ class Predictor:
         verify: bool = True,
         public_key: str | Path | None = None,
         copy_weights: bool = False,
+        larger_than_memory: bool | None = None,
     ) -> None:
         if not isinstance(package, CheckedPackage):
             package = check_package(package, verify=verify, public_key=public_key)
@@ -95,7 +100,13 @@ class Predictor:
         self.hashed: dict[str, dict[str, Any]] = manifest.get("hashed", {})
         self.about: dict[str, Any] = manifest["about"]
         records = [WeightRecord(**record) for record in manifest["weights"]]
-        self._weights = Weights(self.folder / WEIGHTS, records, private=copy_weights, digest=digest)
+        self._weights = Weights(
+            self.folder / WEIGHTS,
+            records,
+            private=copy_weights,
+            larger_than_memory=larger_than_memory,
+            digest=digest,
+        )
         self.weights = {r.name: w for r, w in zip(records, self._weights.tensors, strict=True)}
         reason = _why_not_compiled(manifest)
         self.is_compiled = reason is None
@@ -109,6 +120,13 @@ class Predictor:
     def raw(self) -> RawValues | None:
         """The conversion of raw values to ids and dense values; None if the package has none."""
         found = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
+        self._check_same()
+        return found
+
+    @functools.cached_property
+    def items(self) -> RankedItems | None:
+        """The items that the package recommends; None if it recommends none."""
+        found = RankedItems.load(self.folder) if ITEMS in self._manifest["sha256"] else None
         self._check_same()
         return found
 

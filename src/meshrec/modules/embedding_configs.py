@@ -132,11 +132,6 @@ class BaseEmbeddingConfig:
     keys: Hashed | None = None
 
     def __post_init__(self) -> None:
-        if self.storage is not None and self.keys is not None:
-            raise ValueError(
-                f"table {self.name!r} has keys=Hashed(...) and storage=FileRows(...), which do not go "
-                "together yet. Leave out one of the two."
-            )
         if self.storage is not None and (not isinstance(self.storage, FileRows) or self.data_type.bits):
             raise ValueError(
                 f"table {self.name!r}: storage={self.storage!r} with data_type {self.data_type}. A storage "

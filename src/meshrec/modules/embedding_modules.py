@@ -1,6 +1,7 @@
 """Collections of embedding tables, looked up together: pooled (bags) and as sequences."""
 
 import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -406,7 +407,10 @@ def _held(
     """Make the module that holds a quantised or hashed table; return None for other tables."""
     storage = storage_of(config)
     if isinstance(storage, HashedRows):
-        return HashedHolder(storage, _as_device(device))
+        where = _as_device(device)
+        if storage.file is not None and (where is None or where.type != "meta"):
+            raise ValueError(no_room(config, where))
+        return HashedHolder(dataclasses.replace(storage, file=None), where)  # it has no rows yet
     if storage.is_trainable:
         return None
     return QuantisedTable(storage, config.embedding_dim, make_weight(config, _as_device(device)))

@@ -253,6 +253,7 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
             bounds=config.init_bounds,
             init_fn=config.init_fn,
             bits=config.data_type.bits,
+            file=config.storage,
         )
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype

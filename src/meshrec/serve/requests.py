@@ -146,21 +146,10 @@ def checked(
             num_samples = len(dense) if dense.ndim else 0
         else:
             num_samples = len(lengths[own[0]]) if own and lengths[own[0]].ndim else 0
-    if dense is None:
-        dense = np.zeros((1 if DENSE in shared else num_samples, 0), np.float32)
     num_rows = 1 if DENSE in shared else num_samples
-    if dense.shape != (num_rows, signature.num_dense):
-        rows = "1" if DENSE in shared else "samples"
-        raise RequestError(
-            f"dense must be of shape [{rows}, {signature.num_dense}], got {list(dense.shape)} for "
-            f"{num_samples} samples."
-        )
-    finite = np.isfinite(dense)
-    if not finite.all():
-        sample, column = (int(each[0]) for each in np.nonzero(~finite))
-        raise RequestError(
-            f"dense value {column} of sample {sample} is {dense[sample, column]}; it must be a finite number."
-        )
+    if dense is None:
+        dense = np.zeros((num_rows, 0), np.float32)
+    _check_dense(dense, num_rows, signature.num_dense)
     _check_lengths(own, num_samples, values, lengths)
     _check_lengths([feature for feature in signature.features if feature in shared], 1, values, lengths)
     values_F = [values[feature] for feature in signature.features]
@@ -185,6 +174,21 @@ def checked(
         dense = np.repeat(dense, num_samples, axis=0)
     group = np.zeros(num_samples, np.int64) if kept else None
     return Request(dense, values_F, lengths_F, group)
+
+
+def _check_dense(dense: Floats, num_rows: int, num_dense: int) -> None:
+    """Raise RequestError unless the values are finite numbers [num_rows, num_dense]."""
+    if dense.shape != (num_rows, num_dense):
+        raise RequestError(
+            f"dense must be of shape [{num_rows}, {num_dense}], a row for each sample, or 1 where samples "
+            f"share it, got {list(dense.shape)}."
+        )
+    finite = np.isfinite(dense)
+    if not finite.all():
+        sample, column = (int(each[0]) for each in np.nonzero(~finite))
+        raise RequestError(
+            f"dense value {column} of sample {sample} is {dense[sample, column]}; it must be a finite number."
+        )
 
 
 def joined(requests: Sequence[Request]) -> Request:

@@ -27,10 +27,14 @@ from meshrec.ops.first_rows import uniform_rows
 from meshrec.ops.index import HashIndex, mix, unique, unmix
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
+from meshrec.tables.file_hashed import CachedKeys, HashedFile
+from meshrec.tables.file_rows import FileRows
 from meshrec.tables.growing import GrowingRows
 from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
+from meshrec.tables.hashed_parts import columns_at, cut_columns, read_parts, write_parts
 from meshrec.tables.index import Index, Resolved
+from meshrec.tables.row_log import RowLog
 from meshrec.tables.storage import DenseRows, QuantisedRows, SideRows
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
 from meshrec.tables.waiting import Waiting, in_span, waiting_for
@@ -61,24 +65,27 @@ class HashedTable:
         device: torch.device | None,
     ) -> None:
         width = rectangle.c1 - rectangle.c0
-        kept = storage.kept_parts
-        self.rectangle, self.storage, self.index = rectangle, storage, self
+        self.rectangle, self.storage = rectangle, storage
         slots = spec.state_slots() if spec is not None else ()
         self.parts: Sequence[RowPart] = [
             *storage.row_parts,
             *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots),
         ]
-        state = storage.new_state(spec, 1, width, device)
-        own = [torch.zeros(1, dtype=part.dtype) for part in kept]
-        marks = [torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)]
-        row = [torch.zeros(1, storage.columns(width), dtype=storage.dtype), *own, *state, *marks]
+        row = {"weight": torch.zeros(1, storage.columns(width), dtype=storage.dtype)}
+        row |= dict(
+            zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True)
+        )
         most = min(_MOST_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
-        self._grown = GrowingRows(row, max_rows=most, name=f"table {storage.name!r}")
-        self.rows = self._grown.tensors[0]
-        names = ["weight", *(part.name for part in kept), *(slot.name for slot in slots), "", "pins"]
-        self.memory: dict[str, Tensor] = dict(zip(names, self._grown.tensors, strict=True))
-        """The parts by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many batches in
-        flight have a pending one."""
+        self.file = HashedFile.of(self.parts, row, rectangle, storage, most) if storage.file else None
+        """The weights and optimizer state, if they are in a file; see [Note: hashed rows in a file]."""
+        if storage.dtype.itemsize == 2 and self.file is None:
+            row["key"] = torch.zeros(1, dtype=torch.int64)
+        row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.kept_parts}
+        row |= {"": torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
+        self._grown = GrowingRows(list(row.values()), max_rows=most, name=f"table {storage.name!r}")
+        self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
+        """The parts in memory by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many
+        batches in flight have a pending one; 16-bit rows have their ``key``, by which they are rounded."""
         self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
         self.waiting = self._new_waiting()
         self.in_flight: WeakSet[PinnedRows] = WeakSet()
@@ -86,9 +93,26 @@ class HashedTable:
         self.books = Books()
 
     @property
+    def rows(self) -> Tensor:
+        """The memory that the kernels read: all rows, or the cache of a file."""
+        return self.memory["weight"] if self.file is None else self.file.table.rows
+
+    @property
     def state(self) -> Sequence[Tensor]:
         """The optimizer state, by slot of the optimizer."""
-        return self._grown.tensors[1 + len(self.storage.kept_parts) : -2]
+        if self.file is not None:
+            return self.file.table.state
+        return [self.memory[part.name] for part in self.parts[len(self.storage.row_parts) :]]
+
+    @property
+    def slot_keys(self) -> Tensor | None:
+        """The key of each slot, of 16-bit rows in memory."""
+        return self.memory.get("key")
+
+    @property
+    def index(self) -> Index:
+        """The table itself, or what finds its rows in the cache of a file."""
+        return self if self.file is None else CachedKeys(self.resolve, self.file.slot_keys)
 
     @property
     def num_alive(self) -> int:
@@ -128,7 +152,10 @@ class HashedTable:
             report.hits += len(keys) - int(absent.sum())
         pin = PinnedRows(self, slots, pending, self.released)
         self.in_flight.add(pin)
-        return Resolved(slots, pin)
+        if self.file is None:
+            return Resolved(slots, pin)
+        cached, pin.arriving = self.file.resolve(slots, keys, train=train)
+        return Resolved(cached, pin)
 
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the key that has each slot."""
@@ -170,6 +197,8 @@ class HashedTable:
             pin.pending = torch.cat([pin.pending, held])
             self.memory["pins"][held] += 1
         held = self.memory["pins"][slots] > 0
+        if self.file is not None:
+            self.file.table.log(slots.sort().values)
         self._begin(slots[held], keys[held])
         self._free(slots[~held])
         self.books.report.live -= len(slots)
@@ -185,13 +214,18 @@ class HashedTable:
             return
         self._grown.grow(int(slots.max()) + 1)
         r = self.rectangle
-        self.rows.data[slots] = self.storage.begin(self.ids_of(keys), r.columns)
-        for tensor, begin in zip(self._grown.tensors[1:-1], self._grown.first[1:-1], strict=True):
-            tensor[slots] = begin
+        given = {"weight": self.storage.begin(self.ids_of(keys), r.columns), "key": keys}
+        for (name, tensor), begin in zip(self.memory.items(), self._grown.first, strict=True):
+            if name != "pins":
+                tensor.data[slots] = given.get(name, begin)
+        if self.file is not None:
+            self.file.begin(slots, given["weight"])
 
     def _free(self, slots: Tensor) -> None:
         if len(slots):
             self.slots.remove(self.keys_of(slots))
+            if self.file is not None:
+                self.file.table.drop(slots.sort().values)
 
     # ---- streams ----------------------------------------------------------------------------------
 
@@ -242,28 +276,31 @@ class HashedTable:
 
     def columns_at(self, places: Span) -> Span:
         """Return the columns of the table that lie in a part of ``weight``: the inverse of ``places``."""
-        if places == self.places(self.rectangle.columns):
-            return self.rectangle.columns
-        bits = self.storage.bits or 8
-        return places[0] * 8 // bits, places[1] * 8 // bits
+        return columns_at(places, self.storage, self.rectangle)
 
     @property
     def block_rows(self) -> int:
         """The number of rows of a block."""
         return max(1, _BLOCK_BYTES // max(1, self.rows[:1].nbytes))
 
-    def gathered(self, slots: Tensor, columns: Span, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the parts of some rows."""
+    def gathered(
+        self,
+        slots: Tensor,
+        columns: Span,
+        names: Iterable[str] | None = None,
+        frozen: RowLog | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the parts of some rows; ``frozen``: as this snapshot of the file has them."""
         r, storage = self.rectangle, self.storage
         wanted = list(names) if names is not None else [part.name for part in self.parts]
-        memory = self.memory
-        if storage.bits:
-            rows = memory["weight"].detach()[slots]
-            coded = zip(storage.row_parts, storage.parts(rows, r.c1 - r.c0), strict=True)
-            return cut_columns(
-                {part.name: each for part, each in coded if part.name in wanted}, self, columns
-            )
-        return cut_columns({name: memory[name].detach()[slots] for name in wanted}, self, columns)
+        found = read_parts(self.memory, slots, wanted, storage, r.c1 - r.c0)
+        if self.file is not None and len(found) < len(wanted):
+            found |= self.file.read(slots, frozen)
+        return cut_columns({name: found[name] for name in wanted}, storage, r, columns)
+
+    def freeze(self) -> RowLog | None:
+        """Return a snapshot of the rows in the file; None if a fork freezes all rows."""
+        return None if self.file is None else self.file.table.snapshot()
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
@@ -273,33 +310,27 @@ class HashedTable:
             ValueError: there would be more rows than the table may have.
         """
         self.release()
-        c0 = self.rectangle.c0
         for block in blocks:
-            keys = block.keys if isinstance(block.keys, Tensor) else torch.arange(*_span(block.keys))
+            keys = block.keys if isinstance(block.keys, Tensor) else torch.tensor(list(block.keys))
             if "waiting" in block.parts:
                 self.waiting.load(keys, block.parts["waiting"])
                 continue
             slots = self.slots.find(keys)
-            new = slots < 0
-            if bool(new.any()):
-                slots[new] = self.slots.insert(keys[new])
-                self._begin(slots[new], keys[new])
-            self.revive(slots[~self.memory[""][slots]])
-            first, end = (self.storage.part_column(column - c0) for column in block.columns)
-            for name, values in block.parts.items():
-                target = self._target(name)
-                if target.dim() == 1 or end - first == target.shape[1]:
-                    target[slots] = values.to(target.dtype)
-                else:
-                    target[slots[:, None], torch.arange(first, end)] = values.to(target.dtype)
+            absent = slots < 0
+            if bool(absent.any()):
+                slots[absent] = self.slots.insert(keys[absent])
+            self._grown.grow(1 + int(slots.max()) if len(slots) else 0)
+            new = ~self.memory[""][slots]
+            self._begin(slots[new], keys[new])
+            self.revive(slots[new])
+            if self.file is not None:
+                self.file.load(slots, block.columns, block.parts)
+            write_parts(self.memory, slots, block, self.storage, self.rectangle)
 
-    def _target(self, part: str) -> Tensor:
-        """Return the memory of a part of the rows, by slot."""
-        if not self.storage.bits:
-            return self.memory[part].detach()
-        names = [each.name for each in self.storage.row_parts]
-        width = self.rectangle.c1 - self.rectangle.c0
-        return self.storage.parts(self.rows.detach(), width)[names.index(part)]
+    def reserve(self, keys: Tensor) -> None:
+        """Give keys without a slot, ascending, the slots of the rows that will be loaded for them."""
+        self.release()
+        self.slots.insert(keys)
 
     def clear(self) -> None:
         """Forget all rows, and the IDs that wait."""
@@ -323,7 +354,7 @@ class HashedTable:
 
     def snapshot(self) -> RowsSnapshot:
         """Return the rows as they are now, for the forked process that writes a checkpoint."""
-        return self.at_rest()
+        return self.at_rest().snapshot()
 
 
 @dataclass(frozen=True)
@@ -340,6 +371,8 @@ class HashedRows(SideRows):
         max_rows: the number of rows that the table may have.
         bounds: the least first value, and the end.
         init_fn: draws first rows instead, one row ``[1, dim]`` at a time, from torch's default generator.
+        bits: of a code; 0 for floating-point values.
+        file: where weights and optimizer state are, if they are not in memory.
     """
 
     dtype: torch.dtype
@@ -350,6 +383,12 @@ class HashedRows(SideRows):
     bounds: tuple[float, float]
     init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
     bits: int = 0
+    file: FileRows | None = None
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether rows are in a file."""
+        return self.file is not None
 
     @property
     def form(self) -> DenseRows | QuantisedRows:
@@ -459,13 +498,3 @@ class HashedRows(SideRows):
                 self.init_fn(row)
                 found[number] = row[0, first:end]
         return found
-
-
-def cut_columns(parts: Mapping[str, Tensor], table: HashedTable, columns: Span) -> dict[str, Tensor]:
-    """Return some columns of the parts of a table's rows."""
-    first, end = (table.storage.part_column(column - table.rectangle.c0) for column in columns)
-    return {name: part if part.dim() == 1 else part[:, first:end] for name, part in parts.items()}
-
-
-def _span(keys: range) -> Span:
-    return keys.start, keys.stop
