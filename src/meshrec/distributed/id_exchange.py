@@ -77,7 +77,7 @@ class SortedIdExchange:
             size = packed.numel() / max(len(ids), 1)
             self._choose(
                 pays(one, other),
-                f"packed, they take {size:.2f} bytes each in place of {ids.element_size()}, and "
+                f"packing them takes {size:.2f} bytes each in place of {ids.element_size()}, and "
                 f"{other:.2f} ms in place of {one:.2f} ms",
             )
         return send_packed() if self.packs else send_plain(), counts
