@@ -408,10 +408,12 @@ def _first_blocks(
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
-    if source.rows is not None:
-        yield from source.rows.stream((c0, c1), keys=(r0, r1))
-        return
     names = [part.name for part in storage.row_parts]
+    if source.rows is not None:
+        wanted = {*names, "waiting", *(slot.name for slot in (rule.spec.state_slots() if rule else ()))}
+        for each in source.rows.stream((c0, c1), keys=(r0, r1)):
+            yield each._replace(parts={name: part for name, part in each.parts.items() if name in wanted})
+        return
 
     def block(first: int, end: int, tensors: Mapping[str, Tensor], rows: slice) -> RowBlock:
         return RowBlock(range(first, end), (c0, c1), cut(storage, tensors, rows, (c0, c1)))

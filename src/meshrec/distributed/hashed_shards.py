@@ -59,7 +59,7 @@ class HashedParts:
             part.name: part_at_rest(part.name, part.dtype, part.per_row) for part in self.storage.row_parts
         }
         found[IDS] = part_at_rest(IDS, torch.int64, True)
-        if self.storage.keys.counts:
+        if self.storage.counts:
             found |= self._whole_counts()
         return found
 
@@ -134,11 +134,11 @@ class HashedParts:
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
 
         def placed(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-            rows = [place(each) for each in rectangles]
-            return [each._replace(r0=r0, r1=r1) for each, (r0, r1) in zip(rectangles, rows, strict=True)]
+            return [Rectangle(each.table, *place(each), *map(column, each.columns)) for each in rectangles]
 
+        column = self.storage.part_column
         end = place(Rectangle(0, *self._shards.table.keys, 0, 0))[1]
-        size = [end] if per_row else [end, self._shards.table.dim]
+        size = [end] if per_row else [end, column(self._shards.table.dim)]
         holders = [placed(each) for each in self._shards.holders]
         # DCP tells pieces apart by where they begin, and so do empty ones and those that follow them.
         own = [

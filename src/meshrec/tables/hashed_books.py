@@ -14,6 +14,8 @@ class PinnedRows:
 
     def __init__(self, table: object, slots: Tensor, pending: Tensor, released: deque[Tensor]) -> None:
         self.table, self.slots, self.pending = table, slots, pending
+        self.arriving: object = None
+        """The pin of the rows in the cache of a file; an ``ArrivingRows``."""
         self._released = released
 
     def __del__(self) -> None:

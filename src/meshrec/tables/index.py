@@ -104,7 +104,7 @@ def slots_of(
 
 
 def pin(slots: Tensor, pins: Sequence[object]) -> None:
-    """Let slots keep their pins: whoever has the tensor has them."""
+    """Store the pins of slots in their tensor: whoever has the tensor has them."""
     vars(slots)["_pins"] = pins
 
 
