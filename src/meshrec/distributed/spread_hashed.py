@@ -46,6 +46,7 @@ class SpreadHashed(TableHolder):
         for table in self.tables:
             begin, end = table.places(table.rectangle.columns)
             for block in table.stream():
+                assert isinstance(block.keys, Tensor)
                 for name, values in block.parts.items():
                     if name in found:
                         rows = torch.searchsorted(keys, block.keys)

@@ -15,6 +15,7 @@ from meshrec.compat.bridge.embeddings import names_by_table
 from meshrec.compat.bridge.quant_lookups import mean_of, rows_within
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedTensor
 from meshrec.distributed.build import ModuleParts
+from meshrec.distributed.spread_hashed import SpreadHashed
 from meshrec.distributed.spread_table import SpreadTable
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules.embedding_configs import PoolingType
@@ -116,7 +117,12 @@ def record_sequences(
     return result
 
 
-def _parts(shards: TableShards | SpreadTable) -> Iterator[_Part]:
+def _parts(shards: TableShards | SpreadTable | SpreadHashed) -> Iterator[_Part]:
+    if isinstance(shards, SpreadHashed):
+        raise ValueError(
+            f"table {shards.storage.name!r} keeps its rows outside of its parameters, and a recorded "
+            "program has parameters alone. Export the model with meshrec.export.export."
+        )
     if isinstance(shards, TableShards):
         # Not by name: while torch.fx records, an attribute that is a parameter is a proxy.
         weight = shards._parameters["weight"]
