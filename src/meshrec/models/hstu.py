@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, ItemCatalogue
 from meshrec.models.next_item import SampledSoftmax
-from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all
+from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all, kept_shape
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 # B samples, N items of all histories, D embedding width, V width of queries
@@ -101,7 +101,7 @@ class HSTU(HistoryModel):
     @property
     def kept_shape(self) -> tuple[int, int]:
         """The number of layers, and the width of a token's keys and values in one of them."""
-        return len(self.blocks), self.blocks[0].kept_width
+        return kept_shape(self.blocks)
 
     def advance(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> AdvancedHistories:
         """Return a query for each history, from what was kept of its first tokens; equal to `query_vectors`.

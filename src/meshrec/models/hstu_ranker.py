@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.models.hstu import KeptTokens
-from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all
+from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all, kept_shape
 from meshrec.ops.attention import Mask
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -27,14 +27,21 @@ class RankerFeatures(NamedTuple):
     contextual: tuple[str, ...]
     """Attributes of the user: one ID in every sample."""
     history: tuple[str, ...]
-    """What describes the items of the history, oldest first; all of one length."""
+    """Descriptions of the items of the history, oldest first; all of one length."""
     candidates: tuple[str, ...]
-    """What describes the candidates, in the order and with the tables of ``history``. A sample may have
+    """Descriptions of the candidates, in the order and with the tables of ``history``. A sample may have
     several candidates."""
     actions: tuple[str, ...] = ()
-    """What the user did with the items of the history."""
+    """Actions of the user on the items of the history."""
     times: str | None = None
     """The times of the history's items, and then of the candidates, in seconds. No table reads them."""
+
+
+class _Most(NamedTuple):
+    """The largest numbers of items in a history, and of candidates of a sample."""
+
+    items: int
+    candidates: int
 
 
 class HSTURanker(nn.Module):
@@ -73,22 +80,9 @@ class HSTURanker(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        widths = {
-            feature: config.embedding_dim
-            for config in embedding_collection.embedding_configs()
-            for feature in config.feature_names
-        }
-        read = [*features.contextual, *features.history, *features.candidates, *features.actions]
-        missing = [name for name in read if name not in widths]
-        of_items = [[widths.get(name) for name in names] for names in (features.history, features.candidates)]
-        if missing or not features.history or of_items[0] != of_items[1]:
-            raise ValueError(
-                f"the tables lack the features {missing}; the history {list(features.history)} has rows of "
-                f"widths {of_items[0]} and the candidates {list(features.candidates)} of {of_items[1]}. Give "
-                "both the same tables in the same order, and at least one."
-            )
+        widths = _checked_widths(embedding_collection, features)
         self.embedding_collection = embedding_collection
-        self.features, self._max_length, self._max_candidates = features, max_length, max_candidates
+        self.features, self._most = features, _Most(max_length, max_candidates)
         self._keys = [
             name for each in embedding_collection.embedding_configs() for name in each.feature_names
         ]
@@ -157,7 +151,7 @@ class HSTURanker(nn.Module):
         times = self._times(sparse_features, before_B, None)
         tokens = Tokens.after(torch.zeros_like(before_B), before_B)._replace(timestamps_N=times)
         values = self._history(found, before_B)
-        nothing = values.new_zeros(0, len(self.blocks), self.blocks[0].kept_width)
+        nothing = values.new_zeros(0, *kept_shape(self.blocks))
         return KeptTokens(extend_all(self.blocks, values, nothing, tokens)[1], before_B)
 
     def score(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> Tensor:
@@ -206,10 +200,10 @@ class HSTURanker(nn.Module):
             **dict.fromkeys([*self.features.history, *self.features.actions], lengths_B),
         }
         _check_lengths(found, expected)
-        if len(lengths_B) and int(lengths_B.max()) > self._max_length:
+        if len(lengths_B) and int(lengths_B.max()) > self._most.items:
             raise ValueError(
                 f"sample {int(lengths_B.argmax())} has a history of {int(lengths_B.max())} items, and "
-                f"max_length is {self._max_length}. Cut histories where they are read, or raise max_length."
+                f"max_length is {self._most.items}. Cut histories where they are read, or raise max_length."
             )
         return lengths_B + context_B * len(self.features.contextual)
 
@@ -241,10 +235,10 @@ class HSTURanker(nn.Module):
         """
         after_B = found[self.features.candidates[0]].lengths().long()
         _check_lengths(found, dict.fromkeys(self.features.candidates, after_B))
-        if len(after_B) and int(after_B.max()) > self._max_candidates:
+        if len(after_B) and int(after_B.max()) > self._most.candidates:
             raise ValueError(
                 f"sample {int(after_B.argmax())} has {int(after_B.max())} candidates, and max_candidates is "
-                f"{self._max_candidates}. Give fewer, or raise max_candidates."
+                f"{self._most.candidates}. Give fewer, or raise max_candidates."
             )
         rows = torch.cat([found[name].values() for name in self.features.candidates], dim=1)
         tokens: Tensor = self.drop(self.content(rows) + self.target)
@@ -280,6 +274,25 @@ class HSTURanker(nn.Module):
         values = torch.cat([given.values().long(), offsets.new_zeros(1)])
         has_time = (place_N >= 0) | (history_B[sample_N] > 0)
         return torch.where(has_time, values[at_N.clamp(max=len(values) - 1)], 0)
+
+
+def _checked_widths(embedding_collection: EmbeddingCollection, features: RankerFeatures) -> dict[str, int]:
+    """Check that tables and features fit each other, and return the widths of the rows of each feature."""
+    widths = {
+        feature: config.embedding_dim
+        for config in embedding_collection.embedding_configs()
+        for feature in config.feature_names
+    }
+    read = [*features.contextual, *features.history, *features.candidates, *features.actions]
+    missing = [name for name in read if name not in widths]
+    of_items = [[widths.get(name) for name in names] for names in (features.history, features.candidates)]
+    if missing or not features.history or of_items[0] != of_items[1]:
+        raise ValueError(
+            f"the tables lack the features {missing}; the history {list(features.history)} has rows of "
+            f"widths {of_items[0]} and the candidates {list(features.candidates)} of {of_items[1]}. Give "
+            "both the same tables in the same order, and at least one."
+        )
+    return widths
 
 
 def _check_lengths(found: dict[str, JaggedTensor], expected: dict[str, Tensor]) -> None:

@@ -1,7 +1,6 @@
 """HSTU: gated attention over jagged histories, with a pointwise SiLU in place of a softmax."""
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,14 +16,14 @@ class Tokens(NamedTuple):
     """The tokens of all samples: where they lie, and which of them are new."""
 
     offsets_B1: Tensor
-    """Where each sample begins, and N; int64 [B + 1]."""
+    """The place where each sample begins, and N; int64 [B + 1]."""
     timestamps_N: Tensor | None = None
     """The times of the tokens in seconds, int64."""
     num_targets_B: Tensor | None = None
     """The number of targets at the end of each sample, int64 [B]; None: no targets."""
     new_offsets_B1: Tensor | None = None
-    """Where the new tokens of each sample begin among all new ones, and M. They are its last ones. None: all
-    tokens are new."""
+    """The places where the new tokens of each sample begin among all new ones, and M. New tokens are the last
+    ones of a sample. None: all tokens are new."""
     order_N: Tensor | None = None
     """The place of each token among the kept tokens of all samples, followed by the new ones. None: they are
     in order, as those of a single sample are.
@@ -176,8 +175,15 @@ def _bias(size: int, device: torch.device | None) -> nn.Parameter | None:
     return nn.Parameter(nn.init.normal_(torch.empty(size, device=device), std=0.02)) if size else None
 
 
+def kept_shape(blocks: nn.ModuleList) -> tuple[int, int]:
+    """Return the number of layers, and the width of a token's keys and values in one of them."""
+    block = blocks[0]
+    assert isinstance(block, HSTUBlock)
+    return len(blocks), block.kept_width
+
+
 def extend_all(
-    blocks: Iterable[HSTUBlock], tokens_ME: Tensor, kept: Tensor, tokens: Tokens
+    blocks: nn.ModuleList, tokens_ME: Tensor, kept: Tensor, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
     """Map new tokens through layers, as `HSTUBlock.extend` does.
 
@@ -191,6 +197,7 @@ def extend_all(
     """
     found = []
     for layer, block in enumerate(blocks):
+        assert isinstance(block, HSTUBlock)
         tokens_ME, own = block.extend(tokens_ME, kept[:, layer], tokens)
         found.append(own)
     return tokens_ME, torch.stack(found, dim=1)

@@ -1,4 +1,4 @@
-"""What is kept of users' histories between requests, within a limit of bytes."""
+"""Keys and values of users' histories that are kept between requests, within a limit of bytes."""
 
 import threading
 from collections import OrderedDict
@@ -14,7 +14,7 @@ _OVERHEAD = 1024
 """Bytes that an entry takes beside its arrays."""
 
 
-class _Entry(NamedTuple):
+class _KeptHistory(NamedTuple):
     version: str
     history: tuple[Ints, ...]
     rows: Tensor
@@ -41,7 +41,7 @@ class KeptHistories:
         if max_bytes < 0:
             raise ValueError(f"max_bytes is {max_bytes}; it must be 0, which keeps nothing, or more.")
         self._max_bytes, self._num_bytes = max_bytes, 0
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _KeptHistory] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -78,7 +78,7 @@ class KeptHistories:
 
     def keep(self, user: Hashable, history: Sequence[Ints], version: str, rows: Tensor) -> None:
         """Keep the rows of a history instead of what was kept of the user."""
-        entry = _Entry(version, tuple(each.copy() for each in history), rows.clone())
+        entry = _KeptHistory(version, tuple(each.copy() for each in history), rows.clone())
         with self._lock:
             self._drop(user)
             if entry.num_bytes > self._max_bytes:
@@ -89,7 +89,7 @@ class KeptHistories:
                 self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:
-        """Drop everything, as where a model is loaded again."""
+        """Remove everything, as where a model is loaded again."""
         with self._lock:
             self._entries.clear()
             self._num_bytes = 0
