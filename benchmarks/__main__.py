@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import (
+    attention,
+    balance,
     checkpoint,
     criteo_wall,
     default_model,
@@ -14,6 +16,7 @@ from benchmarks import (
     import_time,
     index,
     inspect_auc,
+    kept_histories,
     layouts,
     nbit,
     planner,
@@ -36,6 +39,18 @@ from benchmarks.harness import Effort, Result, bars_table, save
 
 def run_tbe(arguments: argparse.Namespace, effort: Effort) -> Result:
     return tbe.run(effort, arguments.case or list(tbe.CASES), tiny=arguments.tiny)
+
+
+def run_attention(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return attention.run(effort, tiny=arguments.tiny)
+
+
+def run_balance(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return balance.run(effort, tiny=arguments.tiny)
+
+
+def run_kept_histories(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return kept_histories.run(effort, tiny=arguments.tiny)
 
 
 def run_nbit(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -138,6 +153,9 @@ def run_wire_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
+    "attention": run_attention,
+    "balance": run_balance,
+    "kept_histories": run_kept_histories,
     "nbit": run_nbit,
     "quant_auc": run_quant_auc,
     "inspect_auc": run_inspect_auc,

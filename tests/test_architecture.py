@@ -84,6 +84,7 @@ DIST_TESTS = ["tests/ops/dist/test_naive.py"]
 NBIT_TESTS = ["tests/ops/nbit/test_kernels.py", "tests/ops/nbit/test_naive.py"]
 INDEX_TESTS = ["tests/ops/index/test_kernels.py", "tests/ops/index/test_naive.py"]
 CPP_TESTS = {
+    "attention.cpp": ["tests/ops/attention/test_jagged_attention.py"],
     "anneal.cpp": ["tests/ops/test_planning.py"],
     "batch.cpp": TBE_TESTS,
     "choose.cpp": TBE_TESTS,

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "attention/attention.h"
 #include "dist/wire.h"
 #include "interaction/interaction.h"
 #include "nbit/rows.h"
@@ -27,6 +28,8 @@ struct Kernels {
   bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
   void (*interact)(const InteractionArgs&);
   void (*interact_grad)(const InteractionArgs&);
+  void (*attend)(const AttentionArgs&, const AttentionUnit&);
+  void (*attend_grad)(const AttentionArgs&, const AttentionUnit&);
   // To 8, 4 or 2 bits. Returns the first row that cannot be quantised, or num_rows.
   int64_t (*quantize[3])(QuantizeArgs);
   int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite

@@ -1,5 +1,6 @@
 // All inner loops, for one instruction set. Every kernels_<isa>.cpp defines MESHREC_NAME and MESHREC_KERNELS
 // (the name of its table) and includes this file.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -17,6 +18,7 @@ namespace {
 #include "isa/simd.h"
 
 // simd.h comes first, and rows.inl needs the vectors and pool.inl's interface.
+#include "attention/attention.inl"
 #include "interaction/interaction.inl"
 #include "tbe/kernels.inl"
 
@@ -50,6 +52,8 @@ const Kernels kTable = {MESHREC_NAME,
                         all_below<int64_t>,
                         interact,
                         interact_grad,
+                        attend,
+                        attend_grad,
                         {quantize<8>, quantize<4>, quantize<2>},
                         encode_wire,
                         decode_wire};

@@ -49,7 +49,7 @@ def runs(log):
     """The folder of a run of the recipe that `inspect` wrote, unedited."""
     folder = log[2].parent
     assert inspect([str(log[2]), *COLUMNS, "--out", str(folder / "recipe.py")]) == 0
-    options = ["--baselines"]
+    options = ["--training.epochs", "12", "--baselines"]
     assert (
         train([f"{folder}/recipe.py:recipe", "--runs", str(folder), "--name", "r", "--quiet", *options]) == 0
     )

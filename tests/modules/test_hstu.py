@@ -27,7 +27,7 @@ def by_the_paper(layer, tokens, times):
         scores = q[:, inner] @ k[:, inner].T / math.sqrt(INNER)
         place = torch.arange(len(tokens))
         scores = scores + layer.position_bias[LONGEST - 1 + place - place[:, None]]
-        if len(layer.time_bias):
+        if layer.time_bias is not None:
             following = torch.cat([times[1:], times[-1:]])
             scores = scores + layer.time_bias[time_buckets(following[:, None] - times, len(layer.time_bias))]
         weights = torch.nn.functional.silu(scores).tril() / LONGEST
@@ -46,7 +46,7 @@ def test_a_layer_computes_the_equations(num_time_buckets):
     parts = zip(tokens.split(lengths.tolist()), times.split(lengths.tolist()), strict=True)
     expected = torch.cat([by_the_paper(layer, part, own) for part, own in parts if len(part)])
     torch.testing.assert_close(found, expected)
-    leaves = [tokens, *(each for each in layer.parameters() if each.numel())]
+    leaves = [tokens, *layer.parameters()]
     grad = torch.randn_like(found)
     wanted = torch.autograd.grad(expected, leaves, grad)
     torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), wanted)
@@ -58,5 +58,5 @@ def test_bad_sizes_are_named():
     layer = made()
     with pytest.raises(ValueError, match="needs a timestamp for each of the 2 tokens, got none"):
         layer(torch.ones(2, WIDTH), torch.tensor([0, 2]))
-    with pytest.raises(ValueError, match=r"the longest 10: .* max_length is 9. Cut longer histories"):
+    with pytest.raises(ValueError, match=r"the longest 10 .* max_length is 9. Cut longer histories"):
         layer(torch.ones(10, WIDTH), torch.tensor([0, 10]), torch.arange(10))

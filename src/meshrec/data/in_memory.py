@@ -1,6 +1,7 @@
 """Reader of samples that fit in memory, shuffled as a whole."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +80,21 @@ class InMemoryReader(Reader):
                 )
         self._dense, self._labels, self._ids = dense, labels, dict(ids)
         self._seed, self._shuffle = seed, shuffle
+        self._share: Callable[[Ints, int], list[Ints]] | None = None
+        self._lengths = np.zeros(0, np.int64)
+
+    def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> "InMemoryReader":
+        """Return a reader of the same samples that divides those of a step by the lengths of some keys.
+
+        Args:
+            keys: keys whose lengths are added up for each sample.
+            share: maps the lengths of a step's samples and the number of ranks to the positions of the
+                samples of each rank, as `meshrec.data.balance.balanced_shares` does.
+        """
+        reader = copy.copy(self)
+        reader._share = share
+        reader._lengths = np.sum([self._ids[key].lengths for key in keys], axis=0)
+        return reader
 
     @property
     def num_samples(self) -> int:
@@ -107,8 +123,11 @@ class InMemoryReader(Reader):
         if self._shuffle:
             order = generator(self._seed, Stream.BLOCKS, epoch).permutation(self.num_samples)
         for step in plan:
-            begin, end = rank_slice(step.stop - step.start, rank, world_size)
-            rows = order[step.start + begin : step.start + end]
+            rows = order[step.start : step.stop]
+            if self._share is None or world_size == 1:
+                rows = rows[slice(*rank_slice(len(rows), rank, world_size))]
+            else:
+                rows = rows[self._share(self._lengths[rows], world_size)[rank]]
             ids = tuple(
                 gather_ranges(each.values, each.starts[rows], each.lengths[rows])
                 for each in self._ids.values()

@@ -15,7 +15,8 @@ from meshrec.models.dlrm import (
 )
 from meshrec.models.gru4rec import GRU4Rec
 from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
-from meshrec.models.hstu import HSTU
+from meshrec.models.hstu import HSTU, AdvancedHistories, KeptTokens
+from meshrec.models.hstu_ranker import HSTURanker, RankerFeatures
 from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.multi_task import PLE, Mixture, MMoE, MultiTask, SharedBottom
 from meshrec.models.next_item import SampledSoftmax, TopItems, judge_targets, sampled_softmax, top_items
@@ -40,6 +41,7 @@ __all__ = [
     "DLRM_DCN",
     "HSTU",
     "PLE",
+    "AdvancedHistories",
     "BERT4Rec",
     "BruteForceIndex",
     "DLRMTrain",
@@ -48,6 +50,7 @@ __all__ = [
     "DotProduct",
     "FMInteractionArch",
     "GRU4Rec",
+    "HSTURanker",
     "HistoryFeatures",
     "HistoryModel",
     "InteractionArch",
@@ -55,11 +58,13 @@ __all__ = [
     "InterestPooling",
     "ItemCatalogue",
     "ItemFrequency",
+    "KeptTokens",
     "MMoE",
     "Mixture",
     "MixtureOfLogits",
     "MultiTask",
     "OverArch",
+    "RankerFeatures",
     "Retrieved",
     "SASRec",
     "SampledSoftmax",

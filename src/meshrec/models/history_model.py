@@ -254,13 +254,18 @@ class HistoryModel(nn.Module):
         self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True
     ) -> EncodedHistories:
         """Encode the rows of histories, which may be those of the first samples only, after checking them."""
+        return self._encode(history, self._times_of(features, history.lengths(), check=check))
+
+    def _times_of(
+        self, features: KeyedJaggedTensor, lengths: Tensor, *, check: bool = True
+    ) -> JaggedTensor | None:
+        """Check the histories of the first samples, given by their lengths, and return their times."""
         # Sizes are read from shapes: `len` would make them constants of an exported program.
-        lengths = history.lengths()
         times = None
         if self.features.times is not None:
             times = _first_bags(features[self.features.times], lengths.shape[0])
         if not check:
-            return self._encode(history, times)
+            return times
         longest = int(lengths.max()) if lengths.shape[0] else 0
         if longest > self._max_length:
             raise ValueError(
@@ -274,7 +279,7 @@ class HistoryModel(nn.Module):
                 f"{int(times.lengths()[sample])} times in feature {self.features.times!r}. Give every item "
                 "of the history its time."
             )
-        return self._encode(history, times)
+        return times
 
     def _chunks(self) -> Iterator[ItemChunk]:
         """Look all items up in chunks. The lookups are collective, so all ranks must run this together."""

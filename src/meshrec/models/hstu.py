@@ -6,17 +6,35 @@ positions, layers without padding, vectors of length 1, and a sampled softmax wi
 """
 
 import math
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, ItemCatalogue
 from meshrec.models.next_item import SampledSoftmax
-from meshrec.modules import EmbeddingCollection, HSTUBlock
-from meshrec.sparse import JaggedTensor
+from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all, kept_shape
+from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
-# B samples, N items of all histories
+# B samples, N items of all histories, D embedding width, V width of queries
+
+
+class KeptTokens(NamedTuple):
+    """The keys and values of the first tokens of B histories: of the start, and then of items."""
+
+    rows: Tensor
+    """[K, layers, S]: those of the first sample first."""
+    lengths_B: Tensor
+    """The number of kept tokens of each sample, int64; at most the number of its items."""
+
+
+class AdvancedHistories(NamedTuple):
+    """The queries of B histories, and what can be kept of them."""
+
+    query_BV: Tensor
+    kept: KeptTokens
+    """All tokens but the last of each history, whose result changes with the time of the next item."""
 
 
 class HSTU(HistoryModel):
@@ -80,29 +98,103 @@ class HSTU(HistoryModel):
             for _ in range(num_blocks)
         )
 
+    @property
+    def kept_shape(self) -> tuple[int, int]:
+        """The number of layers, and the width of a token's keys and values in one of them."""
+        return kept_shape(self.blocks)
+
+    def advance(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> AdvancedHistories:
+        """Return a query for each history, from what was kept of its first tokens; equal to `query_vectors`.
+
+        Only items that are not kept are looked up and encoded.
+
+        Args:
+            sparse_features: the features, with whole histories.
+            kept: what `AdvancedHistories.kept` returned for these samples, whose histories then had the same
+                first items, at the same times.
+
+        Raises:
+            ValueError: more tokens are kept than a history has items, or a history is too long.
+        """
+        history = sparse_features[self.features.history]
+        lengths_B, kept_B = history.lengths().long(), kept.lengths_B
+        too_many = kept_B > lengths_B
+        if bool(too_many.any()):
+            sample = int(too_many.nonzero()[0])
+            raise ValueError(
+                f"sample {sample} keeps {int(kept_B[sample])} tokens of a history of "
+                f"{int(lengths_B[sample])} items: allowed are as many as it has items. Start without kept "
+                "tokens where a history is another one."
+            )
+        new_B = lengths_B + 1 - kept_B
+        items_B = new_B - (kept_B == 0).long()
+        sample_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
+        place_N = torch.arange(len(sample_N), device=lengths_B.device) - history.offsets()[sample_N]
+        ids = history.values()[place_N + 1 >= kept_B[sample_N]]
+        times = self._times(lengths_B, self._times_of(sparse_features, history.lengths()))
+        none = torch.zeros_like(items_B)
+        wanted = KeyedJaggedTensor(
+            [*self.features[:2]], ids, lengths=torch.cat([items_B, none]), stride=len(items_B)
+        )
+        rows = self.embedding_collection(wanted)[self.features.history]
+        tokens = Tokens.after(kept_B, new_B)._replace(timestamps_N=times)
+        encoded, own = extend_all(
+            self.blocks, self._tokens(rows, kept_B, int((kept_B == 0).sum())), kept.rows, tokens
+        )
+        assert tokens.new_offsets_B1 is not None
+        last_B = tokens.new_offsets_B1[1:] - 1
+        is_final_M = torch.ones(len(own), dtype=torch.bool, device=own.device)
+        is_final_M[last_B] = False
+        rows = Tokens.after(kept_B, new_B - 1).in_order(kept.rows, own[is_final_M])
+        return AdvancedHistories(self.similarity.queries(encoded[last_B]), KeptTokens(rows, lengths_B))
+
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        lengths_B, num_items = history.lengths().long(), history.values().shape[0]
-        device, num_samples = lengths_B.device, lengths_B.shape[0]
-        first_B = history.offsets()[:-1].long() + torch.arange(num_samples, device=device)
-        num_tokens = num_items + num_samples
+        lengths_B = history.lengths().long()
+        num_samples = lengths_B.shape[0]
+        first_B = history.offsets()[:-1].long() + torch.arange(num_samples, device=lengths_B.device)
+        num_tokens = history.values().shape[0] + num_samples
         offsets_B1 = torch.cat([first_B, first_B.new_full((1,), num_tokens)])
-        sample_N = torch.repeat_interleave(
-            torch.arange(num_samples, device=device), lengths_B, output_size=num_items
-        )
-        of_item = torch.arange(num_items, device=device) + sample_N + 1
-        tokens = self.start.expand(num_tokens, -1).index_copy(0, of_item, history.values() * self.width**0.5)
-        sample = torch.repeat_interleave(
-            torch.arange(num_samples, device=device), lengths_B + 1, output_size=num_tokens
-        )
-        place = torch.arange(num_tokens, device=device) - first_B[sample]
-        tokens = self.drop(tokens + self.positions(place))
-        times_of_tokens = None
-        if times is not None:
-            # The start has the time of the first item, before which nothing is known.
-            known = torch.cat([times.values().long(), lengths_B.new_zeros(1)])
-            at = times.offsets()[:-1].long()[sample] + (place - 1).clamp(min=0)
-            times_of_tokens = known[at.clamp(max=known.shape[0] - 1)]
+        tokens = self._tokens(history, torch.zeros_like(lengths_B), num_samples)
+        times_of_tokens = self._times(lengths_B, times)
         for block in self.blocks:
             tokens = block(tokens, offsets_B1, times_of_tokens)
         return EncodedHistories(tokens, first_B)
+
+    def _tokens(self, rows: JaggedTensor, kept_B: Tensor, num_starts: int) -> Tensor:
+        """Return the new tokens of samples of which some tokens are kept: the start, if it is new, and items.
+
+        Args:
+            rows: the rows of the new items.
+            kept_B: the numbers of kept tokens.
+            num_starts: the number of samples without kept tokens.
+        """
+        lengths_B, num_items, device = rows.lengths().long(), rows.values().shape[0], kept_B.device
+        samples = torch.arange(kept_B.shape[0], device=device)
+        starts_B = (kept_B == 0).long()
+        num_tokens = num_items + num_starts
+        sample_of_item = torch.repeat_interleave(samples, lengths_B, output_size=num_items)
+        of_item = torch.arange(num_items, device=device) + starts_B.cumsum(0)[sample_of_item]
+        tokens = self.start.expand(num_tokens, -1).index_copy(0, of_item, rows.values() * self.width**0.5)
+        new_B = lengths_B + starts_B
+        shift_B = kept_B - (new_B.cumsum(0) - new_B)
+        place = torch.arange(num_tokens, device=device)
+        place = place + torch.repeat_interleave(shift_B, new_B, output_size=num_tokens)
+        moved: Tensor = self.drop(tokens + self.positions(place))
+        return moved
+
+    def _times(self, lengths_B: Tensor, times: JaggedTensor | None) -> Tensor | None:
+        """Return the times of all tokens. The start has that of the first item, before which nothing is
+        known.
+        """
+        if times is None:
+            return None
+        values, num_samples = times.values().long(), lengths_B.shape[0]
+        num_tokens = values.shape[0] + num_samples
+        sample = torch.repeat_interleave(
+            torch.arange(num_samples, device=lengths_B.device), lengths_B + 1, output_size=num_tokens
+        )
+        # The place of a token among the items: one less for each start up to its own.
+        at = torch.arange(num_tokens, device=lengths_B.device) - sample - 1
+        known = torch.cat([values, lengths_B.new_zeros(1)])
+        return known[torch.maximum(at, times.offsets()[:-1].long()[sample]).clamp(max=known.shape[0] - 1)]

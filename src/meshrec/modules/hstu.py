@@ -1,13 +1,54 @@
 """HSTU: gated attention over jagged histories, with a pointwise SiLU in place of a softmax."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshrec.ops.attention import Bias, Mask, silu_attention
+from meshrec.ops.attention import Bias, Mask, jagged_attention
 
-# N tokens of all samples, B samples, E width of a token, H heads, P relative positions, T time buckets
+# N tokens of all samples, M new ones, K kept ones, B samples, E width of a token, S width of keys and values
+# of all heads, H heads, P relative positions, T time buckets
+
+
+class Tokens(NamedTuple):
+    """The tokens of all samples: where they lie, and which of them are new."""
+
+    offsets_B1: Tensor
+    """The place where each sample begins, and N; int64 [B + 1]."""
+    timestamps_N: Tensor | None = None
+    """The times of the tokens in seconds, int64."""
+    num_targets_B: Tensor | None = None
+    """The number of targets at the end of each sample, int64 [B]; None: no targets."""
+    new_offsets_B1: Tensor | None = None
+    """The places where the new tokens of each sample begin among all new ones, and M. New tokens are the last
+    ones of a sample. None: all tokens are new."""
+    order_N: Tensor | None = None
+    """The place of each token among the kept tokens of all samples, followed by the new ones. None: they are
+    in order, as those of a single sample are.
+    """
+
+    @staticmethod
+    def after(kept_B: Tensor, new_B: Tensor) -> "Tokens":
+        """Return the places of samples that begin with kept tokens, by the numbers of kept and new ones."""
+        kept_B, new_B = kept_B.long(), new_B.long()
+        if kept_B.shape[0] == 1:
+            ends = torch.cat([new_B.new_zeros(1), kept_B + new_B])
+            return Tokens(ends, new_offsets_B1=torch.cat([new_B.new_zeros(1), new_B]))
+        kept_B1, new_B1 = (torch.nn.functional.pad(each.cumsum(0), (1, 0)) for each in (kept_B, new_B))
+        offsets_B1 = kept_B1 + new_B1
+        sample_N = torch.repeat_interleave(torch.arange(len(kept_B), device=kept_B.device), kept_B + new_B)
+        place_N = torch.arange(len(sample_N), device=kept_B.device) - offsets_B1[sample_N]
+        is_new_N = place_N >= kept_B[sample_N]
+        new_N = kept_B1[-1] + new_B1[sample_N] + place_N - kept_B[sample_N]
+        order_N = torch.where(is_new_N, new_N, kept_B1[sample_N] + place_N)
+        return Tokens(offsets_B1, new_offsets_B1=new_B1, order_N=order_N)
+
+    def in_order(self, kept: Tensor, new: Tensor) -> Tensor:
+        """Join what belongs to kept tokens [K, ...] and to new ones [M, ...], sample by sample, [N, ...]."""
+        both = torch.cat([kept, new])
+        return both if self.order_N is None else both[self.order_N]
 
 
 class HSTUBlock(nn.Module):
@@ -23,6 +64,8 @@ class HSTUBlock(nn.Module):
         num_heads: the number of attention heads H.
         attention_dim: the width of a head's queries and keys.
         hidden_dim: the width of a head's values and of its gate.
+        position_bias: whether there is a bias by the distance of two tokens. Without one, a target's result
+            does not depend on its place among the targets.
         num_time_buckets: the entries T of the time bias; 0: no time bias. See `ops.attention.time_buckets`.
         dropout: the share of values that are dropped in training.
         mask: which tokens a token attends to.
@@ -40,6 +83,7 @@ class HSTUBlock(nn.Module):
         num_heads: int = 1,
         attention_dim: int = 32,
         hidden_dim: int = 32,
+        position_bias: bool = True,
         num_time_buckets: int = 129,
         dropout: float = 0.2,
         mask: Mask = Mask(),  # noqa: B008 - immutable
@@ -61,10 +105,14 @@ class HSTUBlock(nn.Module):
         self.attended_norm = nn.LayerNorm(num_heads * hidden_dim, device=device)
         self.output = nn.Linear(num_heads * hidden_dim, width, device=device)
         self.drop = nn.Dropout(dropout)
-        self.position_bias = nn.Parameter(torch.empty(2 * max_length - 1, device=device))
-        self.time_bias = nn.Parameter(torch.empty(num_time_buckets, device=device))
-        for bias in (self.position_bias, self.time_bias):
-            nn.init.normal_(bias, std=0.02)
+        self.position_bias = _bias((2 * max_length - 1) * position_bias, device)
+        self.time_bias = _bias(num_time_buckets, device)
+
+    @property
+    def kept_width(self) -> int:
+        """The width S of a token's keys and values."""
+        num_heads, hidden_dim, attention_dim = self._heads
+        return num_heads * (hidden_dim + attention_dim)
 
     def forward(
         self,
@@ -77,27 +125,79 @@ class HSTUBlock(nn.Module):
 
         Args:
             tokens_NE: the tokens, sample by sample.
-            offsets_B1: where each sample begins, and N; int64 [B + 1].
-            timestamps_N: the times of the tokens in seconds, int64; needed if there is a time bias.
-            num_targets_B: the number of targets at the end of each sample, int64 [B]; None: no targets.
+            offsets_B1, timestamps_N, num_targets_B: see `Tokens`. A time bias needs timestamps.
+
+        Raises:
+            ValueError: a sample is longer than ``max_length``, or timestamps are missing.
+        """
+        return self.extend(tokens_NE, None, Tokens(offsets_B1, timestamps_N, num_targets_B))[0]
+
+    def extend(self, tokens_ME: Tensor, kept_KS: Tensor | None, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Map new tokens of samples whose first tokens were mapped before.
+
+        Args:
+            tokens_ME: the new tokens, sample by sample.
+            kept_KS: the keys and values of the other tokens, as this method returned them; None: there are
+                no others.
+            tokens: where all of them lie.
+
+        Returns: [M, E], which equals `forward` on all tokens if no kept token attends to a new one, and the
+        keys and values of the new tokens [M, S].
 
         Raises:
             ValueError: a sample is longer than ``max_length``, or timestamps are missing.
         """
         num_heads, hidden_dim, attention_dim = self._heads
-        mixed = nn.functional.silu(self.projections(self.norm(tokens_NE)))
         hidden, inner = num_heads * hidden_dim, num_heads * attention_dim
+        mixed = nn.functional.silu(self.projections(self.norm(tokens_ME)))
         gate, value, query, key = mixed.split([hidden, hidden, inner, inner], dim=1)
-        attended = silu_attention(
+        own_MS = torch.cat([value, key], dim=1) if kept_KS is not None else mixed[:, :0]
+        if kept_KS is not None:
+            value, key = tokens.in_order(kept_KS, own_MS).split([hidden, inner], dim=1)
+        attended = jagged_attention(
             query.unflatten(1, (num_heads, attention_dim)),
             key.unflatten(1, (num_heads, attention_dim)),
             value.unflatten(1, (num_heads, hidden_dim)),
-            offsets_B1,
+            tokens.offsets_B1,
             max_length=self._max_length,
             scale=1 / math.sqrt(attention_dim),
             mask=self._mask,
-            bias=Bias(self.position_bias, self.time_bias if len(self.time_bias) else None, timestamps_N),
-            num_targets_B=num_targets_B,
+            bias=Bias(self.position_bias, self.time_bias, tokens.timestamps_N),
+            num_targets_B=tokens.num_targets_B,
+            query_offsets_B1=tokens.new_offsets_B1,
         )
-        out: Tensor = tokens_NE + self.drop(self.output(self.attended_norm(attended.flatten(1)) * gate))
-        return out
+        out: Tensor = tokens_ME + self.drop(self.output(self.attended_norm(attended.flatten(1)) * gate))
+        return out, own_MS
+
+
+def _bias(size: int, device: torch.device | None) -> nn.Parameter | None:
+    """Return a bias; None for size 0: DDP waits for the gradient of every parameter."""
+    return nn.Parameter(nn.init.normal_(torch.empty(size, device=device), std=0.02)) if size else None
+
+
+def kept_shape(blocks: nn.ModuleList) -> tuple[int, int]:
+    """Return the number of layers, and the width of a token's keys and values in one of them."""
+    block = blocks[0]
+    assert isinstance(block, HSTUBlock)
+    return len(blocks), block.kept_width
+
+
+def extend_all(
+    blocks: nn.ModuleList, tokens_ME: Tensor, kept: Tensor, tokens: Tokens
+) -> tuple[Tensor, Tensor]:
+    """Map new tokens through layers, as `HSTUBlock.extend` does.
+
+    Args:
+        blocks: the layers.
+        tokens_ME: the new tokens, sample by sample.
+        kept: the keys and values of the other tokens in all layers, [K, layers, S].
+        tokens: where all of them lie.
+
+    Returns: [M, E], and the keys and values of the new tokens [M, layers, S].
+    """
+    found = []
+    for layer, block in enumerate(blocks):
+        assert isinstance(block, HSTUBlock)
+        tokens_ME, own = block.extend(tokens_ME, kept[:, layer], tokens)
+        found.append(own)
+    return tokens_ME, torch.stack(found, dim=1)

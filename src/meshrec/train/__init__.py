@@ -12,6 +12,7 @@ from meshrec.train.architectures import (
 )
 from meshrec.train.class_loss import Softmax
 from meshrec.train.evaluation import Scored, evaluate, score
+from meshrec.train.hstu_ranking import HSTURankerConfig, SyntheticImpressions
 from meshrec.train.log_sources import BooksRatings, Log, LogSource, MovieLensSequences
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
 from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUConfig, SASRecConfig
@@ -53,6 +54,7 @@ __all__ = [
     "Frame",
     "GRU4RecConfig",
     "HSTUConfig",
+    "HSTURankerConfig",
     "Huber",
     "Log",
     "LogSource",
@@ -76,6 +78,7 @@ __all__ = [
     "Softmax",
     "SquaredError",
     "SyntheticClicks",
+    "SyntheticImpressions",
     "TableSource",
     "Task",
     "Tasks",

@@ -180,6 +180,10 @@ class Training:
     """Compute the dense part in bfloat16 (autocast)."""
     pipeline: bool = True
     """Exchange the next batch while this one computes, if there are several ranks. Results are the same."""
+    balance: bool = True
+    """Whether several ranks divide the samples of a step so that their histories cost the same. The samples
+    of a step are those without balancing.
+    """
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     log_every: int = 20

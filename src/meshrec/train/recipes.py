@@ -21,6 +21,7 @@ from meshrec.train.architectures import (
     DLRMDCNConfig,
     MultiTaskConfig,
 )
+from meshrec.train.hstu_ranking import hstu_ranker
 from meshrec.train.losses import BinaryCrossEntropy, Task, Tasks
 from meshrec.train.next_item_recipes import NEXT_ITEM_RECIPES
 from meshrec.train.places import from_folder
@@ -114,6 +115,7 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
     "deepfm": deepfm,
     "dcn": dcn,
     "mmoe": mmoe,
+    "hstu_ranker": hstu_ranker,
     "criteo_kaggle": criteo_kaggle,
     "avazu": avazu,
     "movielens_20m": movielens_20m,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from meshrec.checkpoint.stored import ObjectStore
 from meshrec.data import Batch, Dataset, Reader, prefetch
+from meshrec.data.balance import balanced_reader
 from meshrec.metrics.named import leading_metric, title_of
 from meshrec.train.building import Built, build
 from meshrec.train.evaluation import Scored, evaluate, score
@@ -170,7 +171,8 @@ class Trainer:
     def _epoch(self) -> None:
         """Train the rest of the epoch, or of the run."""
         training, ranks = self.recipe.training, self.ranks
-        reader = self.dataset.train.batches(
+        train = balanced_reader(self.dataset) if training.balance and ranks.size > 1 else self.dataset.train
+        reader = train.batches(
             training.batch_size // ranks.size,
             position=self.progress.position,
             rank=ranks.rank,

@@ -1,121 +1,167 @@
-"""Attention over jagged sequences in plain torch, one sample at a time: the reference for `blocks.py`.
+"""Attention over jagged sequences in plain torch, one sample at a time: the reference for the kernels, and
+the fallback without one.
 
-Shape legend: N tokens of all samples, B samples, L tokens of one sample, H heads, Q width of queries and
-keys, V width of values, P = 2 max_length - 1 relative positions, T time buckets.
+Shape legend: N tokens of all samples, M queries of all samples, B samples, H heads, Q width of queries and
+keys, V width of values, L max_length, P = 2 L - 1 relative positions, T time buckets; r queries and l tokens
+of one sample.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from meshrec.ops.library import implement
 
 BUCKET_WIDTH = 0.301
 """Width of a time bucket, as a natural logarithm: a bucket begins at e^0.301 = 1.35 times the one before."""
 
 
-class Mask(NamedTuple):
-    """Which tokens of a sample a token attends to.
-
-    A sample is some contextual tokens, then a history in order of time, then the targets that are to be
-    scored. A target attends to itself, the contextual tokens and the history, and no other token attends to a
-    target, so that a target's result does not depend on the other targets.
-    """
-
-    causal: bool = True
-    """Whether a token of the history attends to itself and earlier tokens only."""
-    window: int = 0
-    """A token attends to tokens less than ``window`` positions away and to contextual ones; 0: to all."""
-    num_contextual: int = 0
-    """Number of contextual tokens, which begin every sample. They attend to everything but targets."""
-
-
-class Bias(NamedTuple):
-    """What is added to the scaled dot products, the same for all heads. None: nothing."""
-
-    position_P: Tensor | None = None
-    """Learned, fp32 [2 max_length - 1]; token i attends to token j with entry max_length - 1 + j - i."""
-    time_T: Tensor | None = None
-    """Learned, fp32 [T], by the bucket of the time between a token and the token after the one that attends
-    to it, whose time is known when the next item is asked for. The last token of a sample takes its own
-    time."""
-    timestamps_N: Tensor | None = None
-    """Times of the tokens in seconds, int64; needed with ``time_T``."""
-
-
-_CAUSAL, _NO_BIAS = Mask(), Bias()
-
-
-def silu_attention(
-    query_NHQ: Tensor,
+def jagged_attention(
+    query_MHQ: Tensor,
     key_NHQ: Tensor,
     value_NHV: Tensor,
     offsets_B1: Tensor,
-    *,
-    max_length: int,
-    scale: float = 1.0,
-    mask: Mask = _CAUSAL,
-    bias: Bias = _NO_BIAS,
-    num_targets_B: Tensor | None = None,
-) -> Tensor:
-    """Return ``SiLU(scale q k^T + bias) / max_length`` times the values that the mask allows.
+    query_offsets_B1: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights times the values, where the weights of a query are, over the keys that it sees,
+    ``SiLU(scores) / L`` or ``softmax(scores)``, and the scores are ``scale q k^T + bias``.
 
     Source: Zhai et al., "Actions speak louder than words: trillion-parameter sequential transducers for
     generative recommendations" (2024), with relative position and time bias as in its public configurations.
 
     Args:
-        query_NHQ, key_NHQ, value_NHV: the tokens of all samples.
-        offsets_B1: where each sample begins, and N; int64 [B + 1].
-        max_length: the divisor, and the largest length of a sample.
-        scale: the factor of the dot products.
-        num_targets_B: the number of targets at the end of each sample, int64 [B]; None: no targets.
+        query_MHQ: queries of the last tokens of each sample; all other tokens only serve as keys.
+        key_NHQ, value_NHV: the tokens of all samples.
+        offsets_B1, query_offsets_B1: where tokens and queries of each sample begin, and N and M; int64.
+        options: num_targets_B, position_P, time_T, timestamps_N, max_length, scale, softmax, causal, window,
+            num_contextual; see `Mask` and `Bias`.
 
-    Returns: [N, H, V].
+    Returns: [M, H, V], and the logarithms of the sums of exponentials [M, H] for a softmax, else [0, H].
     """
-    bounds = offsets_B1.tolist()
-    targets = [0] * (len(bounds) - 1) if num_targets_B is None else num_targets_B.tolist()
-    out = []
-    for first, end, num_targets in zip(bounds, bounds[1:], targets, strict=False):
-        query, key, value = (each[first:end].transpose(0, 1) for each in (query_NHQ, key_NHQ, value_NHV))
-        scores = scale * query @ key.transpose(1, 2)
-        positions = torch.arange(end - first, device=query.device)
-        if bias.position_P is not None:
-            scores = scores + bias.position_P[max_length - 1 + positions - positions[:, None]]
-        if bias.time_T is not None:
-            assert bias.timestamps_N is not None
-            times = bias.timestamps_N[first:end]
-            following = torch.cat([times[1:], times[-1:]])
-            scores = scores + bias.time_T[time_buckets(following[:, None] - times, len(bias.time_T))]
-        seen = allowed(positions[:, None], positions, end - first, num_targets, mask)
-        weights = torch.nn.functional.silu(scores) * seen / max_length
-        out.append((weights @ value).transpose(0, 1))
-    return torch.cat(out) if out else value_NHV[:0]
+    out = value_NHV.new_empty(query_MHQ.shape[:2] + value_NHV.shape[2:])
+    parts, log_sums = [], []
+    for sample in _samples(query_MHQ, key_NHQ, offsets_B1, query_offsets_B1, _Options(*options)):
+        values = value_NHV[sample.tokens].transpose(0, 1)
+        parts.append((sample.weights() @ values).transpose(0, 1))
+        log_sums.append(sample.scores.logsumexp(2).T)
+    is_softmax = _Options(*options).softmax
+    out = torch.cat([out[:0], *parts])
+    return out, torch.cat([out[:0, :, 0], *(log_sums if is_softmax else [])])
 
 
-def allowed(
-    row: Tensor, column: Tensor, length: int | Tensor, num_targets: int | Tensor, mask: Mask
-) -> Tensor:
-    """Return whether the token at ``row`` attends to the one at ``column``; all arguments broadcast.
+def jagged_attention_grad(
+    grad_MHV: Tensor,
+    out_MHV: Tensor,
+    log_sums_MH: Tensor,
+    query_MHQ: Tensor,
+    key_NHQ: Tensor,
+    value_NHV: Tensor,
+    offsets_B1: Tensor,
+    query_offsets_B1: Tensor,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys, values, position and time bias; an empty one for no bias."""
+    settings = _Options(*options)
+    biases = (settings.position_P, settings.time_T)
+    of_position, of_time = (query_MHQ.new_zeros(0 if each is None else len(each)) for each in biases)
+    of_query, of_key, of_value = (torch.zeros_like(each) for each in (query_MHQ, key_NHQ, value_NHV))
+    for sample in _samples(query_MHQ, key_NHQ, offsets_B1, query_offsets_B1, settings):
+        query, grad = (each[sample.queries].transpose(0, 1) for each in (query_MHQ, grad_MHV))
+        key, value = (each[sample.tokens].transpose(0, 1) for each in (key_NHQ, value_NHV))
+        weights, of_weights = sample.weights(), grad @ value.transpose(1, 2)
+        if settings.softmax:
+            of_scores = weights * (of_weights - (weights * of_weights).sum(2, keepdim=True))
+        else:
+            chance = sample.scores.sigmoid()
+            slope = chance * (1 + sample.scores * (1 - chance)) / settings.max_length
+            of_scores = (slope * of_weights).masked_fill(~sample.seen_rl, 0)
+        of_value[sample.tokens] = (weights.transpose(1, 2) @ grad).transpose(0, 1)
+        of_query[sample.queries] = settings.scale * (of_scores @ key).transpose(0, 1)
+        of_key[sample.tokens] = settings.scale * (of_scores.transpose(1, 2) @ query).transpose(0, 1)
+        of_heads = of_scores.sum(0).flatten()
+        if sample.distance_rl is not None:
+            of_position.index_add_(0, sample.distance_rl.flatten(), of_heads)
+        if sample.bucket_rl is not None:
+            of_time.index_add_(0, sample.bucket_rl.flatten(), of_heads)
+    return of_query, of_key, of_value, of_position, of_time
 
-    Args:
-        row, column: positions within a sample.
-        length: number of tokens of the sample, its targets included.
-        num_targets: number of targets at its end.
-    """
-    history_end = length - num_targets
-    seen = column <= row if mask.causal else column < length
-    if mask.window:
-        seen = seen & ((row - column).abs() < mask.window) | (column < mask.num_contextual) & (column <= row)
-    seen = seen | (row < mask.num_contextual)
-    return seen & (column < history_end) & (row < length) | (row == column) & (row < length)
+
+class _Options(NamedTuple):
+    num_targets_B: Tensor
+    position_P: Tensor | None
+    time_T: Tensor | None
+    timestamps_N: Tensor | None
+    max_length: int
+    scale: float
+    softmax: bool
+    causal: bool
+    window: int
+    num_contextual: int
+
+
+class _Sample(NamedTuple):
+    tokens: slice
+    queries: slice
+    scores: Tensor
+    """[H, r, l]; -inf where a softmax must not look."""
+    seen_rl: Tensor
+    distance_rl: Tensor | None
+    bucket_rl: Tensor | None
+    options: _Options
+
+    def weights(self) -> Tensor:
+        if self.options.softmax:
+            return self.scores.softmax(2)
+        return torch.nn.functional.silu(self.scores) * self.seen_rl / self.options.max_length
+
+
+def _samples(
+    query_MHQ: Tensor, key_NHQ: Tensor, offsets_B1: Tensor, query_offsets_B1: Tensor, options: _Options
+) -> Iterator[_Sample]:
+    """Compute the scores of every sample that has queries."""
+    bounds, query_bounds = offsets_B1.tolist(), query_offsets_B1.tolist()
+    for sample, num_targets in enumerate(options.num_targets_B.tolist()):
+        tokens, queries = slice(*bounds[sample : sample + 2]), slice(*query_bounds[sample : sample + 2])
+        length, num_queries = tokens.stop - tokens.start, queries.stop - queries.start
+        if not num_queries:
+            continue
+        query, key = query_MHQ[queries].transpose(0, 1), key_NHQ[tokens].transpose(0, 1)
+        scores = options.scale * query @ key.transpose(1, 2)
+        column = torch.arange(length, device=query.device)
+        row = column[length - num_queries :, None]
+        distance = bucket = None
+        if options.position_P is not None:
+            distance = options.max_length - 1 + column - row
+            scores = scores + options.position_P[distance]
+        if options.time_T is not None:
+            assert options.timestamps_N is not None
+            times, is_followed = options.timestamps_N[tokens], row + 1 < length - num_targets
+            bucket = time_buckets(times[row + is_followed.long()] - times, len(options.time_T))
+            scores = scores + options.time_T[bucket]
+        seen = allowed(row, column, length, num_targets, options)
+        if options.softmax:
+            scores = scores.masked_fill(~seen, -math.inf)
+        yield _Sample(tokens, queries, scores, seen, distance, bucket, options)
+
+
+def allowed(row: Tensor, column: Tensor, length: int, num_targets: int, options: _Options) -> Tensor:
+    """Return whether the token at ``row`` attends to the one at ``column``, positions within a sample."""
+    seen = column <= row if options.causal else column < length
+    if options.window:
+        seen = seen & ((row - column).abs() < options.window)
+        seen = seen | (column < options.num_contextual)
+    seen = seen | (row < options.num_contextual)
+    return seen & (column < length - num_targets) | (row == column)
 
 
 def time_buckets(seconds: Tensor, num_buckets: int) -> Tensor:
     """Return the bucket of each time difference, floor(log(max(|seconds|, 1)) / 0.301), at most T - 1."""
-    bucket = (seconds.abs().clamp(min=1).float().log() / BUCKET_WIDTH).long()
-    return bucket.clamp(max=num_buckets - 1)
+    begins = torch.tensor([math.exp(BUCKET_WIDTH * k) for k in range(1, num_buckets)], device=seconds.device)
+    return torch.bucketize(seconds.abs().clamp(min=1).float(), begins.float(), right=True)
 
 
-def num_buckets_of(longest_seconds: float) -> int:
-    """Return how many buckets hold all differences up to ``longest_seconds``."""
-    return int(math.log(max(longest_seconds, 1)) / BUCKET_WIDTH) + 1
+implement([jagged_attention, jagged_attention_grad])

@@ -1,0 +1,125 @@
+"""A training step of HSTU on 2 ranks, on histories of Zipf lengths: samples divided among the ranks by cost,
+against the order in which they come.
+
+Both ways the steps have the same samples. The gradients of the first step are compared before timing starts.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.attention import zipf_lengths
+from benchmarks.harness import Bar, Effort, Result, table
+from meshrec.data import InMemoryReader, Ranges
+from meshrec.data.balance import balanced_shares
+from meshrec.modules import HSTUBlock
+from meshrec.testing import RankPool
+
+WAYS = ("plain", "balanced")
+NUM_ITEMS = 5000
+
+
+class Shape(NamedTuple):
+    """Sizes of the model, and samples of a step on each rank."""
+
+    batch: int = 8
+    longest: int = 1024
+    width: int = 64
+    num_steps: int = 12
+
+
+def histories(shape: Shape) -> InMemoryReader:
+    num = 2 * shape.batch * shape.num_steps
+    generator = torch.Generator().manual_seed(0)
+    lengths = zipf_lengths(num, shape.longest, generator).numpy()
+    items = torch.randint(0, NUM_ITEMS, (int(lengths.sum()),), generator=generator).numpy()
+    ids = {"history": Ranges(items, np.cumsum(lengths) - lengths, lengths)}
+    return InMemoryReader(np.zeros((num, 0), np.float32), np.ones(num, np.float32), ids, seed=0)
+
+
+def batches(shape: Shape, way: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield items and offsets of this rank's samples, step by step."""
+    reader = histories(shape)
+    if way == "balanced":
+        reader = reader.balanced(["history"], balanced_shares)
+    for batch in reader.batches(shape.batch, rank=dist.get_rank(), world_size=dist.get_world_size()):
+        history = batch.sparse["history"]
+        yield history.values(), history.offsets()
+
+
+class Encoder(nn.Module):
+    """Two layers of HSTU; the loss of a sample is the mean square of its tokens."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items = nn.Embedding(NUM_ITEMS, shape.width)
+        self.blocks = nn.ModuleList(
+            HSTUBlock(
+                shape.width,
+                max_length=shape.longest,
+                attention_dim=shape.width,
+                hidden_dim=shape.width,
+                dropout=0.0,
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, items: Tensor, offsets: Tensor) -> Tensor:
+        tokens, times = self.items(items), torch.arange(len(items))
+        for block in self.blocks:
+            tokens = block(tokens, offsets, times)
+        squares = torch.segment_reduce(tokens.square().mean(1), "mean", offsets=offsets)
+        return squares.mean()
+
+
+def train(shape: Shape, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[Tensor]]]:
+    """Return the seconds of every step, and the gradients of the first, of both ways."""
+    torch.set_num_threads(1)
+    model = nn.parallel.DistributedDataParallel(Encoder(shape))
+    read = {way: list(batches(shape, way)) for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    gradients: dict[str, list[Tensor]] = {}
+    for _ in range(rounds):
+        for way, steps in read.items():
+            for items, offsets in steps:
+                model.zero_grad()
+                dist.barrier()
+                began = time.perf_counter()
+                model(items, offsets).backward()  # ends when the gradients of both ranks are averaged
+                seconds[way].append(time.perf_counter() - began)
+                if way not in gradients:
+                    gradients[way] = [
+                        each.grad.clone() for each in model.parameters() if each.grad is not None
+                    ]
+    return seconds, gradients
+
+
+def run(effort: Effort, *, tiny: bool = False) -> Result:
+    """Compare the gradients, then measure. ``tiny`` shrinks the samples: it only tries the benchmark."""
+    shape = Shape(batch=4, longest=32, width=8, num_steps=2) if tiny else Shape()
+    with RankPool(2) as pool:
+        ranks: list[Any] = pool.run(train, shape, effort.rounds)
+    for _, gradients in ranks:
+        for own, other in zip(*(gradients[way] for way in WAYS), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+    # A step takes as long as its slower rank; the first round is a warm-up.
+    steps = {
+        way: np.max([seconds[way][shape.num_steps :] for seconds, _ in ranks], axis=0).tolist()
+        for way in WAYS
+    }
+    medians = {
+        way: 1e3
+        * sum(statistics.median(each[step :: shape.num_steps]) for step in range(shape.num_steps))
+        / shape.num_steps
+        for way, each in steps.items()
+    }
+    print(table(["2 ranks", "ms per step"], [[way, f"{medians[way]:.1f}"] for way in WAYS]), end="\n\n")
+    figure = medians["plain"] / medians["balanced"]
+    return Result(medians, [Bar(name="step in plain order over balanced", figure=figure, asked=1.3)])

@@ -1,0 +1,485 @@
+// Attention over jagged sequences in tiles of queries and keys, and its gradient. Included by isa/kernels.inl
+// only, inside its unnamed namespace.
+//
+// [Note: tiles of attention] A unit is one sample with some heads. Its keys and values are packed once:
+// transposed where they are the right side of a product with a width as its inner dimension, and padded with
+// zeros to whole vectors. Then every tile of queries meets the tiles of keys that its mask allows. What does
+// not depend on the head (bias, mask) is computed once per tile. The gradient computes the scores again.
+
+#if defined(__AVX512F__)
+constexpr int kMostVectors = 4;
+#else
+constexpr int kMostVectors = 2;
+#endif
+
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+inline Vec splat(float value) { return value - Vec{}; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// e^x with an error of about one unit in the last place; 0 below -87.3. NaN stays NaN.
+inline Vec exponential(Vec x) {
+  const Vec low = splat(-87.33654f), high = splat(88.37626f);
+  const Ints is_zero = x < low;
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const Vec magic = splat(12582912.f);  // rounds to the nearest integer, in the low bits of the sum
+  const Vec sum = x * 1.44269504f + magic, n = sum - magic;
+  const Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec poly = splat(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    poly = poly * r + c;
+  poly = poly * r * r + r + 1.f;
+  const Vec found = (Vec)((Ints)poly + ((Ints)sum << 23));
+  return is_zero ? Vec{} : found;
+}
+
+inline Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }
+
+// c [M, N vectors] = a [M, depth] b [depth, N vectors], or that added to c. The elements of a lie a_row apart
+// by row and a_depth by column.
+template <int M, int N>
+inline void product_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_stride,
+                          float* c, int64_t c_stride, int64_t depth, bool add) {
+  Vec sum[M][N] = {};
+  for (int64_t d = 0; d < depth; ++d, a += a_depth, b += b_stride) {
+    Vec right[N];
+    for (int n = 0; n < N; ++n) right[n] = load(b + n * kLanes);
+    for (int m = 0; m < M; ++m) {
+      const float left = a[m * a_row];
+      for (int n = 0; n < N; ++n) sum[m][n] += right[n] * left;
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) {
+      float* target = c + m * c_stride + n * kLanes;
+      store(target, add ? load(target) + sum[m][n] : sum[m][n]);
+    }
+  }
+}
+
+struct Left {
+  const float* data;
+  int64_t row, depth;
+};
+
+struct Right {
+  const float* data;
+  int64_t stride;
+};
+
+template <int M, int N>
+void product_rows(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int64_t depth, bool add) {
+  int64_t m = 0;
+  for (; m + M <= rows; m += M) {
+    product_block<M, N>(a.data + m * a.row, a.row, a.depth, b.data, b.stride, c + m * c_stride, c_stride,
+                        depth, add);
+  }
+  if constexpr (M > 1) {
+    const Left left{a.data + m * a.row, a.row, a.depth};
+    if (m < rows) product_rows<M / 2, N>(left, b, c + m * c_stride, c_stride, rows - m, depth, add);
+  }
+}
+
+// c [rows, columns] = a b, or that added to c; columns in whole vectors.
+inline void product(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int64_t columns, int64_t depth,
+                    bool add) {
+  constexpr int kAtTwo = kMostVectors == 4 ? 8 : 4;
+  while (columns > 0) {
+    const int64_t num = columns / kLanes;
+    int64_t done = 1;
+    if (num >= 4 && kMostVectors == 4) {
+      done = 4, product_rows<4, kMostVectors>(a, b, c, c_stride, rows, depth, add);
+    } else if (num >= 2) {
+      done = 2, product_rows<kAtTwo, 2>(a, b, c, c_stride, rows, depth, add);
+    } else {
+      product_rows<8, 1>(a, b, c, c_stride, rows, depth, add);
+    }
+    columns -= done * kLanes, b.data += done * kLanes, c += done * kLanes;
+  }
+}
+
+// The keys that a query attends to: [0, prefix), [begin, end) and itself, without overlap.
+struct AllowedKeys {
+  int64_t prefix, begin, end, itself;  // itself: -1 if it is in one of the others
+
+  int64_t within(int64_t first, int64_t last) const {
+    const auto overlap = [&](int64_t a, int64_t b) {
+      return std::max<int64_t>(0, std::min(b, last) - std::max(a, first));
+    };
+    return overlap(0, prefix) + overlap(begin, end) + (itself >= first && itself < last);
+  }
+};
+
+inline AllowedKeys allowed_keys(const AttentionArgs& a, const AttentionUnit& unit, int64_t row) {
+  const int64_t history = unit.length - unit.num_targets;
+  AllowedKeys keys{0, 0, a.causal ? row + 1 : unit.length, -1};
+  if (row < a.num_contextual) {
+    keys.end = unit.length;
+  } else if (a.window > 0) {
+    keys.prefix = std::min(a.num_contextual, history);
+    keys.begin = std::max(keys.prefix, row - a.window + 1);
+    keys.end = std::min(keys.end, row + a.window);
+  }
+  keys.end = std::max(keys.begin, std::min(keys.end, history));
+  if (row >= keys.prefix && (row < keys.begin || row >= keys.end)) keys.itself = row;
+  return keys;
+}
+
+// The memory of a unit's tiles, in attention_scratch floats.
+struct AttentionWork {
+  int64_t query_width, value_width, keys;  // padded
+  float *bias, *mask, *scores, *weights, *of_scores, *of_bias;
+  int32_t* buckets;
+  float *of_query, *of_value_rows, *query_rows, *row_sums, *row_most;  // [heads, kAttentionRows, ...]
+  float *keys_across, *keys_packed, *values_across, *values_packed, *of_keys, *of_values;  // [heads, ...]
+
+  AttentionWork(const AttentionArgs& a, const AttentionUnit& unit) {
+    const int64_t heads = unit.last_head - unit.first_head;
+    query_width = attention_padded(a.query.width), value_width = attention_padded(a.value.width);
+    keys = (unit.length + kAttentionColumns - 1) / kAttentionColumns * kAttentionColumns;
+    float* next = a.scratch;
+    const auto take = [&](int64_t size) { return next += size, next - size; };
+    constexpr int64_t kTile = kAttentionRows * kAttentionColumns;
+    for (float** tile : {&bias, &mask, &scores, &weights, &of_scores, &of_bias}) *tile = take(kTile);
+    buckets = reinterpret_cast<int32_t*>(take(kTile));
+    of_query = take(heads * kAttentionRows * query_width),
+    query_rows = take(heads * kAttentionRows * query_width);
+    of_value_rows = take(heads * kAttentionRows * value_width);
+    row_sums = take(heads * kAttentionRows), row_most = take(heads * kAttentionRows);
+    for (float** packed : {&keys_across, &keys_packed, &of_keys}) *packed = take(heads * keys * query_width);
+    for (float** packed : {&values_across, &values_packed, &of_values})
+      *packed = take(heads * keys * value_width);
+  }
+};
+
+// Rows [0, count) of a head, padded with zeros to `width` numbers.
+inline void pack_rows(const AttentionTokens& tokens, int64_t first, int64_t count, int64_t head,
+                      int64_t width, float factor, float* target) {
+  for (int64_t j = 0; j < count; ++j, target += width) {
+    const float* row = tokens.at(first + j, head);
+    for (int64_t d = 0; d < tokens.width; ++d) target[d] = row[d] * factor;
+    for (int64_t d = tokens.width; d < width; ++d) target[d] = 0;
+  }
+}
+
+// The same rows as tiles [width, kAttentionColumns]; tiles follow each other.
+inline void pack_across(const AttentionTokens& tokens, int64_t first, int64_t count, int64_t head,
+                        float* target) {
+  for (int64_t begin = 0; begin < count; begin += kAttentionColumns) {
+    const int64_t columns = std::min(kAttentionColumns, count - begin);
+    for (int64_t j = 0; j < kAttentionColumns; ++j) {
+      const float* row = tokens.at(first + begin + std::min(j, columns - 1), head);
+      for (int64_t d = 0; d < tokens.width; ++d) target[d * kAttentionColumns + j] = j < columns ? row[d] : 0;
+    }
+    target += tokens.width * kAttentionColumns;
+  }
+}
+
+// One tile of queries and keys of a unit: positions within the sample.
+struct AttentionTile {
+  int64_t row, rows, column, columns, padded_columns;
+  bool is_full;  // every query attends to every key
+};
+
+// Computes what all heads share: the sum of the biases, the buckets, and the mask where it is not all ones.
+inline void prepare_tile(const AttentionArgs& a, const AttentionUnit& unit, const AllowedKeys* allowed,
+                         const AttentionTile& tile, AttentionWork& work) {
+  const int64_t* times = a.time == nullptr ? nullptr : a.timestamps + unit.first_token;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const int64_t row = tile.row + r, at = r * kAttentionColumns;
+    float* bias = work.bias + at;
+    if (a.position != nullptr) {
+      std::memcpy(bias, a.position + a.max_length - 1 + tile.column - row, tile.columns * sizeof(float));
+    } else if (times != nullptr) {
+      std::memset(bias, 0, tile.columns * sizeof(float));
+    }
+    if (times != nullptr) {
+      // The time of the next token of the history: of what is predicted. A target has its own.
+      const int64_t from = times[row + 1 < unit.length - unit.num_targets ? row + 1 : row];
+      int32_t* buckets = work.buckets + at;
+      for (int64_t j = 0; j < tile.columns; ++j) {
+        const int64_t apart = from - times[tile.column + j];
+        const float seconds = std::max(float(apart < 0 ? -apart : apart), 1.f);
+        const int32_t slot = int32_t(as_bits(seconds) >> 20) - 127 * 8;
+        buckets[j] = a.buckets->first[slot] + (seconds >= a.buckets->border[slot]);
+        bias[j] += a.time[buckets[j]];
+      }
+    }
+    for (int64_t j = tile.columns; j < tile.padded_columns; ++j) bias[j] = 0;
+    if (tile.is_full) continue;
+    float* mask = work.mask + at;
+    std::memset(mask, 0, tile.padded_columns * sizeof(float));
+    const auto allow = [&](int64_t begin, int64_t end) {
+      begin = std::max<int64_t>(begin - tile.column, 0), end = std::min(end - tile.column, tile.columns);
+      for (int64_t j = begin; j < end; ++j) mask[j] = 1;
+    };
+    const AllowedKeys& keys = allowed[r];
+    allow(0, keys.prefix), allow(keys.begin, keys.end);
+    if (keys.itself >= 0) allow(keys.itself, keys.itself + 1);
+  }
+}
+
+constexpr float kNever = -1e30f;  // the score of a key that a softmax must not see
+
+// Calls work(tile) for every tile of a tile of queries that has an allowed pair, after prepare_tile.
+template <typename Function>
+inline void for_tiles(const AttentionArgs& a, const AttentionUnit& unit, int64_t row, int64_t rows,
+                      AttentionWork& work, const Function& function) {
+  AllowedKeys allowed[kAttentionRows];
+  for (int64_t r = 0; r < rows; ++r) allowed[r] = allowed_keys(a, unit, row + r);
+  for (int64_t column = 0; column < unit.length; column += kAttentionColumns) {
+    const int64_t columns = std::min(kAttentionColumns, unit.length - column);
+    const int64_t padded = (columns + kLanes - 1) / kLanes * kLanes;
+    int64_t pairs = 0;
+    for (int64_t r = 0; r < rows; ++r) pairs += allowed[r].within(column, column + columns);
+    if (pairs == 0) continue;
+    const AttentionTile tile{row, rows, column, columns, padded, pairs == rows * padded};
+    prepare_tile(a, unit, allowed, tile, work);
+    function(tile);
+  }
+}
+
+// Adds the biases to the scaled products; where a softmax follows, hides what the mask forbids.
+inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, AttentionWork& work) {
+  const bool biased = a.position != nullptr || a.time != nullptr, hides = a.softmax && !tile.is_full;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    for (int64_t j = r * kAttentionColumns; j < r * kAttentionColumns + tile.padded_columns; j += kLanes) {
+      Vec score = load(work.scores + j) * a.scale;
+      if (biased) score += load(work.bias + j);
+      if (hides) score = load(work.mask + j) > 0.f ? score : splat(kNever);
+      store(work.scores + j, score);
+    }
+  }
+}
+
+inline void scores_of(const AttentionArgs& a, const AttentionUnit& unit, const AttentionTile& tile,
+                      int64_t head, AttentionWork& work) {
+  const int64_t query = unit.first_query + tile.row - (unit.length - unit.num_queries);
+  const Left left{a.query.at(query, unit.first_head + head), a.query.stride, 1};
+  const float* across = work.keys_across + head * work.keys * a.query.width + tile.column * a.query.width;
+  product(left, {across, kAttentionColumns}, work.scores, kAttentionColumns, tile.rows, tile.padded_columns,
+          a.query.width, false);
+  finish_scores(a, tile, work);
+}
+
+inline float most_of(const float* row, int64_t count) {
+  Vec most = load(row);
+  for (int64_t j = kLanes; j < count; j += kLanes) most = larger(load(row + j), most);
+  float found = most[0];
+  for (int k = 1; k < kLanes; ++k) found = std::max(found, most[k]);
+  return found;
+}
+
+inline float total_of(Vec part) {
+  float total = 0;
+  for (int k = 0; k < kLanes; ++k) total += part[k];
+  return total;
+}
+
+// Turns the scores of a tile into weights of a softmax that is not divided yet, and scales what was summed
+// before to the new maximum of each row.
+inline void softmax_tile(const AttentionTile& tile, AttentionWork& work, float* out, float* sums,
+                         float* most) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float* row = work.scores + r * kAttentionColumns;
+    const float top = std::max(most[r], most_of(row, tile.padded_columns));
+    const float factor = exponential(splat(most[r] - top))[0];
+    Vec sum{};
+    for (int64_t j = 0; j < tile.padded_columns; j += kLanes) {
+      Vec weight = exponential(load(row + j) - top);
+      if (!tile.is_full) weight *= load(work.mask + r * kAttentionColumns + j);
+      sum += weight;
+      store(row + j, weight);
+    }
+    sums[r] = sums[r] * factor + total_of(sum), most[r] = top;
+    if (factor != 1.f) {
+      for (int64_t d = 0; d < work.value_width; d += kLanes)
+        store(out + r * work.value_width + d, load(out + r * work.value_width + d) * factor);
+    }
+  }
+}
+
+inline void silu_tile(const AttentionTile& tile, AttentionWork& work) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    for (int64_t j = r * kAttentionColumns; j < r * kAttentionColumns + tile.padded_columns; j += kLanes) {
+      const Vec score = load(work.scores + j);
+      Vec weight = score * sigmoid(score);
+      if (!tile.is_full) weight *= load(work.mask + j);
+      store(work.scores + j, weight);
+    }
+  }
+}
+
+inline float* out_of(float* data, const AttentionArgs& a, int64_t query, int64_t head, int64_t width) {
+  return data + (query * a.num_heads + head) * width;
+}
+
+void attend(const AttentionArgs& a, const AttentionUnit& unit) {
+  AttentionWork work(a, unit);
+  const int64_t heads = unit.last_head - unit.first_head, out_size = kAttentionRows * work.value_width;
+  for (int64_t head = 0; head < heads; ++head) {
+    pack_across(a.key, unit.first_token, unit.length, unit.first_head + head,
+                work.keys_across + head * work.keys * a.query.width);
+    pack_rows(a.value, unit.first_token, unit.length, unit.first_head + head, work.value_width, 1.f,
+              work.values_packed + head * work.keys * work.value_width);
+  }
+  for (int64_t row = unit.length - unit.num_queries; row < unit.length; row += kAttentionRows) {
+    const int64_t rows = std::min(kAttentionRows, unit.length - row);
+    std::memset(work.of_value_rows, 0, heads * out_size * sizeof(float));
+    for (int64_t k = 0; k < heads * kAttentionRows; ++k) work.row_sums[k] = 0, work.row_most[k] = kNever;
+    for_tiles(a, unit, row, rows, work, [&](const AttentionTile& tile) {
+      for (int64_t head = 0; head < heads; ++head) {
+        float* out = work.of_value_rows + head * out_size;
+        scores_of(a, unit, tile, head, work);
+        if (a.softmax) {
+          softmax_tile(tile, work, out, work.row_sums + head * kAttentionRows,
+                       work.row_most + head * kAttentionRows);
+        } else {
+          silu_tile(tile, work);
+        }
+        const float* values = work.values_packed + (head * work.keys + tile.column) * work.value_width;
+        product({work.scores, kAttentionColumns, 1}, {values, work.value_width}, out, work.value_width, rows,
+                work.value_width, tile.columns, true);
+      }
+    });
+    const int64_t query = unit.first_query + row - (unit.length - unit.num_queries);
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const float sum = work.row_sums[head * kAttentionRows + r];
+        const float factor = a.softmax ? 1.f / sum : 1.f / float(a.max_length);
+        const float* from = work.of_value_rows + head * out_size + r * work.value_width;
+        float* to = out_of(a.out, a, query + r, unit.first_head + head, a.value.width);
+        for (int64_t d = 0; d < a.value.width; ++d) to[d] = from[d] * factor;
+        if (a.softmax) {
+          *out_of(a.log_sums, a, query + r, unit.first_head + head, 1) =
+              work.row_most[head * kAttentionRows + r] + std::log(sum);
+        }
+      }
+    }
+  }
+}
+
+// From scores and the gradients of the weights (in of_scores): the weights, and the gradients of the scores.
+// shifts: the logarithm of each row's sum and the row's product of result and gradient, where softmax.
+inline void tile_gradient(const AttentionArgs& a, const AttentionTile& tile, const float* log_sums,
+                          const float* shifts, bool sums_bias, AttentionWork& work) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    for (int64_t j = r * kAttentionColumns; j < r * kAttentionColumns + tile.padded_columns; j += kLanes) {
+      const Vec score = load(work.scores + j), of_weight = load(work.of_scores + j);
+      Vec weight, of_score;
+      if (a.softmax) {
+        weight = exponential(score - log_sums[r]);
+        if (!tile.is_full) weight *= load(work.mask + j);
+        of_score = weight * (of_weight - shifts[r]);
+      } else {
+        const Vec chance = sigmoid(score);
+        weight = score * chance;
+        of_score = of_weight * (chance + weight * (1.f - chance));
+        if (!tile.is_full) {
+          const Vec mask = load(work.mask + j);
+          weight *= mask, of_score *= mask;
+        }
+      }
+      store(work.weights + j, weight);
+      store(work.of_scores + j, of_score);
+      if (sums_bias) store(work.of_bias + j, load(work.of_bias + j) + of_score);
+    }
+  }
+}
+
+inline void add_bias_gradients(const AttentionArgs& a, const AttentionTile& tile, const AttentionWork& work) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const float* of_bias = work.of_bias + r * kAttentionColumns;
+    if (a.grad_position != nullptr) {
+      float* target = a.grad_position + a.max_length - 1 + tile.column - tile.row - r;
+      for (int64_t j = 0; j < tile.columns; ++j) target[j] += of_bias[j];
+    }
+    if (a.grad_time != nullptr) {
+      const int32_t* buckets = work.buckets + r * kAttentionColumns;
+      for (int64_t j = 0; j < tile.columns; ++j)
+        a.grad_time[buckets[j] * kHistogramLanes + j % kHistogramLanes] += of_bias[j];
+    }
+  }
+}
+
+void attend_grad(const AttentionArgs& a, const AttentionUnit& unit) {
+  AttentionWork work(a, unit);
+  const int64_t heads = unit.last_head - unit.first_head, skipped = unit.length - unit.num_queries;
+  const int64_t query_rows = kAttentionRows * work.query_width,
+                value_rows = kAttentionRows * work.value_width;
+  const AttentionTokens grads{a.grad, a.num_heads * a.value.width, a.value.width};
+  for (int64_t head = 0; head < heads; ++head) {
+    const int64_t own = unit.first_head + head;
+    pack_across(a.key, unit.first_token, unit.length, own,
+                work.keys_across + head * work.keys * a.query.width);
+    pack_across(a.value, unit.first_token, unit.length, own,
+                work.values_across + head * work.keys * a.value.width);
+    pack_rows(a.key, unit.first_token, unit.length, own, work.query_width, 1.f,
+              work.keys_packed + head * work.keys * work.query_width);
+  }
+  std::memset(work.of_keys, 0, heads * work.keys * work.query_width * sizeof(float));
+  std::memset(work.of_values, 0, heads * work.keys * work.value_width * sizeof(float));
+  const bool sums_bias = a.grad_position != nullptr || a.grad_time != nullptr;
+  for (int64_t row = skipped; row < unit.length; row += kAttentionRows) {
+    const int64_t rows = std::min(kAttentionRows, unit.length - row),
+                  query = unit.first_query + row - skipped;
+    std::memset(work.of_query, 0, heads * query_rows * sizeof(float));
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t own = unit.first_head + head;
+      pack_rows(a.query, query, rows, own, work.query_width, 1.f, work.query_rows + head * query_rows);
+      float* of_rows = work.of_value_rows + head * value_rows;
+      pack_rows(grads, query, rows, own, work.value_width, a.softmax ? 1.f : 1.f / float(a.max_length),
+                of_rows);
+      for (int64_t r = 0; a.softmax && r < rows; ++r) {
+        const float* out = out_of(a.out, a, query + r, own, a.value.width);
+        float sum = 0;
+        for (int64_t d = 0; d < a.value.width; ++d) sum += out[d] * of_rows[r * work.value_width + d];
+        work.row_sums[head * kAttentionRows + r] = sum;
+        work.row_most[head * kAttentionRows + r] = *out_of(a.log_sums, a, query + r, own, 1);
+      }
+    }
+    for_tiles(a, unit, row, rows, work, [&](const AttentionTile& tile) {
+      if (sums_bias) std::memset(work.of_bias, 0, kAttentionRows * kAttentionColumns * sizeof(float));
+      for (int64_t head = 0; head < heads; ++head) {
+        const int64_t first_key = head * work.keys + tile.column;
+        const float* of_rows = work.of_value_rows + head * value_rows;
+        scores_of(a, unit, tile, head, work);
+        const float* values = work.values_across + first_key * a.value.width;
+        product({of_rows, work.value_width, 1}, {values, kAttentionColumns}, work.of_scores,
+                kAttentionColumns, rows, tile.padded_columns, a.value.width, false);
+        tile_gradient(a, tile, work.row_most + head * kAttentionRows, work.row_sums + head * kAttentionRows,
+                      sums_bias, work);
+        product({work.weights, 1, kAttentionColumns}, {of_rows, work.value_width},
+                work.of_values + first_key * work.value_width, work.value_width, tile.columns,
+                work.value_width, rows, true);
+        product({work.of_scores, 1, kAttentionColumns},
+                {work.query_rows + head * query_rows, work.query_width},
+                work.of_keys + first_key * work.query_width, work.query_width, tile.columns, work.query_width,
+                rows, true);
+        product({work.of_scores, kAttentionColumns, 1},
+                {work.keys_packed + first_key * work.query_width, work.query_width},
+                work.of_query + head * query_rows, work.query_width, rows, work.query_width, tile.columns,
+                true);
+      }
+      if (sums_bias) add_bias_gradients(a, tile, work);
+    });
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t r = 0; r < rows; ++r) {
+        float* to = out_of(a.grad_query, a, query + r, unit.first_head + head, a.query.width);
+        const float* from = work.of_query + head * query_rows + r * work.query_width;
+        for (int64_t d = 0; d < a.query.width; ++d) to[d] = from[d] * a.scale;
+      }
+    }
+  }
+  for (int64_t head = 0; head < heads; ++head) {
+    for (int64_t j = 0; j < unit.length; ++j) {
+      const int64_t key = head * work.keys + j;
+      float* to = out_of(a.grad_key, a, unit.first_token + j, unit.first_head + head, a.key.width);
+      const float* from = work.of_keys + key * work.query_width;
+      for (int64_t d = 0; d < a.key.width; ++d) to[d] = from[d] * a.scale;
+      std::memcpy(out_of(a.grad_value, a, unit.first_token + j, unit.first_head + head, a.value.width),
+                  work.of_values + key * work.value_width, a.value.width * sizeof(float));
+    }
+  }
+}

@@ -1,0 +1,62 @@
+"""The samples of a step divided among ranks so that long histories do not keep one rank busy while others
+wait.
+"""
+
+import heapq
+import logging
+
+import numpy as np
+
+from meshrec.data.dataset import Dataset, Reader
+from meshrec.data.in_memory import InMemoryReader
+from meshrec.data.order import rank_slice
+from meshrec.data.samples import Ints
+
+_logger = logging.getLogger("meshrec.data")
+
+
+def balanced_shares(lengths_B: Ints, world_size: int) -> list[Ints]:
+    """Divide the samples of a step among ranks by the cost of their histories.
+
+    The cost of a sample is its share of the sum of all lengths, for layers that work on tokens, plus its
+    share of the sum of all squared lengths, for attention. The costliest sample left goes to the rank with
+    the smallest cost so far that has room for one more.
+
+    Args:
+        lengths_B: lengths of the histories of the step's samples.
+        world_size: number of ranks.
+
+    Returns:
+        For each rank the positions of its samples, ascending. Ranks have as many samples as without
+        balancing.
+    """
+    sizes = lengths_B.astype(np.float64)
+    costs = sum((each / max(each.sum(), 1.0) for each in (sizes, sizes**2)), np.zeros(len(sizes)))
+    slices = [rank_slice(len(sizes), rank, world_size) for rank in range(world_size)]
+    room = [stop - start for start, stop in slices]
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    heap = [(0.0, rank) for rank in range(world_size) if room[rank]]
+    for sample in np.argsort(-costs, kind="stable").tolist():
+        cost, rank = heapq.heappop(heap)
+        shares[rank].append(sample)
+        if len(shares[rank]) < room[rank]:
+            heapq.heappush(heap, (cost + float(costs[sample]), rank))
+    return [np.array(sorted(each), dtype=np.int64) for each in shares]
+
+
+def balanced_reader(dataset: Dataset) -> Reader:
+    """Return the reader of the training samples, balanced by their histories where it can be.
+
+    A reader of samples in memory knows the lengths of all histories of a step. Samples that are streamed from
+    files keep their ranks, because a rank reads its own part of the files only; a log line says so.
+    """
+    histories = [each.name for each in dataset.features if each.sequence]
+    if not histories:
+        return dataset.train
+    if isinstance(dataset.train, InMemoryReader):
+        return dataset.train.balanced(histories, balanced_shares)
+    _logger.info(
+        "the histories of dataset %r are not balanced between ranks: they are streamed from files",
+        dataset.name,
+    )
+    return dataset.train

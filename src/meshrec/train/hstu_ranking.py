@@ -1,0 +1,136 @@
+"""The ranker of HSTU layers in recipes: its data, its model, and the recipe."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from meshrec.models import HSTURanker, RankerFeatures
+from meshrec.modules import EmbeddingCollection, EmbeddingConfig
+from meshrec.optim import Adam
+from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Recipe, Training
+from meshrec.train.schedule import Schedule
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticImpressions(DataSource):
+    """Synthetic impressions in order of time, with eleven tables and a known best AUC."""
+
+    num_users: int = 1500
+    """Number of users."""
+    num_items: int = 1000
+    """Number of items."""
+    longest: int = 80
+    """Largest number of impressions of a user."""
+    history: int = 50
+    """Largest number of impressions in a history."""
+    seed: int = 0
+    """Seed of users, items and clicks."""
+
+    def load(self) -> "Dataset":
+        """Generate the impressions."""
+        from meshrec.data.synthetic_impressions import synthetic_impressions
+
+        return synthetic_impressions(
+            num_users=self.num_users,
+            num_items=self.num_items,
+            longest=self.longest,
+            history=self.history,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSTURankerConfig(ModelConfig):
+    """HSTU as a ranker of candidates; see `meshrec.models.HSTURanker`.
+
+    The sizes of MLPerf's DLRM-v4 are ``embedding_dim=512, width=512, num_blocks=3, num_heads=4``.
+    """
+
+    embedding_dim: int = 32
+    """Width of every table."""
+    table_std: float | None = 0.02
+    """Standard deviation of the tables' initial values; if none, small values that depend on the number of
+    rows.
+    """
+    width: int = 64
+    """Width of the tokens."""
+    num_blocks: int = 3
+    """Number of layers."""
+    num_heads: int = 4
+    """Number of attention heads, among which the width is divided."""
+    times: bool = True
+    """Whether the attention sees how much time lies between items, if the data has times."""
+    dropout: float = 0.1
+    """Share of values that training drops."""
+    max_candidates: int = 512
+    """Largest number of candidates of a request."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """Build the model, with its tables on ``meta``.
+
+        A sequence that shares a table with a feature of the candidate describes the items of the history;
+        every other sequence says what the user did with them. All other features are the user's.
+
+        Raises:
+            ValueError: no sequence shares a table with a feature, or the length of histories is not known.
+        """
+        read = [each for each in dataset.features if each.num_embeddings]
+        single = {each.table or each.name: each.name for each in read if not each.sequence}
+        sequences = [each for each in read if each.sequence]
+        history = [each for each in sequences if (each.table or each.name) in single]
+        if not history or history[0].max_length is None:
+            raise ValueError(
+                f"dataset {dataset.name!r} must have a history: a sequence of known length that shares the "
+                f"table of a feature of the item; its sequences are {[each.name for each in sequences]}. Set "
+                "sequence, table and max_length of a Feature."
+            )
+        candidates = [single[each.table or each.name] for each in history]
+        features = RankerFeatures(
+            contextual=tuple(name for name in single.values() if name not in candidates),
+            history=tuple(each.name for each in history),
+            candidates=tuple(candidates),
+            actions=tuple(each.name for each in sequences if each not in history),
+            times=dataset.times if self.times else None,
+        )
+        init = None if self.table_std is None else partial(nn.init.normal_, std=self.table_std)
+        tables = [
+            EmbeddingConfig(
+                name=each.name,
+                num_embeddings=each.num_embeddings,
+                keys=each.keys,
+                embedding_dim=self.embedding_dim,
+                feature_names=list(each.feature_names),
+                init_fn=init,
+            )
+            for each in dataset.tables(self.embedding_dim)
+        ]
+        return HSTURanker(
+            EmbeddingCollection(tables=tables, device=torch.device("meta")),
+            features,
+            num_labels=max(1, len(dataset.labels)),
+            max_length=history[0].max_length,
+            max_candidates=self.max_candidates,
+            width=self.width,
+            num_blocks=self.num_blocks,
+            num_heads=self.num_heads,
+            dropout=self.dropout,
+        )
+
+
+def hstu_ranker() -> Recipe:
+    """HSTU on impressions in order of time: will this user click this item? The model of MLPerf's DLRM-v4."""
+    return Recipe(
+        name="hstu_ranker",
+        data=SyntheticImpressions(),
+        model=HSTURankerConfig(),
+        tables=Adam(lr=5e-3),
+        dense=DenseOptimizer(kind="adam", lr=2e-3),
+        schedule=Schedule(warmup_steps=20),
+        training=Training(batch_size=64, evaluate_every=200, log_every=50),
+    )

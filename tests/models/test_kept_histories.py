@@ -1,0 +1,63 @@
+"""Histories of HSTU that are encoded step by step, from kept keys and values, against whole histories."""
+
+import pytest
+import torch
+
+from meshrec.models import KeptTokens
+from tests.models.test_history_models import features, make_model
+
+HISTORIES = [[1, 2, 3, 4, 5], [6], [], [7, 8, 9]]
+TIMES = [[0, 5, 90, 4000, 4001], [3], [], [100, 100, 9000]]
+
+
+def nothing(model, num_samples):
+    return KeptTokens(torch.zeros(0, *model.kept_shape), torch.zeros(num_samples, dtype=torch.int64))
+
+
+def cut(bags, sizes):
+    return [bag[:size] for bag, size in zip(bags, sizes, strict=True)]
+
+
+@pytest.fixture(params=["hstu", "hstu with times"])
+def model(request):
+    made = make_model(request.param, num_blocks=3, num_heads=2).eval()
+    for block in made.blocks:
+        if block.time_bias is not None:
+            torch.nn.init.normal_(block.time_bias)
+        torch.nn.init.normal_(block.position_bias)
+    return made
+
+
+def batch(sizes):
+    histories = cut(HISTORIES, sizes)
+    return features(histories, [[] for _ in histories], times=cut(TIMES, sizes))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[(5, 1, 0, 3)], [(0, 0, 0, 0), (1, 1, 0, 1), (5, 1, 0, 3)], [(3, 1, 0, 3), (3, 1, 0, 3), (4, 1, 0, 3)]],
+)
+@torch.no_grad()
+def test_steps_equal_the_whole_history(model, steps):
+    kept = nothing(model, len(HISTORIES))
+    for sizes in steps:
+        query, kept = model.advance(batch(sizes), kept)
+        torch.testing.assert_close(query, model.query_vectors(batch(sizes)), rtol=1e-5, atol=1e-5)
+        assert kept.lengths_B.tolist() == list(sizes)
+
+
+@torch.no_grad()
+def test_only_new_items_are_looked_up(model):
+    _, kept = model.advance(batch((4, 1, 0, 2)), nothing(model, 4))
+    looked_up = []
+    model.embedding_collection.register_forward_pre_hook(lambda _, given: looked_up.append(given[0].values()))
+    model.advance(batch((5, 1, 0, 3)), kept)
+    # The last item that was there before is encoded again: its result depends on the time of the next one.
+    assert looked_up[0].tolist() == [4, 5, 6, 8, 9]
+
+
+@torch.no_grad()
+def test_more_kept_tokens_than_items_are_refused(model):
+    _, kept = model.advance(batch((4, 1, 0, 2)), nothing(model, 4))
+    with pytest.raises(ValueError, match=r"sample 0 keeps 4 tokens of a history of 3 items: allowed are as"):
+        model.advance(batch((3, 1, 0, 2)), kept)
