@@ -199,9 +199,6 @@ def check_hashed(
     cut = {
         x.table for work in routing.work for x in work.rectangles if x.c1 - x.c0 < routing.tables[x.table].dim
     }
-    readers: dict[str, list[str]] = {}
-    for use in routing.uses:
-        readers.setdefault(use.feature, []).append(routing.tables[use.table].name)
     for t, storage in enumerate(storages):
         if not isinstance(storage, HashedRows):
             continue
@@ -220,9 +217,3 @@ def check_hashed(
                 f"table {storage.name!r}: a score of your own reads whole rows, and the plan splits its "
                 "columns. Use a plan without column splits for this table, or LRU, LFU, TTL or LowestNorm."
             )
-        for feature in routing.tables[t].features:
-            if len(readers[feature]) > 1:
-                raise ValueError(
-                    f"feature {feature!r} is read by table {storage.name!r}, which has hashed keys, and by "
-                    "another one. Give the other table a copy of the feature under another name."
-                )

@@ -52,6 +52,27 @@ def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[
     return [place[feature] for feature in features]
 
 
+def with_own_keys(
+    features: KeyedJaggedTensor, positions: Sequence[int], uses: Sequence[int]
+) -> tuple[KeyedJaggedTensor, list[int]]:
+    """Append a copy of the key of each of these uses, whose IDs will be replaced for this use alone.
+
+    Args:
+        features: the input.
+        positions: the position of each use's key.
+        uses: the uses that get a key of their own.
+
+    Returns:
+        The input with the copies at its end, and the position of each use's key in it.
+    """
+    if not uses:
+        return features, list(positions)
+    num_keys, found = len(features.keys()), list(positions)
+    for number, use in enumerate(uses):
+        found[use] = num_keys + number
+    return features.permute([*range(num_keys), *(positions[use] for use in uses)]), found
+
+
 def inverse_rows(features: KeyedJaggedTensor, wanted: Sequence[str]) -> list[Tensor]:
     """Return for each wanted key the bag of each sample, int64 [B], for keys with different batch sizes.
 

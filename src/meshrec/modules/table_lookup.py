@@ -14,7 +14,14 @@ from meshrec.modules.embedding_configs import (
     DataType,
     PoolingType,
 )
-from meshrec.modules.input_checks import check_device, key_bounds, mixed, positions_of, sample_weights
+from meshrec.modules.input_checks import (
+    check_device,
+    key_bounds,
+    mixed,
+    positions_of,
+    sample_weights,
+    with_own_keys,
+)
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.file_rows import FileBackedRows
@@ -83,12 +90,11 @@ class TableLookup:
         self._table_names = [table.name for table in tables]
         self._num_rows = [table.num_embeddings for table in tables]
         readers = Counter(self.features)
-        for index, feature in pairs:
-            if (index in self._indexes or index in self.hashed) and readers[feature] > 1:
-                raise ValueError(
-                    f"feature {feature!r} is read by table {tables[index].name!r}, which has an index of its "
-                    "own, and by another one. Give the other table a copy of the feature under another name."
-                )
+        self._own_keys = [
+            use
+            for use, (index, feature) in enumerate(pairs)
+            if (index in self._indexes or index in self.hashed) and readers[feature] > 1
+        ]
         self.embedding_names = [
             f"{feature}@{self._table_names[index]}" if readers[feature] > 1 else feature
             for index, feature in pairs
@@ -102,6 +108,19 @@ class TableLookup:
     def num_clamped_ids(self) -> int:
         """Number of IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
         return int(self._num_clamped)
+
+    def positions(self, features: KeyedJaggedTensor) -> list[int]:
+        """Return the position of each looked-up feature among the keys of the input.
+
+        Raises:
+            ValueError: a feature is missing.
+        """
+        keys = features.keys()
+        if keys != self._known_keys:
+            readers = [self._table_names[table] for table in self.tables]
+            self._key_indices = positions_of(keys, self.features, readers)
+            self._known_keys = list(keys)
+        return self._key_indices
 
     def lookups(
         self,
@@ -118,20 +137,17 @@ class TableLookup:
         Raises:
             ValueError: for a missing feature or missing weights, and for input on another device.
         """
-        values = features.values()
-        check_device(values, self._table_names[0], weights[0].device)
-        keys = features.keys()
-        if keys != self._known_keys:
-            readers = [self._table_names[table] for table in self.tables]
-            self._key_indices = positions_of(keys, self.features, readers)
-            self._known_keys = list(keys)
+        check_device(features.values(), self._table_names[0], weights[0].device)
+        keys = self.positions(features)
+        if self._own_keys:
+            features, keys = with_own_keys(features, keys, self._own_keys)
         lookups = tbe.Lookups(
-            values=values,
+            values=features.values(),
             offsets=features.offsets(),
             per_sample_weights=sample_weights(features, is_weighted=self.is_weighted),
             segments=features.segments_or_none(),
-            num_keys=len(keys),
-            keys=self._key_indices,
+            num_keys=len(features.keys()),
+            keys=keys,
             tables=self.tables,
             pooling=self.pooling,
             flat=flat,
