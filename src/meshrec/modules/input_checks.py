@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import mix
+from meshrec.ops.index import mix_parts
 from meshrec.sparse import KeyedJaggedTensor
 
 
@@ -116,13 +116,15 @@ def mixed(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> Te
     Raises:
         ValueError: the IDs are not integers.
     """
+    check_integers(values)
+    parts = [(bounds[key], bounds[key + 1], seed) for key, seed in sorted(seeds.items())]
+    return mix_parts(values.long().contiguous(), parts)
+
+
+def check_integers(values: Tensor) -> None:
+    """Raise ValueError if the IDs of hashed tables are no integers."""
     if values.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"tables with hashed keys take IDs of int32 or int64, got {values.dtype}. Convert the values of "
             "the KeyedJaggedTensor, or hash them to integers."
         )
-    found = values.to(torch.int64, copy=True)
-    for key, seed in seeds.items():
-        own = slice(bounds[key], bounds[key + 1])
-        found[own] = mix(found[own], seed)
-    return found

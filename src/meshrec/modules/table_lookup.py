@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from meshrec.modules.embedding_configs import (
 )
 from meshrec.modules.input_checks import (
     check_device,
+    check_integers,
     key_bounds,
-    mixed,
     positions_of,
     sample_weights,
     with_own_keys,
@@ -174,20 +175,20 @@ class TableLookup:
 
     def _hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
         """Replace the IDs of tables with hashed keys by slots. The batch pins them."""
-        bounds = key_bounds(lookups.offsets, lookups.segments, lookups.num_keys)
-        seeds = {
-            key: tables[table].storage.keys.seed
-            for key, table in zip(lookups.keys, lookups.tables, strict=True)
-            if table in tables
-        }
-        lookups = lookups._replace(values=mixed(lookups.values, bounds, seeds))
-        return self._resolved(lookups, tables)
+        check_integers(lookups.values)
+        lookups = lookups._replace(values=lookups.values.long())
+        return self._resolved(lookups, tables, {t: table.storage.keys.seed for t, table in tables.items()})
 
-    def _resolved(self, lookups: tbe.Lookups, indexes: Mapping[int, Index]) -> tbe.Lookups:
-        """Replace the keys of tables with an index by slots."""
+    def _resolved(
+        self,
+        lookups: tbe.Lookups,
+        indexes: Mapping[int, Index],
+        seeds: Mapping[int, int] = MappingProxyType({}),
+    ) -> tbe.Lookups:
+        """Replace the keys of tables with an index by slots; ``seeds`` makes keys of IDs."""
         num_keys = lookups.num_keys
         readers = {
-            key: KeyReader([indexes[table]], 0)
+            key: KeyReader([indexes[table]], 0, seeds.get(table))
             for key, table in zip(lookups.keys, lookups.tables, strict=True)
             if table in indexes
         }

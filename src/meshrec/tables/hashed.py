@@ -111,24 +111,34 @@ class HashedTable:
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
         """Return the slot of each key; unseen ones get pending slots with their first rows."""
         self.release()
-        slots = self.slots.find(keys)
+        return self.give(self.slots.find(keys), keys, train=train)
+
+    def give(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
+        """Give pending slots, with their first rows, to the keys whose slot is -1, and pin all slots."""
         absent = slots < 0
-        if bool(absent.any()):
-            distinct, inverse = unique(keys[absent])
+        distinct, inverse = unique(keys[absent])
+        if len(distinct):
             new = self.slots.insert(distinct)
             self._begin(new, distinct)
             slots[absent] = new[inverse]
-        pending = slots[:0]
+        if train:
+            self.books.report.hits -= len(inverse)
+        return Resolved(slots, self.hold([slots], train=train))
+
+    def hold(self, parts: Sequence[Tensor], *, train: bool) -> PinnedRows:
+        """Pin slots that keys have."""
+        pending = parts[0][:0]
         if self.slots.num_live > self.num_alive:
+            slots = torch.cat(list(parts))
             pending = unique(slots[~self.memory[""][slots]])[0]
             self.memory["pins"][pending] += 1
         if train:
-            report = self.books.report
-            report.read += len(keys)
-            report.hits += len(keys) - int(absent.sum())
-        pin = PinnedRows(self, slots, pending, self.released)
+            num_read = sum(map(len, parts))
+            self.books.report.read += num_read
+            self.books.report.hits += num_read
+        pin = PinnedRows(self, parts, pending, self.released)
         self.in_flight.add(pin)
-        return Resolved(slots, pin)
+        return pin
 
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the key that has each slot."""

@@ -1,20 +1,29 @@
 """What a hashed table notes beside its rows: the batches that hold some, and what has happened to IDs."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import ReferenceType
 
+import torch
 from torch import Tensor
 
 from meshrec.tables.at_rest import AtRest
 
 
 class PinnedRows:
-    """The rows of one table that a batch holds."""
+    """The rows of one table that a batch holds; ``parts`` has their slots."""
 
-    def __init__(self, table: object, slots: Tensor, pending: Tensor, released: deque[Tensor]) -> None:
-        self.table, self.slots, self.pending = table, slots, pending
-        self._released = released
+    def __init__(
+        self, table: object, parts: Sequence[Tensor], pending: Tensor, released: deque[Tensor]
+    ) -> None:
+        self.table, self.pending = table, pending
+        self._parts, self._released = parts, released
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots, which may repeat."""
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
 
     def __del__(self) -> None:
         # Anywhere, in any thread: the table takes it from there when it is next asked.
