@@ -82,9 +82,10 @@ def make(kind, keys, spec, update="in_backward", sequence=False):
     )
 
 
-def batch(step, *, hashed=True):
+def batch(step, *, hashed=True, rank=None):
     """Bags have one ID at most: the parts of larger ones would be added in another order."""
-    generator = torch.Generator().manual_seed(10 * step + default_env().world.rank)
+    rank = default_env().world.rank if rank is None else rank
+    generator = torch.Generator().manual_seed(10 * step + rank)
     lengths = torch.randint(0, 2, (18,), generator=generator)
     rows = torch.randint(0, 16, (int(lengths[:12].sum()),), generator=generator)
     others = torch.randint(0, 30, (int(lengths[12:].sum()),), generator=generator)
