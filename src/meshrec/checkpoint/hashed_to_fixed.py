@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -67,8 +68,8 @@ def fixed_places(item: nn.Module) -> dict[str, FixedPlace]:
     found: dict[str, FixedPlace] = {}
     for path, child in module.named_modules():
         if isinstance(child, TableShards) and child.hashed is None and child.storage.is_trainable:
-            size = child.table.num_rows, child.table.dim
-            found[path] = FixedPlace(path, child.tables, *size, lambda w=child.weight: increment_version(w))
+            changed = partial(increment_version, child.weight)
+            found[path] = FixedPlace(path, child.tables, child.table.num_rows, child.table.dim, changed)
         elif isinstance(child, TableCollection):
             name, _ = child.table_holders()
             start = f"{path}.{name}" if path else name
@@ -76,7 +77,8 @@ def fixed_places(item: nn.Module) -> dict[str, FixedPlace]:
                 if config.keys is None and not config.data_type.bits:
                     rows = WholeRows(weight.detach())
                     where = f"{start}.{config.name}"
-                    found[where] = FixedPlace(where, [rows], *weight.shape, lambda: None)
+                    num_rows, dim = weight.shape
+                    found[where] = FixedPlace(where, [rows], num_rows, dim, lambda: None)
     return found
 
 

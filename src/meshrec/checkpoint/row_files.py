@@ -107,7 +107,7 @@ def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer:
         return int(file.metadata.num_rows)
 
 
-class _Place(NamedTuple):
+class _FilledTable(NamedTuple):
     """The table that is filled."""
 
     path: str
@@ -122,7 +122,7 @@ class _Place(NamedTuple):
     changed: Any
 
 
-def _place_of(module: nn.Module, table: str, *, optimizer: bool) -> _Place:
+def _place_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTable:
     hashed, fixed = hashed_places(module), fixed_places(module)
     path = _chosen({*hashed, *fixed}, table, "the model")
     if path in hashed:
@@ -130,7 +130,7 @@ def _place_of(module: nn.Module, table: str, *, optimizer: bool) -> _Place:
         own = place.tables[0].parts[len(place.storage.row_parts) :] if place.tables else ()
         columns = {"weight": False} | ({part.name: part.per_row for part in own} if optimizer else {})
         storage = place.storage
-        return _Place(
+        return _FilledTable(
             path, place.tables, storage.dim, storage.max_rows, storage.keys.seed, columns, place.changed
         )
     found = fixed[path]
@@ -141,7 +141,7 @@ def _place_of(module: nn.Module, table: str, *, optimizer: bool) -> _Place:
             columns |= {name: v.dim() == 1 for name, v in each.tensors.items()}
         else:
             columns |= {part.name: part.per_row for part in each.parts}  # type: ignore[attr-defined]
-    return _Place(path, found.tables, found.dim, found.num_rows, None, columns, found.changed)
+    return _FilledTable(path, found.tables, found.dim, found.num_rows, None, columns, found.changed)
 
 
 def _state_of(module: nn.Module, path: str) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ def _state_of(module: nn.Module, path: str) -> dict[str, Tensor]:
     return {}
 
 
-def _check(file: Any, source: Path, place: _Place) -> None:
+def _check(file: Any, source: Path, place: _FilledTable) -> None:
     """Check a file before anything changes.
 
     Raises:

@@ -182,8 +182,10 @@ class _Hashed(NamedTuple):
 
     def settle(self) -> None:
         """Count the rows. Collective."""
-        for place in (*self.places.values(), *self.fixed.values()):
-            place.changed()
+        for changed in [place.changed for place in self.places.values()] + [
+            place.changed for place in self.fixed.values()
+        ]:
+            changed()
 
 
 def _hashed(

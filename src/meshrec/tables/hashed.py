@@ -28,7 +28,7 @@ from meshrec.ops.index import HashIndex, mix, unique, unmix
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
 from meshrec.tables.growing import GrowingRows
-from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
+from meshrec.tables.hashed_books import Books, FreshRows, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
 from meshrec.tables.index import Index, Resolved
 from meshrec.tables.storage import DenseRows, SideRows
@@ -117,18 +117,24 @@ class HashedTable:
         """Give pending slots, with their first rows, to the keys whose slot is -1, and pin all slots."""
         absent = slots < 0
         distinct, inverse = unique(keys[absent])
+        fresh = None
         if len(distinct):
             new = self.slots.insert(distinct)
             self._begin(new, distinct)
             slots[absent] = new[inverse]
+            fresh = FreshRows(new, distinct, torch.bincount(inverse, minlength=len(new)))
         if train:
             self.books.report.hits -= len(inverse)
-        return Resolved(slots, self.hold([slots], train=train))
+        return Resolved(slots, self.hold([slots], train=train, fresh=fresh))
 
-    def hold(self, parts: Sequence[Tensor], *, train: bool) -> PinnedRows:
-        """Pin slots that keys have."""
-        pending = parts[0][:0]
-        if self.slots.num_live > self.num_alive:
+    def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: FreshRows | None = None) -> PinnedRows:
+        """Pin slots that keys have; ``fresh``: those that were just given."""
+        pending, num_pending = parts[0][:0], self.slots.num_live - self.num_alive
+        if fresh is not None and len(fresh.slots) == num_pending:
+            pending = fresh.slots
+            self.memory["pins"][pending] += 1
+        elif num_pending:
+            fresh = None
             slots = torch.cat(list(parts))
             pending = unique(slots[~self.memory[""][slots]])[0]
             self.memory["pins"][pending] += 1
@@ -136,7 +142,7 @@ class HashedTable:
             num_read = sum(map(len, parts))
             self.books.report.read += num_read
             self.books.report.hits += num_read
-        pin = PinnedRows(self, parts, pending, self.released)
+        pin = PinnedRows(self, parts, pending, self.released, fresh)
         self.in_flight.add(pin)
         return pin
 
@@ -193,12 +199,15 @@ class HashedTable:
         """Write first rows and the state before the first update; grow where it is due."""
         if len(slots) == 0:
             return
-        self._grown.grow(int(slots.max()) + 1)
+        before = self._grown.num_rows
+        self._grown.grow(int(slots.max()) + 1, num_written=1)
         r = self.rectangle
         first = self.storage.first_rows(self.ids_of(keys), r.columns)
         self.rows.data[slots] = first.to(self.rows.dtype)
-        for tensor, begin in zip(self._grown.tensors[1:-1], self._grown.first[1:-1], strict=True):
-            tensor[slots] = begin
+        again = slots[slots < before]
+        if len(again):
+            for tensor, begin in zip(self._grown.tensors[1:-1], self._grown.first[1:-1], strict=True):
+                tensor[again] = begin
 
     def _free(self, slots: Tensor) -> None:
         if len(slots):

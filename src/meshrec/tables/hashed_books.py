@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import ReferenceType
 
 import torch
@@ -11,19 +12,38 @@ from torch import Tensor
 from meshrec.tables.at_rest import AtRest
 
 
+class FreshRows(NamedTuple):
+    """The pending rows of a batch that were made for it."""
+
+    slots: Tensor
+    """In the order of their keys."""
+    keys: Tensor
+    counts: Tensor
+    """How often the batch reads each."""
+
+
 class PinnedRows:
     """The rows of one table that a batch holds; ``parts`` has their slots."""
 
     def __init__(
-        self, table: object, parts: Sequence[Tensor], pending: Tensor, released: deque[Tensor]
+        self,
+        table: object,
+        parts: Sequence[Tensor],
+        pending: Tensor,
+        released: deque[Tensor],
+        fresh: FreshRows | None = None,
     ) -> None:
-        self.table, self.pending = table, pending
+        self.table, self.pending, self._fresh = table, pending, fresh
         self._parts, self._released = parts, released
 
     @property
     def slots(self) -> Tensor:
         """The slots, which may repeat."""
         return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
+
+    def fresh(self) -> FreshRows | None:
+        """Return the pending rows, if they were made for this batch and no others have joined them."""
+        return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
     def __del__(self) -> None:
         # Anywhere, in any thread: the table takes it from there when it is next asked.

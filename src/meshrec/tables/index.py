@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import HashIndex, Part, find_parts, mix
+from meshrec.ops.index import HashIndex, SearchedPart, find_parts, mix
 
 
 class Resolved(NamedTuple):
@@ -107,6 +107,8 @@ def slots_of(
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
     found, missing = _searched(values, bounds, readers, num_keys)
+    # Another tensor on the same memory, and no view: slots keep the pins, and pins must not keep the slots.
+    memory = found.new_empty(0).set_(found.untyped_storage(), 0, found.shape, found.stride())
     pins: list[object] = []
     by_indexes: dict[tuple[int, ...], list[int]] = {}
     for key, reader in readers.items():
@@ -114,7 +116,7 @@ def slots_of(
     for keys in by_indexes.values():
         reader = readers[keys[0]]
         places = [block * num_keys + key for key in keys for block in range(num_blocks)]
-        parts = [found[bounds[place] : bounds[place + 1]] for place in places]
+        parts = [memory[bounds[place] : bounds[place + 1]] for place in places]
         if not any(missing.get(place, 1) for place in places):
             pins += [index.hold(parts, train=train) for index in reader.indexes]  # type: ignore[attr-defined]
             continue
@@ -148,12 +150,12 @@ def _searched(
     }
     if not searched:
         return values.clone(), {}
-    parts: dict[int, Part] = {}
+    parts: dict[int, SearchedPart] = {}
     for block in range((len(bounds) - 1) // max(1, num_keys)):
         for key, reader in searched.items():
             place, index = block * num_keys + key, reader.indexes[0]
             assert isinstance(index, SearchableIndex)
-            parts[place] = Part(
+            parts[place] = SearchedPart(
                 bounds[place], bounds[place + 1], index.slots, reader.first_row, reader.mix_seed
             )
     for index in {id(each): each for reader in searched.values() for each in reader.indexes}.values():

@@ -266,16 +266,20 @@ class Turnover:
 
 
 def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
-    own = [pin.slots for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
-    slots = own[0] if len(own) == 1 else torch.cat([_NONE, *own])
+    own = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
+    slots = own[0].slots if len(own) == 1 else torch.cat([_NONE, *(pin.slots for pin in own)])
     alive, policy = table.memory[""], table.storage.keys.evict
     new = keys = counts = _NONE
     admitted = _NONE.bool()
     if table.slots.num_live > table.num_alive:
-        new, inverse = unique(slots[~alive[slots]])
-        counts = torch.bincount(inverse, minlength=len(new))
-        keys, order = table.keys_of(new).sort()
-        new, counts = new[order], counts[order]
+        fresh = own[0].fresh() if len(own) == 1 else None
+        if fresh is not None and not bool(alive[fresh.slots].any()):
+            new, keys, counts = fresh
+        else:
+            new, inverse = unique(slots[~alive[slots]])
+            counts = torch.bincount(inverse, minlength=len(new))
+            keys, order = table.keys_of(new).sort()
+            new, counts = new[order], counts[order]
         admitted = table.waiting.admits(keys, counts, clock.step)
     gone = _NONE
     over = None if policy is None else policy.expired(table.memory, clock)

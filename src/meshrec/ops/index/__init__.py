@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.index import fakes  # noqa: F401 - registers the shapes
-from meshrec.ops.index.hash_index import HashIndex, Part, find_parts
+from meshrec.ops.index.hash_index import HashIndex, SearchedPart, find_parts
 
-__all__ = ["BYTES_PER_ID", "HashIndex", "Part", "find_parts", "mix", "mix_parts", "unique", "unmix"]
+__all__ = ["BYTES_PER_ID", "HashIndex", "SearchedPart", "find_parts", "mix", "mix_parts", "unique", "unmix"]
 
 BYTES_PER_ID = 16
 """The bytes that a ``HashIndex`` takes for each ID that it has had at once, at most."""

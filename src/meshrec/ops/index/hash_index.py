@@ -144,20 +144,19 @@ class HashIndex:
         return index
 
 
-class Part(NamedTuple):
+class SearchedPart(NamedTuple):
     """Some of the IDs of a batch, which one index has."""
 
     begin: int
     end: int
-    index: HashIndex
+    owner: HashIndex
     first: int = 0
     """What is added to the IDs."""
     mix_seed: int | None = None
-    """The seed with which the IDs are mixed before; None: they are not. It is the same for all parts or none
-    of them."""
+    """The seed with which the IDs are mixed before; None: they are not. All parts have one, or none has."""
 
 
-def find_parts(ids_N: Tensor, parts: Sequence[Part]) -> tuple[Tensor, list[int]]:
+def find_parts(ids_N: Tensor, parts: Sequence[SearchedPart]) -> tuple[Tensor, list[int]]:
     """Return IDs of which some parts are replaced by their slots, -1 where there is none, in one call.
 
     Args:
@@ -167,14 +166,14 @@ def find_parts(ids_N: Tensor, parts: Sequence[Part]) -> tuple[Tensor, list[int]]
     Returns:
         The slots, and the other IDs as they are, int64 [N]; and how many IDs of each part have no slot.
     """
-    indexes = list({id(part.index): part.index for part in parts}.values())
-    rows = [index._rows for index in indexes]
-    if not all(isinstance(each, CompiledIndex) for each in rows):
+    indexes = list({id(part.owner): part.owner for part in parts}.values())
+    rows = [index._rows for index in indexes if isinstance(index._rows, CompiledIndex)]
+    if len(rows) < len(indexes):
         found = ids_N.clone()
         for part in parts:
             own = ids_N[part.begin : part.end]
             keys = own if part.mix_seed is None else naive.mix(own, part.mix_seed)
-            found[part.begin : part.end] = part.index.find(keys + part.first)
+            found[part.begin : part.end] = part.owner.find(keys + part.first)
         return found, [int((found[part.begin : part.end] < 0).sum()) for part in parts]
     place = {id(index): number for number, index in enumerate(indexes)}
     mixes = [part.mix_seed for part in parts if part.mix_seed is not None]
@@ -184,7 +183,7 @@ def find_parts(ids_N: Tensor, parts: Sequence[Part]) -> tuple[Tensor, list[int]]
         ids_N,
         [part.begin for part in parts],
         [part.end for part in parts],
-        [place[id(part.index)] for part in parts],
+        [place[id(part.owner)] for part in parts],
         [part.first for part in parts],
         mixes,
     )
