@@ -203,7 +203,10 @@ class HashedTable:
         self._grown.grow(int(slots.max()) + 1, num_written=1)
         r = self.rectangle
         first = self.storage.first_rows(self.ids_of(keys), r.columns)
-        self.rows.data[slots] = first.to(self.rows.dtype)
+        # New slots follow each other: a copy of a range is several times as fast.
+        in_range = bool((slots.diff() == 1).all())
+        place = slice(int(slots[0]), int(slots[0]) + len(slots)) if in_range else slots
+        self.rows.data[place] = first.to(self.rows.dtype)
         again = slots[slots < before]
         if len(again):
             for tensor, begin in zip(self._grown.tensors[1:-1], self._grown.first[1:-1], strict=True):

@@ -36,11 +36,11 @@ class HashZchEvictionPolicyName(Enum):
     """The policies that say which IDs lose their rows."""
 
     SINGLE_TTL_EVICTION = "SINGLE_TTL_EVICTION"
-    """Those that were not read for ``single_ttl`` hours."""
+    """Evicts IDs that were not read for ``single_ttl`` hours."""
     PER_FEATURE_TTL_EVICTION = "PER_FEATURE_TTL_EVICTION"
-    """Those that were not read for the hours of their feature."""
+    """Evicts IDs that were not read for the hours of their feature."""
     LRU_EVICTION = "LRU_EVICTION"
-    """Those whose last read is the longest ago."""
+    """Evicts the IDs whose last read is the longest ago."""
 
 
 @dataclass

@@ -34,12 +34,12 @@ class VirtualTableEvictionPolicy:
 
 @dataclass
 class NoEvictionPolicy(VirtualTableEvictionPolicy):
-    """No row goes: a full table is an error."""
+    """A policy that keeps all rows: a full table is an error."""
 
 
 @dataclass
 class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """The rows that were read the least go.
+    """A policy that evicts the rows that were read the least.
 
     Attributes:
         training_id_eviction_trigger_count: the greatest number of rows.
@@ -66,13 +66,15 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def left_out(self) -> str:
-        """The threshold."""
+        """The threshold, which a budget replaces."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
 @dataclass
 class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """The rows that were not updated for a time go. ``meshrec.tables.set_event_time`` sets the clock.
+    """A policy that evicts the rows that were not updated for a time.
+
+    ``meshrec.tables.set_event_time`` sets the clock.
 
     Attributes:
         training_id_eviction_trigger_count: the greatest number of rows.
@@ -88,13 +90,13 @@ class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """TTL."""
+        """TTL with that time."""
         return TTL(seconds=60 * self.eviction_ttl_mins) if self.eviction_ttl_mins else None
 
 
 @dataclass
 class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """The rows with the smallest norm go.
+    """A policy that evicts the rows with the smallest norm.
 
     Attributes:
         training_id_eviction_trigger_count: the greatest number of rows.
@@ -108,12 +110,12 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """LowestNorm."""
+        """LowestNorm, if there is a threshold."""
         return LowestNorm() if self.eviction_threshold else None
 
     @property
     def left_out(self) -> str:
-        """The threshold."""
+        """The threshold, which a budget replaces."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
