@@ -7,6 +7,7 @@ are those of the profile of two ranks. The loss of the first step is compared wi
 before anything is believed. Needs root, and no other load: 8 ranks share the machine's cores.
 
     sudo python -m benchmarks.scaling
+    sudo python -m benchmarks.scaling --folder F --ranks 1 2  # some sizes now, others and the tables later
 """
 
 import argparse
@@ -35,21 +36,36 @@ from meshrec.planner.hardware import HardwareProfile
 from meshrec.reports.measured import compare
 from meshrec.testing.namespaces import hosts
 
-SHAPE = Shape(num_tables=16, num_rows=100_000, dim=32, batch=1024, bottom=(128, 32), top=(128, 1))
+# Larger than the caches, as the cost model assumes, and with some work in the dense part.
+SHAPE = Shape(num_tables=16, num_rows=200_000, dim=64, batch=1024, bottom=(128, 64), top=(128, 1))
 KIND = "row_wise"
 SIZES = (1, 2, 4, 8)
 BEYOND = (16, 64, 256, 1024)
 RATE = "1gbit"
-_ROUNDS, _STEPS = 3, 6
+_WINDOWS, _ROUNDS, _STEPS = 3, 3, 6
+_PROFILE = ".profile.json"
 
 
 def worker(out: Path) -> None:
-    """Calibrate and measure as one rank; rank 0 writes what was found."""
+    """Measure as one rank, or calibrate if ``out`` ends so; rank 0 writes what was found."""
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=4))
-    times = measure_phases(KIND, SHAPE)
+    if out.name.endswith(_PROFILE):
+        profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=6, seconds=40.0))
+        found = profile.to_json()
+    else:
+        found = _measure(HardwareProfile.load(out.with_name(out.stem + _PROFILE)))
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    leave_process_group()
+
+
+def _measure(profile: HardwareProfile) -> dict[str, Any]:
+    """Return predicted and measured phases, and whole steps. Collective."""
+    size = dist.get_world_size()
+    # In windows some time apart, so that a slow moment of the machine does not decide.
+    times = [time for _ in range(_WINDOWS) for time in measure_phases(KIND, SHAPE)]
     every: list[Any] = [None] * size
     dist.all_gather_object(every, times)
     alone = [_first_loss(other) for other in range(max(SIZES))] if size == 1 else []
@@ -65,25 +81,17 @@ def worker(out: Path) -> None:
         taken.append((time.perf_counter() - began) / _STEPS)
     total = torch.tensor(losses)
     dist.all_reduce(total)
-    if rank == 0:
-        plan = planned(KIND, SHAPE, profile, size, local_ranks=1)
-        found = {
-            each.phase: (each.predicted, each.measured)
-            for each in compare(plan, list(itertools.chain(*every)))
-        }
-        dense = [t.seconds for of_rank in every for t in of_rank if t.phase == "dense"]
-        result = {
-            "ranks": size,
-            "phases": found,
-            "dense": statistics.median(dense),
-            "whole": statistics.median(taken),
-            "losses": (total / size).tolist(),
-            "alone": alone,
-            "profile": profile.to_json(),
-        }
-        out.write_text(json.dumps(result))
-    dist.barrier()
-    leave_process_group()
+    plan = planned(KIND, SHAPE, profile, size, local_ranks=1)
+    phases = compare(plan, list(itertools.chain(*every)))
+    return {
+        "ranks": size,
+        "phases": {each.phase: (each.predicted, each.measured) for each in phases},
+        "dense": statistics.median(t.seconds for of_rank in every for t in of_rank if t.phase == "dense"),
+        "whole": statistics.median(taken),
+        "losses": (total / size).tolist(),
+        "alone": alone,
+        "profile": profile.to_json(),
+    }
 
 
 def _first_loss(rank: int) -> float:
@@ -92,8 +100,16 @@ def _first_loss(rank: int) -> float:
 
 
 def measured(size: int, folder: Path) -> dict[str, Any]:
+    """Calibrate and measure with a rank on each of ``size`` hosts, but for results that are in the folder."""
+    for out in (folder / f"{size}{_PROFILE}", folder / f"{size}.json"):
+        if not out.exists():
+            _on_hosts(size, folder, out)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def _on_hosts(size: int, folder: Path, out: Path) -> None:
     """Run a rank on each of ``size`` hosts."""
-    out = folder / f"{size}.json"
     with hosts(size, folder / str(size), rate=RATE) as (*found, _):
         ranks = []
         for rank, host in enumerate(found):
@@ -105,8 +121,6 @@ def measured(size: int, folder: Path) -> dict[str, Any]:
         codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes}. Look at their errors above.")
-    found_here: dict[str, Any] = json.loads(out.read_text())
-    return found_here
 
 
 def run(folder: Path) -> str:
@@ -160,12 +174,19 @@ def _cell(values: list[float] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", type=Path)
+    parser.add_argument("--folder", type=Path, help="keeps the results of each number of ranks")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[], help="measure only these; print no table")
     arguments = parser.parse_args()
     if arguments.worker is not None:
         worker(arguments.worker)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        print(run(Path(folder)))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for size in arguments.ranks:
+            measured(size, folder)
+        if not arguments.ranks:
+            print(run(folder))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ its own and from another loopback address, as the server limits clients by their
 
 import asyncio
 import contextlib
-import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,14 +21,15 @@ import numpy as np
 from benchmarks.harness import Bar, Effort, Result, table
 from benchmarks.serve import TINY, Inputs, Shape, inputs_of, package_of, percentile, request_of, serving
 from benchmarks.serve_load import Outcome, open_loop
+from benchmarks.serve_misbehave import WAYS
 from meshrec.export import Predictor
 from meshrec.export.manifest import WEIGHTS
 
 _GIB = 1 << 30
 _AT_A_TIME = 1 << 22
-_BAD_ADDRESS = "127.0.0.2"
-_HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n"
-_LARGE = json.dumps({"shared": {"f0": list(range(100)) * 18_000}, "samples": [{"f1": 1}] * 99}).encode()
+_CONNECTIONS = 64
+"""Connections of the good client. When a machine stalls, requests pile up, and the server refuses a client
+that opens more than 256 connections for them."""
 
 
 class Sizes(NamedTuple):
@@ -44,36 +43,6 @@ class Sizes(NamedTuple):
 
 
 _TINY = Sizes(TINY, 0.001, 1, 50.0, 0.2)
-
-
-class Way(NamedTuple):
-    """How a client misbehaves: what it sends on each connection, and how often it opens one.
-
-    Attributes:
-        content: the bytes it sends.
-        rate: connections per second.
-        keeps: whether it keeps the connection open and says no more; otherwise it half-closes it.
-    """
-
-    content: bytes
-    rate: float
-    keeps: bool = True
-
-
-WAYS = {
-    "silent connections": Way(b"", 100),
-    "unfinished headers": Way(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Le", 100),
-    "unfinished bodies": Way(_HEAD % (1 << 20) + b"\r\n" + b"[" * 1000, 100),
-    "large headers": Way(_HEAD % 9 + b"a: " + b"v" * (1 << 20), 20),
-    "no HTTP": Way(bytes(range(128, 256)) * 8 + b"\r\n\r\n", 100),
-    "bodies of 9 MB": Way(_HEAD % len(_LARGE) + b"\r\n" + _LARGE, 0.5),
-    "half-closed connections": Way(
-        b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n[]", 50, False
-    ),
-    "many requests at once": Way((_HEAD % 2 + b"\r\n[]") * 50, 2),
-    "answers that are not read": Way(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 20, 2),
-}
-"""The ways to misbehave that hung or slowed a server before it had limits."""
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
@@ -120,7 +89,14 @@ def _good(port: int, inputs: Inputs, expected: bytes, sizes: Sizes) -> float:
         wrong += not body.endswith(expected)
 
     outcome: Outcome = asyncio.run(
-        open_loop(port, request_of(inputs), rate=sizes.rate, seconds=sizes.seconds, on_body=check)
+        open_loop(
+            port,
+            request_of(inputs),
+            rate=sizes.rate,
+            seconds=sizes.seconds,
+            connections=_CONNECTIONS,
+            on_body=check,
+        )
     )
     assert set(outcome.statuses) == {200}, outcome.statuses
     assert wrong == 0
@@ -129,33 +105,15 @@ def _good(port: int, inputs: Inputs, expected: bytes, sizes: Sizes) -> float:
 
 @contextlib.contextmanager
 def _misbehaving(port: int, name: str):  # type: ignore[no-untyped-def]
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.serve_hostile", str(port), name]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "began\n"
-        yield
-        assert process.poll() is None, f"the bad client ended with {process.returncode}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def misbehave(port: int, way: Way) -> None:
-    """Misbehave until this process is killed."""
-    kept: list[socket.socket] = []
-    print("began", flush=True)
-    while True:
-        with contextlib.suppress(OSError):
-            bad = socket.create_connection(("127.0.0.1", port), 10, (_BAD_ADDRESS, 0))
-            kept.append(bad)
-            bad.sendall(way.content)
-            if not way.keeps:
-                bad.shutdown(socket.SHUT_WR)
-                kept.pop().recv(1 << 16)
-        while len(kept) > 500:
-            kept.pop(0).close()
-        time.sleep(1 / way.rate)
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.serve_misbehave", str(port), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "began\n"
+            yield
+            assert process.poll() is None, f"the bad client ended with {process.returncode}"
+        finally:
+            process.kill()
 
 
 def _start(sizes: Sizes, folder: Path) -> dict[str, float]:
@@ -202,7 +160,3 @@ def _forget(package: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-
-
-if __name__ == "__main__":
-    misbehave(int(sys.argv[1]), WAYS[sys.argv[2]])

@@ -3,6 +3,7 @@ loop.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -87,19 +88,25 @@ async def open_loop(
     *,
     rate: float,
     seconds: float,
+    connections: int | None = None,
     on_body: Callable[[bytes], None] | None = None,
 ) -> Outcome:
-    """Send requests at given times, however long answers take. Latencies count from these times."""
+    """Send requests at given times, however long answers take. Latencies count from these times.
+
+    With a limit of connections, as clients of a pool have, a request also waits for a free one.
+    """
     outcome, free, tasks = Outcome(), [], set()
+    allowed = contextlib.nullcontext() if connections is None else asyncio.Semaphore(connections)
     start = time.perf_counter()
 
     async def one(due: float) -> None:
-        connection = free.pop() if free else Connection(port)
-        try:
-            status, body = await connection.ask(request)
-            free.append(connection)
-        except (OSError, asyncio.IncompleteReadError):
-            status, body = 0, b""
+        async with allowed:
+            connection = free.pop() if free else Connection(port)
+            try:
+                status, body = await connection.ask(request)
+                free.append(connection)
+            except (OSError, asyncio.IncompleteReadError):
+                status, body = 0, b""
         outcome.add(status, time.perf_counter() - due)
         if on_body is not None and status == 200:
             on_body(body)

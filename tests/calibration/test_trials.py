@@ -1,8 +1,11 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from meshrec.calibration import trials
 from meshrec.calibration.trials import Trial, make_trials, measure
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.plan.checks import verify_plan
@@ -18,9 +21,9 @@ DEVICE = torch.device("cpu")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 16])
 def test_trials_keep_all_ranks_equally_busy(num_ranks, profile):
     topology = Topology(world_size=num_ranks, local_world_size=num_ranks, hardware=profile)
-    trials = make_trials(num_ranks, 32)
-    assert len(trials) == (16 if num_ranks > 1 else 4)
-    for trial in trials:
+    found = make_trials(num_ranks, 32)
+    assert len(found) == (16 if num_ranks > 1 else 4)
+    for trial in found:
         plan = trial.plan(num_ranks)
         sizes = {table.name: TableSize(table.num_embeddings, table.embedding_dim) for table in trial.tables()}
         verify_plan(ShardingPlan({"": plan}), {"": sizes}, world_size=num_ranks)
@@ -34,10 +37,21 @@ def test_one_rank_has_lookups_and_updates():
     assert all(0 < seconds < 1 for seconds in found.values())
 
 
+@pytest.mark.parametrize(("max_seconds", "num_rounds"), [(0.0, 1), (35.0, 3), (60.0, 5)])
+def test_no_round_begins_that_would_end_too_late(max_seconds, num_rounds, monkeypatch):
+    clock = itertools.count(0, 10)  # read before the first round, and after each
+    monkeypatch.setattr(trials.time, "monotonic", lambda: float(next(clock)))
+    made = []
+    monkeypatch.setattr(trials, "_take_steps", lambda *_: made.append(1) or [{"lookup": 1.0}])
+    env = ShardingEnv.single_process()
+    measure([Trial("table_wise", **TINY)], env, DEVICE, steps=1, rounds=5, max_seconds=max_seconds)
+    assert len(made) == num_rounds
+
+
 def measured():
-    trials = [Trial(kind, **TINY) for kind in ("column_wise", "data_parallel")]
+    tried = [Trial(kind, **TINY) for kind in ("column_wise", "data_parallel")]
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return measure(trials, env, DEVICE, steps=1, rounds=1)
+    return measure(tried, env, DEVICE, steps=1, rounds=1)
 
 
 def test_ranks_take_the_steps_together(ranks):

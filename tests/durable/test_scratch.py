@@ -23,7 +23,6 @@ with scratch_folder("kind") as folder:
 def place(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(scratch, "_SECONDS_TO_LOCK", 0.0)
     yield tmp_path
     tempfile.tempdir = None
 
@@ -50,7 +49,9 @@ def test_the_next_owner_removes_what_a_killed_one_left(place):
 
 
 def test_a_folder_that_its_owner_has_not_locked_yet_stays(place, monkeypatch):
-    monkeypatch.setattr(scratch, "_SECONDS_TO_LOCK", 60.0)
-    (place / "kind-new").mkdir()
+    (place / ".kind-new").mkdir()
+    with scratch_folder("kind") as folder:
+        assert sorted(path.name for path in place.iterdir()) == [".kind-new", folder.name]
+    monkeypatch.setattr(scratch, "_SECONDS_TO_LOCK", 0.0)
     with scratch_folder("kind"):
-        assert (place / "kind-new").is_dir()
+        assert not (place / ".kind-new").exists()

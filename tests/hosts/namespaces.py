@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from meshrec.testing.namespaces import Host, hosts, why_not
+from meshrec.testing.namespaces import Host, hosts, send, why_not
 
-__all__ = ["ROOT", "Host", "hosts", "makes_hosts", "needs_hosts", "until"]
+__all__ = ["ROOT", "SEED", "Host", "hosts", "makes_hosts", "needs_hosts", "num_kills", "send", "until"]
 ROOT = Path(__file__).parents[2]
+SEED = int(os.environ.get("MESHREC_SEED", "0"))
+"""Seed of the steps at which hosts are killed, and of the choice of hosts."""
 makes_hosts = pytest.mark.skipif("MESHREC_HOSTS" not in os.environ, reason="`make hosts` runs it")
 """The heavy tests: some minutes each."""
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def num_kills(most):
+    """The number of hosts that a test kills: MESHREC_HOSTS, at most ``most``."""
+    return min(most, int(os.environ.get("MESHREC_HOSTS", "0")))
 
 
 def until(condition, seconds=120.0, what=""):

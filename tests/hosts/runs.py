@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,3 +72,10 @@ def metrics(run: Path) -> list[dict[str, object]]:
         "straggler_share",
     )
     return [{name: value for name, value in line.items() if name not in timed} for line in lines]
+
+
+def alone(folder: Path, ranks: int, *options: object) -> Path:
+    """Train on this host alone, undisturbed; the run's folder."""
+    words = [sys.executable, *train(*options), "--nproc", str(ranks), "--out", str(folder), "--name", "alone"]
+    subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
+    return folder / "alone"

@@ -3,42 +3,53 @@ alone.
 """
 
 import json
-import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from meshrec.planner import load_plan
 from meshrec.train.run_folder import RunFolder
-from tests.hosts.namespaces import ROOT, Host, hosts, makes_hosts, needs_hosts, until
-from tests.hosts.runs import ENVIRONMENT, bits, metrics, train
+from tests.hosts.namespaces import (
+    SEED,
+    Host,
+    hosts,
+    makes_hosts,
+    needs_hosts,
+    num_kills,
+    send,
+    until,
+)
+from tests.hosts.runs import ENVIRONMENT, alone, bits, metrics, train
 
 pytestmark = needs_hosts
-NUM_KILLS = int(os.environ.get("MESHREC_HOSTS", "0"))
+NUM_KILLS = num_kills(8)
 STEPS_A_LIFE = 120
 
 
-def options(folder, epochs, *more):
-    every = ["--training.checkpoint-every", 10, "--training.epochs", epochs, "--training.phases-every", 0]
-    return ["--out", folder / "shared", "--name", "mine", *every, *more]
+def options(epochs):
+    return ["--training.checkpoint-every", 10, "--training.epochs", epochs, "--training.phases-every", 0]
+
+
+def in_shared(folder, epochs):
+    """The words of a run in the shared folder."""
+    return train("--out", folder / "shared", "--name", "mine", *options(epochs))
 
 
 def agent(host: Host, store: Host, folder: Path, words: list[str], nodes: str) -> "subprocess.Popen[str]":
     """Start torchrun on a host that is up."""
-    log = (folder / f"{host.name}.txt").open("a")
-    return host.popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"),
-            *("--rdzv-id", "kills", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{store.address}:29400"),
-            *("--rdzv-conf", "is_host=0", "--max-restarts", "100", "--monitor-interval", "0.5"),
-            *("--local-addr", host.address, *words),
-        ],
-        # A host that joins again waits in vain for the address that agents have shared before.
-        env={**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
+    words = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"),
+        *("--rdzv-id", "kills", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{store.address}:29400"),
+        *("--rdzv-conf", "is_host=0", "--max-restarts", "100", "--monitor-interval", "0.5"),
+        *("--local-addr", host.address, *words),
+    ]
+    # A host that joins again waits in vain for the address that agents have shared before.
+    environment = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (folder / f"{host.name}.txt").open("a") as log:
+        return host.popen(words, env=environment, stdout=log)
 
 
 def keep_store(host: Host) -> "subprocess.Popen[str]":
@@ -66,21 +77,14 @@ def starts(run: Path) -> list[dict]:
         return []
 
 
-def undisturbed(folder, epochs):
-    words = [sys.executable, *train(*options(folder, epochs), "--nproc", "4")]
-    words[words.index(str(folder / "shared"))] = str(folder / "alone")
-    subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
-    return folder / "alone" / "mine"
-
-
 @makes_hosts
 def test_killed_hosts_come_back(tmp_path):
     """A host is killed, starts again, and its ranks join: the world is the same, and so are the bits."""
-    rng, epochs = random.Random(0), NUM_KILLS * STEPS_A_LIFE // 10
+    rng, epochs = random.Random(SEED), NUM_KILLS * STEPS_A_LIFE // 10
     run, seconds = tmp_path / "shared" / "mine", []
     with hosts(2, tmp_path, rate="1gbit") as (*both, switch):
         store = keep_store(switch)
-        words = train(*options(tmp_path, epochs))
+        words = in_shared(tmp_path, epochs)
         agents = [agent(host, switch, tmp_path, words, "2") for host in both]
         for kill in range(NUM_KILLS):
             wanted = kill * (STEPS_A_LIFE - 40) + rng.randrange(20, 100)
@@ -105,12 +109,12 @@ def test_killed_hosts_come_back(tmp_path):
                 f"host {number} killed near step {step_of(run)}, back after {seconds[-1]:.1f} s", flush=True
             )
         codes = [each.wait(timeout=400) for each in agents]
-        store.kill()
+        send(store, signal.SIGKILL)
         store.communicate()
     assert codes == [0, 0], (tmp_path / "host0.txt").read_text()[-3000:]
-    alone = undisturbed(tmp_path, epochs)
-    assert bits(run) == bits(alone)
-    assert metrics(run) == metrics(alone)
+    undisturbed = alone(tmp_path, 4, *options(epochs))
+    assert bits(run) == bits(undisturbed)
+    assert metrics(run) == metrics(undisturbed)
     print(f"{NUM_KILLS} kills; median {sorted(seconds)[NUM_KILLS // 2]:.1f} s, longest {max(seconds):.1f} s")
 
 
@@ -119,7 +123,7 @@ def test_the_world_shrinks_and_grows(tmp_path):
     run = tmp_path / "shared" / "mine"
     with hosts(2, tmp_path) as (*both, switch):
         store = keep_store(switch)
-        words = train(*options(tmp_path, 100_000))
+        words = in_shared(tmp_path, 100_000)
         agents = [agent(host, switch, tmp_path, words, "1:2") for host in both]
         until(lambda: step_of(run) > 30, 240)
         both[0].kill()  # rank 0's host, which held the run's folder
@@ -127,16 +131,17 @@ def test_the_world_shrinks_and_grows(tmp_path):
         until(lambda: starts(run)[-1]["ranks"] == 2, 240, (tmp_path / "host1.txt").read_text()[-3000:])
         shrunk = step_of(run)
         until(lambda: step_of(run) > shrunk + 30, 240)
+        assert load_plan(run / "plan.json").inputs.topology.world_size == 2
         both[0].boot()
         agents[0] = agent(both[0], switch, tmp_path, words, "1:2")
         until(lambda: starts(run)[-1]["ranks"] == 4, 240, (tmp_path / "host1.txt").read_text()[-3000:])
         grown = step_of(run)
         until(lambda: step_of(run) > grown + 30, 240)
         for each in agents:
-            each.terminate()
+            send(each, signal.SIGTERM)
         for each in agents:
             each.wait(timeout=240)
-        store.kill()
+        send(store, signal.SIGKILL)
         store.communicate()
     found = starts(run)
     assert [each["ranks"] for each in found[:1] + found[-2:]] == [4, 2, 4]
@@ -145,4 +150,12 @@ def test_the_world_shrinks_and_grows(tmp_path):
     lasts = [each["from_step"] for each in found]
     assert lasts == sorted(lasts)
     assert lasts[-1] > 0
-    assert RunFolder(run).state().name in ("stopped", "running", "failed")
+    assert load_plan(run / "plan.json").inputs.topology.world_size == 4
+    assert RunFolder(run).state().name == "stopped"
+    page = (run / "report.html").read_text()
+    assert (
+        json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])["config"][
+            "starts"
+        ]
+        == found
+    )

@@ -7,29 +7,54 @@ import os
 import random
 import sys
 import time
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.hosts.namespaces import hosts, makes_hosts, needs_hosts, until
-from tests.hosts.runs import ENVIRONMENT, RECIPE, bits, metrics
+from tests.hosts.namespaces import SEED, hosts, makes_hosts, needs_hosts, num_kills, until
+from tests.hosts.runs import ENVIRONMENT, RECIPE, alone, bits, metrics
 from tests.hosts.test_elastic import starts, step_of
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [needs_hosts, makes_hosts]
-NUM_KILLS = min(3, int(os.environ.get("MESHREC_HOSTS", "0")))
+NUM_KILLS = num_kills(6)
 OPTIONS = ["--training.checkpoint-every", "10", "--training.phases-every", "0"]
 RAY = f"{os.path.dirname(sys.executable)}/ray"
+ON_RAY_DATA = """
+import sys
+
+import ray
+from ray.train import ScalingConfig
+
+from meshrec.data.features import Features, Hashed, Label
+from meshrec.train import DLRMConfig, DenseOptimizer, Recipe, Training
+from meshrec.train.ray import data_source, trainer
+
+ray.init()
+rows = ray.data.from_items([{"y": n % 2, "a": f"v{n % 5}"} for n in range(400)], override_num_blocks=4)
+features = Features(labels=(Label(column="y"),), features=(Hashed(name="a", num_embeddings=9),))
+recipe = Recipe(
+    name="rows",
+    data=data_source(rows, rows.limit(100), folder=f"{sys.argv[1]}/rows", features=features),
+    model=DLRMConfig(embedding_dim=8, bottom=(8,), top=(8,)),
+    dense=DenseOptimizer(lr=0.01),
+    training=Training(batch_size=40, epochs=2),
+)
+result = trainer(recipe, ScalingConfig(num_workers=2), out=f"{sys.argv[1]}/runs", name="rows").fit()
+print("reported", result.metrics["step"])
+"""
 
 
 class RayCluster:
-    """A head on the switch, without workers, and a node on every host."""
+    """A head on the switch, without workers, and a node on every host. ``short``: a folder for sockets, whose
+    paths must be short.
+    """
 
-    def __init__(self, nodes, switch, folder):
-        self.nodes, self.switch, self.folder = nodes, switch, folder
+    def __init__(self, nodes, switch, folder, short):
+        self.nodes, self.switch, self.folder, self.short = nodes, switch, folder, short
         self.environment = {**ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
         self.environment["RAY_ADDRESS"] = f"{switch.address}:6379"
         self.environment["RAY_health_check_period_ms"] = "1000"
-        self.log = (folder / "ray.txt").open("a")
         head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false"]
         self._start(switch, *head)
         for node in nodes:
@@ -42,11 +67,20 @@ class RayCluster:
             "--object-store-memory=100000000",
             "--disable-usage-stats",
         ]
-        command = [RAY, "start", *words, *common, f"--temp-dir=/tmp/r{host.address}"]
-        host.popen(command, env=environment, stdout=self.log).wait(timeout=240)
+        command = [RAY, "start", *words, *common, f"--temp-dir={self.short}/{host.name}"]
+        assert self.popen(host, command, environment).wait(timeout=240) == 0, self.printed()
 
-    def start_node(self, node, cpus=2):
-        self._start(node, f"--address={self.switch.address}:6379", f"--num-cpus={cpus}")
+    def popen(self, host, words, environment=None):
+        with (self.folder / "ray.txt").open("a") as log:
+            return host.popen(words, env=environment or self.environment, stdout=log)
+
+    def printed(self):
+        """The end of what Ray has printed so far."""
+        return (self.folder / "ray.txt").read_text()[-4000:]
+
+    def start_node(self, node):
+        """Start a node with room for one worker, so that every worker has a host of its own."""
+        self._start(node, f"--address={self.switch.address}:6379", "--num-cpus=1")
 
     def train(self, *options):
         words = [
@@ -60,35 +94,47 @@ class RayCluster:
             "--out",
             self.folder / "shared",
         ]
-        return self.switch.popen([*words, *OPTIONS, *options], env=self.environment, stdout=self.log)
+        return self.popen(self.switch, [*words, *OPTIONS, *options])
 
 
 def test_killed_nodes_and_a_third_worker(tmp_path):
-    rng, run, seconds = random.Random(2), tmp_path / "shared" / "mine", []
-    epochs = 20 * (NUM_KILLS + 1)
-    with hosts(2, tmp_path) as (*nodes, switch):
-        cluster = RayCluster(nodes, switch, tmp_path)
+    rng, run, seconds = random.Random(SEED), tmp_path / "shared" / "mine", []
+    epochs = 12 * (NUM_KILLS + 1)
+    with TemporaryDirectory() as short, hosts(3, tmp_path) as (*nodes, third, switch):
+        cluster = RayCluster(nodes, switch, tmp_path, short)
         known = ["--training.epochs", epochs, "--training.batch-size", 96]
         options = ["--name", "mine", "--num-workers", 2, "--max-restarts", 100, *known]
-        alone = cluster.train(*options[2:], "--name", "alone")
-        assert alone.wait(timeout=500) == 0, (tmp_path / "ray.txt").read_text()[-4000:]
         training = cluster.train(*options)
         for kill in range(NUM_KILLS):
             wanted = kill * 120 + rng.randrange(20, 100)
-            until(lambda wanted=wanted: step_of(run) >= wanted, 400, tmp_path / "ray.txt")
+            until(lambda wanted=wanted: step_of(run) >= wanted, 400, cluster.printed)
             before, number = len(starts(run)), rng.randrange(2)
             nodes[number].kill()
             killed = time.monotonic()
             nodes[number].boot()
             cluster.start_node(nodes[number])
-            until(lambda before=before: len(starts(run)) > before, 400, tmp_path / "ray.txt")
+            until(lambda before=before: len(starts(run)) > before, 400, cluster.printed)
             seconds.append(time.monotonic() - killed)
             print(f"node {number} killed, back after {seconds[-1]:.1f} s", flush=True)
-        assert training.wait(timeout=500) == 0, (tmp_path / "ray.txt").read_text()[-4000:]
-        assert bits(run) == bits(tmp_path / "shared" / "alone")
-        assert metrics(run) == metrics(tmp_path / "shared" / "alone")
+        assert training.wait(timeout=500) == 0, cluster.printed()
+        undisturbed = alone(tmp_path, 2, *OPTIONS, *known)
+        assert bits(run) == bits(undisturbed)
+        assert metrics(run) == metrics(undisturbed)
+        cluster.start_node(third)
         more = ["--name", "mine", "--resume", "--num-workers", 3, "--training.epochs", epochs + 4]
-        assert cluster.train(*more).wait(timeout=500) == 0, (tmp_path / "ray.txt").read_text()[-4000:]
+        assert cluster.train(*more).wait(timeout=500) == 0, cluster.printed()
     found = starts(run)
     assert [each["ranks"] for each in found] == [2] * (NUM_KILLS + 1) + [3]
+    assert found[-1]["hosts"] == {f"host{number}": 1 for number in range(3)}
     assert json.loads((run / "summary.json").read_text())["state"] == "finished"
+
+
+def test_rows_of_ray_data_train(tmp_path):
+    with TemporaryDirectory() as short, hosts(2, tmp_path) as (*nodes, switch):
+        cluster = RayCluster(nodes, switch, tmp_path, short)
+        words = [sys.executable, "-c", ON_RAY_DATA, tmp_path]
+        code = cluster.popen(switch, words).wait(timeout=240)
+        assert code == 0, cluster.printed()
+    assert "reported 20" in cluster.printed()
+    summary = json.loads((tmp_path / "runs" / "rows" / "summary.json").read_text())
+    assert (summary["state"], summary["ranks"], summary["samples"]) == ("finished", 2, 800)

@@ -1,15 +1,13 @@
 """`meshrec launch slurm` on a cluster of two nodes: preempted, out of time, and with killed nodes."""
 
-import os
 import random
-import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.hosts.namespaces import ROOT, hosts, makes_hosts, needs_hosts, until
-from tests.hosts.runs import ENVIRONMENT, RECIPE, bits, metrics
+from tests.hosts.namespaces import SEED, hosts, makes_hosts, needs_hosts, num_kills, until
+from tests.hosts.runs import RECIPE, alone, bits, metrics
 from tests.hosts.slurm import MISSING, cluster
 from tests.hosts.test_elastic import starts, step_of
 
@@ -18,33 +16,17 @@ pytestmark = [
     makes_hosts,
     pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: there is no {', '.join(MISSING)}"),
 ]
-NUM_KILLS = min(5, int(os.environ.get("MESHREC_HOSTS", "0")))
-OPTIONS = ["--name", "mine", "--training.checkpoint-every", "10", "--training.phases-every", "0"]
+NUM_KILLS = num_kills(6)
+OPTIONS = ["--training.checkpoint-every", "10", "--training.phases-every", "0"]
 
 
 def submit(found, folder, epochs, *options):
     words = ["launch", "slurm", RECIPE, "--nodes", "2", "--ranks-per-node", "2", "--out", folder / "shared"]
     words += ["--script", folder / "job", "--sbatch", f"output={folder}/job.txt", *options]
-    printed = found.run(sys.executable, "-m", "meshrec", *words, "--", *OPTIONS, "--training.epochs", epochs)
+    printed = found.run(
+        sys.executable, "-m", "meshrec", *words, "--", "--name", "mine", *OPTIONS, "--training.epochs", epochs
+    )
     return printed.split()[1]
-
-
-def alone(folder, epochs):
-    words = [
-        "-m",
-        "meshrec",
-        "train",
-        RECIPE,
-        "--quiet",
-        "--nproc",
-        "4",
-        "--out",
-        str(folder / "alone"),
-        *OPTIONS,
-    ]
-    words += ["--training.epochs", str(epochs)]
-    subprocess.run([sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
-    return folder / "alone" / "mine"
 
 
 def evaluations(run):
@@ -71,13 +53,13 @@ def test_a_job_is_preempted_and_runs_out_of_time(tmp_path):
     assert state == "COMPLETED", printed
     assert "the time limit is near" in printed
     assert len(starts(run)) == 3
-    other = alone(tmp_path, 60)
+    other = alone(tmp_path, 4, *OPTIONS, "--training.epochs", 60)
     assert bits(run) == bits(other)
     assert evaluations(run) == evaluations(other)
 
 
 def test_killed_nodes(tmp_path):
-    rng, run, seconds = random.Random(1), tmp_path / "shared" / "mine", []
+    rng, run, seconds = random.Random(SEED), tmp_path / "shared" / "mine", []
     epochs = 25 * (NUM_KILLS + 1)
     with hosts(2, tmp_path) as (*nodes, switch), cluster(nodes, switch, tmp_path / "slurm") as found:
         job = submit(found, tmp_path, epochs)
@@ -107,6 +89,6 @@ def test_killed_nodes(tmp_path):
         state = found.wait_for(job, {"COMPLETED", "FAILED", "CANCELLED"}, 400)
         printed = (tmp_path / "job.txt").read_text()
     assert state == "COMPLETED", printed
-    other = alone(tmp_path, epochs)
+    other = alone(tmp_path, 4, *OPTIONS, "--training.epochs", epochs)
     assert bits(run) == bits(other)
     assert metrics(run) == metrics(other)

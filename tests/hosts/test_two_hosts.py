@@ -1,38 +1,18 @@
 """`meshrec train` on two hosts gives what it gives on one, and says what is missing."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.hosts.namespaces import ROOT, hosts, needs_hosts
-from tests.hosts.runs import ENVIRONMENT, RECIPE, bits, metrics, on_all
+from tests.hosts.namespaces import hosts, needs_hosts
+from tests.hosts.runs import alone, bits, metrics, on_all
 
 pytestmark = needs_hosts
-
-
-def on_one_host(folder):
-    words = [
-        sys.executable,
-        "-m",
-        "meshrec",
-        "train",
-        RECIPE,
-        "--quiet",
-        "--nproc",
-        "4",
-        "--runs",
-        str(folder),
-    ]
-    subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
 
 
 def test_two_hosts_train_as_one_does(tmp_path):
     with hosts(2, tmp_path, rate="1gbit") as (*both, _):
         for code, printed in on_all(both, "--out", tmp_path / "shared"):
             assert code == 0, printed
-    on_one_host(tmp_path / "alone")
-    two, one = tmp_path / "shared" / "small-001", tmp_path / "alone" / "small-001"
+    two, one = tmp_path / "shared" / "small-001", alone(tmp_path, 4)
     assert bits(two) == bits(one)
     assert metrics(two) == metrics(one)
     assert (two / "log_rank3.txt").is_file()

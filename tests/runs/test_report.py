@@ -123,6 +123,41 @@ def test_a_failed_run_says_so(tmp_path, small):
     assert "It failed after step 3: the disk is full" in page
 
 
+@needs_browser
+def test_the_page_shows_where_the_world_changed_and_who_was_waited_for(tmp_path, small):
+    folder = folder_with(tmp_path, small, 9)
+    worlds = [(4, {"host0": 2, "host1": 2}, 0), (2, {"host1": 2}, 3), (4, {"host0": 2, "host1": 2}, 6)]
+    starts = [
+        {
+            "began": f"2026-01-0{day}T10:00:00",
+            "from_step": step,
+            "ranks": ranks,
+            "hosts": found,
+            "changes": [],
+        }
+        for day, (ranks, found, step) in enumerate(worlds, 1)
+    ]
+    folder.write_json(CONFIG, folder.read_json(CONFIG) | {"starts": starts})
+    for seconds, rank, share in WAITED:
+        folder.append_metrics(
+            {
+                "kind": "train",
+                "step": 9 + int(seconds),
+                "seconds": seconds,
+                "straggler": rank,
+                "straggler_share": share,
+            }
+        )
+    write_report(folder)
+    page = drawn(f"file://{folder.report}").split("<noscript>")[0]
+    assert "<td>2 (4 before)</td>" in page
+    assert "<td>host1: 2</td>" in page
+    assert "step 3: 2 ranks, 4 before" in page  # the mark on the curves
+    assert "step 6: 4 ranks, 2 before" in page
+    assert page.index(">rank 3<") < page.index(">rank 1<")
+    assert ">40.0 %<" in page
+
+
 def test_who_was_waited_for():
     lines = [{"kind": "train", "seconds": s, "straggler": r, "straggler_share": w} for s, r, w in WAITED]
     assert stragglers(lines) == [

@@ -1,10 +1,13 @@
+import atexit
 import contextlib
+import functools
 import http.client
 import json
 import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,9 +16,11 @@ import pytest
 import torch
 
 from meshrec.serve import Limits, ServerOptions
+from meshrec.serve.child import Child
 from meshrec.serve.options import listen
 from meshrec.serve.requests import Request, Signature
 from meshrec.serve.server import Server
+from meshrec.serve.trial import PackageTrial, _try_packages
 from tests.serve.toys import FEATURES, NUM_DENSE, NUM_ROWS, Toy, check_toy, make_toy, open_with
 
 SIGNATURE = Signature(FEATURES, NUM_DENSE, dict.fromkeys(FEATURES, NUM_ROWS))
@@ -95,27 +100,30 @@ class Client:
         self.connection.close()
 
 
-class NoTrial:
-    """In place of the process that loads packages first."""
+@functools.cache
+def shared_process():
+    child = Child(_try_packages)
+    atexit.register(child.stop)
+    return ThreadPoolExecutor(1), child
 
-    async def __call__(self, package, warm_up):
-        """Every package passes."""
+
+class SharedTrial(PackageTrial):
+    """All servers in this process try packages out in one other process: to start one takes seconds."""
+
+    def __init__(self, open_package):
+        self._open = open_package
+        self._pool, self._child = shared_process()
 
     def close(self):
-        """Nothing was started."""
+        """Other servers need it."""
 
 
 @contextlib.contextmanager
-def running(models, *, wait=True, tries=False, **options):
-    """A server in a thread, and where it is.
-
-    The tests' process has threads of earlier tests, which a trial's fork leaves behind with what they hold: a
-    trial may then never end. So packages are tried out only where a test is about that (``tries``).
-    """
+def running(models, *, wait=True, **options):
+    """A server in a thread, and where it is."""
     options = ServerOptions(port=0, linger=0.2, **options)
     with pytest.MonkeyPatch.context() as patch:
-        if not tries:
-            patch.setattr("meshrec.serve.server.PackageTrial", NoTrial)
+        patch.setattr("meshrec.serve.server.PackageTrial", SharedTrial)
         server = Server({name: Path(path) for name, path in models.items()}, options, listen(options))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -32,6 +32,7 @@ class Sizes(NamedTuple):
     batch_size: int = 1024
     steps: int = 6
     rounds: int = 6
+    seconds: float = 45.0
 
 
 def calibrate(
@@ -41,8 +42,8 @@ def calibrate(
     device: torch.device | str = "cpu",
     sizes: Sizes | None = None,
 ) -> HardwareProfile:
-    """Measure a hardware profile in well under a minute. Collective over `group`; all ranks get the slowest
-    rank's figures.
+    """Measure a hardware profile in about a minute. Collective over `group`; all ranks get the slowest rank's
+    figures.
 
     Training steps of small sharded modules run on all ranks at once. The profile has the figures with which
     the cost model best explains the duration of their phases. If `local_size` ranks per node are fewer than
@@ -69,8 +70,8 @@ def calibrate(
         world_size=num_ranks, compute_device=device.type, local_world_size=local_size, sum_in_node=False
     )
     trials = make_trials(num_ranks, sizes.batch_size)
-    seconds = measure(trials, env, device, steps=sizes.steps, rounds=sizes.rounds)
-    profile = fit(known, trials, _slowest(seconds, group, device), topology)
+    found = measure(trials, env, device, steps=sizes.steps, rounds=sizes.rounds, max_seconds=sizes.seconds)
+    profile = fit(known, trials, _slowest(found, group, device), topology)
     if group is None or group.rank() == 0:
         for name, source in profile.sources.items():
             _logger.warning("calibration: %s is %s", name, source)

@@ -5,7 +5,10 @@ once.
 """
 
 import gc
+import logging
+import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,6 +26,7 @@ from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, TableSize
 from meshrec.planner.types import OptimizerKind, Table
 from meshrec.sparse import KeyedJaggedTensor
 
+_logger = logging.getLogger("meshrec")
 _KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
 _ROWS_PER_ID = 12  # of the global batch: tables larger than the caches, of which a batch touches a twelfth
 _MOST_ROWS = 200_000
@@ -92,26 +96,46 @@ def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
 
 
 def measure(
-    trials: Sequence[Trial], env: ShardingEnv, device: torch.device, *, steps: int, rounds: int
+    trials: Sequence[Trial],
+    env: ShardingEnv,
+    device: torch.device,
+    *,
+    steps: int,
+    rounds: int,
+    max_seconds: float = math.inf,
 ) -> list[Mapping[str, float]]:
     """Measure the seconds of each trial's phases on this rank: medians over ``rounds`` times ``steps`` steps.
 
-    Every round runs all trials, so that disturbances of the machine affect all of them. Collective.
+    Every round runs all trials, so that disturbances of the machine affect all of them. On slow links a round
+    may take half a minute: no round begins that would end after ``max_seconds``, but the first. Collective.
     """
     found: list[dict[str, list[float]]] = [{} for _ in trials]
     dense = torch.ones(_DENSE_BYTES // 4, device=device)
+    began = time.monotonic()
     gc.freeze()
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         for trial, times in zip(trials, found, strict=True):
             for seconds in _take_steps(trial, env, dense, steps):
                 for phase, taken in seconds.items():
                     times.setdefault(phase, []).append(taken)
             gc.collect()  # tables lie in reference cycles
+        passed = _largest(time.monotonic() - began, env, device)
+        if number < rounds and passed * (number + 1) / number > max_seconds:
+            _logger.info("calibration: %d of %d rounds took %.0f s", number, rounds, passed)
+            break
     gc.unfreeze()
     return [
         {phase: statistics.median(taken) for phase, taken in times.items() if phase != DENSE}
         for times in found
     ]
+
+
+def _largest(seconds: float, env: ShardingEnv, device: torch.device) -> float:
+    """Return the largest value of all ranks, so that they decide alike."""
+    value = torch.tensor(seconds, dtype=torch.float64, device=device)
+    if env.world.group is not None:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=env.world.group)
+    return float(value)
 
 
 def _take_steps(trial: Trial, env: ShardingEnv, dense: Tensor, steps: int) -> list[dict[str, float]]:

@@ -162,7 +162,7 @@ def _check_words(found: Any, program: str) -> None:
 
 
 def option_names(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the options of a dataclass, or of all dataclasses of a union: ``--training.batch-size``."""
+    """Find the options of a dataclass, or of all dataclasses of a union: ``--training.batch-size``."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if not dataclasses.is_dataclass(kind):

@@ -24,7 +24,7 @@ from meshrec.train.ranks import choose_device
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """Measure this machine in under a minute and save a profile for `meshrec plan --hardware FILE`.
+    """Measure this machine in about a minute and save a profile for `meshrec plan --hardware FILE`.
 
     Under torchrun it measures the process group as well: torchrun --nproc-per-node=2 -m meshrec calibrate
     """

@@ -37,7 +37,7 @@ class CheckpointInspectOptions:
     last: bool = False
     """Use a run's last checkpoint instead of its best one."""
     json: bool = False
-    """Print JSON."""
+    """Print the contents as JSON."""
     runs: Path = RUNS
     """Folder of all run folders."""
 

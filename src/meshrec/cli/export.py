@@ -41,7 +41,7 @@ class ExportOptions:
     tower: Literal["query", "item"] | None = None
     """Export one tower of a two-tower model; the package then returns vectors."""
     vectors: Path | None = None
-    """With --tower item: also write the vectors of the items to this .parquet or .npy file."""
+    """File for the vectors of the items, .parquet or .npy; only with --tower item."""
     items: Words = ()
     """Parquet or CSV files of the items; if none, the catalogue of the run's data, or every row of the
     tower's only feature.
@@ -57,11 +57,11 @@ class ExportOptions:
     compile: bool = True
     """Compile the model; otherwise Python runs it, which is slower."""
     torchscript: bool = False
-    """Also write a TorchScript file into the package. PyTorch has deprecated TorchScript."""
+    """Write a TorchScript file into the package, too. PyTorch has deprecated TorchScript."""
     sign: Path | None = None
     """PEM file of an ed25519 private key: sign the package, so that servers can require it."""
     require_signature: Path | None = None
-    """With a package: PEM file of the ed25519 public key that must have signed it."""
+    """PEM file of the ed25519 public key that must have signed the package to compile anew."""
     triton: Path | None = None
     """Also write a model repository for NVIDIA's Triton server to this folder, which may hold other
     models.

@@ -44,7 +44,7 @@ class InspectOptions:
     time: str | None = None
     """Column that orders the rows: the latest rows are held out. If none, rows are held out at random."""
     task: Literal["binary", "number", "classes"] | None = None
-    """What the label is; if none, classes where it is text, and otherwise 0 and 1."""
+    """Kind of the label; if none, classes where it is text, and otherwise 0 and 1."""
     query: str | None = None
     """Column of queries, sessions or users: learn to rank the rows of each by the label, best first."""
     out: Path = Path("recipe.py")
@@ -92,7 +92,7 @@ def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
 
 
 def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
-    """Yield the tables of all files part by part; with ``rows``, skip parts to read about that many rows."""
+    """Read the tables of all files part by part; with ``rows``, skip parts to read about that many rows."""
     import pyarrow as pa
 
     from meshrec.data.faults import DataError

@@ -49,9 +49,9 @@ class SlurmOptions:
     save_seconds: int = 120
     """Seconds before the time limit at which the run saves and ends."""
     max_requeues: int = SlurmJob.max_requeues
-    """How often the job is queued again after a failure."""
+    """Number of times that the job is queued again after a failure."""
     script: Path | None = None
-    """Where to write the script; if none, NAME.sbatch."""
+    """File to write the script to; if none, NAME.sbatch."""
     dry_run: bool = False
     """Print the script instead of submitting it."""
 
@@ -86,7 +86,7 @@ class KubernetesOptions:
     gpus: int = JobOptions.gpus
     """GPUs of a pod."""
     restarts: int = JobOptions.restarts
-    """How often the job starts again after a failure."""
+    """Number of times that the job starts again after a failure."""
     env: Words = ()
     """Variables for the ranks: --env OMP_NUM_THREADS=4."""
 

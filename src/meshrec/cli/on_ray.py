@@ -49,7 +49,7 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of what a worker of Ray has raised, or of the error itself."""
+    """Return the last line of a worker's error, or of the error itself."""
     failures = getattr(error, "worker_failures", None) or {}
     for failure in failures.values():
         lines = str(failure).strip().splitlines()

@@ -45,7 +45,7 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
 
 
 def _explained(kind: Any) -> Iterator[tuple[str, str]]:
-    """Yield each option of a dataclass with the first clause of its docstring."""
+    """Find each option of a dataclass, with the first clause of its docstring."""
     (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(of_class, ast.ClassDef)
     for field, after in itertools.pairwise(of_class.body):

@@ -67,7 +67,7 @@ class TrainOptions:
     resume: bool = False
     """Continue a run from its last checkpoint; without --name, the recipe's newest run."""
     trust: bool = False
-    """With --resume: execute the recipe's source that the run names, though somebody else trained the run."""
+    """Execute the recipe's source that the resumed run names, even if another user trained the run."""
     quiet: bool = False
     """Print lines instead of a live display."""
     profile: bool = False
@@ -77,7 +77,7 @@ class TrainOptions:
     --tables.OPTION.
     """
     baselines: bool = False
-    """Also judge baselines on the same data, and say who won: global mean, item popularity, logistic
+    """Compare with baselines on the same data, and name the winner: global mean, item popularity, logistic
     regression, and LightGBM where it is installed.
     """
     track: str = ""
@@ -87,9 +87,9 @@ class TrainOptions:
     on: Literal["ray"] | None = None
     """Train on a cluster of Ray instead of this machine; its address is in RAY_ADDRESS."""
     num_workers: int = 1
-    """With --on ray: number of workers, which are the ranks."""
+    """Number of Ray's workers, which are the ranks; only with --on ray."""
     min_workers: int | None = None
-    """With --on ray: smallest number of workers to go on with while others are missing; if none, all."""
+    """Smallest number of Ray's workers to continue with while others are missing; if none, all."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds to wait for a rank that does not answer during training."""
 

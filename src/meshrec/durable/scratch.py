@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _SECONDS_TO_LOCK = 60.0
-"""Seconds during which a new folder is left alone, as its owner locks it only after making it."""
+"""Seconds that a new folder may have its first name, until its owner has locked it."""
 
 
 @contextmanager
@@ -19,31 +19,35 @@ def scratch_folder(kind: str) -> Iterator[Path]:
     """Give a private folder (mode 0700) below the system's folder for temporary files; remove it at the end.
 
     A process that gets SIGKILL removes nothing. So the owner holds a lock on its folder, which ends with the
-    process and all that it forked, and whoever asks for a folder of the same kind later first removes those
-    without a lock.
+    process and all that it forked. A later call for the same kind first removes the folders without a lock. A
+    folder gets its name only with its lock: no folder is removed before its owner could lock it.
 
     Args:
         kind: the beginning of the folder's name.
     """
-    _remove_left(Path(tempfile.gettempdir()), f"{kind}-")
-    folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
+    parent = Path(tempfile.gettempdir())
+    _remove_left(parent, f"{kind}-", 0.0)
+    _remove_left(parent, f".{kind}-", _SECONDS_TO_LOCK)
+    folder = Path(tempfile.mkdtemp(prefix=f".{kind}-"))
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
+        folder = folder.rename(parent / folder.name[1:])
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
 
 
-def _remove_left(parent: Path, prefix: str) -> None:
+def _remove_left(parent: Path, prefix: str, seconds: float) -> None:
+    """Remove the unlocked folders of this user that are older than some seconds."""
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             # Never through a link, and nothing of another user.
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 status = os.fstat(descriptor)
-                if status.st_uid != os.getuid() or time.time() - status.st_ctime < _SECONDS_TO_LOCK:
+                if status.st_uid != os.getuid() or time.time() - status.st_ctime < seconds:
                     continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -326,7 +326,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def _records(state: Mapping[str, Tensor]) -> list[WeightRecord]:
-    """Give each tensor its place in the file of weights."""
+    """Assign each tensor its position in ``weights.bin``."""
     records, end = [], 0
     for name, tensor in state.items():
         record = WeightRecord(name, DTYPES[tensor.dtype], list(tensor.shape), end + -end % ALIGNMENT)

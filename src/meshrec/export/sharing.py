@@ -240,7 +240,7 @@ class _Sharing:
         return SharedColumns(None, shared, tuple((True, column) for column in range(_shape(shared)[1])))
 
     def _dots(self, node: Node) -> SharedColumns | None:
-        """Pairs of two vectors of the group are its own; the other pairs are computed with all of them."""
+        """Compute dot products of two shared vectors once per row of the group, and all others per sample."""
         dense, sparse = (self._columns(each) for each in node.args)
         kinds = {is_shared for is_shared, _ in dense.places}
         if len(kinds) != 1:

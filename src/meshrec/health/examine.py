@@ -22,7 +22,7 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be examined.
+    """The options of an examination.
 
     Attributes:
         folder: the folder of runs that the hosts are to share; None: checkpoints go elsewhere.
@@ -41,7 +41,7 @@ class Wanted:
 
 @dataclass
 class Examination:
-    """What this rank knows after the examination.
+    """The result of an examination, as this rank knows it.
 
     Attributes:
         rank: this rank.
@@ -62,7 +62,7 @@ class Examination:
 
 
 def examine(wanted: Wanted) -> Examination:
-    """Examine this rank and, if a launcher has started several, all of them together. Collective."""
+    """Run the checks of this rank and, if a launcher has started several, of all together. Collective."""
     size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     found = _caught("this host", lambda: host_checks(num_ranks=size, local_ranks=local, folder=wanted.runs))
@@ -143,7 +143,7 @@ def _data(ranks: Ranks, recipe: Recipe | None) -> Finding:
 
 
 def _caught(check: str, function: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return what checks find. One that cannot be made is a finding, too."""
+    """Return the findings of some checks. A check that cannot be made is a finding, too."""
     found: list[Finding] = []
     try:
         found.extend(function())

@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""The result of a check, its level, and how the results of ranks are merged."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ class Finding(NamedTuple):
     level: Level
     """``ok``; ``warn``, if training works but not well; ``fail``, if it does not."""
     found: str
-    """The observation."""
+    """The observation, in one line with its figures."""
     remedy: str = ""
     """The next step for the user; empty if all is well."""
 

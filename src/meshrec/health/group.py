@@ -26,7 +26,7 @@ _SLOW_NETWORK = 100e6
 
 
 def same_versions(ranks: Ranks) -> Iterator[Finding]:
-    """Compare what computes a step."""
+    """Check that all ranks have the same versions of the packages that compute a step."""
     mine = versions()
     every: list[dict[str, str]] = ranks.collect(mine)
     for name, value in mine.items():
@@ -39,7 +39,7 @@ def same_versions(ranks: Ranks) -> Iterator[Finding]:
 
 
 def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Measure how far this host's clock is from rank 0's, by the answer that took the shortest time.
+    """Measure the difference between this host's clock and rank 0's by the fastest of some round trips.
 
     Args:
         ranks: the ranks.
@@ -67,7 +67,7 @@ def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
 
 
 def skew(seconds: float) -> Finding:
-    """Judge a clock's distance from that of rank 0."""
+    """Return the finding for a clock that differs by ``seconds`` from that of rank 0."""
     direction = "ahead of" if seconds > 0 else "behind"
     if abs(seconds) <= _MOST_SKEW:
         return Finding("clock", "ok", f"within {_MOST_SKEW:.0f} s of rank 0's")
@@ -125,7 +125,7 @@ def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Findin
 
 
 def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Measure what each host receives from the host before it, one after another."""
+    """Measure the bytes per second that each host receives from the host before it, one after another."""
     if len(firsts) < 2:
         yield Finding("bandwidth", "ok", "one host: not measured")
         return
@@ -149,7 +149,7 @@ def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
 
 
 def speed(own: float, best: float, sender: int) -> Finding:
-    """Judge the bytes per second that a host receives."""
+    """Return the finding for a host that gets ``own`` bytes per second, where the fastest gets ``best``."""
     found = f"{8 * own / 1e9:.2f} Gb/s from rank {sender}"
     if own < _SLOW_LINK * best:
         remedy = "Look at this host's cable, port, or shaping (ethtool, tc qdisc): every step waits for it."

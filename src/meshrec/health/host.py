@@ -25,7 +25,7 @@ _SYS, _PROC = Path("/sys"), Path("/proc")
 
 
 def host_checks(*, num_ranks: int, local_ranks: int, folder: Path) -> Iterator[Finding]:
-    """Yield what the checks of this host find.
+    """Run the checks of this host, and yield their findings.
 
     Args:
         num_ranks: the number of all ranks.
@@ -54,7 +54,7 @@ def kernels() -> Finding:
 
 
 def cores(local_ranks: int) -> Finding:
-    """Compare the threads of the ranks with the cores of this host."""
+    """Check that the ranks do not have more threads than this host has cores."""
     available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = torch.get_num_threads()
     found = f"{available} cores for {local_ranks} ranks of {threads} threads"
@@ -127,7 +127,7 @@ def shared_memory() -> Finding:
 
 
 def files(num_ranks: int) -> Finding:
-    """Compare the limit of open files with the sockets that the ranks need."""
+    """Check that the limit of open files allows the sockets that the ranks need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BESIDE + _FILES_PER_RANK * num_ranks
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -12,7 +12,7 @@ _CONNECT_SECONDS = 20.0
 
 
 def network_checks() -> Iterator[Finding]:
-    """Yield what is known of the network before the ranks join: the launcher's address and the interface."""
+    """Check the launcher's address and the interface, before the ranks join."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         one_machine = is_one_machine()
@@ -27,7 +27,7 @@ def network_checks() -> Iterator[Finding]:
 
 
 def reachable(host: str, port: int) -> Finding:
-    """Connect to the store of the ranks, at the address of rank 0."""
+    """Check that the store of the ranks answers at the address of rank 0."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         try:

@@ -1,8 +1,8 @@
 """Manifests for Kubernetes: a training job as a JobSet or a PyTorchJob, and a server with its autoscaler.
 
-All ranks of a pod share one PID namespace and one user, since they are processes of one container; so they
-read each other's memory (the host link) without any capability. /dev/shm is a volume in memory: Kubernetes
-gives 64 MiB.
+All ranks of a pod share one PID namespace and one user, since they are processes of one container. Therefore
+they read each other's memory (the host link) without any capability. /dev/shm is a volume in memory, because
+Kubernetes alone gives it 64 MiB.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _PORT = 29500
 _SERVE_PORT = 8080
 _GRACE_SECONDS = 120
 RUNS = "/runs"
-"""Where the volume with the runs is mounted in every pod."""
+"""Mount point of the volume with the runs, in every pod."""
 MODELS = "/models"
 
 

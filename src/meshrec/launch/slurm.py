@@ -1,5 +1,5 @@
-"""A batch script for Slurm: srun starts torchrun on every node, and a job that is taken away comes back by
-itself.
+"""A batch script for Slurm: srun starts torchrun on every node, and a job that loses a node is queued
+again.
 
 [Note: how a job ends early, and comes back]
 
@@ -147,7 +147,7 @@ def script(job: SlurmJob) -> str:
 
 
 def submit(path: Path) -> str:
-    """Submit a batch script, and return the ID of the job.
+    """Send a batch script to Slurm, and return the ID of the job.
 
     Raises:
         ValueError: there is no sbatch, or it refuses the script.

@@ -24,7 +24,7 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
 
 
 def walk(thing: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every tensor and jagged tensor in ``thing`` with its path. Each object appears once."""
+    """Find every tensor and jagged tensor in ``thing`` with its path. Each object appears once."""
     yield from _walk(thing, (), set())
 
 

@@ -118,7 +118,7 @@ class BatchInFlight:
             self._fail(error)
 
     def begin_rows(self) -> None:
-        """Begin to bring rows that are not in memory, while the batch before computes. Collective.
+        """Start to read rows that are not in memory, while the previous batch computes. Collective.
 
         It waits for the exchange of IDs, and only tables with rows outside of memory need it.
         """

@@ -187,7 +187,7 @@ class Lookahead:
         return calls
 
     def _check(self) -> None:
-        """Finish the check that ``next`` began."""
+        """Wait for the check that ``next`` began."""
         checking, self._checking = self._checking, None
         if checking is not None:
             checking.finish()

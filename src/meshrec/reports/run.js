@@ -74,6 +74,7 @@ function chart(title, field) {
     const at = x(summary.best_step);
     picture.append(element("line", { x1: at, x2: at, y1: top, y2: height - bottom, stroke: "var(--good)", "stroke-dasharray": "4 4" }), element("text", { x: at + (at > width / 2 ? -5 : 5), y: top + 8, "text-anchor": at > width / 2 ? "end" : "start", style: "fill:var(--good)" }, "best step"));
   }
+  for (const [step, text] of worlds) if (step <= x1) picture.append(element("line", { x1: x(step), x2: x(step), y1: top, y2: height - bottom, stroke: "var(--dim)", "stroke-dasharray": "2 3" }, element("title", {}, `step ${step}: ${text}`)), element("text", { x: x(step) + 4, y: height - bottom - 6, style: "fill:var(--dim)" }, text));
   for (const line of lines) {
     const path = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
     if (line.label !== "test") picture.append(element("path", { d: path, fill: "none", stroke: line.color, "stroke-width": 2, "stroke-linejoin": "round" }));
@@ -82,9 +83,10 @@ function chart(title, field) {
   return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
 }
 const starts = config.starts || [];
+const worlds = starts.flatMap((s, i) => i && s.ranks !== starts[i - 1].ranks ? [[s.from_step || 0, `${s.ranks} ranks, ${starts[i - 1].ranks} before`]] : []); // where the curves mark a change
 if (starts.length > 1 || Object.keys((starts[0] || {}).hosts || {}).length > 1) {
   const named = hosts => Object.entries(hosts || {}).map(([host, ranks]) => `${host}: ${ranks}`).join(", ");
-  section("Where it ran", paragraph("A line for each time the ranks started, from the last checkpoint before it."),
+  section("Where it ran", paragraph("A line for each start of the ranks, and the checkpoint that they continued from. The curves mark where the number of ranks changed."),
     plainTable(["began", "from step", "ranks", "ranks of each host", "changed options"], starts.map((s, i) => [(s.began || "").slice(0, 19).replace("T", " "), count(s.from_step || 0), `${s.ranks}${i && starts[i - 1].ranks !== s.ranks ? ` (${starts[i - 1].ranks} before)` : ""}`, named(s.hosts), (s.changes || []).map(c => c[0]).join(", ")])));
 }
 if ((data.stragglers || []).length) section("Who was waited for", paragraph("The share of the other ranks' time in training that they stood still for a rank."),

@@ -1,4 +1,4 @@
-"""What a run's model reads, for its report: importance of features, and metrics by value."""
+"""The explanation of a run's model in its report: importance of features, and metrics by value."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

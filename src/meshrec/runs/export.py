@@ -119,7 +119,7 @@ def _with_rows(model: nn.Module) -> nn.Module:
 
 
 def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model with the tables of a quantised checkpoint, and what that says of itself."""
+    """Load the model with the tables of a quantised checkpoint, and the checkpoint's description."""
     state: dict[str, Any] = {"quantised": {}}
     load(checkpoint, state)
     said = state["quantised"]

@@ -124,7 +124,7 @@ def _check_store(address: str, ranks: Ranks) -> None:
 
 @contextmanager
 def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]:
-    """Yield the folder that this rank writes to, and the ranks that do not see rank 0's. Collective.
+    """Give the folder that this rank writes to, and the ranks that do not see rank 0's. Collective.
 
     Rank 0 locks the run's folder unless our launcher holds the lock.
 
@@ -154,7 +154,7 @@ def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]
 
 
 def _claim(job: Job) -> RunLock:
-    """Lock the run's folder: a new one, or the one that this launch made before it restarted its ranks."""
+    """Take the lock of the run's folder: a new one, or the one that this launch made before it restarted."""
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
         for known in reversed(all_runs(job.runs)):
@@ -181,8 +181,8 @@ def _launch_of(folder: RunFolder) -> str | None:
 
 
 def _locked_again(folder: RunFolder, seconds: float) -> RunLock:
-    """Lock the folder of this launch, whose ranks of before its restart may still be ending on other
-    hosts.
+    """Wait for the lock of this launch's folder: on other hosts, ranks from before the restart may still
+    hold it.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -78,7 +78,7 @@ def leaderboard(
 def _judged(
     recipe: Recipe, features: Any, models: Sequence[str], tell: Callable[[str], None]
 ) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """Yield the name and the metrics of each model, by part of the data; test data also has its classes."""
+    """Train each model, and return its name and its metrics by part of the data."""
     source = recipe.data
 
     def opened() -> Any:

@@ -85,7 +85,7 @@ def claim_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool 
 
 @contextmanager
 def hold_as_rank(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Hold the lock of a rank while inside. The lock file contains the rank's process ID."""
+    """Keep the lock of a rank while inside. The lock file contains the rank's process ID."""
     path = folder.process(rank)
     descriptor = _locked(path)
     if descriptor is None:

@@ -49,7 +49,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], what: str) -> None:
-    """Compare values across ranks: first their digests and, if these differ, every value. Collective.
+    """Check that values are equal on all ranks: their digests first, then every value. Collective.
 
     Args:
         ranks: the ranks, from `join`.
@@ -138,7 +138,7 @@ def _by_rank(values: list[str]) -> str:
 
 
 def _places(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
-    """Yield the options of a data source that name existing files or folders."""
+    """Find the options of a data source that name existing files or folders."""
     if isinstance(value, str | Path):
         if value and "\0" not in str(value) and os.path.exists(value):
             yield name, value
@@ -151,7 +151,7 @@ def _places(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
 
 
 def _listing(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield a file, or the data files of a folder, each with its fingerprint."""
+    """Find a file, or the data files of a folder, each with its fingerprint."""
     if path.is_dir() and path.resolve() == Path.cwd():
         return  # a default such as Path() means no folder of data; logs that grow may lie here
     files = [path]
@@ -164,9 +164,7 @@ def _listing(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return the size of a file with a digest of parts from its beginning to its end; a fixed text if there
-    is no file.
-    """
+    """Return the size of a file and a digest of evenly spaced parts; a fixed text if it does not exist."""
     if not path.is_file():
         return "no file of this machine"
     size = path.stat().st_size

@@ -139,7 +139,7 @@ def describe_data(dataset: "Dataset") -> dict[str, Any]:
 
 
 def check_data(config: dict[str, Any], dataset: "Dataset", where: Path) -> None:
-    """Compare the data with that of the run's ``config.json``.
+    """Check that the data is that of the run's ``config.json``.
 
     Raises:
         ValueError: they differ; the error says in what.

@@ -64,7 +64,7 @@ def write_scores(
 
 
 def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) -> Iterator[list[Any]]:
-    """Yield each task's scores of consecutive rows; null if there are none."""
+    """Split scores of consecutive rows by task; null if there are none."""
     import pyarrow as pa
 
     done = 0

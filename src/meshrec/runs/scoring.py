@@ -168,7 +168,7 @@ class _UnseenValues:
             self._counts[2 * number + 1] += int(((ids > 0) & (ids <= feature.num_unseen)).sum())
 
     def tell(self, ranks: Ranks) -> None:
-        """Log a warning for each feature that has seen fewer than half of its values. Collective."""
+        """Warn of each feature whose vocabulary has fewer than half of its values. Collective."""
         counts = ranks.sum(self._counts) if self._counts else []
         for number, feature in enumerate(self._features):
             num, unseen = counts[2 * number : 2 * number + 2]

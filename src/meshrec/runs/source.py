@@ -104,7 +104,7 @@ def digests_of_source(source: str | None) -> dict[str, str]:
 
 
 def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
-    """Execute the source that a run's ``config.json`` names, and return its recipe.
+    """Run the source that a run's ``config.json`` names, and return its recipe.
 
     Raises:
         ValueError: the source may not be executed, or it is not there any more.
@@ -247,7 +247,7 @@ class _Bytes(SourceFileLoader):
         return self._content
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
-        """Raise OSError, which tells the loader that there is no bytecode to compare with."""
+        """Raise OSError, which tells the loader to ignore bytecode."""
         raise OSError(path)
 
 
@@ -270,7 +270,7 @@ class _Neighbours(MetaPathFinder):
 
 
 def _executed(folder: Path, main: str, files: Mapping[str, bytes]) -> ModuleType:
-    """Execute the kept copy of a recipe's file."""
+    """Run the kept copy of a recipe's file, and return its module."""
     neighbours = {name: content for name, content in files.items() if name != main}
     if neighbours:
         sys.meta_path.insert(0, _Neighbours(folder, neighbours))

@@ -149,7 +149,7 @@ def record_failure(folder: RunFolder, error: str) -> None:
 
 @contextmanager
 def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """Log to the rank's own file while inside. Rank 0 also shows warnings, for all ranks."""
+    """Write the log to the rank's own file while inside. Rank 0 also shows warnings, for all ranks."""
     handlers: list[logging.Handler] = [logging.FileHandler(folder.log(ranks.rank))]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if ranks.is_first and not logging.getLogger().handlers:
@@ -234,7 +234,7 @@ class _Run:
         return summary
 
     def _compare_starts(self) -> None:
-        """Compare how the ranks were started. Collective."""
+        """Check that the ranks were started alike. Collective."""
         job = self._job
         # The name is not compared: rank 0 alone chooses the folder.
         names = ("resume", "changes", "profile", "baselines", "track", "rank_timeout", "keep", "store")
@@ -388,9 +388,7 @@ class _Run:
         self._tell(Finished(summary))
 
     def _fetch(self, step: int, summary: dict[str, Any]) -> None:
-        """Bring the reported weights from the store into the run's folder, where all commands look for
-        them.
-        """
+        """Fetch the reported weights from the store into the run's folder, where commands look for them."""
         assert self._store is not None
         for name in (BEST, CHECKPOINTS):
             kept = StoredCheckpoints(self._store.under(name), self._folder.path, group=None)

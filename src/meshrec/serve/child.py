@@ -1,7 +1,10 @@
-"""Processes that a server forks at its start, for work that it must not do itself.
+"""Child processes for work that a server must not do itself.
 
-They are forked before the server has threads or models. Reading a large body would keep the event loop from
-all other clients (`reading`); loading a damaged package could end the process (`trial`).
+Reading a large body would keep the event loop from all other clients (`reading`). Loading a damaged package
+could end the process (`trial`).
+
+A fork copies one thread, and the locks that other threads hold, which nobody releases in the copy. So only a
+process with a single thread forks. Any other process starts a new interpreter, which takes seconds.
 """
 
 import contextlib
@@ -10,45 +13,55 @@ import pickle
 import signal
 import socket
 import struct
+import sys
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 _SIZE = struct.Struct("<Q")
+_SOCKET = 3
+"""File descriptor of the connection in a new interpreter."""
+_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from meshrec.serve.child import begin; begin()"
 Work = Callable[[socket.socket], None]
 
 
 class Child:
     """A process that answers questions one after another, until its parent is gone.
 
+    A process with a single thread forks it at once. Otherwise call `start` before the first question.
+
     Args:
-        work: what the process does with its end of the connection. It raises EOFError once the parent's end
-            is closed.
+        work: a function of a module that is called in the child process with its end of the connection. It
+            raises EOFError once the parent's end is closed.
     """
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self._socket: socket.socket | None = None
         self._pid = 0
-        self.start()
+        if not _has_other_threads():
+            self.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started, and no question has failed since."""
+        """Whether the child was started and has answered every question since."""
         return self._socket is not None
 
     def start(self) -> None:
-        """Start the process, by a fork."""
+        """Start the child: by a fork if this process has a single thread, else as a new interpreter."""
         here, there = socket.socketpair()
-        with warnings.catch_warnings():
-            # Python warns of threads that hold locks. A server forks before it has threads.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if not self._pid:
-            _live(there, self._work)
-        there.close()
+        with there:
+            if _has_other_threads():
+                self._pid = _start_interpreter(there)
+                send(here, self._work)
+            else:
+                self._pid = os.fork()
+                if not self._pid:
+                    _live(there, self._work)
         self._socket = here
 
     def ask(self, *what: Any) -> Any:
@@ -76,6 +89,41 @@ class Child:
                 os.waitpid(self._pid, 0)
 
 
+def begin() -> None:
+    """Run the function that the parent sends first. A new interpreter begins here."""
+    parent = socket.socket(fileno=_SOCKET)
+    work: Work = receive(parent)
+    _live(parent, work)
+
+
+def _has_other_threads() -> bool:
+    """Return whether a fork would leave threads behind."""
+    tasks = Path("/proc/self/task")
+    if threading.active_count() > 1 or not tasks.is_dir():
+        return True
+    # NumPy's OpenBLAS has threads from the start, but ends them before a fork.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads; this child only exits
+        pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return len(list(tasks.iterdir())) > 1
+
+
+def _start_interpreter(parent: socket.socket) -> int:
+    """Start an interpreter that runs `begin`, and return its process ID.
+
+    It inherits the standard streams and the socket, and no other file descriptor.
+    """
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-c", _PROGRAM, *sys.path],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, parent.fileno(), _SOCKET)],
+    )
+
+
 def _live(parent: socket.socket, work: Work) -> NoReturn:
     try:
         # The socket that clients connect to is among those that were inherited, and must end with the server.
@@ -90,7 +138,7 @@ def _live(parent: socket.socket, work: Work) -> NoReturn:
 
 
 def send(to: socket.socket, *what: Any) -> None:
-    """Send objects; their arrays and bytes go as they are in memory, while other threads run."""
+    """Send objects. Arrays and bytes are sent from their own memory, and other threads run meanwhile."""
     buffers: list[pickle.PickleBuffer] = []
     plain = [pickle.PickleBuffer(each) if isinstance(each, bytes) else each for each in what]
     head = pickle.dumps(plain if len(what) > 1 else what[0], 5, buffer_callback=buffers.append)

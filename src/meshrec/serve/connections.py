@@ -44,7 +44,7 @@ class Connections:
 
     Args:
         limits: what clients may hold.
-        count: is told the status of each refusal.
+        count: a function that is called with the status of each refusal.
     """
 
     def __init__(self, limits: ConnectionLimits, count: Callable[[int], None] = lambda _: None) -> None:
@@ -56,7 +56,7 @@ class Connections:
 
     @property
     def refusal(self) -> str | None:
-        """Why a new request would be refused; None if it would not be."""
+        """The reason why a new request would be refused; None if it would not be."""
         if self._held >= self.limits.max_unanswered and self._largest() is None:
             return f"requests of {self._held} bytes wait for their answers already"
         if self._num >= self.limits.max_connections and self._slowest(self._all()) is None:
@@ -64,10 +64,10 @@ class Connections:
         return None
 
     def admit(self, connection: "Connection") -> str | None:
-        """Take a new connection, and close the slowest ones in its place where there are too many.
+        """Admit a new connection. If there are too many, close the slowest one.
 
         Returns:
-            Why it is not taken, or None.
+            The reason why it is refused, or None.
         """
         own = self._of.setdefault(connection.owner, set())
         limits = self.limits
@@ -105,7 +105,7 @@ class Connections:
             largest.refuse(503, _TOO_MUCH)
 
     def release(self, num_bytes: int) -> None:
-        """Take back what `hold` or `reserve` counted."""
+        """Subtract bytes that `hold` or `reserve` counted."""
         self._held -= num_bytes
 
     def reserve(self, num_bytes: int) -> str | None:
@@ -137,9 +137,10 @@ class Connections:
 
     @staticmethod
     def _slowest(some: "Iterable[Connection]") -> "Connection | None":
-        """Return the one that has left a request or an answer unfinished longest, or else idled longest.
+        """Return the connection whose request or answer has been unfinished longest.
 
-        If there is none, a client that waits for the answers of several requests has to send them again.
+        If there is none, return the one that has been idle longest. If there is none of these either, take
+        one that waits for several answers: its client has to send these requests again.
         """
         found: Connection | None = None
         last = {IDLE: 1, ANSWERS: 2}

@@ -142,7 +142,7 @@ class Deltas:
         return record
 
     def _first_after(self, last: Published | None, step: int) -> DeltaRecord | None:
-        """Return the folder's next delta, which may be another than the one that must follow."""
+        """Return the record of the folder's next delta, which is not always the one that must follow."""
         if last is None:  # nothing was published before the package, or by an earlier release
             return next((each for each in delta_records(self._folder) if each.step > step), None)
         numbers = delta_numbers(self._folder)

@@ -67,12 +67,12 @@ class BodyReader:
         self._child.stop()
 
     def _ask(self, reading: Body, signature: Signature) -> InferRequest | RequestError:
-        if not self._child.is_running:
-            self._known = []
-            self._child.start()
         try:
+            if not self._child.is_running:
+                self._known = []
+                self._child.start()
             found: InferRequest | RequestError = self._child.ask(self._named(signature), *reading)
-        except EOFError:  # it ran out of memory, or somebody ended it
+        except (EOFError, OSError):  # it ran out of memory, or somebody ended it
             return RequestError(
                 "the process that reads large requests ended. Send fewer samples at once, or try again.",
                 503,

@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from meshrec.export import Predictor
 from meshrec.serve.app import Guard, Routes
 from meshrec.serve.connections import Connection, Connections
 from meshrec.serve.metrics import Metrics
@@ -44,7 +45,7 @@ class Server:
         wishes: Mapping[str, Wish] | None = None,
     ) -> None:
         self._options, self._bound, self._peers = options, bound, peers
-        self._reader, self._trial = BodyReader(), PackageTrial()  # forked before there are threads
+        self._reader, self._trial = BodyReader(), PackageTrial(Predictor)  # before there are threads
         metrics = Metrics()
         self.repository = Repository(
             models,

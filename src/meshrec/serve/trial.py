@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,7 @@ _SECONDS = 300.0
 """Longest duration of a trial, which loads what the server would load and scores a few batches."""
 _MOST_BYTES = 1 << 16
 _PASSED = b"passed"
+Open = Callable[[CheckedPackage], Predictor]
 
 
 class WarmUp(NamedTuple):
@@ -65,7 +66,7 @@ class WarmUp(NamedTuple):
 
 
 def signature_of(predictor: Predictor) -> Signature:
-    """Return what a package takes and gives."""
+    """Return the inputs and outputs of a package."""
     return Signature(
         predictor.features,
         predictor.num_dense,
@@ -88,9 +89,14 @@ def scores_of(predictor: Predictor, request: Request) -> Floats:
 
 
 class PackageTrial:
-    """A child process that loads and warms up packages, one at a time."""
+    """A child process that loads and warms up packages, one at a time.
 
-    def __init__(self) -> None:
+    Args:
+        open_package: a class or function of a module that opens a package, as the server will.
+    """
+
+    def __init__(self, open_package: Open) -> None:
+        self._open = open_package
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trial")
         self._child = Child(_try_packages)
 
@@ -110,11 +116,11 @@ class PackageTrial:
         self._child.stop()
 
     def _ask(self, package: CheckedPackage, warm_up: WarmUp) -> str | None:
-        if not self._child.is_running:
-            self._child.start()
         try:
-            reason: str | None = self._child.ask(package, warm_up)
-        except EOFError:
+            if not self._child.is_running:
+                self._child.start()
+            reason: str | None = self._child.ask(self._open, package, warm_up, _SECONDS)
+        except (EOFError, OSError):
             return f"the process that tries out {package.folder} ended. Load the package again."
         return reason
 
@@ -122,19 +128,18 @@ class PackageTrial:
 def _try_packages(parent: socket.socket) -> None:
     """Load the packages that the parent names, each in a process of its own, until the parent is gone."""
     while True:
-        package, warm_up = receive(parent)
-        send(parent, _outcome(package, warm_up))
+        send(parent, _outcome(*receive(parent)))
 
 
-def _outcome(package: CheckedPackage, warm_up: WarmUp) -> str | None:
-    """Return why a package must not be loaded; None if it may."""
+def _outcome(open_package: Open, package: CheckedPackage, warm_up: WarmUp, seconds: float) -> str | None:
+    """Return the reason why a package must not be loaded; None if there is none."""
     here, there = os.pipe()
     with tempfile.TemporaryDirectory(prefix="meshrec-trial-") as folder:
         pid = os.fork()
         if not pid:
-            _load_and_exit(package, warm_up, there, folder)
+            _load_and_exit(lambda: _tried(open_package, package, warm_up), seconds, there, folder)
         os.close(there)
-        said = _read_to_the_end(here, time.monotonic() + _SECONDS)
+        said = _read_to_the_end(here, time.monotonic() + seconds)
         os.close(here)
         if said is None:
             os.kill(pid, signal.SIGKILL)
@@ -143,7 +148,7 @@ def _outcome(package: CheckedPackage, warm_up: WarmUp) -> str | None:
         return None
     code = os.waitstatus_to_exitcode(status)
     if said is None:
-        how = f"it was not done after {_SECONDS:.0f} s"
+        how = f"it was not done after {seconds:.0f} s"
     elif code == 0 and said:
         return said.decode(errors="replace")
     else:
@@ -154,18 +159,18 @@ def _outcome(package: CheckedPackage, warm_up: WarmUp) -> str | None:
     )
 
 
-def _load_and_exit(package: CheckedPackage, warm_up: WarmUp, to: int, folder: str) -> None:
+def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: str) -> None:
     """Load a package and score with it, in a process that exits after that."""
     said = b""
     code = 1
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.alarm(int(_SECONDS) + 10)  # whatever becomes of the parent
+        signal.alarm(int(seconds) + 10)  # whatever becomes of the parent
         os.environ["TMPDIR"] = folder  # where torch extracts programs: the parent removes it in any case
         torch.set_num_threads(1)
         found: list[bytes] = []
         # OpenMP's threads are those of the thread that first needs them, and a fork leaves them behind.
-        thread = threading.Thread(target=lambda: found.append(_tried(package, warm_up)))
+        thread = threading.Thread(target=lambda: found.append(load()))
         thread.start()
         thread.join()
         said, code = found[0], 0
@@ -175,9 +180,9 @@ def _load_and_exit(package: CheckedPackage, warm_up: WarmUp, to: int, folder: st
         os._exit(code)
 
 
-def _tried(package: CheckedPackage, warm_up: WarmUp) -> bytes:
+def _tried(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -> bytes:
     try:
-        predictor = Predictor(package)
+        predictor = open_package(package)
         for request in warm_up.requests(signature_of(predictor)):
             scores_of(predictor, request)
     except Exception as error:

@@ -102,11 +102,18 @@ class Host:
     def kill(self) -> None:
         """End everything that runs on the host at once."""
         if self._root is not None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # Ctrl-C has ended it
+                os.kill(self.pid, signal.SIGKILL)
             self._root.wait()
             assert self._root.stdout is not None
             self._root.stdout.close()
             self._root = None
+
+
+def send(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
+    """Send a signal to a command that `Host.popen` started: to the child of nsenter, which passes none on."""
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        os.kill(int(child), number)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ class Baseline(NamedTuple):
 
 
 def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
-    """Yield baselines one after the other: the global mean, item popularity, logistic regression, LightGBM.
+    """Compute baselines one by one: the global mean, item popularity, logistic regression, LightGBM.
 
     Popularity is the item's mean label in training, smoothed with five samples of the global mean. It is left
     out if the dataset does not name its item. Logistic regression has one weight per ID and per dense value.
@@ -69,7 +69,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Ba
 
 
 def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """Yield the baselines of one label; ``number`` is None if there is only one."""
+    """Compute the baselines of one label; ``number`` is None if there is only one."""
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         return (
@@ -98,7 +98,7 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
 
 
 def ranking_baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
-    """Yield the baseline of next-item models: the most popular items in training that the user has not seen.
+    """Compute the baseline of next-item models: the most popular items that the user has not seen.
 
     It is evaluated on the same samples as the model, by the rank of the true next item among all items.
 
@@ -252,7 +252,7 @@ def _fit(
     start: "Vector | None",
     tell: Tell,
 ) -> "Vector":
-    """Minimize the sum of losses, each times its weight, plus the penalty times half the squared weights.
+    """Find the minimum of the weighted sum of losses, plus the penalty times half the squared weights.
 
     Columns are scaled by the diagonal of the Hessian at zero: L-BFGS then needs some 30 iterations, where it
     has not converged after 40 without.

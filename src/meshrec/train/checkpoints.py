@@ -91,9 +91,7 @@ class Checkpoints:
         return None if found is None else str(found)
 
     def _copy_small_files(self) -> None:
-        """Bring what else is in the run's folder to the store, on the first rank: another host may go on
-        there.
-        """
+        """Copy the run's small files to the store, on the first rank, so that another host can continue."""
         if self._mirror is not None:
             upload_run(*self._mirror)
 

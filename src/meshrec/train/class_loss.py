@@ -38,7 +38,7 @@ class Softmax(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.class_metrics`."""
+        """Compute the metrics of classes, with `meshrec.metrics.class_metrics`."""
         self._check(outputs, labels)
         return class_metrics(outputs, labels, group=group, gather=gather)
 

@@ -63,7 +63,7 @@ def score(
     bf16: bool = False,
     watch: "Callable[[Batch], None] | None" = None,
 ) -> Iterator[Scored]:
-    """Yield the model's logits for this rank's part of ``reader``, in the reader's order.
+    """Compute the model's logits for this rank's part of ``reader``, in the reader's order.
 
     Every rank computes batches of ``batch_size`` samples, with the last one padded: matrix libraries sum in
     another order for other sizes, and logits must not depend on the number of ranks.

@@ -1,4 +1,4 @@
-"""What a trained model reads: the AUC that it loses without a feature, and its metrics by value."""
+"""The explanation of a trained model: the AUC that it loses without a feature, and its metrics by value."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,7 +50,7 @@ class Explained(NamedTuple):
 def explain(
     model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks, *, bf16: bool = False
 ) -> Explained | None:
-    """Shuffle one feature after the other, and compute the AUC without it. Collective.
+    """Compute the AUC without each feature, by shuffling its values. Collective.
 
     Breiman, "Random forests" (2001), on data that the model was not fitted to. Each rank shuffles within its
     own batches. Features that say the same as others count little, because the others stand in for them.

@@ -125,7 +125,7 @@ class Keeper:
             self._checkpoints.failed(error)
 
     def restore_best(self) -> int | None:
-        """Restore the best weights; return their step, or None if the current ones are kept."""
+        """Load the best weights; return their step, or None if the current ones are kept."""
         step = self._progress.step
         if self._kept_step == step:
             return None
@@ -133,7 +133,7 @@ class Keeper:
         return None if found == step else found
 
     def finish(self) -> None:
-        """Publish and save the final state."""
+        """Save the final state, after a last delta for servers."""
         self.publish()
         if self._checkpoints is not None:
             self.is_saved = self._checkpoints.finish(self._progress.step)

@@ -89,7 +89,7 @@ class FolderObserver:
         self._has_failed = False
 
     def __call__(self, event: Event) -> None:
-        """Append the metrics of an event."""
+        """Write the metrics of an event."""
         if isinstance(event, Logged | Evaluated):
             try:
                 self._folder.append_metrics(dict(event.line))

@@ -19,7 +19,7 @@ class StepProfiler:
         )
 
     def step(self) -> None:
-        """Mark the end of a step. Call it after every step."""
+        """Record the end of a step. Call it after every step."""
         self._profiler.step()
 
     def __enter__(self) -> "StepProfiler":

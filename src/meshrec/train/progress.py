@@ -23,7 +23,7 @@ class Progress:
         self.published: Published | None = None
 
     def advance(self, num_samples: int, samples_per_epoch: int) -> None:
-        """Advance by a step of ``num_samples`` places in the data, over all ranks."""
+        """Count a step, which moves the position in the data by ``num_samples``, over all ranks."""
         self.step += 1
         epoch, sample = self.position
         sample += num_samples
@@ -40,7 +40,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the progress that ``state_dict`` returned."""
+        """Load the progress that ``state_dict`` returned."""
         self.step, self.num_samples = int(state["step"]), int(state["num_samples"])
         self.seconds = float(state["seconds"])
         self.position = Position(*(int(value) for value in state["position"]))

@@ -43,7 +43,7 @@ class Ranking(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Compute `meshrec.metrics.query_metrics`."""
+        """Compute the metrics of queries, with `meshrec.metrics.query_metrics`."""
         self._check(outputs, labels)
         return query_metrics(outputs, labels[:, 0], labels[:, 1], ks=self.ks, group=group, gather=gather)
 

@@ -162,7 +162,7 @@ class Training:
     bf16: bool = False
     """Compute the dense part in bfloat16 (autocast)."""
     pipeline: bool = True
-    """With several ranks, exchange the next batch while this one computes. Results are the same."""
+    """Exchange the next batch while this one computes, if there are several ranks. Results are the same."""
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     log_every: int = 20
@@ -215,8 +215,8 @@ class Placement:
     sharding_types: tuple[str, ...] | None = None
     """Sharding types that the planner may choose from."""
     wire: str = str(FULL_PRECISION)
-    """How embeddings and their gradients travel between ranks: fp32, fp16, bf16, int8 or int4, or two formats
-    such as int8/bf16, embeddings first. +stochastic rounds at random, and +feedback gives gradients back what
+    """Wire format of embeddings and their gradients: fp32, fp16, bf16, int8 or int4, or two formats such as
+    int8/bf16, embeddings first. +stochastic rounds at random, and +feedback gives gradients back what
     rounding took. Tables of their own come after commas: int8/bf16,users:fp32. auto: what is fastest within
     wire_auc_loss and wire_error."""
     wire_auc_loss: float | None = 5e-4
@@ -240,7 +240,7 @@ class Placement:
 
     @property
     def wire_bound(self) -> WireBound:
-        """What the choice of wire formats may cost."""
+        """Limits on the cost of the wire formats."""
         return WireBound(auc_loss=self.wire_auc_loss, error=self.wire_error)
 
 

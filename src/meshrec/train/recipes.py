@@ -198,7 +198,7 @@ def _with_function(name: str) -> str:
 
 
 def recipe_by(function: Any, name: str) -> Recipe:
-    """Call the function that ``name`` names, and return its recipe.
+    """Make a recipe with the function that ``name`` names.
 
     Raises:
         ValueError: it cannot be called without arguments, or gives something else.
@@ -245,7 +245,7 @@ def module_name(path: Path) -> str:
 
 
 def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> ModuleType:
-    """Execute a recipe's file and return its module.
+    """Run a recipe's file and return its module.
 
     Args:
         path: the file.

@@ -78,7 +78,7 @@ class Steps:
 
     @contextmanager
     def profiled(self) -> Iterator[None]:
-        """Trace some of the steps inside, if a profile was asked for."""
+        """Record a trace of some of the steps inside, if a profile was asked for."""
         if self._trace is None:
             yield
             return

@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def stop_with_parent() -> None:
-    """Ask the system to send this process a SIGTERM when its parent ends, however it ends.
+    """Make the system send this process a SIGTERM when its parent ends, however it ends.
 
     Ranks must not continue without their launcher. This works on Linux only; elsewhere it does nothing.
     """
@@ -63,7 +63,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def agreed(self, ranks: Ranks, *, failed: bool = False, at_once: bool = False) -> Agreement:
-        """Exchange flags once per step; return whether any rank was asked to stop, and whether any failed.
+        """Share flags once per step; return whether any rank was asked to stop, and whether any failed.
         Collective.
 
         Args:
@@ -142,6 +142,6 @@ class EarlyStopping:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that ``state_dict`` returned."""
+        """Load the state that ``state_dict`` returned."""
         self.best_auc, self.best_step = float(state["best_auc"]), int(state["best_step"])
         self.num_worse, self.last_step = int(state["num_worse"]), int(state["last_step"])

@@ -1,4 +1,4 @@
-"""The small files of a run in an object store, so that the run can go on on another host."""
+"""The small files of a run in an object store, with which the run can continue on another host."""
 
 import fnmatch
 import json
@@ -15,7 +15,7 @@ _KEPT = ("*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
 
 
 def upload_run(folder: Path, store: ObjectStore) -> None:
-    """Upload the small files of a run. A failure is logged: the next checkpoint tries again."""
+    """Copy the small files of a run to the store. A failure is logged; the next checkpoint tries again."""
     try:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
@@ -30,7 +30,7 @@ def upload_run(folder: Path, store: ObjectStore) -> None:
 
 
 def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
-    """Download the small files of a run into its folder, unless it is there; None if the store has no such
+    """Fetch the small files of a run into its folder, unless it is there; None if the store has no such
     run.
     """
     folder = RunFolder(runs / name)

@@ -34,7 +34,7 @@ class WaitClock:
         self._before = blocked_seconds()
 
     def start(self) -> None:
-        """Forget what was blocked since the last step, as by an evaluation."""
+        """Reset the clock: time blocked since the last step, as in an evaluation, does not count."""
         self._before = blocked_seconds()
 
     def stepped(self) -> None:

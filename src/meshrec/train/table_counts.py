@@ -1,4 +1,4 @@
-"""What happens to the IDs of hashed tables between two lines of metrics."""
+"""Counts of the IDs of hashed tables between two lines of metrics."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ _COUNTS = ("live", "new", "refused", "evicted", "read", "hits")
 
 
 class IdCounts:
-    """The IDs of each hashed table that live, came, were refused and went, and the share of known ones.
+    """The numbers of live, new, refused and evicted IDs of each hashed table, and its hit rate.
 
     Args:
         model: the model, with its sharded tables.
@@ -53,7 +53,7 @@ class IdCounts:
 
 
 def _counts(shards: TableShards) -> Iterable[float]:
-    """Return the share of the keys that are on this rank, and the counts of theirs."""
+    """Return the share of the keys that this rank owns, and the counts of these keys."""
     # Rectangles with other columns of the same keys count the same: take the first columns.
     first = [each for each in shards.tables if isinstance(each, HashedTable) and each.rectangle.c0 == 0]
     span = ALL_KEYS[1] - ALL_KEYS[0]

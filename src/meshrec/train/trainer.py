@@ -104,7 +104,7 @@ class Trainer:
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
     def resume(self) -> bool:
-        """Continue from the folder's newest intact checkpoint; return False if there is none. Collective."""
+        """Load the folder's newest intact checkpoint; return False if there is none. Collective."""
         folder = self.keeper.folder
         found = self.keeper.resume()
         if found and folder is not None and self.ranks.is_first:
@@ -145,7 +145,7 @@ class Trainer:
         return evaluate(self.built.model, reader, self.ranks, bf16=bf16, loss=loss)
 
     def predict(self, reader: Reader) -> Iterator[Scored]:
-        """Yield the logits of this rank's part of ``reader``, in order. Collective until the iterator is
+        """Compute the logits of this rank's part of ``reader``, in order. Collective until the iterator is
         exhausted.
         """
         return score(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
@@ -268,7 +268,7 @@ class Trainer:
         self._lines.start_clock()
 
     def _finish(self) -> None:
-        """Restore the best weights and evaluate them on the test data. A stopped run evaluates nothing."""
+        """Load the best weights and evaluate them on the test data. A stopped run evaluates nothing."""
         judge, step = self.judge, self.progress.step
         if not self.stopped and judge.last_step != step:
             self._evaluate()

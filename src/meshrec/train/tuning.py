@@ -36,7 +36,7 @@ class Range(NamedTuple):
     log: bool
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
-        """Sample the value of this option for one trial."""
+        """Draw the value of this option for one trial."""
         if isinstance(self.low, int) and isinstance(self.high, int):
             return trial.suggest_int(name, self.low, self.high, log=self.log)
         return trial.suggest_float(name, self.low, self.high, log=self.log)
@@ -48,7 +48,7 @@ class Choices(NamedTuple):
     values: tuple[Any, ...]
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
-        """Sample the value of this option for one trial."""
+        """Draw the value of this option for one trial."""
         return trial.suggest_categorical(name, self.values)
 
 
@@ -126,7 +126,7 @@ def option(recipe: Recipe, name: str) -> Any:
 
 
 def _names(holder: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all options of a recipe."""
+    """Find the dotted names of all options of a recipe."""
     for each in dataclasses.fields(holder):
         value, name = getattr(holder, each.name), f"{prefix}{each.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

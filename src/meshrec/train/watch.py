@@ -49,7 +49,7 @@ class OutputWatch:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in a module's output: alone, in containers, or as keyed embeddings."""
+    """Find the floating-point tensors in a module's output: alone, in containers, or as keyed embeddings."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output.detach()

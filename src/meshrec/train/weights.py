@@ -45,7 +45,7 @@ class BestWeights:
         self._step = progress.step
 
     def restore(self) -> int | None:
-        """Restore the kept weights, and return their step; None if none were kept."""
+        """Load the kept weights, and return their step; None if none were kept."""
         if self._manager is not None:
             return self._manager.load_latest({"model": self._model})
         for name, tensor in self._tensors().items() if self._kept else ():

@@ -101,7 +101,7 @@ class RankExchange(Exchange):
         return found
 
     def settle(self, messages: Iterable[tuple[Message, bool]]) -> None:
-        """Complete the schedule's messages after a failure.
+        """Send and receive the rest of the schedule's messages after a failure.
 
         Send ``error`` in place of every message still to send, and receive every message still to come. Each
         entry of ``messages`` says whether this rank sends it.

@@ -188,7 +188,7 @@ def _arguments(
 
 
 def _inputs(arguments: Sequence[Any]) -> list[Any]:
-    """Detach the arguments from the graph that made them."""
+    """Return the arguments detached from the graph that made them."""
     return [pytree.tree_map(_as_input, argument) for argument in arguments]
 
 

@@ -155,13 +155,13 @@ class StagedOverRanks(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this stage under the names of the model."""
+        """Return the parameters of this stage under the names of the model."""
         return self.part.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of this stage under the names of the model."""
+        """Return the buffers of this stage under the names of the model."""
         return self.part.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -279,7 +279,7 @@ class _PartCaller(Caller):
         return []
 
     def before_backward(self, *, last: bool) -> None:
-        """Switch the gradient exchange on for the last split."""
+        """Turn the gradient exchange on for the last split."""
         wrapped: Any = self._part._dmp_wrapped_module
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             if last:

@@ -137,13 +137,13 @@ class Staged(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's parameters under the model's names."""
+        """Return the model's parameters under the model's names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's buffers under the model's names."""
+        """Return the model's buffers under the model's names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -265,7 +265,7 @@ class _Form:
         self.places: list[tuple[str, int, int]] = []
 
     def take(self, run: ThreadedBatch, num_splits: int) -> list[Tensor]:
-        """Collect the results' tensors, detached."""
+        """Return the results' tensors, detached."""
         found = []
         for name in self.names:
             for k in range(num_splits):

@@ -59,7 +59,7 @@ def holds_tables(module: nn.Module) -> bool:
 
 
 def trace(model: nn.Module) -> Traced:
-    """Trace ``model`` into units.
+    """Split ``model`` into units by tracing it.
 
     Raises:
         ValueError: the forward method of ``model`` itself cannot be traced.

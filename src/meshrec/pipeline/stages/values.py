@@ -83,7 +83,7 @@ class StageValues:
             self.exchange.put(name, k, value, self._flow.stage.index, user)
 
     def publish_pieces(self, pieces: dict[str, list[Any]]) -> None:
-        """Publish values that were looked up for the whole batch, in one piece per split."""
+        """Split values that were looked up for the whole batch, and send the pieces to their readers."""
         self._pieces = pieces
         for name, own in pieces.items():
             for k, piece in enumerate(own):

@@ -1,0 +1,77 @@
+"""The step time of a run on Ray beside that of the same run under torchrun, in turns.
+
+Both train the recipe of the step benchmark on two ranks of this machine, with the same seed, plan and
+batches. Their last losses are compared before their times. A step's time is the median over the lines of
+metrics, without the first two. Needs `meshrec[ray]`, and no other load.
+
+    python -m benchmarks.ray_overhead
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness import Bar, bars_table, table
+
+_LOG_EVERY, _WARM_UP_LINES = 5, 2
+_RANKS = 2
+
+
+def train(launcher: str, folder: Path, steps: int) -> tuple[list[float], float]:
+    """Train under a launcher, and return the seconds per step of each line of metrics, and the last loss."""
+    words = ["-m", "meshrec", "train", "dlrm_benchmark", "--quiet", "--out", str(folder), "--name", launcher]
+    words += ["--training.max-steps", str(steps), "--training.log-every", str(_LOG_EVERY)]
+    words += ["--training.phases-every", "0", "--no-checkpoints", "--data.num-validation", "4096"]
+    words += ["--data.num-test", "4096"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    if launcher == "ray":
+        words += ["--on", "ray", "--num-workers", str(_RANKS)]
+    else:
+        words = ["-m", "torch.distributed.run", "--nproc-per-node", str(_RANKS), *words]
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the run under {launcher} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    lines = [json.loads(line) for line in (folder / launcher / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["kind"] == "train"]
+    times = [after["seconds"] - before["seconds"] for before, after in itertools.pairwise(lines)]
+    return [seconds / _LOG_EVERY for seconds in times[_WARM_UP_LINES:]], lines[-1]["loss"]
+
+
+def run(rounds: int, steps: int) -> str:
+    """Train in turns, and return the step times and the bar as text."""
+    seconds: dict[str, list[float]] = {"torchrun": [], "ray": []}
+    rows, losses = [], set()
+    for number in range(rounds):
+        for launcher, found in seconds.items():
+            with tempfile.TemporaryDirectory() as folder:
+                times, loss = train(launcher, Path(folder), steps)
+            losses.add(loss)
+            found.append(statistics.median(times))
+            rows.append([f"{number + 1}", launcher, f"{1e3 * found[-1]:.2f}"])
+    if len(losses) != 1:
+        raise RuntimeError(f"the runs end with different losses: {sorted(losses)}. Find out why.")
+    ratio = statistics.median(
+        ray / other for ray, other in zip(seconds["ray"], seconds["torchrun"], strict=True)
+    )
+    bar = Bar(name="step on Ray over step under torchrun", figure=ratio, asked=1.02, at_most=True)
+    return f"{table(['round', 'launcher', 'step [ms]'], rows)}\n\n{bars_table([bar])}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    arguments = parser.parse_args()
+    print(run(arguments.rounds, arguments.steps))
+
+
+if __name__ == "__main__":
+    main()
