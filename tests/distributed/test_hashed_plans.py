@@ -5,9 +5,11 @@ they keep the IDs of a table on one rank, and the bits of the first plan.
 """
 
 import dataclasses
+import importlib.util
 import itertools
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,11 @@ from meshrec import KeyedJaggedTensor, checkpoint, fuse
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
-from tests.distributed.test_hashed import CHOICES, SPECS, Model, batch, differences, train, unsharded, whole
+
+_spec = importlib.util.spec_from_file_location("hashed_life", Path(__file__).parent / "test_hashed.py")
+life = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(life)
+CHOICES, SPECS = life.CHOICES, life.SPECS
 
 DRAWS = int(os.environ.get("MESHREC_DRAWS", "6"))
 STEPS = 4
@@ -66,7 +72,7 @@ def drawn_plan(rng, keys, world_size):
 
 def make(keys, plan):
     return DistributedModelParallel(
-        Model(unsharded(keys)),
+        life.Model(life.unsharded(keys)),
         default_env(),
         plan=plan,
         sharders=[md.EmbeddingBagCollectionSharder(SPECS["adam"])],
@@ -76,7 +82,7 @@ def make(keys, plan):
 
 def whole_batch(step, world_size):
     """Return the samples of all ranks."""
-    parts = [batch(step, rank=rank) for rank in range(world_size)]
+    parts = [life.batch(step, rank=rank) for rank in range(world_size)]
     bags = [[each for part in parts for each in part[key].to_dense()] for key in "abc"]
     flat = [bag for key in bags for bag in key]
     return KeyedJaggedTensor(
@@ -86,7 +92,7 @@ def whole_batch(step, world_size):
 
 def alone(keys, world_size):
     """Return the IDs alive after each step on one rank."""
-    module, found = fuse(unsharded(keys), optimizer=SPECS["adam"]), []
+    module, found = fuse(life.unsharded(keys), optimizer=SPECS["adam"]), []
     for step in range(STEPS):
         module(whole_batch(step, world_size)).values().square().sum().backward()
         found.append(sorted(module.hashed_tables()["t"].items()[0].tolist()))
@@ -104,23 +110,23 @@ def lives(folder, seed, draws):
         moving = make(keys, plans[0])
         loaded = make(keys, plans[2])
         if number % 2:
-            train(loaded, range(2, 3))  # rows that go when others are loaded
+            life.train(loaded, range(2, 3))  # rows that go when others are loaded
         states = []
         for step in range(STEPS):
-            train(moving, [step])
-            states.append(whole(moving))
+            life.train(moving, [step])
+            states.append(life.whole(moving))
             if step == 1:
                 state = {"model": moving, "tables": moving.fused_optimizer}
                 checkpoint.async_save(f"{folder}/{number}", state).wait()
                 moving.reshard(plans[1])
-                assert differences(states[1], whole(moving)) == [], (number, choice, "moved")
+                assert life.differences(states[1], life.whole(moving)) == [], (number, choice, "moved")
         checkpoint.load(f"{folder}/{number}", {"model": loaded, "tables": loaded.fused_optimizer})
-        assert differences(states[1], whole(loaded)) == [], (number, choice, "loaded")
-        train(loaded, range(2, STEPS))
-        assert differences(states[-1], whole(loaded)) == [], (number, choice, "went on")
+        assert life.differences(states[1], life.whole(loaded)) == [], (number, choice, "loaded")
+        life.train(loaded, range(2, STEPS))
+        assert life.differences(states[-1], life.whole(loaded)) == [], (number, choice, "went on")
         first = expected.setdefault(choice, states)
         for step, (one, other) in enumerate(zip(first, states, strict=True)):
-            assert differences(one, other) == [], (number, choice, step)
+            assert life.differences(one, other) == [], (number, choice, step)
         ids = [sorted(state["ebc.embedding_bags.t.ids"].tolist()) for state in states]
         if choice != "norm":  # on one rank sums of squares are rounded otherwise
             assert ids == alone(keys, world_size), (number, choice)
