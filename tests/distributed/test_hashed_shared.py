@@ -112,8 +112,8 @@ def test_names_of_a_shared_feature_say_the_table():
     assert names == ["a@t", "b@t", "a@v", "b@u", "c@u", "c@w"]
 
 
-def sharded(builder, sequence):
-    found = []
+def sharded(kind, sequence):
+    builder, found = BUILDERS[kind], []
     for features in (SHARED, COPIED):
         module = torch.nn.ModuleDict(
             {"tables": tables_of(features, sequence=sequence, weighted=not sequence)}
@@ -154,5 +154,5 @@ BUILDERS = {
 
 @pytest.mark.parametrize(("plan", "sequence"), [("rows", False), ("columns", True), ("everywhere", False)])
 def test_sharded_tables_share_a_feature(ranks, plan, sequence):
-    for equal in ranks(2).run(sharded, BUILDERS[plan], sequence):
+    for equal in ranks(2).run(sharded, plan, sequence):
         assert all(equal)
