@@ -289,7 +289,7 @@ def _plain(kind: str, shape: Shape) -> Trainee:
 
 
 def _dense(library: str, shape: Shape) -> Trainee:
-    """The dense part without a process group: the time that no sharding can save."""
+    """Build the dense part without a process group: no sharding can be faster than it."""
     build_model = _OurDenseModel if library == "meshrec" else _PlainModel
     model = build_model(shape, _NoTables(shape))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)

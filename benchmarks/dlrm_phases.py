@@ -37,7 +37,7 @@ def measure_phases(kind: str, shape: Shape) -> list[PhaseTime]:
 
 
 def compared(kind: str, shape: Shape, profile: HardwareProfile, times: list[PhaseTime]) -> list[Comparison]:
-    """Predicted and measured milliseconds of each phase and of their sum."""
+    """Return the predicted and measured milliseconds of each phase and of their sum."""
     plan = planned(kind, shape, profile, 2, local_ranks=1 if kind == "grid_shard" else 2)
     return compare(plan, times)
 
@@ -45,7 +45,7 @@ def compared(kind: str, shape: Shape, profile: HardwareProfile, times: list[Phas
 def planned(
     kind: str, shape: Shape, profile: HardwareProfile, num_ranks: int, *, local_ranks: int
 ) -> PlannedShardingPlan:
-    """The plan of a kind on some ranks of a machine, which predicts its step."""
+    """Return the plan of a kind on some ranks of a machine, which predicts its step."""
     tables = tuple(
         Table(
             name=name,

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,17 +27,21 @@ from benchmarks.harness import Bar, Effort, Result, table
 from meshrec import distributed as md
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.models.dlrm import DLRM
+from meshrec.ops.mapping import expect_misses, map_file
 from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdagrad
 from meshrec.pipeline import TrainPipeline
+from meshrec.planner import IdSample
+from meshrec.planner.disk import hit_rate
 from meshrec.tables.file_table import FileTable
 from meshrec.tables.row_cache import slot_bytes
 
 WIDTH, EXPONENT, SHARE = 64, 1.05, 0.1
 ROW_BYTES = 4 * WIDTH + 4
-_GROUP = Path("/sys/fs/cgroup/memory")
-_SECONDS = 240
-_ACTIVATIONS = 128 << 20
-"""Memory of a step besides tables, which both arms with a limit get."""
+_SECONDS, _SERVE_SECONDS = 120, 8
+
+
+SERVED = ("pages", "pages, requested", "row cache")
+"""The ways to look up rows of a file that is larger than memory."""
 
 
 class Sizes(NamedTuple):
@@ -51,8 +55,13 @@ class Sizes(NamedTuple):
     warm_up: int
     steps: int
 
+    @property
+    def cached(self) -> int:
+        """The rows of a table that are in memory."""
+        return max(256, int(SHARE * self.num_rows))
 
-SIZES = Sizes(4, 1_000_000, 2048, 2, [1024, 512, 1], 80, 12)
+
+SIZES = Sizes(4, 600_000, 2048, 2, [512, 256, 1], 6, 10)
 TINY = Sizes(2, 2_000, 32, 2, [16, 1], 3, 2)
 
 
@@ -104,8 +113,16 @@ class Batches:
             labels = (torch.rand(sizes.batch, generator=generator) < 0.3).float()
             self._all.append((dense, features, labels))
 
+        self.law, self.places = law, places
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._all)
+
+    def ids(self, count: int, seed: int) -> Tensor:
+        """Draw some IDs of one table."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.rand(count, generator=generator, dtype=torch.float64) * self.law[-1]
+        return self.places[torch.searchsorted(self.law, drawn).clamp_(max=len(self.places) - 1)]
 
 
 class Arm:
@@ -133,6 +150,26 @@ class Arm:
         shards = self.model.module.get_submodule(path).built.shards  # type: ignore[union-attr]
         self.tables = [rows for each in shards.values() for rows in each.tables]
 
+    def fill(self, batches: Batches) -> None:
+        """Use rows, as training would, until half of the rows of full caches have been replaced."""
+        for number, rows in enumerate(self.files()):
+            turn = 0
+            while rows.counts.num_written < len(rows.slot_keys) // 2:
+                ids = batches.ids(min(20_000, len(rows.slot_keys) // 3), seed=1000 * number + turn)
+                rows.resolve(ids, train=True).pin.wait()  # type: ignore[attr-defined]
+                turn += 1
+
+    def files(self) -> list[FileTable]:
+        """Return the tables in files."""
+        return [each for each in self.tables if isinstance(each, FileTable)]
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the distinct rows of batches that were in memory and that were not, and the rows written."""
+        counts = [rows.counts for rows in self.files()]
+        return tuple(
+            sum(getattr(c, name) for c in counts) for name in ("num_used", "num_read", "num_written")
+        )  # type: ignore[return-value]
+
     def run(self, batches: Iterator[Any], count: int) -> tuple[list[float], list[float]]:
         """Train some steps; return the losses, and seconds."""
         losses, seconds = [], []
@@ -154,52 +191,58 @@ class Arm:
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify that the arms agree, then time them in turns."""
+    """Verify that the arms agree, and time them in turns; then train each within a limit of memory."""
     sizes = TINY if tiny else SIZES
-    rounds = effort.rounds
-    batches = Batches(sizes, sizes.warm_up + rounds * sizes.steps + 3)
+    batches = Batches(sizes, sizes.warm_up + effort.rounds * sizes.steps + 3)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        storage = meshrec.FileRows(path=folder, cache_rows=max(256, int(SHARE * sizes.num_rows)))
-        arms = {
-            "memory": Arm(sizes, None, ahead=True),
-            "file, ahead": Arm(sizes, storage, ahead=True),
-            "file": Arm(sizes, storage, ahead=False),
-        }
-        feeds = {name: iter(batches) for name in arms}
-        losses = {name: arm.run(feeds[name], sizes.warm_up)[0] for name, arm in arms.items()}
+        figures, bars = _in_turns(sizes, batches, effort.rounds, folder)
+    print(json.dumps(figures), flush=True)
+    limited, more = _all_limited(sizes, tiny)
+    print(json.dumps(limited), flush=True)
+    return Result({**figures, "limited": limited}, [*bars, *more])
+
+
+def _in_turns(sizes: Sizes, batches: Batches, rounds: int, folder: str) -> tuple[dict[str, Any], list[Bar]]:
+    """Time a step in memory, from a file with lookahead, and without."""
+    storage = meshrec.FileRows(path=folder, cache_rows=sizes.cached)
+    arms = {
+        "memory": Arm(sizes, None, ahead=True),
+        "file, ahead": Arm(sizes, storage, ahead=True),
+        "file": Arm(sizes, storage, ahead=False),
+    }
+    for arm in arms.values():
+        arm.fill(batches)
+    feeds = {name: iter(batches) for name in arms}
+    losses = {name: arm.run(feeds[name], sizes.warm_up)[0] for name, arm in arms.items()}
+    _check(losses)
+    ahead = arms["file, ahead"]
+    before = ahead.counts()
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            losses[name], taken = arm.run(feeds[name], sizes.steps)
+            seconds[name] += taken
         _check(losses)
-        files = _files(arms["file, ahead"])
-        before = [(t.counts.num_used, t.counts.num_read, t.counts.num_written) for t in files]
-        seconds: dict[str, list[float]] = {name: [] for name in arms}
-        for _ in range(rounds):
-            for name, arm in arms.items():
-                found, taken = arm.run(feeds[name], sizes.steps)
-                losses[name] = found
-                seconds[name] += taken
-            _check(losses)
-        after = [(t.counts.num_used, t.counts.num_read, t.counts.num_written) for t in files]
-        steps = rounds * sizes.steps
-        hits, reads, writes = (sum(b[i] - a[i] for a, b in zip(before, after, strict=True)) for i in range(3))
-        ours, plain = _read_rates(files[0])
-        times = {name: statistics.median(each) for name, each in seconds.items()}
-        block = files[0]._regions.file.layout.block_bytes
-        disk = (reads + writes) / steps / plain
-        figures = {
-            "step_ms": {name: 1e3 * each for name, each in times.items()},
-            "hit_rate": hits / (hits + reads),
-            "reads_per_step": reads / steps,
-            "writes_per_step": writes / steps,
-            "bytes_read_over_needed": block / ROW_BYTES,
-            "iops_plain": plain,
-            "iops_ours": ours,
-            "disk_ms_by_arithmetic": 1e3 * disk,
-            "is_direct": files[0]._regions.file.is_direct,
-        }
-        del arms, files
-    print(table(["arm", "ms"], [[name, f"{1e3 * each:.1f}"] for name, each in times.items()]))
-    print(json.dumps({name: value for name, value in figures.items() if name != "step_ms"}), flush=True)
-    limited = {kind: _limited(kind, tiny) for kind in ("file", "mapped", "memory of a small table")}
-    figures["limited"] = limited
+    hits, reads, writes = (after - b for after, b in zip(ahead.counts(), before, strict=True))
+    steps, (rows, *_) = rounds * sizes.steps, ahead.files()
+    rates = _rates(rows)
+    times = {name: statistics.median(each) for name, each in seconds.items()}
+    disk = reads / steps / rates["plain reads"] + writes / steps / rates["our writes"]
+    sample = batches.ids(200_000, seed=7)
+    draws = sizes.batch * sizes.bag
+    figures = {
+        "step_ms": {name: 1e3 * each for name, each in times.items()},
+        "disk_ms_by_arithmetic": 1e3 * disk,
+        "hit_rate": hits / (hits + reads),
+        "predicted_hit_rate": hit_rate(
+            sizes.num_rows, sizes.cached, IdSample(len(sample), len(sample.unique())), draws
+        ),
+        "reads_per_step": reads / steps,
+        "writes_per_step": writes / steps,
+        "bytes_read_over_needed": rows.stored.file.layout.block_bytes / ROW_BYTES,
+        "per_second": rates,
+        "is_direct": rows.stored.file.is_direct,
+    }
     bars = [
         Bar(
             name="a step in memory over one from the file",
@@ -207,26 +250,32 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
             asked=0.6,
             ceiling=min(1.0, times["memory"] / disk) if disk else None,
         ),
-        Bar(name="reads over those of a plain reader", figure=ours / plain, asked=0.8),
+        Bar(name="reads over a plain reader's", figure=rates["our reads"] / rates["plain reads"], asked=0.8),
         Bar(name="lookahead over none", figure=times["file"] / times["file, ahead"], asked=1.5),
     ]
-    small, file, mapped = (limited[k] for k in ("memory of a small table", "file", "mapped"))
-    if file and small:
-        budget = sizes.num_tables * SHARE * sizes.num_rows * slot_bytes(ROW_BYTES)
-        grown = file["anonymous"] - small["anonymous"]
-        bars.append(
-            Bar(name="memory over the cache's budget", figure=grown / budget, asked=1.1, at_most=True)
-        )
-    if mapped and file:
+    print(table(["arm", "ms"], [[name, f"{1e3 * each:.1f}"] for name, each in times.items()]))
+    return figures, bars
+
+
+def _all_limited(sizes: Sizes, tiny: bool) -> tuple[dict[str, Any], list[Bar]]:
+    """Train from a file and from mapped memory, with the memory of a small model and that of the cache."""
+    budget = sizes.num_tables * sizes.cached * slot_bytes(ROW_BYTES)
+    found: dict[str, Any] = {"budget": budget, "memory of a small table": _limited("small", tiny, 1 << 40)}
+    if (small := found["memory of a small table"]) is None:
+        return found, []
+    limit = int(small["peak"] + 1.1 * budget)
+    found |= {kind: _limited(kind, tiny, limit) for kind in ("file", "mapped")}
+    room = int(small["peak"] + SHARE * 4 * sizes.num_rows * ROW_BYTES)
+    found |= {f"serve: {kind}": _limited(kind, tiny, room) for kind in SERVED}
+    file, mapped, bars = found["file"], found["mapped"], []
+    if file:
+        grown = (file["peak"] - small["peak"]) / budget
+        bars.append(Bar(name="memory over the cache's budget", figure=grown, asked=1.1, at_most=True))
+    if file and mapped:
         bars.append(
             Bar(name="over a mapped table of the same budget", figure=mapped["step"] / file["step"], asked=2)
         )
-    print(json.dumps(limited), flush=True)
-    return Result(figures, bars)
-
-
-def _files(arm: Arm) -> list[FileTable]:
-    return [each for each in arm.tables if isinstance(each, FileTable)]
+    return found, bars
 
 
 def _check(losses: dict[str, list[float]]) -> None:
@@ -236,13 +285,89 @@ def _check(losses: dict[str, list[float]]) -> None:
             raise RuntimeError(f"{name} has losses {each}, and memory {first}")
 
 
-def _read_rates(rows: FileTable, count: int = 40_000) -> tuple[float, float]:
-    """Return rows read per second by the table and by a loop that only reads their blocks."""
-    file = rows._regions.file
-    num_rows = rows.rectangle.r1
+def _serve(kind: str, sizes: Sizes, limit: int) -> dict[str, float]:
+    """Look up small requests in one table within the limit: in a mapped file, or through a cache of rows."""
+    rows, batch, seconds = 4 * sizes.num_rows, 256, list[float]()
+    batches = Batches(sizes._replace(num_rows=rows), 0)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        look_up = _cached(sizes, rows, folder) if kind == "row cache" else _in_pages(kind, rows, folder)
+        with _memory_limit(limit), torch.no_grad():
+            end = time.perf_counter() + _SERVE_SECONDS
+            while time.perf_counter() < end:
+                ids = batches.ids(batch, seed=len(seconds))
+                start = time.perf_counter()
+                look_up(ids)
+                seconds.append(time.perf_counter() - start)
+        return {"step": statistics.median(seconds[len(seconds) // 2 :]), "requests": float(len(seconds))}
+
+
+def _cached(sizes: Sizes, num_rows: int, folder: str) -> Callable[[Tensor], Tensor]:
+    """Return the lookup of rows through a cache of a tenth of them."""
+    storage = meshrec.FileRows(path=folder, cache_bytes=int(SHARE * num_rows * ROW_BYTES))
+    (rows,) = Arm(sizes._replace(num_tables=1, num_rows=num_rows), storage, ahead=False).files()
+    rows.stored.make(rows.stored.missing(torch.arange(num_rows)))
+
+    def look_up(ids: Tensor) -> Tensor:
+        slots, pin = rows.resolve(ids, train=False)
+        pin.wait()  # type: ignore[attr-defined]
+        return rows.rows[slots]
+
+    return look_up
+
+
+def _in_pages(kind: str, num_rows: int, folder: str) -> Callable[[Tensor], Tensor]:
+    """Return the lookup of rows in a mapped file."""
+    config = meshrec.EmbeddingBagConfig(
+        name="t", num_embeddings=num_rows, embedding_dim=WIDTH, feature_names=["f"]
+    )
+    module = meshrec.EmbeddingBagCollection([config], device="meta")
+    with open(f"{folder}/rows", "wb+") as file:
+        for first in range(0, num_rows, 1 << 16):
+            file.write(torch.rand(min(1 << 16, num_rows - first), WIDTH).numpy().tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mapping = map_file(file.fileno(), num_rows * WIDTH * 4)
+    if kind == "pages, requested":
+        expect_misses(mapping)
+    weight = mapping.content.view(torch.float32).view(num_rows, WIDTH)
+    module.embedding_bags["t"].weight = nn.Parameter(weight, requires_grad=False)
+
+    def look_up(ids: Tensor) -> Tensor:
+        return module(meshrec.KeyedJaggedTensor(["f"], ids, lengths=torch.ones(len(ids)).long())).values()
+
+    return look_up
+
+
+def _rates(rows: FileTable, count: int = 40_000) -> dict[str, float]:
+    """Return the rows per second that the table reads and writes, and that a bare loop reads."""
+    file, num_rows = rows.stored.file, rows.rectangle.r1
     count = min(count, num_rows // 2)
-    memory = rows._regions.first_rows(0, min(1, num_rows))
-    ours, plain = [], []
+    library = _plain_reader()
+    rows.stored.make(rows.stored.missing(torch.arange(num_rows)))
+    memory = [torch.zeros(count, *part.shape[1:], dtype=part.dtype) for part in (rows.rows, *rows.state)]
+    slots, found = torch.arange(count), {"our reads": [], "plain reads": [], "our writes": []}
+    for turn in range(5):
+        keys = torch.randperm(num_rows, generator=torch.Generator().manual_seed(turn))[:count].sort().values
+        positions = torch.tensor([file.layout.position(key) for key in keys.tolist()])
+        start = time.perf_counter()
+        file.read(keys, memory, slots)
+        found["our reads"].append(count / (time.perf_counter() - start))
+        start = time.perf_counter()
+        file.write(keys, memory, slots)
+        found["our writes"].append(count / (time.perf_counter() - start))
+        taken = library.read_blocks(
+            file._file,
+            ctypes.c_void_p(positions.data_ptr()),
+            ctypes.c_int64(count),
+            ctypes.c_int64(file.layout.block_bytes),
+            32,
+        )
+        found["plain reads"].append(count / taken)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def _plain_reader() -> ctypes.CDLL:
     source = Path(__file__).with_name("disk_limit.cpp")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "disk_limit.so"
@@ -251,63 +376,45 @@ def _read_rates(rows: FileTable, count: int = 40_000) -> tuple[float, float]:
         subprocess.run([*compiler, *flags, str(source), "-o", str(target)], check=True)
         library = ctypes.CDLL(str(target))
     library.read_blocks.restype = ctypes.c_double
-    rows._regions.make(rows._regions.missing(torch.arange(num_rows)))
-    for turn in range(5):
-        keys = torch.randperm(num_rows, generator=torch.Generator().manual_seed(turn))[:count].sort().values
-        slots = torch.arange(count)
-        memory = [part.new_empty(count, *part.shape[1:]) for part in memory]
-        start = time.perf_counter()
-        file.read(keys, memory, slots)
-        ours.append(count / (time.perf_counter() - start))
-        positions = torch.tensor([file.layout.position(key) for key in keys.tolist()])
-        taken = library.read_blocks(
-            file._file,
-            ctypes.c_void_p(positions.data_ptr()),
-            ctypes.c_int64(count),
-            ctypes.c_int64(file.layout.block_bytes),
-            32,
-        )
-        plain.append(count / taken)
-    return statistics.median(ours), statistics.median(plain)
+    return library
 
 
-def _limited(kind: str, tiny: bool) -> dict[str, float] | None:
-    """Train in a process of its own; mapped and file tables within a limit of memory, if there may be one."""
-    command = [sys.executable, "-m", "benchmarks.file_rows", kind, "tiny" if tiny else "full"]
+def _limited(kind: str, tiny: bool, limit: int) -> dict[str, float] | None:
+    """Train in a process of its own within a limit of memory; None if there may be no limit."""
+    command = [sys.executable, "-m", "benchmarks.file_rows", kind, "tiny" if tiny else "full", str(limit)]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         print(f"{kind}: not measured: it took more than {_SECONDS} s")
         return None
     if found.returncode:
-        print(f"{kind}: not measured: {found.stderr.strip().splitlines()[-1:]}")
+        print(f"{kind}: not measured ({found.returncode}): {found.stderr.strip().splitlines()[-1:]}")
         return None
     result: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
     return result
 
 
 @contextmanager
-def _memory_limit(num_bytes: int) -> Iterator[None]:
-    """Limit this process and its share of the page cache, through a control group."""
-    group = _GROUP / f"meshrec-{os.getpid()}"
+def _memory_limit(num_bytes: int) -> Iterator[Callable[[], int]]:
+    """Limit what this process takes from now on, with its share of the page cache; yield its peak so far.
+
+    The limit is that of a control group below the one that the process is in, so all limits above it hold.
+    """
+    line = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+    own = Path("/sys/fs/cgroup/memory" + line.split(":", 2)[2])
+    group = own / f"meshrec-{os.getpid()}"
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(num_bytes))
-        (group / "tasks").write_text(str(os.getpid()))
         for thread in os.listdir("/proc/self/task"):
             (group / "tasks").write_text(thread)
-        yield
+        yield lambda: int((group / "memory.max_usage_in_bytes").read_text())
     finally:
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError):
-                (_GROUP / "tasks").write_text(thread)
+                (own / "tasks").write_text(thread)
         with suppress(OSError):
             group.rmdir()
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
 
 
 def _mapped(arm: Arm, folder: str) -> None:
@@ -323,23 +430,27 @@ def _mapped(arm: Arm, folder: str) -> None:
             part.data = mapped.view(part.shape)
 
 
-def _alone(kind: str, sizes: Sizes) -> dict[str, float]:
+def _alone(kind: str, sizes: Sizes, limit: int) -> dict[str, float]:
+    """Make an arm, and train it within the limit. The memory of mapped tables is the page cache's."""
     torch.set_num_threads(2)
-    if kind.startswith("memory"):
+    if kind == "small":
         sizes = sizes._replace(num_rows=sizes.num_rows // 100)
-    batches = iter(Batches(sizes, sizes.warm_up + sizes.steps + 3))
-    budget = int(sizes.num_tables * SHARE * sizes.num_rows * slot_bytes(ROW_BYTES))
+    count = sizes.warm_up + 2 * sizes.steps + 3
+    batches = Batches(sizes, count)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        storage = meshrec.FileRows(path=folder, cache_rows=max(256, int(SHARE * sizes.num_rows)))
-        before = _anonymous()
+        storage = meshrec.FileRows(path=folder, cache_rows=sizes.cached)
         arm = Arm(sizes, storage if kind == "file" else None, ahead=True)
         if kind == "mapped":
             _mapped(arm, folder)
-        with _memory_limit(_anonymous() + _ACTIVATIONS + budget):
-            arm.run(batches, sizes.warm_up if kind == "file" else sizes.warm_up // 4)
-            _, seconds = arm.run(batches, sizes.steps)
-        return {"step": statistics.median(seconds), "anonymous": float(_anonymous() - before)}
+        with _memory_limit(limit) as peak:
+            arm.fill(batches)
+            feed = iter(batches)
+            arm.run(feed, sizes.warm_up)
+            _, seconds = arm.run(feed, 2 * sizes.steps)
+            return {"step": statistics.median(seconds), "peak": float(peak())}
 
 
 if __name__ == "__main__":
-    print(json.dumps(_alone(sys.argv[1], TINY if sys.argv[2] == "tiny" else SIZES)))
+    of_tiny = sys.argv[2] == "tiny"
+    arm = _serve if sys.argv[1] in SERVED else _alone
+    print(json.dumps(arm(sys.argv[1], TINY if of_tiny else SIZES, int(sys.argv[3]))))

@@ -77,7 +77,7 @@ def our_model(shape: Shape) -> Any:
 
 
 def our_call(model: Any, lookups: Lookups) -> Callable[[], Tensor]:
-    """Our public module, with a new KeyedJaggedTensor in every call."""
+    """Return a call of our public module, which makes a new KeyedJaggedTensor each time."""
     import meshrec
 
     keys = [f"f{t}" for t in range(lookups.shape.num_tables)]

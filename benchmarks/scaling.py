@@ -95,7 +95,7 @@ def _measure(profile: HardwareProfile) -> dict[str, Any]:
 
 
 def _first_loss(rank: int) -> float:
-    """The loss of a rank's first batch under the first weights, computed by a single rank."""
+    """Return the loss of a rank's first batch under the first weights, computed by a single rank."""
     return float(build("meshrec", KIND, SHAPE).step(make_inputs(SHAPE, 0, rank)).detach())
 
 

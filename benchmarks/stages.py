@@ -27,14 +27,14 @@ SPLITS = (4, 8, 16, 32)
 
 
 def mlp(tiny: bool) -> tuple[nn.Module, tuple[Any, ...], list[str]]:
-    """An MLP of eight equal layers."""
+    """Build an MLP of eight equal layers."""
     width, batch = (16, 64) if tiny else (768, 2048)
     layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers), (torch.randn(batch, width),), ["8"]
 
 
 def convolutions(tiny: bool) -> tuple[nn.Module, tuple[Any, ...], list[str]]:
-    """A chain of residual convolution blocks."""
+    """Build a chain of residual convolution blocks."""
     channels, size, batch = (4, 8, 64) if tiny else (48, 16, 256)
     return (
         nn.Sequential(*(Residual(channels) for _ in range(6))),
@@ -57,7 +57,7 @@ class Residual(nn.Module):
 
 
 def dlrm(tiny: bool) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A DLRM: tables beside a bottom MLP."""
+    """Build a DLRM: tables beside a bottom MLP."""
     batch, width = (64, 8) if tiny else (4096, 64)
     tables = [
         meshrec.EmbeddingBagConfig(

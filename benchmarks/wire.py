@@ -4,8 +4,9 @@ kernels.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +47,13 @@ class Shape:
     exponent: float = 1.2
     steps: int = 4
     rounds: int = 2
+    latency: float = 0.0
+    """Seconds that a collective between nodes takes at least; only on the delayed network."""
 
 
+SMALL = Shape(batch=64, latency=1e-3)
+"""A batch whose step waits for messages rather than for their bytes."""
+DELAYED = (("one level", "fp32"), ("one level", "int8"), ("sums", "fp32"), ("rows", "fp32"), ("rows", "int8"))
 TINY = Shape(num_tables=2, num_rows=100, batch=16, steps=1, rounds=1)
 
 
@@ -108,7 +114,16 @@ def trainee(shape: Shape, level: str, wire: str, batches: Sequence[Any]) -> _Tra
     model = DLRM(EmbeddingBagCollection(tables=configs), 13, (64, shape.dim), (64, 1))
     env = default_env()
     if level != "one level":
-        env = md.ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
+        names_of_axes = ("node", "local")
+        env = md.ShardingEnv.from_mesh(
+            init_device_mesh(
+                "cpu",
+                (2, 2),
+                mesh_dim_names=names_of_axes,
+                # Only what crosses the network is delayed.
+                backend_override={"local": "gloo"} if shape.latency else None,
+            )
+        )
     module = model.get_submodule(_PATH)
     wires = TableWires.parse(wire)
     plan = md.construct_module_sharding_plan(
@@ -156,6 +171,10 @@ def on_ranks(shape: Shape, contenders: Sequence[tuple[str, str]]) -> list[Found]
     from meshrec import distributed as md
     from meshrec.comms.encoding import RowEncoding
 
+    if shape.latency:
+        from benchmarks.slow_network import set_network
+
+        set_network(latency_seconds=shape.latency)
     batches = [batch_of(shape, number) for number in range(4)]
     trainees = [trainee(shape, level, wire, batches) for level, wire in contenders]
     seconds: list[list[float]] = [[] for _ in contenders]
@@ -177,11 +196,11 @@ def on_ranks(shape: Shape, contenders: Sequence[tuple[str, str]]) -> list[Found]
     for each in trainees:
         RowEncoding.encode, RowEncoding.decode = map(timed, plain)  # type: ignore[method-assign]
         spent[0] = 0.0
-        with md.measure_traffic() as traffic:
+        with md.measure_traffic() as traffic, _recorded_gathers() as gathers:
             each.step(3)
         RowEncoding.encode, RowEncoding.decode = plain  # type: ignore[method-assign]
         traffics.append(dict(traffic))
-        codings.append(spent[0])
+        codings.append(spent[0] + sum(map(_decoding_seconds, gathers)))
     for _ in range(shape.rounds):
         for each, own in zip(trainees, seconds, strict=True):
             each.step(0)
@@ -198,13 +217,57 @@ def on_ranks(shape: Shape, contenders: Sequence[tuple[str, str]]) -> list[Found]
     ]
 
 
+class _Gather(NamedTuple):
+    """A call of the kernel that adds rows up while it decodes them."""
+
+    seconds: float
+    arguments: tuple[Any, ...]
+
+
+@contextmanager
+def _recorded_gathers() -> Iterator[list[_Gather]]:
+    """Record the calls of ``gather_coded`` inside."""
+    found: list[_Gather] = []
+    packet = torch.ops.meshrec.gather_coded
+    op = packet.default
+
+    def gather(*arguments: Any) -> Tensor:
+        start = time.perf_counter()
+        out: Tensor = op(*arguments)
+        found.append(_Gather(time.perf_counter() - start, arguments))
+        return out
+
+    packet.default = gather
+    try:
+        yield found
+    finally:
+        packet.default = op
+
+
+def _decoding_seconds(gather: _Gather) -> float:
+    """Return how much longer a gather took than one of the same rows in fp32; 0 if it cannot be repeated."""
+    received, *others = gather.arguments
+    if not received.numel():  # read from the memory of a peer, which has other things there by now
+        return 0.0
+    pooled, columns = others[:9], others[9:12]
+    ops = torch.ops.meshrec
+    values = ops.wire_decode(received, [pooled[3]] * len(pooled[2]), *columns)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        ops.gather_pooled(values, *pooled)
+        seconds.append(time.perf_counter() - start)
+    return max(gather.seconds - statistics.median(seconds), 0.0)
+
+
 def kernel_bars(effort: Effort, *, tiny: bool) -> tuple[dict[str, float], list[Bar]]:
     """Compare the kernels with a copy of the same rows, in bytes read and written per second."""
     from meshrec.comms.wire import FORMATS
     from meshrec.ops.memory import keep_freed_memory
 
     keep_freed_memory()
-    rows = torch.randn(1 << (10 if tiny else 18), 64)
+    # Larger than the caches, and small enough that the allocator keeps the memory of results.
+    rows = torch.randn(1 << (10 if tiny else 17), 64)
     target = torch.empty_like(rows)
     messages = {name: FORMATS[name].encode(rows) for name in ("int8", "int4", "int8+stochastic")}
     for name, message in messages.items():
@@ -236,9 +299,9 @@ def kernel_bars(effort: Effort, *, tiny: bool) -> tuple[dict[str, float], list[B
     return found, bars
 
 
-def verified(by_rank: Sequence[Sequence[Found]]) -> None:
+def verified(by_rank: Sequence[Sequence[Found]], contenders: Sequence[tuple[str, str]]) -> None:
     """Check that all contenders learn the same, and that the plan's bytes are those that were sent."""
-    for number, (level, wire) in enumerate(CONTENDERS):
+    for number, (level, wire) in enumerate(contenders):
         ranks = [found[number] for found in by_rank]
         exact = [found[0] for found in by_rank]
         for own, other in zip(ranks, exact, strict=True):
@@ -263,6 +326,26 @@ def crossing_bytes(ranks: Sequence[Found], level: str) -> float:
     return sum(found.sent.get(name, 0) for found in ranks for name in SENT if "nodes" in name)
 
 
+def delayed(nodes: wire_links.Nodes, *, tiny: bool) -> dict[str, float]:
+    """Time steps of small batches where each collective between nodes takes a millisecond at least."""
+    from benchmarks.slow_network import BACKEND
+
+    shape = replace(TINY, latency=SMALL.latency) if tiny else SMALL
+    by_rank = wire_links.run_ranks(nodes, on_ranks, shape, DELAYED, backend=BACKEND)
+    verified(by_rank, DELAYED)
+    found = {
+        f"{level}, {wire}": 1e3 * statistics.median(by_rank[0][number].seconds)
+        for number, (level, wire) in enumerate(DELAYED)
+    }
+    print(
+        table(
+            [f"{shape.batch} samples, latency {1e3 * shape.latency:g} ms", "step, ms"],
+            [[name, f"{ms:.1f}"] for name, ms in found.items()],
+        )
+    )
+    return found
+
+
 def run(effort: Effort, *, tiny: bool = False) -> Result:
     """Time the kernels, then steps on every link; ``tiny``: small tables on one link."""
     figures: dict[str, Any] = {}
@@ -275,12 +358,14 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
         for link in LINKS[:1] if tiny else LINKS:
             nodes.limit(link)
             by_rank = wire_links.run_ranks(nodes, on_ranks, shape, CONTENDERS)
-            verified(by_rank)
+            verified(by_rank, CONTENDERS)
             steps[link] = {
                 each: 1e3 * statistics.median(by_rank[0][number].seconds)
                 for number, each in enumerate(CONTENDERS)
             }
             last = by_rank
+        nodes.limit(LINKS[-1])
+        figures["delayed_ms"] = delayed(nodes, tiny=tiny)
     rows = []
     for number, (level, wire) in enumerate(CONTENDERS):
         ranks = [found[number] for found in last]

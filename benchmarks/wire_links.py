@@ -107,9 +107,16 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def run_ranks(
-    nodes: Nodes, work: Callable[..., Any], *arguments: Any, ranks_per_node: int = 2, seconds: float = 600.0
+    nodes: Nodes,
+    work: Callable[..., Any],
+    *arguments: Any,
+    ranks_per_node: int = 2,
+    seconds: float = 600.0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Run ``work(*arguments)`` on all ranks, in processes of their own; return what each rank returned.
+
+    ``backend`` is that of the group of all ranks; ``slow_network.BACKEND`` delays its collectives.
 
     Raises:
         RuntimeError: a rank failed.
@@ -131,7 +138,7 @@ def run_ranks(
                 "MESHREC_HOST": f"node {node}",
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, "-m", "benchmarks.wire_links", str(task), f"{folder}/{rank}"]
+            command = [sys.executable, "-m", "benchmarks.wire_links", str(task), f"{folder}/{rank}", backend]
             processes.append(subprocess.Popen(nodes.command(node, command), env=environment))
         try:
             codes = [process.wait(seconds) for process in processes]
@@ -150,7 +157,7 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def _main(task: str, target: str) -> None:
+def _main(task: str, target: str, backend: str) -> None:
     """Be one rank."""
     import torch
     import torch.distributed as dist
@@ -161,7 +168,9 @@ def _main(task: str, target: str) -> None:
         work = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:  # a test's, which belongs to no package
         work = runpy.run_path(file)[name]
-    dist.init_process_group("gloo")
+    if backend != "gloo":
+        importlib.import_module("benchmarks.slow_network")  # registers it
+    dist.init_process_group(backend)
     try:
         result = work(*arguments)
         Path(target).write_bytes(pickle.dumps(result))

@@ -41,7 +41,6 @@ LONGER_FUNCTIONS = {
     "ops.dist.triton.route_ids",  # kernels with their launch
     "ops.dist.wire_triton_kernels.encode_rows",
     "ops.tbe.triton_kernels.update_runs",
-    "serve.requests.checked",
 }
 
 # From the ground up. A room imports rooms below it, and of its own floor those that do not import it back.
@@ -94,6 +93,7 @@ CPP_TESTS = {
     "gather.cpp": DIST_TESTS,
     "hash_index.cpp": INDEX_TESTS,
     "host_link.cpp": ["tests/comms/test_host_link.py"],
+    "keyed.cpp": ["tests/ops/keyed/test_keyed.py"],
     "io_threads.cpp": ["tests/ops/records/test_records.py"],
     "interaction.cpp": ["tests/ops/interaction/test_naive.py"],
     "jagged.cpp": ["tests/ops/jagged/test_kernels.py"],
@@ -107,6 +107,7 @@ CPP_TESTS = {
     "predict.cpp": ["tests/export/test_runtime.py"],
     "predictor.cpp": ["tests/export/test_runtime.py"],
     "records.cpp": ["tests/ops/records/test_records.py"],
+    "ring.cpp": ["tests/ops/records/test_records.py"],
     "register.cpp": ["tests/test_architecture.py"],
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,

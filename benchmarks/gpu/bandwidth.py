@@ -135,7 +135,7 @@ class Fbgemm:
 
 
 def seconds(call: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
-    """The median time of a call, after a few that are not timed."""
+    """Return the median time of a call, after a few that are not timed."""
     for _ in range(3):
         call()
     times = []

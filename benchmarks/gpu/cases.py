@@ -42,7 +42,7 @@ class Call(NamedTuple):
 def lookups(
     batch: int, pooling: list[int], *, weighted: bool, dtype: torch.dtype, longest: int = 300
 ) -> tuple[Any, ...]:
-    """The arguments that table-batched ops share, from values to flat. One bag is huge, some are empty."""
+    """Return the arguments that table-batched ops share, from values to flat. One bag is huge, some empty."""
     lengths = torch.randint(0, 6, (NUM_KEYS * batch,))
     lengths[-1] = longest
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -189,7 +189,7 @@ def dist_calls(*, ragged: bool, weighted: bool, wide: bool, batch: int = 64) -> 
 
 
 def moved(arguments: Any, device: torch.device, op: str) -> Any:
-    """The arguments on the device; what the ops take on the host stays there."""
+    """Return the arguments on the device; what the ops take on the host stays there."""
     # Plans, counts and headers are read on the host; see the docstrings of naive.py.
     on_host = {
         "route_ids": {3, 6, 10},

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "dist/router.h"
+#include "dist/wire_rows.h"
 #include "host/host_link.h"
 #include "host/memory.h"
 
@@ -81,89 +82,149 @@ struct Pooled {
 
   // Runs work(first, end) on pieces of the samples, in parallel.
   template <typename Work>
-  void for_chunks(const Work& work) const {
-    constexpr int64_t kChunk = 64;
-    parallel_tasks((batch + kChunk - 1) / kChunk,
-                   [&](int64_t chunk) { work(chunk * kChunk, std::min(batch, (chunk + 1) * kChunk)); });
+  void for_chunks(int64_t size, const Work& work) const {
+    parallel_tasks((batch + size - 1) / size,
+                   [&](int64_t chunk) { work(chunk * size, std::min(batch, (chunk + 1) * size)); });
   }
 
   template <typename Work>
   void for_samples(const Work& work) const {
-    for_chunks([&](int64_t first, int64_t end) {
+    for_chunks(64, [&](int64_t first, int64_t end) {
       for (int64_t sample = first; sample < end; ++sample) work(sample);
     });
   }
 };
 
+// Memory of one thread for the rows of a chunk.
+struct RowMemory {
+  std::vector<char> copy;
+  std::vector<float> decoded;
+  std::vector<uint8_t> scratch;
+};
+
 // The rows of each source: in the received buffer, or in the memory of the linked ranks.
 struct Sources {
   const char* received;
-  int64_t link, exchange, element_size;
+  int64_t link, exchange;
+  const WireColumns* coded;  // null if kernels read rows as they travel
+  std::vector<int64_t> row_bytes, first_byte{0};
   std::atomic<bool> failed = false;
 
-  // Reads rows [first, end) of a source. Returns the address that its row 0 would have.
-  const char* rows(const Pooled& pooled, int64_t source, int64_t first, int64_t end,
-                   std::vector<char>& copy) {
-    const int64_t row_bytes = pooled.dims[source] * element_size;
-    if (link == 0) return received + pooled.first_element[source] * element_size;
-    if (int64_t(copy.size()) < (end - first) * row_bytes) copy.resize((end - first) * row_bytes);
-    const void* found =
-        read_from_link(link, exchange, source, first * row_bytes, (end - first) * row_bytes, copy.data());
-    if (found == nullptr) failed = true;
-    return static_cast<const char*>(found) - first * row_bytes;
+  Sources(const Pooled& pooled, const Tensor& message, const WireColumns* columns, int64_t from_link,
+          int64_t number)
+      : received(static_cast<const char*>(message.const_data_ptr())),
+        link(from_link),
+        exchange(number),
+        coded(columns) {
+    const int64_t size = message.element_size();
+    for (size_t source = 0; source < pooled.dims.size(); ++source) {
+      if (coded != nullptr && coded->row_elements[source] != pooled.dims[source])
+        fail("source ", source, " has ", pooled.dims[source], " columns, and their formats have ",
+             coded->row_elements[source]);
+      row_bytes.push_back(coded == nullptr ? pooled.dims[source] * size : coded->row_bytes[source]);
+      first_byte.push_back(first_byte.back() + pooled.batch * row_bytes.back());
+    }
+    if (link == 0 && message.numel() * size != first_byte.back())
+      fail("received ", message.numel(), " elements in place of ", first_byte.back() / size);
+  }
+
+  // Reads rows [first, end) of the source of some pieces. Returns the address that its row 0 would have.
+  const char* rows(const Pooled& pooled, const PooledPiece* from, const PooledPiece* to, int64_t first,
+                   int64_t end, RowMemory& memory) {
+    const int64_t source = from->source;
+    const int64_t bytes = row_bytes[source], dim = pooled.dims[source], num_rows = end - first;
+    const char* found = received + first_byte[source] + first * bytes;
+    if (link != 0) {
+      if (int64_t(memory.copy.size()) < num_rows * bytes) memory.copy.resize(num_rows * bytes);
+      found = static_cast<const char*>(
+          read_from_link(link, exchange, source, first * bytes, num_rows * bytes, memory.copy.data()));
+      if (found == nullptr) failed = true;
+    }
+    if (coded == nullptr || found == nullptr) return found - first * bytes;
+    if (int64_t(memory.decoded.size()) < num_rows * dim) memory.decoded.resize(num_rows * dim);
+    int64_t first_column = dim, end_column = 0;  // other pieces of the source may come later
+    for (const PooledPiece* piece = from; piece < to; ++piece) {
+      first_column = std::min(first_column, piece->source_column);
+      end_column = std::max(end_column, piece->source_column + piece->width);
+    }
+    coded->decode(source, num_rows, reinterpret_cast<const uint8_t*>(found), memory.decoded.data(),
+                  memory.scratch, first_column, end_column);
+    return reinterpret_cast<const char*>(memory.decoded.data()) - first * dim * int64_t(sizeof(float));
   }
 };
+
+// Puts rows of type T in their places. Rows of all sources of a chunk are in the cache together.
+template <typename T>
+void gather_chunk(const Pooled& pooled, Sources& sources, const float* own_rows, int64_t own_dim, float* rows,
+                  int64_t out_dim, int64_t first, int64_t end) {
+  thread_local RowMemory memory;
+  for (int64_t p = 0, last; p < pooled.num_pieces && !sources.failed; p = last) {
+    const int64_t number = pooled.pieces[p].source;
+    for (last = p; last < pooled.num_pieces && pooled.pieces[last].source == number;) ++last;
+    const bool is_local = pooled.is_local(pooled.pieces[p]);
+    const char* elements =
+        is_local ? nullptr
+                 : sources.rows(pooled, pooled.pieces + p, pooled.pieces + last, first, end, memory);
+    if (sources.failed) return;
+    for (int64_t sample = first; sample < end; ++sample) {
+      for (int64_t q = p; q < last; ++q) {
+        const PooledPiece& piece = pooled.pieces[q];
+        float* to = rows + sample * out_dim + piece.column;
+        const float scale = pooled.scale(piece, sample);
+        if (is_local) {
+          copy_scaled(to, own_rows + sample * own_dim + piece.source_column, piece.width, scale);
+          continue;
+        }
+        const T* from =
+            reinterpret_cast<const T*>(elements) + sample * pooled.dims[number] + piece.source_column;
+        if (piece.add) {
+          add_scaled(to, from, piece.width, scale);
+        } else {
+          copy_scaled(to, from, piece.width, scale);
+        }
+      }
+    }
+  }
+}
+
+Tensor gathered(const Pooled& pooled, const Tensor& received, const std::optional<Tensor>& local,
+                const WireColumns* coded, int64_t out_dim, int64_t link, int64_t exchange) {
+  const Tensor source = contiguous(received);
+  std::optional<Tensor> own;
+  if (local) own = contiguous(*local);
+  const int64_t own_dim = own && pooled.batch > 0 ? own->numel() / pooled.batch : 0;
+  const float* own_rows = own ? own->const_data_ptr<float>() : nullptr;
+  Sources sources(pooled, source, coded, link, exchange);
+  Tensor out = empty_buffer({pooled.batch, out_dim}, ScalarType::Float);
+  float* rows = out.mutable_data_ptr<float>();
+  with_floats(coded == nullptr ? source.scalar_type() : ScalarType::Float, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    // Decoded rows are read again while they are in the first cache.
+    pooled.for_chunks(coded == nullptr ? 64 : 16, [&](int64_t first, int64_t end) {
+      gather_chunk<T>(pooled, sources, own_rows, own_dim, rows, out_dim, first, end);
+    });
+  });
+  if (sources.failed) throw std::runtime_error("the memory of a peer could not be read: it has ended");
+  return out;
+}
 
 Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces, std::vector<int64_t> dims,
                      int64_t batch, int64_t out_dim, std::optional<Tensor> offsets,
                      std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
                      int64_t link, int64_t exchange) {
   const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
-  if (link == 0 && received.numel() != pooled.first_element.back()) {
-    fail("received ", received.numel(), " elements in place of ", pooled.first_element.back());
-  }
-  const Tensor source = contiguous(received);
-  std::optional<Tensor> own;
-  if (local) own = contiguous(*local);
-  const int64_t own_dim = own && batch > 0 ? own->numel() / batch : 0;
-  const float* own_rows = own ? own->const_data_ptr<float>() : nullptr;
-  Tensor out = empty_buffer({batch, out_dim}, ScalarType::Float);
-  float* rows = out.mutable_data_ptr<float>();
-  Sources sources{static_cast<const char*>(source.const_data_ptr()), link, exchange,
-                  int64_t(source.element_size())};
-  with_floats(source.scalar_type(), [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    pooled.for_chunks([&](int64_t first, int64_t end) {
-      thread_local std::vector<char> copy;
-      for (int64_t p = 0, last; p < pooled.num_pieces && !sources.failed; p = last) {
-        const int64_t number = pooled.pieces[p].source;
-        for (last = p; last < pooled.num_pieces && pooled.pieces[last].source == number;) ++last;
-        const bool is_local = pooled.is_local(pooled.pieces[p]);
-        const char* elements = is_local ? nullptr : sources.rows(pooled, number, first, end, copy);
-        if (sources.failed) return;
-        for (int64_t sample = first; sample < end; ++sample) {
-          for (int64_t q = p; q < last; ++q) {
-            const PooledPiece& piece = pooled.pieces[q];
-            float* to = rows + sample * out_dim + piece.column;
-            const float scale = pooled.scale(piece, sample);
-            if (is_local) {
-              copy_scaled(to, own_rows + sample * own_dim + piece.source_column, piece.width, scale);
-              continue;
-            }
-            const T* from =
-                reinterpret_cast<const T*>(elements) + sample * pooled.dims[number] + piece.source_column;
-            if (piece.add) {
-              add_scaled(to, from, piece.width, scale);
-            } else {
-              copy_scaled(to, from, piece.width, scale);
-            }
-          }
-        }
-      }
-    });
-  });
-  if (sources.failed) throw std::runtime_error("the memory of a peer could not be read: it has ended");
-  return out;
+  return gathered(pooled, received, local, nullptr, out_dim, link, exchange);
+}
+
+Tensor gather_coded(Tensor received, std::optional<Tensor> local, Tensor pieces, std::vector<int64_t> dims,
+                    int64_t batch, int64_t out_dim, std::optional<Tensor> offsets,
+                    std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
+                    std::vector<int64_t> begins, std::vector<int64_t> widths, std::vector<int64_t> formats,
+                    int64_t link, int64_t exchange) {
+  const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
+  const WireColumns columns(dims.size(), begins, widths, formats);
+  if (received.scalar_type() != ScalarType::Byte) fail("encoded rows must be uint8");
+  return gathered(pooled, received, local, &columns, out_dim, link, exchange);
 }
 
 std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vector<int64_t> dims,
@@ -373,6 +434,7 @@ Tensor gather_weight_grads(Tensor received, Tensor values, Tensor offsets, std::
 
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
   m.impl("gather_pooled", TORCH_BOX(&gather_pooled));
+  m.impl("gather_coded", TORCH_BOX(&gather_coded));
   m.impl("scatter_pooled", TORCH_BOX(&scatter_pooled));
   m.impl("gather_sequence", TORCH_BOX(&gather_sequence));
   m.impl("scatter_sequence", TORCH_BOX(&scatter_sequence));

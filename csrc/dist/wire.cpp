@@ -3,8 +3,8 @@
 #include <numeric>
 
 #include "dist/router.h"
+#include "dist/wire_rows.h"
 #include "host/memory.h"
-#include "isa/kernels.h"
 
 namespace meshrec {
 namespace {
@@ -13,81 +13,39 @@ using Ints = std::vector<int64_t>;
 
 // The least numbers per thread: with fewer, another thread does not pay.
 constexpr int64_t kLeastNumbers = 1 << 15;
-constexpr int64_t kStochastic = 8;
-
-int64_t wire_bytes(int64_t format, int64_t dim) {
-  switch (format & ~kStochastic) {
-    case kWireFloat:
-      return 4 * dim;
-    case kWireHalf:
-    case kWireBFloat16:
-      return 2 * dim;
-    case kWireInt8:
-      return kWireParamBytes + dim;
-    case kWireInt4:
-      return kWireParamBytes + (dim + 1) / 2;
-    default:
-      fail("wire formats are numbered 0 to ", int(kNumWireCodes) - 1,
-           ", and 8 more if rounding is stochastic; got ", format);
-  }
-}
-
-// Some rows of one column of a block.
+// Some rows of a block.
 struct Piece {
-  int64_t block, column, first_row, num_rows;
+  int64_t block, first_row, num_rows;
 };
 
 // Where the blocks of rows lie, in numbers and in bytes of the message.
-struct Layout {
-  const Ints &rows, &begins, &widths, &formats;
-  Ints elements{0}, bytes{0}, row_elements, row_bytes, first_row{0};
+struct Layout : WireColumns {
+  Ints elements{0}, bytes{0}, first_row{0};
   std::vector<Piece> pieces;
 
-  Layout(const Ints& block_rows, const Ints& block_begins, const Ints& column_widths,
-         const Ints& column_formats)
-      : rows(block_rows), begins(block_begins), widths(column_widths), formats(column_formats) {
-    if (begins.size() != rows.size() + 1 || begins.front() != 0 || begins.back() != int64_t(widths.size()) ||
-        formats.size() != widths.size())
-      fail("begins must have the first column of each of the ", rows.size(),
-           " blocks and the number of columns, ", widths.size(), "; formats one entry for each column.");
+  Layout(const Ints& rows, const Ints& block_begins, const Ints& column_widths, const Ints& column_formats)
+      : WireColumns(rows.size(), block_begins, column_widths, column_formats) {
     for (size_t b = 0; b < rows.size(); ++b) {
-      int64_t dim = 0, length = 0;
-      for (int64_t c = begins[b]; c < begins[b + 1]; ++c) {
-        if (widths[c] < 0) fail("a column has ", widths[c], " numbers.");
-        dim += widths[c], length += wire_bytes(formats[c], widths[c]);
-      }
       if (rows[b] < 0) fail("a block has ", rows[b], " rows.");
-      row_elements.push_back(dim), row_bytes.push_back(length);
-      elements.push_back(elements.back() + rows[b] * dim);
-      bytes.push_back(bytes.back() + rows[b] * length);
+      elements.push_back(elements.back() + rows[b] * row_elements[b]);
+      bytes.push_back(bytes.back() + rows[b] * row_bytes[b]);
       first_row.push_back(first_row.back() + rows[b]);
       // All columns of a row range together, so that a row is still in the cache.
-      const int64_t step = std::max<int64_t>(1, kLeastNumbers / std::max<int64_t>(dim, 1));
+      const int64_t step = std::max<int64_t>(1, kLeastNumbers / std::max<int64_t>(row_elements[b], 1));
       for (int64_t row = 0; row < rows[b]; row += step)
-        pieces.push_back({int64_t(b), 0, row, std::min(step, rows[b] - row)});
+        pieces.push_back({int64_t(b), row, std::min(step, rows[b] - row)});
     }
   }
 
-  // Runs work(piece, args) for every column of every piece of rows, in parallel.
+  // Runs work(piece, its first element, its first byte, scratch) for every piece of rows, in parallel.
   template <typename Work>
-  void for_columns(const Work& work) const {
-    int64_t widest = 0;
-    for (int64_t width : widths) widest = std::max(widest, width);
+  void for_pieces(const Work& work) const {
     parallel_tasks(int64_t(pieces.size()), [&](int64_t number) {
-      Piece piece = pieces[number];
+      thread_local std::vector<uint8_t> scratch;
+      const Piece& piece = pieces[number];
       const int64_t b = piece.block;
-      std::vector<uint8_t> scratch(widest + 65);
-      int64_t element = elements[b] + piece.first_row * row_elements[b];
-      int64_t byte = bytes[b] + piece.first_row * row_bytes[b];
-      for (int64_t c = begins[b]; c < begins[b + 1]; ++c) {
-        WireRowsArgs args{};
-        args.row_stride = row_elements[b], args.num_rows = piece.num_rows, args.dim = widths[c];
-        args.message_stride = row_bytes[b], args.scratch = scratch.data();
-        args.format = int(formats[c] & ~kStochastic), args.stochastic = (formats[c] & kStochastic) != 0;
-        piece.column = c;
-        if (widths[c] > 0) work(piece, args, element, byte);
-        element += widths[c], byte += wire_bytes(formats[c], widths[c]);
-      }
+      work(piece, elements[b] + piece.first_row * row_elements[b], bytes[b] + piece.first_row * row_bytes[b],
+           scratch);
     });
   }
 };
@@ -114,18 +72,23 @@ std::tuple<Tensor, Tensor> wire_encode(Tensor values, Ints rows, Ints begins, In
   const auto* from = numbers.const_data_ptr<float>();
   auto* to = static_cast<uint8_t*>(message.mutable_data_ptr());
   std::atomic<int64_t> bad{0}, first_bad{INT64_MAX};
-  layout.for_columns([&](const Piece& piece, WireRowsArgs& args, int64_t element, int64_t byte) {
-    args.rows = from + element, args.message = to + byte;
-    args.seed = uint64_t(seeds[piece.column]), args.step = uint64_t(step);
-    args.first_column = origins[piece.column];
-    args.first_key = uint64_t(first_keys[piece.block] + piece.first_row);
-    args.keys = row_keys == nullptr ? nullptr : row_keys + layout.first_row[piece.block] + piece.first_row;
-    int64_t first = 0;
-    args.first_bad = &first;
-    const int64_t found = kernels().encode_wire(args);
-    if (found == 0) return;
-    bad += found;
-    atomic_min(first_bad, element + first * args.row_stride);
+  layout.for_pieces([&](const Piece& piece, int64_t first_element, int64_t first_byte,
+                        std::vector<uint8_t>& scratch) {
+    const int64_t b = piece.block;
+    layout.for_each(
+        b, piece.num_rows, scratch, [&](int64_t column, WireRowsArgs& args, int64_t element, int64_t byte) {
+          args.rows = from + first_element + element, args.message = to + first_byte + byte;
+          args.seed = uint64_t(seeds[column]), args.step = uint64_t(step);
+          args.first_column = origins[column];
+          args.first_key = uint64_t(first_keys[b] + piece.first_row);
+          args.keys = row_keys == nullptr ? nullptr : row_keys + layout.first_row[b] + piece.first_row;
+          int64_t first = 0;
+          args.first_bad = &first;
+          const int64_t found = kernels().encode_wire(args);
+          if (found == 0) return;
+          bad += found;
+          atomic_min(first_bad, first_element + element + first * args.row_stride);
+        });
   });
   auto* told = report.mutable_data_ptr<int64_t>();
   told[0] = bad, told[1] = bad == 0 ? -1 : first_bad.load();
@@ -138,11 +101,11 @@ Tensor wire_decode(Tensor message, Ints rows, Ints begins, Ints widths, Ints for
   if (bytes.scalar_type() != ScalarType::Byte || bytes.numel() != layout.bytes.back())
     fail("the message must be ", layout.bytes.back(), " bytes, got ", bytes.numel(), ".");
   Tensor values = empty_buffer({layout.elements.back()}, ScalarType::Float);
-  auto* from = const_cast<uint8_t*>(static_cast<const uint8_t*>(bytes.const_data_ptr()));
+  const auto* from = static_cast<const uint8_t*>(bytes.const_data_ptr());
   auto* to = values.mutable_data_ptr<float>();
-  layout.for_columns([&](const Piece&, WireRowsArgs& args, int64_t element, int64_t byte) {
-    args.decoded = to + element, args.message = from + byte;
-    kernels().decode_wire(args);
+  layout.for_pieces([&](const Piece& piece, int64_t element, int64_t byte, std::vector<uint8_t>& scratch) {
+    layout.decode(piece.block, piece.num_rows, from + byte, to + element, scratch, 0,
+                  layout.row_elements[piece.block]);
   });
   return values;
 }

@@ -23,7 +23,7 @@ inline WireInts rounded_to_ints(Vec v) {
 #endif
 }
 
-// Reads kLanes signed bytes, and writes the lowest byte of each lane. By instructions of their own: left to
+// Reads kLanes signed bytes, and writes lanes that fit in one. By instructions of their own: left to
 // the compiler, they take as long as all the rest.
 inline WireInts load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
@@ -40,6 +40,10 @@ inline WireInts load_bytes(const uint8_t* p) {
 inline void store_bytes(WireInts ints, uint8_t* p) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)ints));
+#elif defined(__AVX2__)
+  const __m128i low = _mm256_castsi256_si128((__m256i)ints);
+  const __m128i halves = _mm_packs_epi32(low, _mm256_extracti128_si256((__m256i)ints, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
 #else
   const WireBytes bytes = __builtin_convertvector(ints, WireBytes);
   std::memcpy(p, &bytes, kLanes);
@@ -49,23 +53,43 @@ inline void store_bytes(WireInts ints, uint8_t* p) {
 template <int kBits>
 struct WireCodes {
   static constexpr int kTop = (1 << (kBits - 1)) - 1, kMark = -kTop - 1;
-  static int64_t bytes(int64_t dim) { return kWireParamBytes + (dim * kBits + 7) / 8; }
 };
 
 struct WireParams {
   float scale, middle;
 };
 
-inline WireParams wire_params(float least, float most, int top) {
-  const float range = most - least;
-  const bool fits = as_bits(range) < 0x7f800000 || as_bits(range) == 0x80000000;
-  const float steps = float(2 * top);
-  float scale = fits ? range / steps : most / steps - least / steps;
-  scale = scale > kWireLeastScale ? scale : kWireLeastScale;
-  scale = as_float((as_bits(scale) + 0xff) & ~0xffu);
-  const float middle = fits ? least + range * 0.5f : least * 0.5f + most * 0.5f;
-  // Half of a subnormal number is not exact, with and without a fused instruction alike.
-  return {scale, std::fabs(middle) < kWireLeastScale ? 0.0f : middle};
+// The parameters of kLanes rows. Row by row, the divisions would take as long as all the rest.
+struct WireParamsOfRows {
+  float scale[kLanes], middle[kLanes], inverse[kLanes];
+
+  WireParamsOfRows(const float* least_of_rows, const float* most_of_rows, int top) {
+    const Vec least = load(least_of_rows), most = load(most_of_rows), range = most - least;
+    const Bits magnitude = (Bits)range & 0x7fffffff;
+    const Vec steps = to_vector(float(2 * top)), at_least = to_vector(kWireLeastScale);
+    const auto fits = magnitude < Bits{} + 0x7f800000;
+    Vec scales = fits ? range / steps : most / steps - least / steps;
+    scales = scales > at_least ? scales : at_least;
+    scales = (Vec)(((Bits)scales + 0xff) & ~0xffu);
+    const Vec middles = fits ? least + range * 0.5f : least * 0.5f + most * 0.5f;
+    // Half of a subnormal number is not exact, with and without a fused instruction alike.
+    const Bits far = (Bits)middles & 0x7fffffff;
+    store(scale, scales);
+    store(middle, far < (Bits)at_least ? Vec{} : middles);
+    store(inverse, 1.0f / scales);
+  }
+};
+
+inline bool any_lane(WireInts mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8((__m256i)mask) != 0;
+#else
+  int32_t any = 0;
+  for (int j = 0; j < kLanes; ++j) any |= mask[j];
+  return any != 0;
+#endif
 }
 
 // The codes of kLanes numbers.
@@ -75,9 +99,9 @@ struct WireRounding {
   bool stochastic;
   uint32_t low = 0, high = 0;  // the row's noise
 
-  WireRounding(WireParams params, int top_code, bool is_stochastic)
-      : middle(to_vector(params.middle)),
-        inverse(to_vector((1.0f / params.scale) * (is_stochastic ? 65536.0f : 1.0f))),
+  WireRounding(float row_middle, float row_inverse, int top_code, bool is_stochastic)
+      : middle(to_vector(row_middle)),
+        inverse(to_vector(row_inverse * (is_stochastic ? 65536.0f : 1.0f))),
         top(WireInts{} + top_code),
         stochastic(is_stochastic) {}
 
@@ -124,69 +148,112 @@ inline WireRange wire_range_slowly(const float* row, int64_t dim) {
   return found;
 }
 
+inline Vec lesser(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+inline Vec greater(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 inline WireRange wire_range(const float* row, int64_t dim) {
   if (dim < kLanes) return wire_range_slowly(row, dim);
-  Vec least = load(row), most = least;
-  Bits largest{};
+  Vec least = load(row), most = least, check{};
   const auto add = [&](Vec v) {
-    least = v < least ? v : least, most = v > most ? v : most;
-    const Bits magnitude = (Bits)v & 0x7fffffff;
-    largest = magnitude > largest ? magnitude : largest;
+    least = lesser(v, least), most = greater(v, most);
+    check += v * Vec{};  // NaN from a number that is not finite on
   };
   for (int64_t d = 0; d + kLanes <= dim; d += kLanes) add(load(row + d));
   if (dim % kLanes) add(load(row + dim - kLanes));
-  const Bits limit = Bits{} + 0x7f800000;
-  uint32_t bad = 0;
-  const WireInts over = (WireInts)(largest >= limit);
-#if defined(__AVX512F__)
-  bad = _mm512_movepi32_mask((__m512i)over);
-#elif defined(__AVX2__)
-  bad = _mm256_movemask_epi8((__m256i)over);
-#else
-  for (int j = 0; j < kLanes; ++j) bad |= over[j];
-#endif
-  if (bad) return wire_range_slowly(row, dim);
-  const auto [below, above] = folded(-least, most, [](Vec a, Vec b) { return a > b ? a : b; });
+  if (any_lane(check != check)) return wire_range_slowly(row, dim);
+  const auto [below, above] = folded(-least, most, greater);
   return {-below, above, 0};
 }
 
-inline void pack_nibbles(const uint8_t* codes, int64_t dim, uint8_t* out) {
-  for (int64_t j = 0; j < (dim + 1) / 2; ++j) out[j] = codes[2 * j] | codes[2 * j + 1] << 4;
+// Writes the codes of kLanes numbers, of 4 bits as code + 8.
+template <int kBits>
+inline void store_codes(WireInts codes, uint8_t* out) {
+  if constexpr (kBits == 8) {
+    store_bytes(codes, out);
+  } else {
+    typedef uint64_t Pairs __attribute__((vector_size(4 * kLanes)));
+    const Pairs pairs = (Pairs)(codes + 8), bytes = (pairs | pairs >> 28) & 0xff;
+#if defined(__AVX512F__)
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm512_maskz_cvtepi64_epi8(0xff, (__m512i)bytes));
+#else
+    for (int j = 0; j < kLanes / 2; ++j) out[j] = uint8_t(bytes[j]);
+#endif
+  }
 }
 
 template <int kBits>
-int64_t encode_row(const WireRowsArgs& a, const float* row, uint64_t key, uint8_t* out, uint8_t* scratch) {
+void encode_row(const WireRowsArgs& a, const float* row, const WireRounding& round, uint32_t others,
+                uint8_t* out) {
   using Codes = WireCodes<kBits>;
-  const WireRange range = wire_range(row, a.dim);
-  WireParams params = wire_params(range.least, range.most, Codes::kTop);
-  WireRounding round(params, Codes::kTop, a.stochastic);
-  if (a.stochastic) {
-    round.low = random_bits(a.seed, a.step, key, as_bits(params.scale));
-    round.high = random_bits(a.seed, a.step, key, as_bits(params.middle) + (uint64_t(1) << 32));
-  }
-  params.scale = as_float(as_bits(params.scale) | range.others);
-  std::memcpy(out, &params, sizeof(params));
-  uint8_t* codes = kBits == 8 ? out + kWireParamBytes : scratch;
-  constexpr int kShift = kBits == 8 ? 0 : 8;
+  uint8_t* codes = out + kWireParamBytes;
   int64_t d = 0;
-  for (; d + kLanes <= a.dim; d += kLanes) {
-    store_bytes(round(load(row + d), a.first_column + d) + kShift, codes + d);
-  }
+  for (; d + kLanes <= a.dim; d += kLanes)
+    store_codes<kBits>(round(load(row + d), a.first_column + d), codes + d * kBits / 8);
   if (d < a.dim) {
     float rest[kLanes] = {};
     std::memcpy(rest, row + d, (a.dim - d) * sizeof(float));
     uint8_t bytes[kLanes];
-    store_bytes(round(load(rest), a.first_column + d) + kShift, bytes);
-    std::memcpy(codes + d, bytes, a.dim - d);
+    WireInts last = round(load(rest), a.first_column + d);
+    for (int64_t j = a.dim - d; j < kLanes; ++j) last[j] = kBits == 4 ? -8 : 0;  // no number: no bits
+    store_codes<kBits>(last, bytes);
+    std::memcpy(codes + d * kBits / 8, bytes, ((a.dim - d) * kBits + 7) / 8);
   }
-  if (range.others != 0)
-    for (d = 0; d < a.dim; ++d)
-      if ((as_bits(row[d]) & 0x7fffffff) >= 0x7f800000) codes[d] = uint8_t(Codes::kMark + kShift);
-  if constexpr (kBits == 4) {
-    if (a.dim % 2) scratch[a.dim] = 0;
-    pack_nibbles(scratch, a.dim, out + kWireParamBytes);
+  if (others == 0) return;
+  for (d = 0; d < a.dim; ++d) {
+    if ((as_bits(row[d]) & 0x7fffffff) < 0x7f800000) continue;
+    if constexpr (kBits == 8) {
+      codes[d] = uint8_t(Codes::kMark);
+    } else {
+      codes[d / 2] &= d % 2 ? 0x0f : 0xf0;  // kMark + 8 is 0
+    }
   }
-  return range.others != 0;
+}
+
+// Blocks of kLanes rows: their extremes while they come to the cache, their parameters together, their codes.
+template <int kBits>
+int64_t encode_rows(const WireRowsArgs& a) {
+  using Codes = WireCodes<kBits>;
+  int64_t num_bad = 0;
+  for (int64_t first = 0; first < a.num_rows; first += kLanes) {
+    const int64_t n = a.num_rows - first < kLanes ? a.num_rows - first : kLanes;
+    float least[kLanes] = {}, most[kLanes] = {};
+    uint32_t others[kLanes] = {};
+    for (int64_t i = 0; i < n; ++i) {
+      const float* row = a.rows + (first + i) * a.row_stride;
+      prefetch_row(row + kLanes * a.row_stride, a.dim);  // of the next block
+      const WireRange range = wire_range(row, a.dim);
+      least[i] = range.least, most[i] = range.most, others[i] = range.others;
+    }
+    const WireParamsOfRows params(least, most, Codes::kTop);
+    for (int64_t i = 0; i < n; ++i) {
+      const float scale = params.scale[i], middle = params.middle[i];
+      WireRounding round(middle, params.inverse[i], Codes::kTop, a.stochastic);
+      if (a.stochastic) {
+        const uint64_t key =
+            a.keys != nullptr ? uint64_t(a.keys[first + i]) : a.first_key + uint64_t(first + i);
+        round.low = random_bits(a.seed, a.step, key, as_bits(scale));
+        round.high = random_bits(a.seed, a.step, key, as_bits(middle) + (uint64_t(1) << 32));
+      }
+      uint8_t* out = a.message + (first + i) * a.message_stride;
+      const WireParams told{as_float(as_bits(scale) | others[i]), middle};
+      std::memcpy(out, &told, sizeof(told));
+      encode_row<kBits>(a, a.rows + (first + i) * a.row_stride, round, others[i], out);
+      if (others[i] != 0 && num_bad++ == 0) *a.first_bad = first + i;
+    }
+  }
+  return num_bad;
 }
 
 template <int kBits>
@@ -214,50 +281,64 @@ void decode_row(const uint8_t* in, int64_t dim, float* row, uint8_t* scratch) {
     if (int8_t(codes[d]) == Codes::kMark) row[d] = as_float(marked[others]);
 }
 
+inline void store_nearest(Vec v, Half* to) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtps_ph(0xffff, (__m512)v, 0));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)v, 0));
+#else
+  for (int j = 0; j < kLanes; ++j) to[j] = {nearest_half(v[j])};
+#endif
+}
+inline void store_nearest(Vec v, BFloat16* to) {
+  const Bits bits = (Bits)v, even = bits >> 16 & 1, is_nan = (Bits)(v != v);
+  const Bits rounded = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & (bits + 0x7fff + even) >> 16);
+  *reinterpret_cast<HalfBitsMemory*>(to) = __builtin_convertvector(rounded, HalfBits);
+}
+
 template <typename Rounded>
-int64_t cast_row(const float* row, int64_t dim, uint8_t* out) {
-  for (int64_t d = 0; d < dim; ++d) {
-    const Rounded value = round_to(static_cast<Rounded*>(nullptr), row[d], 0, false);
-    std::memcpy(out + d * sizeof(value), &value, sizeof(value));
+void cast_row(const float* row, int64_t dim, uint8_t* out) {
+  int64_t d = 0;
+  Rounded values[kLanes];
+  for (; d + kLanes <= dim; d += kLanes) {
+    store_nearest(load(row + d), values);
+    std::memcpy(out + d * sizeof(Rounded), values, sizeof(values));
   }
-  return 0;
+  for (; d < dim; ++d) {
+    values[0] = round_to(values, row[d], 0, false);
+    std::memcpy(out + d * sizeof(Rounded), values, sizeof(Rounded));
+  }
 }
 
 template <typename Rounded>
 void uncast_row(const uint8_t* in, int64_t dim, float* row) {
-  for (int64_t d = 0; d < dim; ++d) {
-    Rounded value;
-    std::memcpy(&value, in + d * sizeof(value), sizeof(value));
-    row[d] = to_float(value);
+  int64_t d = 0;
+  Rounded values[kLanes];
+  for (; d + kLanes <= dim; d += kLanes) {
+    std::memcpy(values, in + d * sizeof(Rounded), sizeof(values));
+    store(row + d, load(values));
+  }
+  for (; d < dim; ++d) {
+    std::memcpy(values, in + d * sizeof(Rounded), sizeof(Rounded));
+    row[d] = to_float(values[0]);
   }
 }
 
 int64_t encode_wire(const WireRowsArgs& a) {
-  int64_t bad = 0;
+  if (a.format == kWireInt8) return encode_rows<8>(a);
+  if (a.format == kWireInt4) return encode_rows<4>(a);
   for (int64_t i = 0; i < a.num_rows; ++i) {
     const float* row = a.rows + i * a.row_stride;
     uint8_t* out = a.message + i * a.message_stride;
-    const uint64_t key = a.keys != nullptr ? uint64_t(a.keys[i]) : a.first_key + uint64_t(i);
-    int64_t is_bad = 0;
-    switch (a.format) {
-      case kWireFloat:
-        std::memcpy(out, row, a.dim * sizeof(float));
-        break;
-      case kWireHalf:
-        cast_row<Half>(row, a.dim, out);
-        break;
-      case kWireBFloat16:
-        cast_row<BFloat16>(row, a.dim, out);
-        break;
-      case kWireInt8:
-        is_bad = encode_row<8>(a, row, key, out, a.scratch);
-        break;
-      default:
-        is_bad = encode_row<4>(a, row, key, out, a.scratch);
+    if (a.format == kWireHalf) {
+      cast_row<Half>(row, a.dim, out);
+    } else if (a.format == kWireBFloat16) {
+      cast_row<BFloat16>(row, a.dim, out);
+    } else {
+      std::memcpy(out, row, a.dim * sizeof(float));
     }
-    if (is_bad && bad++ == 0) *a.first_bad = i;
   }
-  return bad;
+  return 0;
 }
 
 void decode_wire(const WireRowsArgs& a) {

@@ -1,16 +1,12 @@
 // Rows in records of a file: reads to and writes from the memory of a cache. See ops/records/naive.py for
 // what the operations mean.
-#include <fcntl.h>
-#include <unistd.h>
-
+#include <algorithm>
 #include <array>
-#include <cerrno>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <mutex>
 
 #include "file/io_threads.h"
+#include "file/ring.h"
 #include "host/crc32.h"
 #include "stable_abi.h"
 
@@ -20,9 +16,8 @@ namespace {
 
 constexpr int64_t kLargestTransfer = 1 << 17;  // bytes that one call reads or writes
 constexpr int64_t kLargestGap = 1 << 11;       // bytes between two records that are read along
-constexpr int64_t kAlignment = 4096;
+constexpr int64_t kMostThreads = 32;           // more gave no more on the disks that were measured
 constexpr int64_t kDamaged = -1;
-constexpr int64_t kEndOfFile = -2;
 
 struct Layout {
   int64_t first_key, per_block, block_bytes, record_bytes;
@@ -119,40 +114,6 @@ struct Failures {
   }
 };
 
-struct FreeAligned {
-  void operator()(char* memory) const { std::free(memory); }
-};
-
-// Memory of this thread that the disk may read from and write to directly.
-char* transfer_buffer(int64_t num_bytes) {
-  thread_local std::unique_ptr<char, FreeAligned> memory;
-  thread_local int64_t size = 0;
-  if (size < num_bytes) {
-    size = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
-    memory.reset(static_cast<char*>(std::aligned_alloc(kAlignment, size)));
-    if (memory == nullptr) size = 0;
-  }
-  return memory.get();
-}
-
-// Returns 0, kEndOfFile or errno.
-template <typename Call>
-int64_t transfer_all(const Call& call, int file, char* memory, int64_t num_bytes, int64_t position) {
-  while (num_bytes > 0) {
-    const ssize_t done = call(file, memory, size_t(num_bytes), off_t(position));
-    if (done < 0 && errno == EINTR) continue;
-    if (done < 0) return errno;
-    if (done == 0) return kEndOfFile;
-    memory += done, position += done, num_bytes -= done;
-  }
-  return 0;
-}
-
-const auto read_some = [](int file, char* to, size_t size, off_t at) { return ::pread(file, to, size, at); };
-const auto write_some = [](int file, char* from, size_t size, off_t at) {
-  return ::pwrite(file, from, size, at);
-};
-
 // Records [begin, end) that one call transfers.
 struct Run {
   int64_t begin, end;
@@ -180,26 +141,56 @@ std::vector<Run> runs_of(const Records& records, int64_t gap) {
   return runs;
 }
 
+// The blocks of runs.
+struct Blocks {
+  const Records& records;
+  const std::vector<Run>& runs;
+
+  int64_t first(int64_t task) const { return records.layout.block(records.keys[runs[task].begin]); }
+  std::pair<int64_t, int64_t> stretch(int64_t task) const {
+    const int64_t last = records.layout.block(records.keys[runs[task].end - 1]);
+    const int64_t bytes = records.layout.block_bytes;
+    return {first(task) * bytes, (last - first(task) + 1) * bytes};
+  }
+  // Where in the buffer of its run a record begins.
+  int64_t offset(int64_t task, int64_t i) const {
+    const Layout& layout = records.layout;
+    return (layout.block(records.keys[i]) - first(task)) * layout.block_bytes +
+           layout.offset(records.keys[i]);
+  }
+  int64_t largest() const {
+    int64_t found = 0;
+    for (int64_t task = 0; task < int64_t(runs.size()); ++task) found = std::max(found, stretch(task).second);
+    return found;
+  }
+};
+
+// Makes the transfers of runs: on a ring, or by threads that wait for the disk.
+void transfer(int64_t file, const Blocks& blocks, Failures& failures, int64_t in_flight, bool ring,
+              std::function<Transfer(int64_t, int, char*)> advance) {
+  const Transfers transfers{
+      .count = int64_t(blocks.runs.size()),
+      .largest = blocks.largest(),
+      .stretch = [&](int64_t task) { return blocks.stretch(task); },
+      .advance = std::move(advance),
+      .failed = [&](int64_t task, int64_t cause) { failures.add(blocks.runs[task].begin, cause); }};
+  if (transfers.count == 0) return;
+  if (ring && in_flight > 1 && transfer_on_ring(int(file), transfers, in_flight)) return;
+  run_on_io_threads(transfers.count, std::min(in_flight, kMostThreads),
+                    [&](int64_t task) { transfer_task(int(file), transfers, task); });
+}
+
 Tensor records_read(int64_t file, std::vector<int64_t> numbers, Tensor keys, std::vector<Tensor> parts,
-                    Tensor slots, int64_t threads) {
+                    Tensor slots, int64_t in_flight, bool ring) {
   const Records records(numbers, keys, parts, slots);
-  const Layout& layout = records.layout;
   const std::vector<Run> runs = runs_of(records, kLargestGap);
+  const Blocks blocks{records, runs};
   Failures failures;
-  run_on_io_threads(runs.size(), threads, [&](int64_t number) {
-    const Run run = runs[number];
-    const int64_t first = layout.block(records.keys[run.begin]);
-    const int64_t size = (layout.block(records.keys[run.end - 1]) - first + 1) * layout.block_bytes;
-    char* const memory = transfer_buffer(size);
-    const int64_t cause = memory == nullptr
-                              ? ENOMEM
-                              : transfer_all(read_some, int(file), memory, size, first * layout.block_bytes);
-    if (cause != 0) return failures.add(run.begin, cause);
-    for (int64_t i = run.begin; i < run.end; ++i) {
-      const int64_t key = records.keys[i];
-      const char* record = memory + (layout.block(key) - first) * layout.block_bytes + layout.offset(key);
-      if (!records.take(i, record)) failures.add(i, kDamaged);
-    }
+  transfer(file, blocks, failures, in_flight, ring, [&](int64_t task, int phase, const char* memory) {
+    if (phase == 0) return Transfer::kRead;
+    for (int64_t i = runs[task].begin; i < runs[task].end; ++i)
+      if (!records.take(i, memory + blocks.offset(task, i))) failures.add(i, kDamaged);
+    return Transfer::kDone;
   });
   return failures.tensor(keys);
 }
@@ -213,29 +204,19 @@ bool covers_blocks(const Records& records, Run run) {
 }
 
 Tensor records_write(int64_t file, std::vector<int64_t> numbers, Tensor keys, std::vector<Tensor> parts,
-                     Tensor slots, int64_t threads) {
+                     Tensor slots, int64_t in_flight, bool ring) {
   const Records records(numbers, keys, parts, slots);
-  const Layout& layout = records.layout;
   const std::vector<Run> runs = runs_of(records, 0);
+  const Blocks blocks{records, runs};
   Failures failures;
-  run_on_io_threads(runs.size(), threads, [&](int64_t number) {
-    const Run run = runs[number];
-    const int64_t first = layout.block(records.keys[run.begin]);
-    const int64_t size = (layout.block(records.keys[run.end - 1]) - first + 1) * layout.block_bytes;
-    char* const memory = transfer_buffer(size);
-    if (memory == nullptr) return failures.add(run.begin, ENOMEM);
-    int64_t cause = 0;
-    if (covers_blocks(records, run)) {
-      std::memset(memory, 0, size);
-    } else {
-      cause = transfer_all(read_some, int(file), memory, size, first * layout.block_bytes);
-    }
-    for (int64_t i = run.begin; cause == 0 && i < run.end; ++i) {
-      const int64_t key = records.keys[i];
-      records.put(i, memory + (layout.block(key) - first) * layout.block_bytes + layout.offset(key));
-    }
-    if (cause == 0) cause = transfer_all(write_some, int(file), memory, size, first * layout.block_bytes);
-    if (cause != 0) failures.add(run.begin, cause);
+  transfer(file, blocks, failures, in_flight, ring, [&](int64_t task, int phase, char* memory) {
+    const bool is_new = covers_blocks(records, runs[task]);
+    if (phase == 0 && !is_new) return Transfer::kRead;
+    if (phase == (is_new ? 1 : 2)) return Transfer::kDone;
+    if (is_new) std::memset(memory, 0, blocks.stretch(task).second);
+    for (int64_t i = runs[task].begin; i < runs[task].end; ++i)
+      records.put(i, memory + blocks.offset(task, i));
+    return Transfer::kWrite;
   });
   return failures.tensor(keys);
 }

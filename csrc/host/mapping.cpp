@@ -2,8 +2,13 @@
 
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <mutex>
@@ -17,11 +22,13 @@ struct Slot {
   std::atomic<uintptr_t> begin{0};
   std::atomic<uintptr_t> end{0};  // 0: the slot is free
   std::atomic<uint64_t> lost{0};
+  std::atomic<bool> misses{false};
 };
 
 // Static and atomic: a signal handler may neither lock nor allocate.
 Slot slots[kMostMappings];
 std::atomic<int> num_slots{0};
+std::atomic<int> num_with_misses{0};
 std::mutex changing;
 struct sigaction before{};
 uintptr_t page_size = 4096;
@@ -88,6 +95,7 @@ int guarded(uintptr_t address, size_t bytes) {
   if (number == kMostMappings) return -1;
   Slot& slot = slots[number];
   slot.lost = 0;
+  slot.misses = false;
   slot.begin = address;
   slot.end.store(address + (bytes + page_size - 1) / page_size * page_size, std::memory_order_release);
   if (number == num_slots.load()) num_slots.store(number + 1, std::memory_order_release);
@@ -109,11 +117,72 @@ uint64_t lost_pages(int guard) { return guard < 0 ? 0 : slots[guard].lost.load()
 
 void unmap_guarded(void* address, size_t bytes, int guard) {
   // First the slot: another mapping may get this address as soon as it is free.
-  if (guard >= 0) slots[guard].end = 0;
+  if (guard >= 0) {
+    if (slots[guard].misses.exchange(false)) --num_with_misses;
+    slots[guard].end = 0;
+  }
   ::munmap(address, bytes);
 }
 
+void expect_misses(int guard) {
+  if (guard < 0 || slots[guard].misses.exchange(true)) return;
+  const uintptr_t begin = slots[guard].begin;
+  ::madvise(reinterpret_cast<void*>(begin), slots[guard].end - begin, MADV_RANDOM);
+  ++num_with_misses;
+}
+
+bool is_partly_in_memory(const void* address) {
+  if (num_with_misses.load(std::memory_order_relaxed) == 0) return false;
+  const Slot* slot = slot_of(reinterpret_cast<uintptr_t>(address));
+  return slot != nullptr && slot->misses;
+}
+
+namespace {
+
+// Tells the system about ranges that will be needed, in as few calls as it allows.
+void advise(std::vector<iovec>& ranges) {
+  size_t done = 0;
+#if defined(__linux__) && defined(SYS_process_madvise) && defined(SYS_pidfd_open)
+  constexpr size_t kMostAtOnce = 1024;
+  const int self = int(::syscall(SYS_pidfd_open, ::getpid(), 0));
+  while (self >= 0 && done < ranges.size()) {
+    const size_t count = std::min(kMostAtOnce, ranges.size() - done);
+    if (::syscall(SYS_process_madvise, self, ranges.data() + done, count, MADV_WILLNEED, 0) < 0) break;
+    done += count;
+  }
+  if (self >= 0) ::close(self);
+#endif
+  for (; done < ranges.size(); ++done) ::madvise(ranges[done].iov_base, ranges[done].iov_len, MADV_WILLNEED);
+}
+
+}  // namespace
+
+void request_rows(const std::vector<const char*>& rows, int64_t row_bytes) {
+  std::vector<uintptr_t> pages;
+  for (const char* row : rows) {
+    const auto begin = reinterpret_cast<uintptr_t>(row);
+    for (uintptr_t page = begin / page_size; page <= (begin + row_bytes - 1) / page_size; ++page)
+      pages.push_back(page);
+  }
+  std::sort(pages.begin(), pages.end());
+  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+  std::vector<iovec> ranges;
+  for (const uintptr_t page : pages) {
+    char* const at = reinterpret_cast<char*>(page * page_size);
+    if (!ranges.empty() && static_cast<char*>(ranges.back().iov_base) + ranges.back().iov_len == at) {
+      ranges.back().iov_len += page_size;
+    } else {
+      ranges.push_back({at, page_size});
+    }
+  }
+  advise(ranges);
+}
+
 }  // namespace meshrec
+
+extern "C" __attribute__((visibility("default"))) void meshrec_expect_misses(int guard) {
+  meshrec::expect_misses(guard);
+}
 
 extern "C" __attribute__((visibility("default"))) void* meshrec_map(int file, size_t bytes, int* guard) {
   return meshrec::map_guarded(file, bytes, guard);

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace meshrec {
 
@@ -20,5 +21,16 @@ void* map_guarded(int file, size_t bytes, int* guard);
 uint64_t lost_pages(int guard);
 
 void unmap_guarded(void* address, size_t bytes, int guard);
+
+// Says that a mapping holds more than memory does: the system reads single pages of it from then on, and
+// lookups request all pages of a batch before they read the first (`request_rows`). Otherwise a lookup would
+// wait for one page after the other.
+void expect_misses(int guard);
+
+// Whether an address lies in a mapping of which pages are expected to be missing.
+bool is_partly_in_memory(const void* address);
+
+// Requests the pages of some rows of `row_bytes` bytes each. The disk reads them at the same time.
+void request_rows(const std::vector<const char*>& rows, int64_t row_bytes);
 
 }  // namespace meshrec

@@ -1,6 +1,7 @@
 // The first values of rows: a function of (seed, ID, column). ops/first_rows.py is the reference.
+#include "index/first_rows.h"
+
 #include "host/memory.h"
-#include "stable_abi.h"
 
 namespace meshrec {
 namespace {
@@ -14,6 +15,8 @@ uint64_t mixed(uint64_t id, uint64_t seed) {
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
   return x ^ (x >> 31);
 }
+
+}  // namespace
 
 Tensor first_rows(Tensor ids_tensor, int64_t seed, double low, double step, int64_t c0, int64_t c1) {
   if (ids_tensor.scalar_type() != ScalarType::Long) fail("IDs must be int64.");
@@ -39,8 +42,6 @@ Tensor first_rows(Tensor ids_tensor, int64_t seed, double low, double step, int6
   });
   return result;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) { m.impl("first_rows", TORCH_BOX(&first_rows)); }
 

@@ -13,6 +13,8 @@ constexpr int64_t kLeastNumbers = 1 << 15;
 
 int64_t rows_per_thread(int64_t dim) { return std::max<int64_t>(1, kLeastNumbers / dim); }
 
+}  // namespace
+
 Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params) {
   const int type = codes_of(bits);
   Weights source;
@@ -57,6 +59,31 @@ Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params) 
   return result;
 }
 
+Weights mixed_weights(const std::vector<Tensor>& tensors, const std::vector<int64_t>& bits,
+                      const std::vector<int64_t>& tables, const std::vector<int64_t>& dims) {
+  if (bits.size() != tensors.size())
+    fail("bits must have a number for each of the ", tensors.size(), " weights, got ", bits.size(), ".");
+  if (dims.size() != tables.size())
+    fail("dims and tables must have one entry per feature, got ", dims.size(), " and ", tables.size(), ".");
+  std::vector<int64_t> widths(bits.size(), 0);
+  for (size_t feature = 0; feature < tables.size(); ++feature) {
+    if (tables[feature] < 0 || tables[feature] >= int64_t(bits.size()))
+      fail("a feature reads table ", tables[feature], " of ", bits.size(), ".");
+    widths[tables[feature]] = dims[feature];
+  }
+  Weights weights;
+  for (size_t t = 0; t < bits.size(); ++t) {
+    if (bits[t] == 0) {
+      weights.add(tensors[t], false);
+    } else {
+      weights.add_quantised(tensors[t], bits[t], widths[t]);
+    }
+  }
+  return weights;
+}
+
+namespace {
+
 Tensor nbit_dequantize(Tensor rows, int64_t bits, int64_t dim) {
   if (dim < 1) fail("rows have at least one number, got dim ", dim, ". Give the width they were made with.");
   Weights source;
@@ -77,24 +104,7 @@ Tensor nbit_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits, 
                     std::vector<int64_t> keys, std::vector<int64_t> tables, std::vector<int64_t> pooling,
                     bool flat, std::vector<int64_t> dims, int64_t out_size, ScalarType out_dtype,
                     bool check_ids, Tensor names) {
-  if (bits.size() != weight_list.size())
-    fail("bits must have a number for each of the ", weight_list.size(), " weights, got ", bits.size(), ".");
-  if (dims.size() != tables.size())
-    fail("dims and tables must have one entry per feature, got ", dims.size(), " and ", tables.size(), ".");
-  std::vector<int64_t> widths(bits.size(), 0);
-  for (size_t feature = 0; feature < tables.size(); ++feature) {
-    if (tables[feature] < 0 || tables[feature] >= int64_t(bits.size()))
-      fail("a feature reads table ", tables[feature], " of ", bits.size(), ".");
-    widths[tables[feature]] = dims[feature];
-  }
-  Weights weights;
-  for (size_t t = 0; t < bits.size(); ++t) {
-    if (bits[t] == 0) {
-      weights.add(weight_list[t], false);
-    } else {
-      weights.add_quantised(weight_list[t], bits[t], widths[t]);
-    }
-  }
+  const Weights weights = mixed_weights(weight_list, bits, tables, dims);
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   check_dims(batch, weights);

@@ -10,6 +10,7 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -27,11 +28,23 @@
 extern "C" void* meshrec_map(int file, std::size_t bytes, int* guard);
 extern "C" std::uint64_t meshrec_lost_pages(int guard);
 extern "C" void meshrec_unmap(void* address, std::size_t bytes, int guard);
+extern "C" void meshrec_expect_misses(int guard);
 
 namespace meshrec {
 namespace {
 
 [[noreturn]] void fail(const std::string& text) { throw std::runtime_error(text); }
+
+// The bytes of memory that this process may use: the machine's, or those of its control group.
+std::size_t memory_limit() {
+  std::size_t found =
+      static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+    std::size_t limit = 0;
+    if (std::ifstream(path) >> limit) found = std::min(found, limit);  // "max" is no number
+  }
+  return found;
+}
 
 // The weights in memory: the file, mapped, or a copy of it. Released by the destructor.
 class Memory {
@@ -54,6 +67,7 @@ class Memory {
     } else if (size_ > 0) {
       is_mapped_ = true;
       memory_ = meshrec_map(file_, size_, &guard_);
+      if (memory_ != nullptr && size_ > memory_limit()) meshrec_expect_misses(guard_);
     }
     if (size_ > 0 && memory_ == nullptr) {
       release();

@@ -19,6 +19,9 @@ struct Lookup {
   int64_t first_id = 0, num_ids = 0;
   int64_t out_offset = 0,
           out_stride = 0;  // in elements; an output row is a bag, or an id if nothing is pooled
+  // Null, or the rows to read in place of the ids, by the position of the id in the batch. They are not
+  // checked, and may lie outside the table; see [Note: rows beside the table] in index/keyed.cpp.
+  const int64_t* slots = nullptr;
 };
 
 struct Shape {
@@ -64,6 +67,11 @@ struct Weights {
 Weights make_weights(std::vector<Tensor> tensors, bool writable);
 int codes_of(int64_t bits);                          // the RowType for this number of bits
 int64_t quantised_bytes(int64_t dim, int64_t bits);  // bytes of a row, a multiple of 4
+// The tables of nbit_forward: `bits` of each (0: numbers), and for each feature its table and its width.
+Weights mixed_weights(const std::vector<Tensor>& tensors, const std::vector<int64_t>& bits,
+                      const std::vector<int64_t>& tables, const std::vector<int64_t>& dims);
+// Rows of numbers as rows of codes; see nbit_quantize in ops/nbit/naive.py.
+Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params);
 std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables, const std::vector<int64_t>& table_dims);
 
 // Throws unless the output of every feature, skipped ones aside, is as wide as its table.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "host/mapping.h"
 #include "host/memory.h"
 #include "tbe/batch.h"
 
@@ -30,18 +31,19 @@ void look_up(const Batch& batch, const Weights& weights, const Piece& piece, flo
   const int64_t row_bytes = weights.row_bytes[lookup.table];
   const int type = weights.types[lookup.table];
   const int64_t row = piece.first_bag - lookup.first_bag;
+  const bool has_slots = lookup.slots != nullptr, is_wide = has_slots || batch.wide_ids;
   if (lookup.pooling == kNone) {
     const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
     float* target = out + lookup.out_offset + (first - lookup.first_id) * lookup.dim;
-    kernels().gather[type][batch.wide_ids](
-        {weight, row_bytes, lookup.dim, batch.ids(first), last - first, target});
+    const void* ids = has_slots ? lookup.slots + first : batch.ids(first);
+    kernels().gather[type][is_wide]({weight, row_bytes, lookup.dim, ids, last - first, target});
     return;
   }
-  kernels().pool[type][batch.wide_ids](
-      {weight, row_bytes, lookup.dim, batch.ids(0), batch.bags + piece.first_bag, batch.sample_weights,
-       piece.num_bags, lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
-       out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
-       outgrows_caches(batch.out_size * int64_t(sizeof(float))), prefetch_to_l1()});
+  kernels().pool[type][is_wide]({weight, row_bytes, lookup.dim, has_slots ? lookup.slots : batch.ids(0),
+                                 batch.bags + piece.first_bag, batch.sample_weights, piece.num_bags,
+                                 lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
+                                 out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
+                                 outgrows_caches(batch.out_size * int64_t(sizeof(float))), prefetch_to_l1()});
 }
 
 Tensor tbe_forward(std::vector<Tensor> weight_list, Tensor values, Tensor offsets,
@@ -129,6 +131,21 @@ std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optiona
   return {clean, counts};
 }
 
+// Requests the rows that have to come from a disk, all of them before the first is read.
+void request_missing(const Batch& batch, const Weights& weights) {
+  for (const Lookup& lookup : batch.lookups) {
+    if (lookup.table < 0 || !is_partly_in_memory(weights.data[lookup.table])) continue;
+    const auto* const table = static_cast<const char*>(weights.data[lookup.table]);
+    const int64_t row_bytes = weights.row_bytes[lookup.table];
+    std::vector<const char*> rows;
+    for (int64_t i = lookup.first_id; i < lookup.first_id + lookup.num_ids; ++i) {
+      const int64_t id = batch.id(i);
+      if (id >= 0 && id < weights.num_rows[lookup.table]) rows.push_back(table + id * row_bytes);
+    }
+    request_rows(rows, row_bytes);
+  }
+}
+
 }  // namespace
 
 Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_t out_size,
@@ -140,6 +157,7 @@ Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_
   Tensor result = empty_buffer(size, ScalarType::Float);
   float* out = static_cast<float*>(result.mutable_data_ptr());
 
+  request_missing(batch, weights);
   const std::vector<Piece> pieces = cut(batch);
   const int64_t none = batch.lookups.size();
   std::atomic<int64_t> bad_id{none}, bad_weight{none};
@@ -148,7 +166,7 @@ Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_
     const Lookup& lookup = batch.lookups[piece.lookup];
     const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
     if (check_ids) {
-      if (!ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
+      if (lookup.slots == nullptr && !ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
         return atomic_min(bad_id, piece.lookup);
       if (batch.sample_weights != nullptr) {
         bool nan = false;

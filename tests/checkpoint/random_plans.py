@@ -1,5 +1,6 @@
 """Random models, optimizers and plans, and what ranks do with them; ranks import it by its file."""
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -246,6 +247,18 @@ def choose_of_torch(weight, optimizer):
     _apply_optimizer_in_backward(getattr(torch.optim, optimizer["name"]), [weight], numbers)
 
 
+@contextlib.contextmanager
+def no_warnings():
+    """Silence the library's warnings inside. Later tests of the same ranks get the logger as it was."""
+    logger = logging.getLogger("meshrec")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def make(case, number, *, fresh=False):
     """The model under the plan of that number, by the optimizers and on the way that were drawn."""
     env = env_of(case["meshes"][number // 2])
@@ -253,13 +266,13 @@ def make(case, number, *, fresh=False):
     weights = {weight_name(t): reference.first_weights(case, t, fresh=fresh) for t in case["tables"]}
     model.load_state_dict(weights)
     if case["was_sharded"]:
-        logging.getLogger("meshrec").setLevel(logging.ERROR)  # it warns of what data-parallel tables get
         other = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}
-        for kind, name in (
-            (bridge.EmbeddingBagCollectionSharder, "ebc"),
-            (bridge.EmbeddingCollectionSharder, "ec"),
-        ):
-            kind(other).shard(getattr(model, name), plan_of(case, number, name), env, torch.device("cpu"))
+        with no_warnings():  # about the optimizer of data-parallel tables
+            for kind, name in (
+                (bridge.EmbeddingBagCollectionSharder, "ebc"),
+                (bridge.EmbeddingCollectionSharder, "ec"),
+            ):
+                kind(other).shard(getattr(model, name), plan_of(case, number, name), env, torch.device("cpu"))
         model = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
     for table in case["tables"]:

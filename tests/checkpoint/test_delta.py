@@ -50,10 +50,10 @@ def test_touched_rows_bring_an_old_copy_up_to_date(ranks, tmp_path, kind):
     for name, ids in looked_up.items():
         full = f"ebc.embedding_bags.{name}.weight"
         assert found[f"{full}.ids"].tolist() == sorted(ids)
-        assert counts[full] == len(ids)
+        assert counts.rows[full] == len(ids)
         copy[full][found[f"{full}.ids"]] = found[f"{full}.rows"]
     assert models.differences(copy, after) == []
-    assert nothing == {}
+    assert nothing.rows == nothing.gone == {}
     assert read_weights(tmp_path / "nothing.safetensors") == {}
 
 
@@ -75,10 +75,10 @@ def marked():
     model, optimizer = models.make("dp")
     tracker = RowTracker(model)
     models.train(model, optimizer, range(1))
-    return [rows.tolist() for _, pieces, _ in tracker._pieces(0, {}) for rows, *_ in pieces]
+    return [rows.tolist() for _, own, _ in tracker._pieces(0, {}) for rows, *_ in own.pieces]
 
 
 def test_an_empty_export_is_a_file_of_nothing(tmp_path):
     model, _ = models.make("tw")
-    assert RowTracker(model).export(tmp_path / "a.safetensors", since=0) == {}
+    assert RowTracker(model).export(tmp_path / "a.safetensors", since=0).rows == {}
     assert torch.equal(torch.tensor(len(read_weights(tmp_path / "a.safetensors"))), torch.tensor(0))

@@ -22,7 +22,7 @@ def run(tmp_path_factory):
 def test_every_value_has_the_vector_of_its_row(run, tmp_path):
     out = tmp_path / "users.parquet"
     assert embed.main([str(run.path), "--feature", "user", "--out", str(out)]) == 0
-    found, weights = pq.read_table(out).to_pylist(), load_table(run, "user")
+    found, weights = pq.read_table(out).to_pylist(), load_table(run, "user").rows
     feature = features_of(run)["user"]
     assert len(found) == feature.rows == len(weights)
     assert [each["value"] for each in found[:2]] == [None, None]
@@ -50,7 +50,7 @@ def test_an_index_finds_the_rows_with_the_largest_products(run, tmp_path, packag
     pytest.importorskip(package)
     out = tmp_path / f"users{suffix}"
     assert embed.main([str(run.path), "--feature", "user", "--out", str(out)]) == 0
-    vectors = load_table(run, "user").numpy()
+    vectors = load_table(run, "user").rows.numpy()
     query = vectors[5]
     if package == "usearch":
         from usearch.index import Index

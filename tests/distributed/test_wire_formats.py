@@ -13,15 +13,23 @@ from meshrec import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    checkpoint,
 )
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
 from meshrec.comms.wire import FORMATS
 from meshrec.distributed import error_feedback
 from meshrec.distributed.error_feedback import ErrorFeedback
+from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD, RowWiseAdagrad
 
 ROWS = 12
+
+
+def environment(in_nodes):
+    if not in_nodes:
+        return default_env()
+    return md.ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
 
 
 def collection_of(sequence=False):
@@ -105,32 +113,44 @@ def test_threads_give_equal_bits(ranks):
         assert all(same(x, y) for a, b in zip(one, two, strict=True) for x, y in zip(a, b, strict=True))
 
 
-def resumed():
-    """Weights after three steps, and after two steps, a save, and a third step by a new module."""
-    precision, env = md.CommsPrecision("int8+stochastic", "int8+stochastic"), default_env()
-    collection = collection_of()
+def resumed(folder, backward, in_nodes):
+    """Whether a run that resumes from a checkpoint has the weights of a run that goes on, bit by bit."""
+    precision, env = md.CommsPrecision("int8+stochastic", backward), environment(in_nodes)
     builders = {"t0": md.row_wise(), "t1": md.table_wise(rank=1)}
-    plan = md.construct_module_sharding_plan(collection, builders, world_size=env.shard.size)
-    sharder = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1), precision=precision)
-    module = sharder.shard(collection, plan, env)
-    for step in range(3):
-        if step == 2:
-            saved = (
-                {name: each.clone() for name, each in module.state_dict().items()},
-                module.fused_optimizer.state_dict(),
-            )
-            second = sharder.shard(collection_of(), plan, env)
-            second.load_state_dict(saved[0])
-            second.fused_optimizer.load_state_dict(saved[1])
-            values = second(features_of(env.shard.rank, step)).values()
-            values.square().sum().backward()
-        module(features_of(env.shard.rank, step)).values().square().sum().backward()
-    one, other = whole_weights(module, False), whole_weights(second, False)
+
+    def made():
+        plan = md.construct_module_sharding_plan(
+            collection_of(), builders, world_size=env.shard.size, local_size=env.local_size
+        )
+        sharder = md.EmbeddingBagCollectionSharder(
+            RowWiseAdagrad(lr=0.1), precision=precision, across_nodes="rows" if in_nodes else "sums"
+        )
+        return DistributedModelParallel(
+            collection_of(), env, plan=md.ShardingPlan({"": plan}), sharders=[sharder]
+        )
+
+    def train(model, steps):
+        for step in steps:
+            model(features_of(env.shard.rank, step)).values().square().sum().backward()
+
+    first, second = made(), made()
+    train(first, range(4))
+    checkpoint.save(folder, {"model": first, "tables": first.fused_optimizer})
+    train(second, [9])  # its residuals are replaced
+    checkpoint.load(folder, {"model": second, "tables": second.fused_optimizer})
+    for model in (first, second):
+        train(model, [0, 1])
+    one, other = (whole_weights(model.module, False) for model in (first, second))
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_resumed_run_rounds_as_the_first_did(ranks):
-    assert ranks(2).run(resumed) == [True, True]
+@pytest.mark.parametrize("backward", ["int8+stochastic", "int8+feedback"])
+def test_a_resumed_run_rounds_as_the_first_did(ranks, tmp_path, backward):
+    assert all(ranks(2).run(resumed, tmp_path / "flat", backward, False))
+
+
+def test_residuals_between_nodes_are_in_checkpoints(ranks, tmp_path):
+    assert all(ranks(4).run(resumed, tmp_path / "rows", "int8+stochastic+feedback", True))
 
 
 def by_table(precision):
@@ -190,9 +210,7 @@ def test_infinity_arrives_and_is_named_once(ranks):
 
 def drift(format, sequence, in_nodes=False):
     """How far weights are from those of fp32 gradients after steps with the same bags and gradients."""
-    env = default_env()
-    if in_nodes:
-        env = md.ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
+    env = environment(in_nodes)
     sharder, found = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder, []
     for backward in ("fp32", format):
         collection = collection_of(sequence)

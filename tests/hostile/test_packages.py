@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+import torch
 
 import meshrec
 from meshrec.durable import write_digests
@@ -14,19 +15,29 @@ from meshrec.export import predictor as predictor_module
 from meshrec.export.manifest import layout_of
 from meshrec.export.weights import Weights
 from meshrec.models.dlrm import DLRM
+from meshrec.optim import SGD
 from tests.export.conftest import torchs_own_warnings
 from tests.hostile.damage import Tally, crafted, harm, number
 
-FEATURES = ["user", "item"]
+FEATURES = ["user", "item", "raw"]
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     tables = [
         meshrec.EmbeddingBagConfig(name=f"t_{f}", embedding_dim=4, num_embeddings=50, feature_names=[f])
-        for f in FEATURES
+        for f in FEATURES[:2]
     ]
-    model = DLRM(meshrec.EmbeddingBagCollection(tables), 3, [8, 4], [8, 1])
+    keys = meshrec.Hashed(max_rows=50)
+    tables.append(
+        meshrec.EmbeddingBagConfig(name="hashed", embedding_dim=4, feature_names=FEATURES[2:], keys=keys)
+    )
+    bags = meshrec.EmbeddingBagCollection(tables)
+    meshrec.fuse(bags, optimizer=SGD(lr=0.1))
+    ids = torch.arange(60)
+    lengths = torch.tensor([0, 0, 0, 0, 30, 30])
+    bags(meshrec.KeyedJaggedTensor(FEATURES, ids.clamp(max=29), lengths=lengths)).values().sum().backward()
+    model = DLRM(bags, 3, [8, 4], [8, 1])
     with torchs_own_warnings():
         return export(
             model,
@@ -125,7 +136,9 @@ def test_crafted_manifests_with_right_digests(exported, opened):
     changed = [exported / name for name in ("manifest.json", "layout.txt", "digests.txt")]
     contents = {path: path.read_bytes() for path in changed}
     manifest = json.loads(contents[exported / "manifest.json"])
-    sound = {name: manifest[name] for name in ("features", "num_dense", "outputs", "rows", "weights")}
+    sound = {
+        name: manifest[name] for name in ("features", "num_dense", "outputs", "rows", "weights", "hashed")
+    }
     types = [(name, weight.dtype, weight.shape) for name, weight in Predictor(exported).weights.items()]
 
     def check():

@@ -1,28 +1,28 @@
 import pytest
 import torch
 
-from meshrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from meshrec.models import HSTU, HistoryFeatures, SASRec
+from meshrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+from meshrec.models import HSTU, BERT4Rec, GRU4Rec, HistoryFeatures, ItemCatalogue, SampledSoftmax, SASRec
 
 NUM_ITEMS, WIDTH = 30, 8
 
 
-MODELS = ["sasrec", "hstu", "hstu with times"]
+MODELS = ["sasrec", "hstu", "hstu with times", "gru4rec", "bert4rec"]
+CAUSAL = MODELS[:4]
+CLASSES = {"sasrec": SASRec, "hstu": HSTU, "gru4rec": GRU4Rec, "bert4rec": BERT4Rec}
 
 
-def make_model(kind="sasrec", **options):
+def make_model(kind="sasrec", num_negatives=200, similarity="dot", item="next", items=None, **options):
     torch.manual_seed(0)
     table = EmbeddingConfig(
         name="items", num_embeddings=NUM_ITEMS, embedding_dim=WIDTH, feature_names=["history", "next"]
     )
-    values = {"history": "history", "item": "next", "seen": "seen", "max_length": 6, "num_drawn": 200}
-    values |= options
-    collection = EmbeddingCollection(tables=[table])
-    if kind == "sasrec":
-        return SASRec(collection, **values)
-    values.setdefault("temperature", 1.0)
-    names = HistoryFeatures(*(values.pop(name) for name in ("history", "item", "seen")))
-    return HSTU(collection, names._replace(times="times" if kind == "hstu with times" else None), **values)
+    names = HistoryFeatures("history", item, "seen", "times" if kind == "hstu with times" else None)
+    softmax = SampledSoftmax(num_negatives=num_negatives, similarity=similarity)
+    values = {"max_length": 6, "softmax": softmax, "items": items, **options}
+    if kind == "bert4rec":
+        values.setdefault("hidden", 0.0)
+    return CLASSES[kind.split()[0]](EmbeddingCollection(tables=[table]), names, **values)
 
 
 def features(history, following, seen=None, times=None):
@@ -49,7 +49,7 @@ def test_a_query_sees_the_whole_history_in_order_and_no_other(kind):
         assert not torch.allclose(model.query_vectors(features([other], [[]]))[0], alone, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_positions_learn_from_what_is_before_them_only(kind):
     model = make_model(kind)
     whole = features([[1, 2, 3]], [[2, 3, 7]])
@@ -75,10 +75,45 @@ def test_the_place_is_that_among_all_unseen_items(kind):
         assert found[sample, 0] == pytest.approx(float(products[sample, left].logsumexp(0) - own), abs=1e-4)
 
 
+@pytest.mark.parametrize("similarity", ["dot", "cosine", "mixture"])
+def test_only_items_of_the_catalogue_are_ranked_and_recommended(similarity):
+    ids = torch.tensor([2, 3, 5, 7, 11, 13])
+    model = make_model(items=ItemCatalogue(ids), similarity=similarity).eval()
+    batch = features([[2, 4], []], [[5], [7]], [[2], []])
+    with torch.no_grad():
+        places = model(DENSE, batch)[:, 1]
+        found = model.recommend(batch, 6)
+        kept = model.recommend(batch, 6, keep_seen=True)
+    assert (found.scores_BK[0] > float("-inf")).sum() == 5
+    assert 2 not in found.ids_BK[0][:5]
+    assert sorted(kept.ids_BK[0].tolist()) == ids.tolist()
+    assert found.ids_BK[0].tolist().index(5) + 1 == places[0]
+    assert found.ids_BK[1].tolist().index(7) + 1 == places[1]
+
+
+def test_hidden_items_are_predicted_from_the_items_around_them():
+    model = make_model("bert4rec", hidden=0.5)
+    batch = features([[1, 2, 3], [4, 5]], [[2, 3, 7], [6]])
+    chosen = set()
+    for _ in range(60):
+        found = model._targets(batch["history"], batch["next"])
+        model.draws(found.ids_T)
+        pairs = list(zip(found.sample_T.tolist(), found.place_T.tolist(), found.ids_T.tolist(), strict=True))
+        assert (0, 3, 7) in pairs
+        assert (1, 2, 6) in pairs
+        chosen |= {*pairs}
+    assert chosen == {(0, 0, 1), (0, 1, 2), (0, 2, 3), (0, 3, 7), (1, 0, 4), (1, 1, 5), (1, 2, 6)}
+    whole = torch.arange(5.0)[:, None].expand(5, WIDTH)
+    rows = model._without_hidden(JaggedTensor(whole, lengths=torch.tensor([3, 2])), found).values()
+    hidden = {(sample, place) for sample, place, _ in pairs}
+    for at, place in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]):
+        assert torch.equal(rows[at], model.start if place in hidden else whole[at])
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_losses_of_training_come_close_to_those_of_all_items(kind):
     torch.manual_seed(0)
-    model = make_model(kind, dropout=0.0, num_drawn=20_000)
+    model = make_model(kind, dropout=0.0, num_negatives=20_000)
     batch = features([[1, 2, 3]], [[4]])
     trained = model.train()(DENSE, batch)
     assert trained[0, 1] == 0
@@ -87,7 +122,7 @@ def test_losses_of_training_come_close_to_those_of_all_items(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_sample_has_the_mean_of_its_targets(kind):
-    model = make_model(kind, dropout=0.0, num_drawn=20_000)
+    model = make_model(kind, dropout=0.0, num_negatives=20_000)
     model.train()
     together = model(DENSE, features([[1, 2, 3]], [[2, 3, 4]]))[0, 0]
     # The same places from the end need the same history, so one target at a time is the last of a longer one.
@@ -99,9 +134,11 @@ def test_a_sample_has_the_mean_of_its_targets(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_learns_a_circle(kind):
-    model = make_model(kind, dropout=0.0, num_drawn=64)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(60):
+    # It learns fewer targets of each sample, and each from more than the items before it.
+    more, lr, num_steps = ({"hidden": 0.2}, 0.02, 400) if kind == "bert4rec" else ({}, 0.03, 80)
+    model = make_model(kind, dropout=0.0, num_negatives=64, **more)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    for _ in range(num_steps):
         starts = torch.randint(0, NUM_ITEMS, (16,)).tolist()
         windows = [[(start + place) % NUM_ITEMS for place in range(5)] for start in starts]
         loss = model(DENSE, features([each[:-1] for each in windows], [each[1:] for each in windows]))[
@@ -127,8 +164,8 @@ def test_what_does_not_fit():
         ValueError, match=r"sample 0 has a history of 2 items and 1 times in feature 'times'. Give"
     ):
         make_model("hstu with times")(DENSE, features([[1, 2]], [[3]], times=[[5]]))
-    with pytest.raises(ValueError, match=r"temperature 0.0 above 0"):
-        make_model("hstu", temperature=0.0)
+    with pytest.raises(ValueError, match=r"num_layers 0 and hidden_dim 8 must be at least 1"):
+        make_model("gru4rec", num_layers=0)
     with pytest.raises(ValueError, match="num_blocks 0 and num_heads 1 must be at least 1"):
         make_model("hstu", num_blocks=0)
 

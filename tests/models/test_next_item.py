@@ -4,14 +4,22 @@ import pytest
 import torch
 
 from meshrec import JaggedTensor
-from meshrec.models import judge_targets, sampled_softmax
-from meshrec.models.next_item import ItemChunk, last_ids
+from meshrec.models import (
+    DotProduct,
+    MixtureOfLogits,
+    SampledSoftmax,
+    judge_targets,
+    sampled_softmax,
+    top_items,
+)
+from meshrec.models.next_item import NO_ITEM, ItemChunk, NegativeDraws, last_ids
 
 NUM_ITEMS, WIDTH = 40, 6
 
 
 def chunks(vectors, size):
-    return iter([ItemChunk(first, vectors[first : first + size]) for first in range(0, len(vectors), size)])
+    ids = torch.arange(len(vectors))
+    return map(ItemChunk, ids.split(size), vectors.split(size))
 
 
 def test_drawing_every_item_once_is_the_full_softmax():
@@ -29,7 +37,7 @@ def test_drawing_every_item_once_is_the_full_softmax():
         target_T=target,
         drawn_N=drawn,
         log_expected_N=0.0,
-        temperature=0.5,
+        similarity=DotProduct(temperature=0.5),
     )
     expected = torch.nn.functional.cross_entropy(query @ items.T / 0.5, target, reduction="none")
     assert torch.allclose(found, expected, atol=1e-5)
@@ -59,10 +67,10 @@ def test_the_correction_makes_the_sum_over_drawn_items_unbiased():
 def test_places_and_losses_are_those_among_unseen_items(size):
     torch.manual_seed(0)
     query, items = torch.randn(3, WIDTH), torch.randn(NUM_ITEMS, WIDTH)
-    target = torch.tensor([5, -1, 11])
+    target = torch.tensor([5, NO_ITEM, 11])
     seen = [[1, 2, 39], [4], [11, 0]]
     bags = JaggedTensor(torch.tensor([1, 2, 39, 4, 11, 0]), lengths=torch.tensor([len(bag) for bag in seen]))
-    found = judge_targets(query, items[target], target, chunks(items, size), seen=bags)
+    found = judge_targets(query, items[target.clamp(min=0)], target, chunks(items, size), seen=bags)
     for sample in (0, 2):
         left = [item for item in range(NUM_ITEMS) if item not in seen[sample] or item == target[sample]]
         products = items[left] @ query[sample]
@@ -86,6 +94,76 @@ def test_products_that_are_no_numbers_come_last():
 
 def test_last_ids():
     bags = JaggedTensor(torch.tensor([4, 5, 6]), lengths=torch.tensor([2, 0, 1]))
-    assert last_ids(bags).tolist() == [5, -1, 6]
+    assert last_ids(bags).tolist() == [5, NO_ITEM, 6]
     none = torch.zeros(2, dtype=torch.int64)
-    assert last_ids(JaggedTensor(none[:0], lengths=none)).tolist() == [-1, -1]
+    assert last_ids(JaggedTensor(none[:0], lengths=none)).tolist() == [NO_ITEM, NO_ITEM]
+
+
+@pytest.mark.parametrize("size", [3, 40])
+def test_top_items_are_those_of_a_full_sort(size):
+    torch.manual_seed(0)
+    query, items = torch.randn(4, WIDTH), torch.randn(NUM_ITEMS, WIDTH)
+    ids = torch.arange(NUM_ITEMS) * 7 - 100  # as a table with hashed keys has them
+    seen = JaggedTensor(ids[[3, 4, 5, 9]], lengths=torch.tensor([1, 0, 3, 0]))
+    chunks = map(ItemChunk, ids.split(size), items.split(size))
+    found = top_items(query, chunks, 6, seen=seen)
+    scores = query @ items.T
+    scores[0, 3] = scores[2, 4] = scores[2, 5] = scores[2, 9] = float("-inf")
+    expected = scores.sort(dim=1, descending=True)
+    assert torch.allclose(found.scores_BK, expected.values[:, :6], atol=1e-6)
+    assert torch.equal(found.ids_BK, ids[expected.indices[:, :6]])
+
+
+def test_fewer_items_than_wanted_leave_empty_places():
+    found = top_items(torch.ones(1, 2), chunks(torch.ones(2, 2), 4), 3)
+    assert found.scores_BK[0].tolist() == [2, 2, float("-inf")]
+
+
+@pytest.mark.parametrize("similarity", [DotProduct(normalise=True, temperature=0.1), MixtureOfLogits(WIDTH)])
+def test_pairs_are_the_diagonal_of_the_table(similarity):
+    torch.manual_seed(0)
+    query, items = similarity.queries(torch.randn(9, WIDTH)), similarity.items(torch.randn(9, WIDTH))
+    assert torch.allclose(
+        similarity.pairs(query, items), similarity.table(query, items).diagonal(), atol=1e-4
+    )
+
+
+def test_a_mixture_is_a_weighted_mean_of_the_cosines_of_components():
+    torch.manual_seed(0)
+    mixture = MixtureOfLogits(WIDTH, num_query=2, num_item=3, component=4, temperature=0.5)
+    one, other = torch.randn(1, WIDTH), torch.randn(1, WIDTH)
+    of_query = mixture.query_components(one).view(2, 4)
+    of_item = mixture.item_components(other).view(3, 4)
+    cosines = torch.nn.functional.cosine_similarity(of_query[:, None], of_item[None], dim=2).flatten()
+    gate = mixture.query_gate(one)[0] + mixture.item_gate(other)[0] + mixture.pair_gate(cosines)
+    expected = (gate.softmax(0) * cosines).sum() / 0.5
+    found = mixture.table(mixture.queries(one), mixture.items(other))
+    assert found.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "popular"])
+def test_draws_follow_their_shares_and_change_with_the_step(kind):
+    ids, counts = torch.arange(5) * 10, torch.tensor([1, 2, 3, 4, 0])
+    draws = NegativeDraws(ids, SampledSoftmax(negatives=kind, num_negatives=50_000), counts_I=counts)
+    first, second = draws(torch.zeros(0)), draws(torch.zeros(0))
+    assert not torch.equal(first.ids_N, second.ids_N)
+    shares = torch.bincount(first.ids_N // 10, minlength=5) / 50_000
+    expected = torch.full((5,), 0.2) if kind == "uniform" else counts / 10
+    assert torch.allclose(shares, expected, atol=0.01)
+    at = first.ids_N // 10
+    known = expected[at] > 0  # an item without a count is drawn once in a while
+    assert torch.allclose(first.log_expected_N.exp()[known], expected[at][known] * 50_000, rtol=0.01)
+
+
+def test_negatives_in_the_batch_are_its_targets():
+    ids = torch.arange(5) * 10
+    softmax = SampledSoftmax(negatives="in_batch", num_negatives=3)
+    found = NegativeDraws(ids, softmax, counts_I=torch.tensor([1, 2, 3, 4, 0]))(
+        torch.tensor([30, 0, 10, 20, 30, 0])
+    )
+    assert found.ids_N.tolist() == [30, 10, 30]
+    assert found.log_expected_N.exp().tolist() == pytest.approx([1.2, 0.6, 1.2], rel=1e-2)
+    with pytest.raises(ValueError, match=r"'in_batch' need the number of times .* Set Dataset.item_counts"):
+        NegativeDraws(ids, softmax)
+    with pytest.raises(ValueError, match=r"the temperature 0.0 above 0"):
+        SampledSoftmax(temperature=0.0)

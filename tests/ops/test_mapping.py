@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import meshrec
 from meshrec.ops import mapping
 from meshrec.ops.library import has_kernels
 from meshrec.ops.mapping import lost_pages, map_file
@@ -43,6 +44,39 @@ def test_content_is_that_of_the_file_and_writing_stays_here(file, monkeypatch, l
     found.content.zero_()
     assert file.read_bytes() == content
     assert lost_pages(found) == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [1, 24, 1500])
+def test_lookups_in_a_mapping_with_missing_pages_give_the_same_rows(file, width):
+    numbers = torch.randint(-100, 100, (SIZE // 4,)).float()
+    file.write_bytes(numbers.numpy().tobytes())
+    found = mapped(file)
+    mapping.expect_misses(found)
+    mapping.expect_misses(found)
+    num_rows = SIZE // 4 // width
+    tables = [
+        memory[: num_rows * width].view(num_rows, width)
+        for memory in (found.content.view(torch.float32), numbers)
+    ]
+    ids = torch.randint(0, num_rows, (500,))
+    offsets = torch.arange(0, 501, 5)
+    config = meshrec.EmbeddingBagConfig(
+        name="t", num_embeddings=num_rows, embedding_dim=width, feature_names=["f"]
+    )
+    outputs = []
+    for table in tables:
+        module = meshrec.EmbeddingBagCollection([config], device="meta")
+        module.embedding_bags["t"].weight = torch.nn.Parameter(table, requires_grad=False)
+        batch = meshrec.KeyedJaggedTensor(["f"], ids, lengths=offsets.diff())
+        outputs.append(module(batch).values())
+        with pytest.raises(ValueError, match="outside"):
+            module(meshrec.KeyedJaggedTensor(["f"], ids + num_rows, lengths=offsets.diff()))
+    assert torch.equal(*outputs)
+
+
+def test_the_memory_of_this_process_is_known():
+    assert 1 << 20 < mapping.memory_limit() < 1 << 50
 
 
 @needs_kernels

@@ -1,9 +1,11 @@
 """Which tables stay in memory, the caches of the others, and the hit rates that are predicted for them."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, FileRows
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, FileRows, Hashed
 from meshrec.ops import records
 from meshrec.planner import Disk, IdSample, Table, Topology, place_rows, plan_tables, tables_of_model
 from meshrec.planner.disk import _CACHE_NOTES, exponent_of, hit_rate
@@ -103,6 +105,29 @@ def test_memory_goes_where_it_saves_reads():
 def test_what_cannot_be_placed_is_named(memory, disk, samples, match):
     with pytest.raises(ValueError, match=match):
         place(memory, disk, samples=samples)
+
+
+def test_the_index_of_hashed_keys_stays_in_memory(tmp_path):
+    plain, hashed = (
+        place(200 << 20, Disk(num_bytes=8 << 30, reads=70_000, writes=50_000), tables=[table, *TABLES[1:]])
+        for table in (TABLES[0], dataclasses.replace(TABLES[0], index_bytes=16))
+    )
+    one, other = plain.tables[0], hashed.tables[0]
+    assert one.file_bytes == other.file_bytes
+    index = 16 * 4_000_000
+    for each, own in ((one, 0), (other, index)):
+        row = slot_bytes(TABLES[0].num_bytes // 4_000_000)
+        assert each.memory_bytes - own == pytest.approx(each.cache_rows * row, rel=0.01)
+    config = EmbeddingBagConfig(
+        name="t",
+        embedding_dim=64,
+        feature_names=["f"],
+        keys=Hashed(max_rows=1_000_000),
+        storage=FileRows(path=tmp_path, cache_rows=100_000),
+    )
+    (table,) = tables_of_model(EmbeddingBagCollection([config], device="meta"))
+    whole = 256 + table.index_bytes
+    assert table.in_memory == pytest.approx(0.1 + 0.9 * table.index_bytes / whole)
 
 
 def test_disks_without_room_are_refused():

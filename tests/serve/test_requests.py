@@ -66,7 +66,7 @@ def test_what_is_shared_is_kept_or_repeated():
         (lambda d, v, n: (d, {"user": v["user"]}, n), "feature 'item' has no values"),
         (lambda d, v, n: (d, v, {"item": n["item"]}), "feature 'user' has no lengths"),
         (lambda d, v, n: (None, v, n), "the dense values are missing. Give 3"),
-        (lambda d, v, n: (d[:, 1:], v, n), r"of shape \[samples, 3\], got \[4, 2\]"),
+        (lambda d, v, n: (d[:, 1:], v, n), r"of shape \[4, 3\], .* got \[4, 2\]"),
         (lambda d, v, n: (d * [1, np.nan, 1], v, n), "dense value 1 of sample 0 is nan"),
         (
             lambda d, v, n: (d, v, {**n, "item": n["item"][1:]}),

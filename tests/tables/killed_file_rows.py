@@ -1,7 +1,8 @@
 """A program whose training is killed again and again: prints how often, and whether the end is that of a run
-that was left alone. Its arguments: a folder, the number of kills, a seed.
+that was left alone. Its arguments: a folder, the number of kills, a seed, and the tests whose model trains.
 """
 
+import importlib
 import os
 import random
 import shutil
@@ -13,11 +14,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import test_file_rows as programs
-
 from meshrec import checkpoint
 
 STEPS, EVERY = 60, 4
+programs = importlib.import_module(sys.argv[4])
 
 
 def live(folder: Path, pace: float) -> None:

@@ -187,10 +187,10 @@ def test_drawn_programs_give_the_bits_of_memory(ranks, tmp_path, world_size):
     assert not list(tmp_path.glob("*/rows/*.log-*"))
 
 
-def test_the_number_of_threads_does_not_matter(tmp_path, monkeypatch):
+def test_the_number_of_requests_in_flight_does_not_matter(tmp_path, monkeypatch):
     found = []
-    for threads in (0, 1, 7):
-        monkeypatch.setattr(row_file, "THREADS", threads)
+    for in_flight in (0, 1, 7):
+        monkeypatch.setattr(row_file, "IN_FLIGHT", in_flight)
         model = alone(tmp_path)
         train(model, range(8))
         found.append(whole(model))
@@ -244,7 +244,7 @@ def test_a_damaged_row_is_named_and_loading_heals(tmp_path):
     table._settle_writes()
     cached = set(table.slot_keys.tolist())
     key = next(key for key in range(400) if key not in cached)
-    path, layout = table._regions.file.path, table._regions.file.layout
+    path, layout = table.stored.file.path, table.stored.file.layout
     with open(path, "r+b") as file:
         file.seek(layout.position(key) + layout.offset(key) + 3)
         file.write(b"\x5a")
@@ -415,7 +415,10 @@ def test_runs_that_are_killed_end_as_if_they_had_not_been(tmp_path):
     program = Path(__file__).with_name("killed_file_rows.py")
     kills = os.environ.get("MESHREC_KILLS", "4")
     found = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), kills, "1"], capture_output=True, text=True, check=False
+        [sys.executable, str(program), str(tmp_path), kills, "1", "test_file_rows"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert found.returncode == 0, found.stderr[-2000:]
     assert f"{kills} kills" in found.stdout

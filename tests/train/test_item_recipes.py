@@ -16,9 +16,11 @@ from meshrec.train import (
     join,
     resolve,
 )
-from meshrec.train.baselines import baselines, ranking_baselines
+from meshrec.train.baselines import baselines
+from meshrec.train.ranking_baselines import ranking_baselines
 
 NUM_USERS = 30
+NEXT_ITEM = ["sasrec", "hstu", "bert4rec", "gru4rec", "two_tower"]
 PLAIN = Placement(sharded=False)
 
 
@@ -54,10 +56,14 @@ def test_recipes_of_clicks_train(name, folder):
     assert trainer.progress.step == 3
 
 
-@pytest.mark.parametrize("name", ["sasrec", "hstu", "two_tower"])
+@pytest.mark.parametrize("name", NEXT_ITEM)
 def test_recipes_of_next_items_train_and_rank_all_items(name, folder):
     trainer = trained(small(name, folder))
-    assert set(trainer.test) == {"loss", "recall@10", "ndcg@10", "mrr"}
+    assert set(trainer.test) == {
+        "loss",
+        "mrr",
+        *(f"{name}@{k}" for name in ("recall", "ndcg", "mrr") for k in (10, 50, 200)),
+    }
     assert quality(trainer.test) == trainer.test["ndcg@10"]
 
 
@@ -67,7 +73,7 @@ def places(recipe):
     return trainer.evaluate(trainer.dataset.validation), list(trainer.predict(trainer.dataset.validation))
 
 
-@pytest.mark.parametrize("name", ["sasrec", "hstu", "two_tower"])
+@pytest.mark.parametrize("name", NEXT_ITEM)
 def test_sharded_models_say_the_same(name, folder, ranks):
     recipe = small(name, folder)
     expected, _ = places(recipe)
@@ -75,6 +81,26 @@ def test_sharded_models_say_the_same(name, folder, ranks):
     for found, scored in ranks(2).run(places, sharded):
         assert found == pytest.approx(expected, rel=1e-5)
         assert sum(len(each.logits_B) for each in scored) == NUM_USERS // 2
+
+
+def validated(recipes):
+    """Validation metrics of a few steps of each recipe."""
+    return [trained(each).validation for each in recipes]
+
+
+@pytest.mark.parametrize("negatives", ["uniform", "popular"])
+def test_training_on_two_ranks_equals_one_process(negatives, folder, ranks):
+    """All ranks draw the same negatives and hide the same items, so it does not matter which has a sample."""
+    recipes = []
+    for name in NEXT_ITEM[:-1]:
+        recipe = small(name, folder, batch_size=8, max_steps=10)
+        softmax = replace(recipe.model.softmax, negatives=negatives)
+        recipes.append(replace(recipe, model=replace(recipe.model, dropout=0.0, softmax=softmax)))
+    expected = validated(recipes)
+    sharded = [replace(each, placement=Placement(sharding_types=("row_wise",))) for each in recipes]
+    for found in ranks(2).run(validated, sharded):
+        for mine, alone in zip(found, expected, strict=True):
+            assert mine == pytest.approx(alone, rel=1e-3)
 
 
 def check_training(recipes):
@@ -88,22 +114,42 @@ def check_training(recipes):
 
 def test_training_on_two_ranks_is_the_same_with_and_without_pipeline(folder, ranks):
     placement = Placement(sharding_types=("row_wise", "data_parallel"))
-    recipes = [small(name, folder, placement) for name in ("sasrec", "hstu", "two_tower", "din")]
+    recipes = [small(name, folder, placement) for name in (*NEXT_ITEM, "din")]
     ranks(2).run(check_training, recipes)
 
 
-def test_popularity_ranks_by_count_without_what_was_seen(folder):
+def test_baselines_rank_as_their_definitions_say(folder):
     dataset = MovieLensSequences(path=folder).load()
-    (found,) = ranking_baselines(dataset)
-    (train,) = dataset.train.batches(1000)
-    counts = torch.bincount(train.sparse["movie"].values(), minlength=24)
-    (test,) = dataset.test.batches(1000)
-    hits = 0.0
-    for target, seen in zip(test.sparse["movie"].values(), test.sparse["seen"].to_dense(), strict=True):
-        left = [item for item in range(24) if item not in seen and item != target]
-        above, equal = (counts[left] > counts[target]).sum(), (counts[left] == counts[target]).sum()
-        hits += float(1 + above + equal / 2 <= 10)
-    assert found.quality["test"]["recall@10"] == pytest.approx(hits / NUM_USERS)
+    found = {each.name: each.quality["test"] for each in ranking_baselines(dataset)}
+    (train,), (test,) = dataset.train.batches(1000), dataset.test.batches(1000)
+    (validation,) = dataset.validation.batches(1000)
+    ids = dataset.catalogue["item"].values()
+    counts = torch.bincount(train.sparse["item"].values(), minlength=int(ids[-1]) + 1)[ids].double()
+    had = [{*each.tolist()} for each in validation.sparse["seen"].to_dense()]
+    users = torch.stack([torch.tensor([float(item in each) for item in ids.tolist()]) for each in had])
+    lengths = users.sum(0).sqrt()
+    cosines = (users.T @ users) / (lengths[:, None] * lengths) * (1 - torch.eye(len(ids)))
+    follows = torch.zeros(len(ids), len(ids))
+    places = {item: place for place, item in enumerate(ids.tolist())}
+    for history, targets in zip(*(train.sparse[key].to_dense() for key in ("history", "item")), strict=True):
+        for before, after in zip(history.tolist(), targets.tolist(), strict=True):
+            follows[places[before], places[after]] += 1
+    hits = dict.fromkeys(found, 0.0)
+    for target, seen in zip(
+        test.sparse["item"].values().tolist(), test.sparse["seen"].to_dense(), strict=True
+    ):
+        at = [places[item] for item in seen.tolist()]
+        scores = {
+            "item popularity": counts,
+            "item-kNN": cosines[at].sum(0).double() + 1e-9 * counts,
+            "last-item Markov chain": follows[at[-1]].double() + 1e-9 * counts,
+        }
+        left = [place for place in range(len(ids)) if place not in at and place != places[target]]
+        for name, score in scores.items():
+            own = score[places[target]]
+            above, equal = (score[left] > own + 1e-12).sum(), ((score[left] - own).abs() <= 1e-12).sum()
+            hits[name] += float(1 + above + equal / 2 <= 10) / NUM_USERS
+    assert {name: each["recall@10"] for name, each in found.items()} == pytest.approx(hits)
 
 
 def test_several_labels_have_their_own_baselines(folder):
@@ -124,17 +170,17 @@ def test_what_does_not_fit(folder):
     with pytest.raises(ValueError, match=r"NextItem takes a loss and a rank per label. Use a model"):
         NextItem().sum(torch.zeros(3), torch.ones(3), None)
     with pytest.raises(ValueError, match="has no catalogue of its items, among which the towers are judged"):
-        TwoTowerConfig().build(recipe.data.load())
+        TwoTowerConfig().build(replace(recipe.data.load(), catalogue=None))
     dataset = recipe.data.load()
     with pytest.raises(ValueError, match=r"must name its item and have one history .* are \[\]. Set"):
         SASRecConfig().build(replace(dataset, features=dataset.features[1:]))
-    with pytest.raises(ValueError, match="names no item to rank"):
+    with pytest.raises(ValueError, match="names no item to rank among a catalogue"):
         next(ranking_baselines(replace(recipe.data.load(), item=None)))
     with pytest.raises(ValueError, match=r"loss.ks is \[0\]; it must be one number or more"):
         NextItem(ks=(0,))
 
 
-@pytest.mark.parametrize("name", ["sasrec", "hstu", "two_tower"])
+@pytest.mark.parametrize("name", NEXT_ITEM)
 def test_a_feature_called_seen_that_is_not_declared_is_warned_of(name, folder, caplog):
     recipe = small(name, folder)
     dataset = recipe.data.load()

@@ -160,7 +160,7 @@ def _even(sent: Tensor, size: int) -> Splits:
 def _seconds(
     call: Callable[[Tensor], object], elements: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[float]:
-    """Time some calls after one to warm up, each with a message that has just been written."""
+    """Measure some calls after one to warm up, each with a message that has just been written."""
     times = []
     for _ in range(_CALLS + 1):
         message = torch.ones(elements, device=device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +11,12 @@ from meshrec.checkpoint.agreement import agreed, ranks_of
 from meshrec.checkpoint.blocks import FileWriter, memory_of
 from meshrec.checkpoint.data_file import header_of
 from meshrec.comms.collectives import gather_objects
-from meshrec.distributed.touched_rows import TouchedRows
+from meshrec.distributed.touched_rows import TouchedRows, is_alive
 from meshrec.durable import durable_file
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.tables.table import weights_at
+from meshrec.ops.index import mix
+from meshrec.tables.table import TableRows, weights_at
+from meshrec.tables.waiting import in_span
 
 _Piece = tuple[Tensor, int, int, Tensor]
 
@@ -30,13 +33,6 @@ class RowTracker:
 
     def __init__(self, model: DistributedModelParallel) -> None:
         self._modules = model.sharded_modules
-        for module in self._modules.values():
-            for table in module.built.routing.tables:
-                if table.mix_seed is not None:
-                    raise ValueError(
-                        f"table {table.name!r} has hashed keys, whose rows are not published in deltas yet. "
-                        "Save checkpoints for its readers instead."
-                    )
         self._tables = {path: module.tables for path, module in self._modules.items()}
         self._touched = {
             path: TouchedRows(module.tables, module.built.fused, self._now)
@@ -61,13 +57,13 @@ class RowTracker:
             for name in module.fused_optimizer.params
         ]
 
-    def export(
-        self, path: str | Path, *, since: int, also: Mapping[str, Tensor] | None = None
-    ) -> dict[str, int]:
-        """Write the rows touched after update ``since`` to a safetensors file; return their number by table.
+    def export(self, path: str | Path, *, since: int, also: Mapping[str, Tensor] | None = None) -> "Exported":
+        """Write the rows touched after update ``since`` to a safetensors file.
 
         Collective, between steps. The file has, for each touched table, ``<name>.ids``, int64 [U], ascending,
         and ``<name>.rows`` [U, D]. Rows are whole under any plan: the first rank assembles and writes them.
+        For each hashed table it has ``<name>.gone``, the IDs that were evicted and are not back, int64 [G].
+        Evictions before ``since`` are forgotten, so that later calls cannot ask for them.
 
         Args:
             path: the file.
@@ -79,15 +75,22 @@ class RowTracker:
         """
         axis, path = ranks_of(None), Path(path)
         agreed(axis, lambda: self._check(since), "exporting touched rows")
-        counts: dict[str, int] = {}
+        counts = Exported({}, {})
         found: dict[str, Tensor] = {}
-        for name, pieces, dim in self._pieces(since, also or {}):
-            everyone = gather_objects(pieces, axis, "touched rows")
-            ids, rows = _joined([piece for of_rank in everyone for piece in of_rank], dim)
+        for name, own, dim in self._pieces(since, also or {}):
+            everyone = gather_objects(own, axis, "touched rows")
+            ids, rows = _joined([piece for each in everyone for piece in each.pieces], dim)
+            gone = [each.gone for each in everyone if each.gone is not None]
             if len(ids):
-                counts[name] = len(ids)
+                counts.rows[name] = len(ids)
                 if axis.rank == 0:
                     found |= {f"{name}.ids": ids, f"{name}.rows": rows}
+            if gone:
+                left = torch.cat(gone).unique()
+                counts.gone[name] = len(left)
+                self.first_step = since
+                if axis.rank == 0:
+                    found[f"{name}.gone"] = left
         agreed(axis, lambda: write_tensors(path, found) if axis.rank == 0 else None, "writing touched rows")
         return counts
 
@@ -115,10 +118,8 @@ class RowTracker:
                 "tracker."
             )
 
-    def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, list[_Piece], int]]:
-        """Return, by table, this rank's touched rows: global IDs, first column, last column + 1, and
-        values.
-        """
+    def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, "_Own", int]]:
+        """Return what this rank has of each table that changed, by the name of its parameter."""
         found = []
         for path, module in self._modules.items():
             names = list(module.fused_optimizer.params)
@@ -127,14 +128,51 @@ class RowTracker:
                 if name is None:
                     continue
                 full = f"{path}.{name}" if path else name
-                pieces = []
-                for rows, keys in self._touched[path].touched(t, since):
-                    _, r0, r1, c0, c1 = rows.rectangle
-                    if full in also:
-                        keys = _united(keys, also[full], r0, r1)
-                    pieces.append((keys, c0, c1, weights_at(rows, keys).cpu()))
-                found.append((full, pieces, table.dim))
+                touched, others = self._touched[path], also.get(full)
+                if table.mix_seed is not None:
+                    own = _hashed(touched, t, since, self.step, others)
+                else:
+                    own = _Own([_piece(rows, keys, others) for rows, keys in touched.touched(t, since)], None)
+                found.append((full, own, table.dim))
         return found
+
+
+class Exported(NamedTuple):
+    """The number of rows that were written, and of IDs that went, by table; ``gone`` names hashed tables."""
+
+    rows: dict[str, int]
+    gone: dict[str, int]
+
+
+class _Own(NamedTuple):
+    """What a rank has of a table that changed: rows, and the IDs that went; None for fixed tables."""
+
+    pieces: list[_Piece]
+    gone: Tensor | None
+
+
+def _piece(rows: TableRows, keys: Tensor, others: Tensor | None) -> _Piece:
+    _, r0, r1, c0, c1 = rows.rectangle
+    if others is not None:
+        keys = _united(keys, others, r0, r1)
+    return keys, c0, c1, weights_at(rows, keys).cpu()
+
+
+def _hashed(touched: TouchedRows, table: int, since: int, now: int, others: Tensor | None) -> _Own:
+    pieces, gone = [], [torch.empty(0, dtype=torch.int64)]
+    for (_, keys), (rows, left) in zip(
+        touched.touched(table, since), touched.gone(table, since, now), strict=True
+    ):
+        r = rows.rectangle
+        if others is not None:
+            owed = mix(others, rows.storage.keys.seed)
+            owed = owed[in_span(owed, (r.r0, r.r1))]
+            alive = is_alive(rows, owed)
+            keys, left = torch.cat([keys, owed[alive]]).unique(), torch.cat([left, owed[~alive]])
+        weights = rows.gathered(rows.slots.find(keys), r.columns, ["weight"])["weight"]
+        pieces.append((rows.ids_of(keys), r.c0, r.c1, weights))
+        gone.append(rows.ids_of(left))
+    return _Own(pieces, torch.cat(gone))
 
 
 def _united(keys: Tensor, others: Tensor, first: int, end: int) -> Tensor:

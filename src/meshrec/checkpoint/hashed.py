@@ -67,11 +67,18 @@ def check_fits(place: HashedPlace, manifest: Manifest, prefix: str) -> None:
     if name not in manifest.tensors:
         raise ValueError(f"the checkpoint lacks {name!r}. Load it into the same model.")
     shape = manifest.tensors[name].shape
-    if len(shape) != 2 or shape[1] != storage.dim:
+    if len(shape) != 2 or shape[1] != storage.part_column(storage.dim):
         raise ValueError(
-            f"{name} has shape {list(shape)} in the checkpoint, and the table has {storage.dim} columns. "
-            "Load it into a model of the same size."
+            f"{name} has shape {list(shape)} in the checkpoint, and the table has "
+            f"{storage.part_column(storage.dim)} columns. Load it into a model of the same size."
         )
+    for part in storage.form.row_parts:
+        record = manifest.tensors.get(f"{prefix}{part.name}")
+        if record is None or (storage.bits and record.dtype != part.dtype):
+            raise ValueError(
+                f"the checkpoint has no {f'{prefix}{part.name}'!r} of {part.dtype}, which a table of "
+                f"{storage.bits} bits needs. Load the checkpoint of a model that was quantised alike."
+            )
     if shape[0] > storage.max_rows:
         raise ValueError(
             f"{name} has {shape[0]:,} rows in the checkpoint, and max_rows of table {storage.name!r} is "
@@ -109,7 +116,7 @@ def load_hashed(
                 values = {part: read_rows(folder, manifest, name, here) for part, name in parts.items()}
                 table.load(own_rows(table, ids[begin:end], values))
     waiting = [f"{prefix}{name}" for name in WAITING]
-    if place.storage.keys.counts and all(name in manifest.tensors for name in waiting):
+    if place.storage.counts and all(name in manifest.tensors for name in waiting):
         span = (0, manifest.tensors[waiting[0]].shape[0])
         found = [read_rows(folder, manifest, name, span) for name in waiting]
         for table in place.tables:

@@ -51,6 +51,7 @@ class DeltaRecord(NamedTuple):
         tracked: tables of which deltas contain the touched rows; None in format 1.
         whole: weights that each delta contains whole; None in format 1. With ``tracked``, these are all
             weights.
+        gone: number of evicted IDs, by hashed table; every hashed table is in it.
         digest: digest of the JSON file itself.
     """
 
@@ -63,6 +64,7 @@ class DeltaRecord(NamedTuple):
     previous: str
     tracked: list[str] | None
     whole: list[str] | None
+    gone: dict[str, int]
     digest: str
 
     @property
@@ -79,10 +81,14 @@ class Published(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """Weights to put in place: IDs [U] and rows [U, D] by table, and whole tensors by name."""
+    """Weights to put in place: IDs [U] and rows [U, D] by table, and whole tensors by name.
+
+    ``gone``: the IDs that were evicted, int64 [G], by hashed table.
+    """
 
     rows: dict[str, tuple[Tensor, Tensor]]
     whole: dict[str, Tensor]
+    gone: dict[str, Tensor]
 
 
 class DeltaPublisher:
@@ -140,7 +146,7 @@ class DeltaPublisher:
         number = self.last.number + 1 if self.last is not None else 1
         rows_path, dense_path = (self._folder / _name(number, kind) for kind in _KINDS)
         updates = self._tracker.step
-        rows = self._tracker.export(rows_path, since=self._updates, also=self._owed)
+        changed = self._tracker.export(rows_path, since=self._updates, also=self._owed)
         whole = self._untracked()
 
         def finish() -> Published | None:
@@ -153,12 +159,14 @@ class DeltaPublisher:
                 "run": self._run,
                 "since": self._step,
                 "step": step,
-                "rows": rows,
+                "rows": changed.rows,
                 "sha256": {path.name: sha256_of(path) for path in (rows_path, dense_path)},
                 "previous": self.last.digest if self.last is not None else "",
                 "tracked": sorted(self._tracker.names),
                 "whole": sorted(whole),
             }
+            if changed.gone:
+                said["gone"] = changed.gone
             write_durably(self._folder / _name(number), sealed(said))
             return read_record(self._folder, number).published
 
@@ -182,7 +190,8 @@ class DeltaPublisher:
             later = [record for record in records if record.step > step]
         ids: dict[str, list[Tensor]] = {}
         for record in later:
-            for name, (rows, _) in read_delta(self._folder, record).rows.items():
+            delta = read_delta(self._folder, record)
+            for name, rows in [*((n, r) for n, (r, _) in delta.rows.items()), *delta.gone.items()]:
                 ids.setdefault(name, []).append(rows)
         last = records[-1].published if records else None
         if after is not None and (last is None or last.number < after.number):
@@ -237,7 +246,9 @@ def _record(content: bytes, number: int) -> DeltaRecord:
         said = unsealed(content, "it", required=True)
         if content != sealed(said):  # the next delta names the digest of these bytes
             raise DamageError("its form is not the one in which it was written")
-    said = fields(said, "it", [*_FIELDS, "tracked", "whole"] if version == FORMAT else _FIELDS)
+    is_latest = version == FORMAT
+    known = [*_FIELDS, "tracked", "whole"] if is_latest else _FIELDS
+    said = fields(said, "it", known, ["gone"] if is_latest else [])
     integer(said["number"], "its number", number, number)
     step = integer(said["step"], "its step")
     sha256 = fields(said["sha256"], "its list of digests", [_name(number, kind) for kind in _KINDS])
@@ -245,6 +256,7 @@ def _record(content: bytes, number: int) -> DeltaRecord:
         if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
             raise DamageError(f"{digest!r:.80} is not a SHA-256")
     rows = mapping(said["rows"], "its list of rows")
+    gone = mapping(said.get("gone", {}), "its list of evicted IDs")
     found = DeltaRecord(
         number,
         text(said["run"], "its run"),
@@ -255,9 +267,10 @@ def _record(content: bytes, number: int) -> DeltaRecord:
         text(said["previous"], "the digest of the delta before"),
         texts(said["tracked"], "its list of tables") if version == FORMAT else None,
         texts(said["whole"], "its list of weights") if version == FORMAT else None,
+        {name: integer(num, f"its number of evicted IDs of {name!r}") for name, num in gone.items()},
         hashlib.sha256(content).hexdigest(),
     )
-    if found.tracked is not None and not set(found.rows) <= set(found.tracked):
+    if found.tracked is not None and not {*found.rows, *found.gone} <= set(found.tracked):
         raise DamageError("it has rows of a table that is not tracked")
     return found
 
@@ -274,6 +287,7 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
             for kind in _KINDS
         )
         expected = {f"{name}.{part}" for name in record.rows for part in ("ids", "rows")}
+        expected |= {f"{name}.gone" for name in record.gone}
         if set(rows) != expected or (record.whole is not None and set(whole) != set(record.whole)):
             raise DamageError("its files do not hold the tensors that its JSON file names")
         pairs = {name: (rows[f"{name}.ids"], rows[f"{name}.rows"]) for name in record.rows}
@@ -281,11 +295,21 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
             num = record.rows[name]
             if ids.dtype != torch.int64 or ids.shape != (num,) or values.ndim != 2 or len(values) != num:
                 raise DamageError(f"it does not hold {num} IDs and rows of {name!r}")
-            if num and (int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all())):
+            if (num and int(ids[0]) < 0 and name not in record.gone) or not _rise(ids):
                 raise DamageError(f"the IDs of {name!r} do not rise")
+        gone = {name: rows[f"{name}.gone"] for name in record.gone}
+        for name, ids in gone.items():
+            if ids.dtype != torch.int64 or ids.shape != (record.gone[name],) or not _rise(ids):
+                raise DamageError(f"it does not hold {record.gone[name]} evicted IDs of {name!r}, which rise")
+            if name in pairs and bool(torch.isin(ids, pairs[name][0]).any()):
+                raise DamageError(f"an ID of {name!r} has a row and is evicted")
     except (OSError, DamageError) as error:
         raise DeltaError(f"delta {record.number}: {error}. Publish it again.") from error
-    return Delta(pairs, whole)
+    return Delta(pairs, whole, gone)
+
+
+def _rise(ids: Tensor) -> bool:
+    return bool((ids[1:] > ids[:-1]).all())
 
 
 def check_follows(record: DeltaRecord, last: Published | None, step: int) -> None:

@@ -6,6 +6,7 @@ table is split by columns, its one value per row is stored once: every rank with
 same value, because row-wise optimizers sum their statistics over all columns.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -26,6 +27,12 @@ from meshrec.checkpoint.hashed_to_fixed import (
 )
 from meshrec.checkpoint.manifest import KINDS, RANDOM, Manifest
 from meshrec.checkpoint.random_state import random_state, set_random_state
+from meshrec.checkpoint.residuals import (
+    residuals_of,
+    saved_residuals,
+    set_residuals,
+    tell_that_feedback_begins_anew,
+)
 from meshrec.checkpoint.safetensors import METADATA
 from meshrec.checkpoint.values import decode, encode
 from meshrec.distributed.table_shards import TableShards
@@ -89,6 +96,8 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
             collected.parts.add(entry)
         if isinstance(item, DistributedModelParallel):
             collected.plans[entry] = item.plan.to_json()
+            for name, tensor in residuals_of(entry, item, rank).items():
+                collected.add_tensor(RANDOM, name, tensor)
     for name, tensor in random_state().items():
         collected.add_tensor(RANDOM, f"{RANDOM}.{rank}.{name}", tensor)
     return collected
@@ -142,6 +151,10 @@ def prepare(
             job = _replaced(state, entry, item, kind, content=content, own=own)
         tensors.update(own)
         jobs.append(job)
+        if isinstance(item, DistributedModelParallel):
+            residuals = _residuals(entry, item, manifest, rank)
+            tensors.update(residuals)
+            jobs.append(functools.partial(set_residuals, entry, item, rank, residuals))
     prefix = f"{RANDOM}.{rank}."
     generators = {name: _empty(manifest, name) for name in saved.get(RANDOM, ()) if name.startswith(prefix)}
     if generators:
@@ -155,6 +168,18 @@ def prepare(
             job()
 
     return Loading(tensors, lambda folder: hashed.fill(folder, manifest), hashed.settle, finish)
+
+
+def _residuals(
+    entry: str, model: DistributedModelParallel, manifest: Manifest, rank: int
+) -> dict[str, Tensor]:
+    """Return memory for the residuals of this rank; none if they were saved under another plan."""
+    names = _saved_names(manifest).get(RANDOM, set())
+    if manifest.plans.get(entry) == model.plan.to_json() and manifest.world_size == model.env.world.size:
+        return {name: _empty(manifest, name) for name in saved_residuals(entry, rank, names)}
+    if rank == 0 and saved_residuals(entry, 0, names):
+        tell_that_feedback_begins_anew(entry)
+    return {}
 
 
 class _Hashed(NamedTuple):

@@ -24,6 +24,7 @@ COMMANDS = {
     "tune": Command("meshrec.cli.tune", "Search a recipe's options; train with several seeds."),
     "evaluate": Command("meshrec.cli.evaluate", "Compute a run's metrics on other data."),
     "predict": Command("meshrec.cli.predict", "Score data with a run's model, in the order of the data."),
+    "recommend": Command("meshrec.cli.recommend", "Write the best items for users, by a run of next items."),
     "runs": Command("meshrec.cli.runs", "List, compare and remove training runs."),
     "checkpoint": Command(
         "meshrec.cli.checkpoint", "Inspect and verify checkpoints; export and import weights."

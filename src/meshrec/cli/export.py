@@ -116,9 +116,11 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
     import pyarrow.parquet as parquet
 
     from meshrec.export.towers import vectors_of_catalogue, vectors_of_items, vectors_of_rows
-    from meshrec.runs.fitting import data_of_run
+    from meshrec.runs.fitting import data_of_run, features_of
+    from meshrec.runs.recommending import ItemValues
     from meshrec.runs.saved_recipe import load_recipe
     from meshrec.runs.vectors import values_of_rows
+    from meshrec.train.log_sources import LogSource
 
     assert options.vectors is not None
     if options.items:
@@ -126,10 +128,15 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
         vectors = vectors_of_items(predictor, items)
     else:
         run = find_run(options.run, options.runs, trust=options.trust)
-        catalogue = data_of_run(load_recipe(run).data, run).catalogue
-        if catalogue is not None:
-            vectors = vectors_of_catalogue(predictor, catalogue)
-            items = pa.table({"item": pa.array(np.arange(len(vectors), dtype=np.int64))})
+        source = load_recipe(run).data
+        dataset = data_of_run(source, run)
+        if dataset.catalogue is not None and dataset.item is not None:
+            vectors = vectors_of_catalogue(predictor, dataset.catalogue)
+            ids = dataset.catalogue[dataset.item].values().numpy()
+            values = pa.array(ids)
+            if isinstance(source, LogSource):
+                values = ItemValues.of(source, features_of(run)).take(ids)
+            items = pa.table({"item": values})
         else:
             vectors = vectors_of_rows(predictor)
             (feature,) = predictor.features

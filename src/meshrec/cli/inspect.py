@@ -1,31 +1,31 @@
 """``meshrec inspect``: look at data and write a recipe for it."""
 
-import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import Words, parse
 from meshrec.cli.output import check_output
-from meshrec.data.locations import is_address
+from meshrec.cli.recipe_source import call_of, in_a_line, seen_from, text_of
+from meshrec.data.log_columns import LogColumns
 from meshrec.reports.page import to_page
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from meshrec.data.features import ColumnFeature, Label
+    from meshrec.data.features import Label
     from meshrec.data.profile import Profile
     from meshrec.data.propose import Proposal
 
 _ROWS = 1 << 16
+_OF_LOGS = ("user", "item", "action", "actions", "rating", "min_rating")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,24 @@ class InspectOptions:
     """Parquet or CSV files, folders or patterns. Training, validation and test rows are all taken from
     them.
     """
-    label: str
-    """Column to learn: 0 and 1, or numbers."""
+    label: str | None = None
+    """Column to learn: 0 and 1, or numbers; if none, --user, --item and --time say whose next item to
+    learn.
+    """
     time: str | None = None
     """Column that orders the rows: the latest rows are held out. If none, rows are held out at random."""
+    user: str | None = None
+    """Column of the user, in a log of users and items."""
+    item: str | None = None
+    """Column of the item, in a log."""
+    action: str | None = None
+    """Column of the kind of interaction, in a log."""
+    actions: Words = ()
+    """Kinds of interactions that count; if none, all of them."""
+    rating: str | None = None
+    """Column of the rating, in a log."""
+    min_rating: float | None = None
+    """Least rating that counts; if none, all of them."""
     task: Literal["binary", "number", "classes"] | None = None
     """Kind of the label; if none, classes where it is text, and otherwise 0 and 1."""
     query: str | None = None
@@ -64,6 +78,16 @@ def main(arguments: Sequence[str]) -> int:
     check_output(page)
     if options.rows is not None and options.rows < 1:
         raise ValueError(f"--rows is {options.rows}; it must be at least 1.")
+    if options.label is None:
+        from meshrec.cli.inspect_log import inspect_log
+
+        return inspect_log(options.data, _log_columns(options), options.out)
+    given = [name for name in _OF_LOGS if getattr(options, name)]
+    if given:
+        raise ValueError(
+            f"--label {options.label} with --{given[0].replace('_', '-')}: a recipe learns a label, or the "
+            "next item of a log. Give one of the two."
+        )
     from meshrec.data.propose import as_json
 
     found, proposal = look(options)
@@ -80,11 +104,33 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _log_columns(options: InspectOptions) -> LogColumns:
+    """Return the columns of a log.
+
+    Raises:
+        ValueError: one of them is missing, or options do not go together.
+    """
+    if options.user is None or options.item is None or options.time is None:
+        raise ValueError("give --label, or --user, --item and --time of a log of users and items.")
+    if options.query is not None or options.task is not None or options.rows is not None or options.page:
+        raise ValueError("--query, --task, --rows and --page go with --label. Leave them out for a log.")
+    return LogColumns(
+        user=options.user,
+        item=options.item,
+        time=options.time,
+        action=options.action,
+        actions=options.actions,
+        rating=options.rating,
+        min_rating=options.min_rating,
+    )
+
+
 def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
     """Return what the columns of the data hold, and what to make of them."""
     from meshrec.data.profile import profile
     from meshrec.data.propose import propose
 
+    assert options.label is not None
     found = profile(_tables(options.data, options.rows), options.label)
     return found, propose(
         found, label=options.label, time=options.time, task=options.task, query=options.query
@@ -142,16 +188,16 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     source = "Csv" if expand_tables(options.data)[1] else "Parquet"
     features = proposal.features
     kinds = sorted({type(each).__name__ for each in features.features} | {"Features", "Label"})
-    labels = ", ".join(map(_call, features.labels)) + ("," if len(features.labels) == 1 else "")
+    labels = ", ".join(map(call_of, features.labels)) + ("," if len(features.labels) == 1 else "")
     loss, names = _loss(features.labels)
     # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 4)
     split = 'split_by="random"'
     if options.query is not None:
-        split = f'split_by="hash",\n            split_column={_text(options.query)}'
+        split = f'split_by="hash",\n            split_column={text_of(options.query)}'
     if options.time is not None:
-        split = f'split_by="time",\n            split_column={_text(options.time)}'
+        split = f'split_by="time",\n            split_column={text_of(options.time)}'
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", "WideDeepConfig", source, *names}
     imports = ", ".join(sorted(used, key=str.lower))
     warnings = "".join(f"# Look at this: {each}.\n" for each in proposal.warnings)
@@ -176,9 +222,9 @@ from meshrec.train import {imports}
 def recipe() -> Recipe:
     """Wide & deep on these columns."""
     return Recipe(
-        name={_text(options.out.stem)},
+        name={text_of(options.out.stem)},
         data={source}(
-            train={_text(tuple(_seen_from(options.out.parent, each) for each in options.data))},
+            train={text_of(tuple(seen_from(options.out.parent, each) for each in options.data))},
             {split},
             features=FEATURES,
         ),
@@ -196,10 +242,10 @@ def _column_lines(proposal: "Proposal") -> list[str]:
     lines = []
     for choice in proposal.choices:
         if not choice.features:
-            lines.append(f"        # {_in_a_line(choice.column)}: {choice.role}: {choice.reason}")
+            lines.append(f"        # {in_a_line(choice.column)}: {choice.role}: {choice.reason}")
         for number, feature in enumerate(choice.features):
             lines += [] if number else [f"        # {choice.reason}"]
-            lines.append(f"        {_call(feature)},")
+            lines.append(f"        {call_of(feature)},")
     return lines
 
 
@@ -208,41 +254,10 @@ def _loss(labels: "Sequence[Label]") -> tuple[str, list[str]]:
     if labels[-1].kind == "query":
         return '\n        loss=Ranking(kind="listwise"),', ["Ranking"]
     if labels[0].kind == "class":
-        return f"\n        loss=Softmax(classes={_text(labels[0].classes)}),", ["Softmax"]
+        return f"\n        loss=Softmax(classes={text_of(labels[0].classes)}),", ["Softmax"]
     if labels[0].kind == "number":
         return "\n        loss=SquaredError(),", ["SquaredError"]
     return "", []
-
-
-def _seen_from(folder: Path, data: str) -> str:
-    """Write a relative path to data as the recipe in ``folder`` needs it."""
-    if is_address(data) or Path(data).is_absolute():
-        return data
-    return os.path.relpath(data, folder)
-
-
-def _call(value: "ColumnFeature | Any") -> str:
-    """Return the call that makes a dataclass, with the fields that differ from their defaults."""
-    words = [
-        f"{each.name}={_text(getattr(value, each.name))}"
-        for each in fields(value)
-        if getattr(value, each.name) != each.default
-    ]
-    return f"{type(value).__name__}({', '.join(words)})"
-
-
-def _text(value: Any) -> str:
-    """Return a value as Python source, with double quotes, as formatters want them."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
-    return repr(value)
-
-
-def _in_a_line(name: str) -> str:
-    """Return a column's name for a comment, escaped where a line break would end the comment."""
-    return name if name.isprintable() else repr(name)
 
 
 def _print(proposal: "Proposal", num_rows: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -125,7 +126,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         return 0
     if HELP_ALL in asked.rest:
         asked = asked._replace(rest=[HELP[1]])
-    options, recipe = parse([asked.source, *asked.rest], asked.recipe)
+    options, recipe = parse([asked.source, *_with_folder(asked)], asked.recipe)
     resumed, job = asked.resumed, _job(asked, options, recipe)
     if resumed is not None and _is_over(resumed, job):
         if os.environ.get("RANK", "0") == "0":
@@ -161,6 +162,13 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if ended.error is not None:
         return _tell_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
+
+
+def _with_folder(asked: _Asked) -> list[str]:
+    """Return the arguments with ``--data DIR`` as the path of a recipe whose data is one folder."""
+    if not hasattr(asked.recipe.data, "path"):
+        return asked.rest
+    return [re.sub("^--data(?==|$)", "--data.path", word) for word in asked.rest]
 
 
 def _job(asked: _Asked, options: TrainOptions, recipe: Recipe) -> Job:

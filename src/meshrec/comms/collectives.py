@@ -45,7 +45,7 @@ from meshrec.comms.host_link import Reading, links
 from meshrec.comms.joining import store_host
 from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import recorders
-from meshrec.comms.waiting import blocked
+from meshrec.comms.waiting import blocked, blocked_time
 
 _ANSWER_SECONDS = 3.0
 _GLOO = "gloo/transport"
@@ -72,16 +72,18 @@ class InFlight:
     group: dist.ProcessGroup | None
 
     def wait(self) -> Tensor:
-        """Block (on CUDA: the current stream) until the tensor is filled. Raises CollectiveError."""
+        """Wait (on CUDA: on the current stream) until the tensor is filled. Raises CollectiveError."""
         if self.work is not None:
             work, self.work = self.work, None
+            began = time.perf_counter()
             try:
-                with blocked():
-                    work.wait()
+                work.wait()
             except RuntimeError as error:
                 if not _has_failed(work):
                     raise
                 raise _explained(error, self.name, self.group) from error
+            finally:
+                blocked_time.seconds += time.perf_counter() - began
             if self.tensor is None:
                 self.tensor = work.result
         assert self.tensor is not None
@@ -96,13 +98,15 @@ class InFlight:
         if self.tensor is not None:
             return make(self.wait(), 0, 0)
         work, self.work = self.work, None
+        began = time.perf_counter()
         try:
-            with blocked():
-                work.wait(make)
+            work.wait(make)
         except RuntimeError as error:
             if not _has_failed(work):
                 raise
             raise _explained(error, self.name, self.group) from error
+        finally:
+            blocked_time.seconds += time.perf_counter() - began
         return cast(Tensor, work.result)
 
 

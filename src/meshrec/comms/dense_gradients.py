@@ -65,7 +65,7 @@ class DenseGradients:
 
     @contextmanager
     def late(self) -> Iterator[None]:
-        """Let backward passes inside end without the means: call ``finish`` before you read the gradients."""
+        """Let backward passes end before gradients are averaged: call ``finish`` before you read them."""
         self.is_late = True
         try:
             yield

@@ -24,7 +24,7 @@ class Columns(NamedTuple):
     origins: tuple[int, ...]
     """The places of the columns in their whole tables."""
     names: tuple[str, ...]
-    """What a warning calls the columns, such as "table 't0', feature 'a'"."""
+    """The names of the columns in warnings, such as "table 't0', feature 'a'"."""
     uses: tuple[int, ...]
     """The uses whose rows they are."""
 
@@ -138,6 +138,12 @@ class RowEncoding(NamedTuple):
             parts.append(torch.cat(coded, 1).view(-1))
             start = end
         return torch.cat(parts)
+
+
+def kernel_columns(columns: Sequence[Columns]) -> tuple[list[int], list[int], list[int]] | None:
+    """Return the columns of each source as ``gather_coded`` reads them; None if kernels lack a format."""
+    blocks = [Block(0, each) for each in columns]
+    return _layout(blocks)[1:] if _in_kernels(blocks) else None
 
 
 def _in_kernels(blocks: Sequence[Block]) -> bool:

@@ -96,7 +96,7 @@ class Reading:
     is_done: bool = False
 
     def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
-        """Block until the result is there.
+        """Wait until the result has arrived.
 
         Args:
             make: makes the result once all peers have started the exchange. It reads their memory itself: it

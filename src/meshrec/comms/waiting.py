@@ -5,22 +5,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Blocked:
-    """The sum since the process began. One per process: ranks are processes."""
+class BlockedTime:
+    """The seconds for which collectives have blocked this process since it began.
+
+    On a GPU they block the device and not the process, so they do not count.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
 
-_blocked = _Blocked()
+blocked_time = BlockedTime()
+"""One per process: ranks are processes. The waits of a forward pass add to it directly, because ``blocked``
+costs two Python calls.
+"""
 
 
 def blocked_seconds() -> float:
-    """Return the seconds for which collectives have blocked this process so far.
-
-    On a GPU they block the device and not the process, so that they do not count.
-    """
-    return _blocked.seconds
+    """Return the seconds for which collectives have blocked this process so far."""
+    return blocked_time.seconds
 
 
 @contextmanager
@@ -30,4 +33,4 @@ def blocked() -> Iterator[None]:
     try:
         yield
     finally:
-        _blocked.seconds += time.perf_counter() - began
+        blocked_time.seconds += time.perf_counter() - began

@@ -15,13 +15,14 @@ from meshrec.data.dataset import (
 from meshrec.data.drifting import drifting_clicks
 from meshrec.data.faults import DataError
 from meshrec.data.in_memory import InMemoryReader, Ranges
+from meshrec.data.interactions import Interactions, next_items
 from meshrec.data.movielens import movielens
-from meshrec.data.movielens_sequences import movielens_sequences
 from meshrec.data.parquet import parquet, parquet_reader
 from meshrec.data.prefetch import Prefetch, prefetch
 from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.synthetic import synthetic_clicks
+from meshrec.data.synthetic_logs import SyntheticLog, synthetic_log
 
 __all__ = [
     "Batch",
@@ -30,6 +31,7 @@ __all__ = [
     "Feature",
     "FilePlaces",
     "InMemoryReader",
+    "Interactions",
     "Position",
     "Prefetch",
     "Ranges",
@@ -38,15 +40,17 @@ __all__ = [
     "Source",
     "Split",
     "StreamReader",
+    "SyntheticLog",
     "criteo",
     "criteo_reader",
     "drifting_clicks",
     "embedding_bag_configs",
     "locate",
     "movielens",
-    "movielens_sequences",
+    "next_items",
     "parquet",
     "parquet_reader",
     "prefetch",
     "synthetic_clicks",
+    "synthetic_log",
 ]

@@ -23,13 +23,14 @@ class Feature:
 
     Args:
         name: key of the feature in ``Batch.sparse``.
-        num_embeddings: IDs lie in ``[0, num_embeddings)``.
+        num_embeddings: IDs lie in ``[0, num_embeddings)``. 0: the values are no IDs, and no table reads them.
         average_length: average number of IDs per sample.
         sequence: whether the IDs are ordered, oldest first.
         table: name of the table. Features that name the same table share its rows. None: a table named like
             the feature.
         keys: those of a table with hashed keys: any int64 is an ID, and ``num_embeddings`` is the number of
             rows that there may be. None: IDs are rows.
+        max_length: largest number of IDs per sample; None: it is not known.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Feature:
     sequence: bool = False
     table: str | None = None
     keys: Hashed | None = None
+    max_length: int | None = None
 
 
 class Position(NamedTuple):
@@ -131,7 +133,10 @@ class Dataset:
             selected ones, once. Both keep the order of the data.
         item: name of the feature that holds the recommended item, if there is one.
         seen: name of the feature with items that must not be recommended again, if there is one.
-        catalogue: one sample for each row of the item's table, with the features of items.
+        times: name of the feature with the times of the history's items in seconds, if there is one.
+        catalogue: one sample for each item that can be recommended, with the features of items. Their IDs
+            ascend.
+        item_counts: how often each item of the catalogue is a target in the training data, [items].
         best_auc: the highest possible AUC on ``validation``, if it is known.
         open: ``open(paths, labelled)`` reads other files of the same form in their order: with labels for
             evaluation, or without for scoring. None if the data has no files.
@@ -153,7 +158,9 @@ class Dataset:
     test: Reader | None = None
     item: str | None = None
     seen: str | None = None
+    times: str | None = None
     catalogue: KeyedJaggedTensor | None = None
+    item_counts: Tensor | None = None
     best_auc: float | None = None
     skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     open: Callable[[Paths, bool], Reader] | None = None
@@ -180,6 +187,8 @@ def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> li
     """
     groups: dict[str, list[Feature]] = {}
     for feature in features:
+        if not feature.num_embeddings:
+            continue
         groups.setdefault(feature.table or feature.name, []).append(feature)
     for name, group in groups.items():
         sizes = sorted({feature.num_embeddings for feature in group})

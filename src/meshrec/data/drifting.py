@@ -71,7 +71,7 @@ def drifting_clicks(
     seed: int = 0,
     keys: Hashed | None = None,
 ) -> Dataset:
-    """Generate clicks in the order of time on items that come and go, with a planted `Teacher`.
+    """Draw clicks in the order of time on items that come and go, with a planted `Teacher`.
 
     Training reads the samples in their order. The validation samples follow, and then those of the test:
     ``best_auc`` is not given, as nobody can know the click rate of an item that has just come.

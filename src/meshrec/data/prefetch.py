@@ -60,7 +60,7 @@ class Prefetch(Generic[T]):
 
 
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Prefetch[T]:
-    """Iterate in a background thread, up to ``depth`` items ahead.
+    """Read in a background thread, up to ``depth`` items ahead.
 
     Errors of the iterator are raised in the consumer, after the items before them. If the iterator is a
     generator, it is closed in the background thread.

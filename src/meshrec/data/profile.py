@@ -176,7 +176,7 @@ def _find_separator(column: Column, texts: Any) -> None:
 
 
 def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
-    """Summarise tables of one schema in one pass.
+    """Measure tables of one schema in one pass.
 
     Args:
         tables: the data, a part at a time.

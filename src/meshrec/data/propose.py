@@ -47,7 +47,7 @@ class Proposal(NamedTuple):
 def propose(
     profile: Profile, *, label: str, time: str | None, task: Task | None = None, query: str | None = None
 ) -> Proposal:
-    """Propose the role and the features of each column.
+    """Choose the role and the features of each column.
 
     Args:
         profile: what the columns hold.
@@ -286,7 +286,7 @@ def _ids(column: Column) -> ColumnChoice:
 
 
 def _cost(rows: int) -> str:
-    """Say how much memory a table with hashed keys takes, as the proposed recipe trains it."""
+    """Tell how much memory a table with hashed keys takes, as the proposed recipe trains it."""
     width, adam, last = 16, 3, 4  # weights and two moments; what LRU keeps of a row
     row = 4 * width * adam + last
     index = f"of which {rows * BYTES_PER_ID / 2**20:,.0f} MiB find them"

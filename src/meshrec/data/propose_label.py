@@ -1,4 +1,4 @@
-"""What a label is: 0 and 1, a number, or one of several classes."""
+"""Proposal of the kind of a label: 0 and 1, a number, or one of several classes."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from meshrec.data.features.values import numbers_of
 from meshrec.data.profile import Profile
 
 Task = Literal["binary", "number", "classes"]
-"""What a model learns of a label."""
+"""The kind of a label, as a model learns it."""
 _MOST_CLASSES = 200
 
 

@@ -20,7 +20,7 @@ _BUCKETS = 16
 
 
 class ColumnChoice(NamedTuple):
-    """What becomes of a column: ``label``, ``time``, ``dense``, ``id``, ``list`` or ``drop``, and why."""
+    """Role of a column: ``label``, ``time``, ``dense``, ``id``, ``list`` or ``drop``, and why."""
 
     column: str
     role: str

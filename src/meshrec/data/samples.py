@@ -94,7 +94,7 @@ class Samples(NamedTuple):
 
 
 def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
-    """Concatenate ``values[starts[i] : starts[i] + lengths[i]]`` for all i."""
+    """Join ``values[starts[i] : starts[i] + lengths[i]]`` for all i."""
     offsets = np.zeros(len(starts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     width = _common_length(lengths)
@@ -113,7 +113,7 @@ def together(samples: Samples, query: int) -> Samples:
 
 
 def concatenated(pieces: Sequence[Samples]) -> Samples:
-    """Concatenate pieces, of which there must be at least one."""
+    """Join pieces, of which there must be at least one."""
     if len(pieces) == 1:
         return pieces[0]
     ids = []
@@ -204,7 +204,7 @@ def void_samples(num: int, shape: Shape) -> Samples:
 
 
 def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Batch:
-    """Combine the kept samples of all pieces, in order, into a batch."""
+    """Join the kept samples of all pieces, in order, into a batch."""
     pieces = [each.good() for each in pieces] or [void_samples(0, shape)._replace(rows=np.zeros(0, np.int64))]
     num = sum(len(each.labels) for each in pieces)
     lengths = np.empty((len(keys), num), dtype=np.int64)

@@ -134,7 +134,7 @@ class ClickSource(Source):
         raise DataError(f"made-up clicks have no column {name!r}: they are read from no file.")
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Generate the block, and cut it into windows."""
+        """Draw the block, and cut it into windows."""
         samples, _ = self.block(block)
         num = len(samples.labels)
         for start in range(first * size, num, size):
@@ -159,7 +159,7 @@ class ClickSource(Source):
 
 
 class Drift(Protocol):
-    """How IDs become raw IDs that change over time."""
+    """Conversion of IDs to raw IDs that change over time."""
 
     def raw(self, ids: Ints, key: int, times: Ints) -> Ints:
         """Return the raw IDs of a feature's IDs [n, ids per feature] in samples with these numbers [n]."""
@@ -201,7 +201,7 @@ def synthetic_clicks(
     seed: int = 0,
     lanes: int = 8,
 ) -> Dataset:
-    """Generate a dataset with a planted `Teacher`; ``best_auc`` is the AUC of its probabilities on the
+    """Create a dataset with a planted `Teacher`; ``best_auc`` is the AUC of its probabilities on the
     validation samples.
 
     Args:

@@ -43,7 +43,7 @@ from meshrec.tables.storage import RowStorage, SideRows, cut
 from meshrec.tables.table import LazyRows, Rectangle, RowBlock, Span
 
 AcrossNodes = Literal["sums", "rows"]
-"""What crosses the network between nodes, see [Note: two levels] in node_rows.py."""
+"""The exchange between nodes, see [Note: two levels] in node_rows.py."""
 
 
 class SourceTable(NamedTuple):
@@ -402,15 +402,18 @@ def _allocate(
 def _first_blocks(
     rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield what some rows of a rectangle start from: rows and state of the unsharded module, or first
-    values.
+    """Yield the rows and state that a part of a rectangle starts from.
+
+    They are those of the unsharded module, or first values.
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
-    if source.rows is not None:
-        yield from source.rows.stream((c0, c1), keys=(r0, r1))
-        return
     names = [part.name for part in storage.row_parts]
+    if source.rows is not None:
+        wanted = {*names, "waiting", *(slot.name for slot in (rule.spec.state_slots() if rule else ()))}
+        for each in source.rows.stream((c0, c1), keys=(r0, r1)):
+            yield each._replace(parts={name: part for name, part in each.parts.items() if name in wanted})
+        return
 
     def block(first: int, end: int, tensors: Mapping[str, Tensor], rows: slice) -> RowBlock:
         return RowBlock(range(first, end), (c0, c1), cut(storage, tensors, rows, (c0, c1)))

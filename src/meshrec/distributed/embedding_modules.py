@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -101,7 +102,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
 
     def awaited(self, results: Results) -> LazyAwaitable[KeyedTensor]:
         """Return the embeddings of a lookup, which are awaited at their first use."""
-        return LazyAwaitable(lambda: self._keyed(results))
+        return LazyAwaitable(partial(self._keyed, results))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Return the embeddings [B, D] by feature, like the unsharded module. They are awaited at their first
@@ -138,7 +139,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
 
     def awaited(self, results: Results) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Return the embeddings of a lookup, which are awaited at their first use."""
-        return LazyAwaitable(lambda: self._jagged(results))
+        return LazyAwaitable(partial(self._jagged, results))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Return a JaggedTensor of [N, dim] for each feature, like the unsharded module. They are awaited at

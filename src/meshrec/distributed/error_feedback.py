@@ -8,11 +8,12 @@ descent", 2014).
 Where a bag occurs several times in a batch, its first row takes the residual, and the errors of all its rows
 are kept. Memory is bounded: ``CAPACITY`` bags for each column. Beyond it, the bags that have not been seen
 for longest lose their residuals, as if they had been rounded without feedback; one log line says so.
-Residuals are not part of a checkpoint: a run that resumes begins without any.
+Checkpoints contain the residuals of each rank (``checkpoint/residuals.py``), so a run that resumes under the
+same plan rounds as the first run did.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,6 +99,24 @@ class ErrorFeedback:
             sums = own.new_zeros(len(rows.bags), own.shape[1]).index_add_(0, rows.which, own)
             self._merge(rows, sums)
         self._rows, self._blocks = [], ()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the residuals by name, see ``load``. ``seen`` counts messages back from now."""
+        return {
+            f"{block}.{column}.{field}": tensor
+            for (block, column), kept in self._kept.items()
+            if len(kept.bags)
+            for field, tensor in kept._replace(seen=kept.seen - self._messages)._asdict().items()
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Replace all residuals by those that ``state`` returned."""
+        columns: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            block, column, field = name.split(".")
+            columns.setdefault((int(block), int(column)), {})[field] = tensor
+        self._kept = {place: _Residuals(**fields) for place, fields in columns.items()}
+        self._messages = 0
 
     def _parts(self, values: Tensor) -> list[tuple[Block, Tensor]]:
         """Return each block with its rows, [num_rows, width]."""

@@ -24,7 +24,7 @@ from meshrec.tables.turnover import Turnover
 
 
 class HashedParts:
-    """What a state dict shows of a table with hashed keys, of which this rank holds a part.
+    """The entry of a state dict for a table with hashed keys, of which this rank holds a part.
 
     ``state_dict`` has the rows at rest (see [Note: a hashed table at rest] in tables/at_rest.py): ``weight``
     and ``ids`` are split tensors of as many rows as the table has now, in the order of their keys. It is
@@ -40,7 +40,7 @@ class HashedParts:
     def __init__(self, shards: TableShards, number: int, turnover: Turnover, axis: Axis) -> None:
         self._shards, self._number, self._turnover, self._axis = shards, number, turnover, axis
         self.storage: HashedRows = turnover.storages[number]
-        """How the rows lie, and the table's choices."""
+        """The layout of the rows, and the options of the table."""
         self.tables = [table for table in shards.tables if isinstance(table, HashedTable)]
         """The rectangles that are here."""
 
@@ -59,7 +59,7 @@ class HashedParts:
             part.name: part_at_rest(part.name, part.dtype, part.per_row) for part in self.storage.row_parts
         }
         found[IDS] = part_at_rest(IDS, torch.int64, True)
-        if self.storage.keys.counts:
+        if self.storage.counts:
             found |= self._whole_counts()
         return found
 
@@ -134,11 +134,11 @@ class HashedParts:
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
 
         def placed(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-            rows = [place(each) for each in rectangles]
-            return [each._replace(r0=r0, r1=r1) for each, (r0, r1) in zip(rectangles, rows, strict=True)]
+            return [Rectangle(each.table, *place(each), *map(column, each.columns)) for each in rectangles]
 
+        column = self.storage.part_column
         end = place(Rectangle(0, *self._shards.table.keys, 0, 0))[1]
-        size = [end] if per_row else [end, self._shards.table.dim]
+        size = [end] if per_row else [end, column(self._shards.table.dim)]
         holders = [placed(each) for each in self._shards.holders]
         # DCP tells pieces apart by where they begin, and so do empty ones and those that follow them.
         own = [

@@ -65,7 +65,7 @@ class Fetch(NamedTuple):
 
 
 class _Owner(NamedTuple):
-    """What a rank has for other nodes: bands of rows, each with the columns that it holds."""
+    """The rows that a rank owns for all nodes: bands, each with the columns that it holds."""
 
     work: RankWork
     bands: list[int]
@@ -120,7 +120,7 @@ class NodeRows:
         assert env.node is not None
         assert env.local is not None
         self._routing, self._node, self._rank = routing, env.node, env.shard.rank
-        self._codecs = Codecs(*(Codec(routing, wires, way, clock) for way in (FORWARD, BACKWARD)))
+        self.codecs = Codecs(*(Codec(routing, wires, way, clock) for way in (FORWARD, BACKWARD)))
         self.fetched = FetchedRows()
         self._work = inside.work[env.local.rank]
         bands = sorted({_band_of(routing, route) for route in self._work.routes})
@@ -130,14 +130,14 @@ class NodeRows:
         )
         self._edges = torch.tensor([0, *accumulate(r1 - r0 for _, r0, r1 in bands)], dtype=torch.int64)
         ranks = range(env.local.rank, env.shard.size, env.local.size)
-        self._owners = [_owner(routing, rank, place, self._codecs) for rank in ranks]
+        self._owners = [_owner(routing, rank, place, self.codecs) for rank in ranks]
         self._own = self._owners[env.node.rank]
         self._tables = LookupTables(
             routing,
             self._own.work,
             held,
             sequence=True,
-            out_dtype=self._codecs.forward.encoding.kernel_dtype,
+            out_dtype=self.codecs.forward.encoding.kernel_dtype,
         )
         rectangles = [len(owner.work.rectangles) for owner in self._owners]
         self._first_rectangle = list(accumulate(rectangles, initial=0))
@@ -174,7 +174,7 @@ class NodeRows:
 
         Collective. The result is [U, columns] for each rectangle of the work inside the node.
         """
-        codec, encodes = self._codecs.forward, self._codecs.forward.encodes(self._node)
+        codec, encodes = self.codecs.forward, self.codecs.forward.encodes(self._node)
         with phase("lookup") if recorders else OFF:
             rows = self._tables.forward(fetch.owned, sum(fetch.owned.elements))
         with phase("output") if recorders else OFF:
@@ -199,7 +199,7 @@ class NodeRows:
 
         ``gradients``: those of ``look_up``'s rows, whose rows are all touched.
         """
-        codec, encodes = self._codecs.backward, self._codecs.backward.encodes(self._node)
+        codec, encodes = self.codecs.backward, self.codecs.backward.encodes(self._node)
         received, sent = self._blocks(fetch, BACKWARD)
         flat = [block for each in sent for block in each]
         parts = [gradients[place].grads.reshape(-1) for place in self._places()]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
-from meshrec.comms.encoding import Block, Columns
+from meshrec.comms.encoding import Block, Columns, kernel_columns
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.distributed.error_feedback import Names, bag_names
 from meshrec.distributed.input_dist import LookupIds, SourceIds
@@ -71,6 +71,8 @@ class Hop:
     """Whether embeddings are encoded after their kernel, and decoded before the next one."""
     encodes_grads: bool
     """Like ``encodes``, for gradients."""
+    coded: tuple[list[int], list[int], list[int]] | None
+    """The arguments of the kernel that adds encoded rows up; None if there is none for these formats."""
 
     @classmethod
     def of(
@@ -117,6 +119,7 @@ class Hop:
             local_dim=sum(span.width for span in local),
             encodes=codecs.forward.encodes(axis),
             encodes_grads=codecs.backward.encodes(axis),
+            coded=kernel_columns(columns) if codecs.forward.encodes(axis) else None,
         )
 
     def send(self, rows: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
@@ -141,6 +144,9 @@ class Hop:
         for tables with MEAN pooling whose sums are divided here.
         """
         arguments = local, self.pieces, self.dims, rows, self.out_dim, *bags_of(bags)
+        if self.coded is not None:
+            coded, of_coded = self.coded, torch.ops.meshrec.gather_coded.default
+            return in_flight.use(lambda received, *link: of_coded(received, *arguments, *coded, *link))
         gather = torch.ops.meshrec.gather_pooled.default
         if self.encodes:
             blocks = [Block(rows, columns) for columns in self.columns]
@@ -200,7 +206,7 @@ class Codecs(NamedTuple):
 
 
 class TableParts(NamedTuple):
-    """Which parts of their tables the columns of each source are."""
+    """The parts of tables that the columns of each source are."""
 
     spans: Sequence[Sequence[Span]]
     """Their places in the result."""

@@ -20,6 +20,7 @@ from meshrec.distributed.routing import Routing
 from meshrec.distributed.table_shards import TableShards
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.tables.fixed import parts_of
+from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, TableRows
 
@@ -231,23 +232,33 @@ class _Move:
 
     def __init__(self, old: Sequence[ModuleParts], new: Sequence[_New], axis: Axis) -> None:
         self._old, self._new, self._axis = old, new, axis
+        self._keys: dict[int, tuple[HashedTable, list[Tensor]]] = {}
+        """The keys that each new hashed table will have."""
 
     def run(self) -> None:
+        """Move keys, and then rows."""
+        # Rows arrive in an order that differs between ranks. Slots must not: see ``tables.index.Index``.
+        self._move(self._outgoing_keys())
+        for table, keys in self._keys.values():
+            table.reserve(torch.cat(keys).sort().values)
+        self._keys.clear()
+        self._move(self._outgoing())
+
+    def _move(self, outgoing: Iterator[tuple[_BlockHeader, RowBlock]]) -> None:
         """Send and receive in rounds, until no rank has anything left to send."""
-        outgoing = self._outgoing()
         while True:
             sent: list[tuple[_BlockHeader, RowBlock]] = []
             size = 0
             while size < _ROUND_BYTES and (found := next(outgoing, None)) is not None:
                 sent.append(found)
-                size += sum(part.nbytes for part in found[1].parts.values())
+                size += self._num_bytes(found[0])
             headers = gather_objects([header for header, _ in sent], self._axis, "resharding")
             if not any(headers):
                 return
             self._exchange(sent, headers)
 
     def _outgoing(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield what other ranks need of this one. What stays here is moved on the way."""
+        """Yield the blocks that other ranks need of this one. Blocks that stay here are moved on the way."""
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
@@ -268,6 +279,37 @@ class _Move:
                         continue
                     for block in blocks:
                         yield _header(m, t, each.target, block), block
+
+    def _outgoing_keys(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
+        """Yield the keys of hashed tables that other ranks will have."""
+        for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
+            for t, table in enumerate(old.routing.tables):
+                shards, targets = old.shards[table.name], new.tables(t)
+                before, after = _holders(old.routing, t), _holders(new.routing, t)
+                if not isinstance(old.storages[t], HashedRows) or (before is None and after is None):
+                    continue
+                assert isinstance(shards, TableShards)
+                for each in _per_row(list(transfers_of(before, after, self._axis))):
+                    if each.source.rank != self._axis.rank:
+                        continue
+                    source = shards.tables[each.source.number]
+                    assert isinstance(source, HashedTable)
+                    keys, columns = source.listed((each.r0, each.r1))[0], (each.c0, each.c1)
+                    for some in keys.split(_TRANSFER_BYTES // keys.itemsize):
+                        block = RowBlock(some, columns, {})
+                        if each.target.rank == self._axis.rank:
+                            self._take(targets[each.target.number], block)
+                        else:
+                            yield _header(m, t, each.target, block), block
+
+    def _take(self, table: TableRows, block: RowBlock) -> None:
+        """Load a block that has arrived; one without parts announces keys."""
+        if block.parts:
+            table.load([block])
+        else:
+            assert isinstance(table, HashedTable)
+            assert isinstance(block.keys, Tensor)
+            self._keys.setdefault(id(table), (table, []))[1].append(block.keys)
 
     def _exchange(
         self, sent: Sequence[tuple[_BlockHeader, RowBlock]], headers: Sequence[Sequence[_BlockHeader]]
@@ -296,11 +338,12 @@ class _Move:
                 else range(header.first, header.first + header.num_rows)
             )
             block = RowBlock(keys, header.columns, {name: part for name, part in parts.items() if name})
-            self._new[header.module].tables(header.table)[header.number].load([block])
+            self._take(self._new[header.module].tables(header.table)[header.number], block)
 
     def _sizes(self, header: _BlockHeader) -> Iterator[tuple[str | None, torch.dtype, tuple[int, ...]]]:
-        """Yield what travels for a block: name, type and shape of each part; first its keys, without a name,
-        if they do not follow each other.
+        """Yield name, type and shape of each tensor that travels for a block.
+
+        Its keys come first, without a name, if they do not follow each other.
         """
         module, n = self._old[header.module], header.num_rows
         storage, rule = module.storages[header.table], module.rules[header.table]

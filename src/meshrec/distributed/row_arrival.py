@@ -46,13 +46,14 @@ class RowArrival:
         error: Exception | None = None
         told = torch.full((1 + len(self._bands),), -1, dtype=torch.int64)
         for pin in pins:
-            if isinstance(pin, ArrivingRows):
+            arriving = getattr(pin, "arriving", pin)  # rows of hashed tables are pinned twice
+            if isinstance(arriving, ArrivingRows):
                 try:
-                    pin.wait()
+                    arriving.wait()
                 except (RowFileError, ValueError) as caught:
                     error = error or caught
-                if (place := self._bands.get(pin.band)) is not None:
-                    told[1 + place] = pin.trace
+                if (place := self._bands.get(arriving.band)) is not None:
+                    told[1 + place] = arriving.trace
         told[0] = error is not None
         world = self._env.world
         if world.size == 1:

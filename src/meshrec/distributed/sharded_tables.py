@@ -129,6 +129,8 @@ class ShardedTables:
             self._nodes = NodeRows(routing, here, env, split, wires=wires, clock=self._step)
             wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
         codecs = Codecs(*(Codec(here, wires, way, self._step) for way in (FORWARD, BACKWARD)))
+        self.feedback = (codecs if self._nodes is None else self._nodes.codecs).backward.feedback
+        """The residuals of this rank's gradients; None without error feedback."""
         out_dtype = codecs.forward.encoding.kernel_dtype
         works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
         self._played = [
@@ -263,15 +265,14 @@ class ShardedTables:
             RowFileError: rows of a table in a file could not come; raised on every rank.
             ValueError: they have no room in the cache; raised on every rank.
         """
-        self._await_rows(batch)
+        if self._row_arrival.may_fail and not batch.has_rows:
+            self._await_rows(batch)
         arrived, pending = batch.arrived, PendingLookup(batch=batch)
         # The anchor gives every rank a backward pass if any has one, because they exchange gradients.
         anchor = torch.empty(0, requires_grad=arrived.wishes.backward)
         return Results(self, pending, _send(self, pending, anchor, arrived.weights, *self._parameters))
 
     def _await_rows(self, batch: ArrivedBatch) -> None:
-        if not self.rows_arrive or batch.has_rows:
-            return
         self.resolve(batch)
         with phase("lookup") if recorders else OFF:
             local = batch.local_ids.pins if batch.local_ids is not None else ()

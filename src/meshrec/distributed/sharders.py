@@ -79,7 +79,7 @@ class _Sharder:
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """Shards EmbeddingBagCollections.
+    """The sharder of EmbeddingBagCollection: it makes a ShardedEmbeddingBagCollection.
 
     Args:
         fused_params: the optimizer of the tables without their own (``apply_optimizer_in_backward``): a spec,

@@ -18,7 +18,7 @@ from meshrec.tables.table import Rectangle, TableRows
 
 
 class PartsAtRest(Protocol):
-    """What a state dict shows of a table whose rows come and go; see ``TableShards``."""
+    """The entry of a state dict for a table whose rows come and go; see ``TableShards``."""
 
     def part_names(self) -> list[str]:
         """Return the names of the parts."""
@@ -66,7 +66,7 @@ class TableShards(TableHolder):
         super().__init__()
         self.table, self.held, self.mesh = table, held, mesh
         self.hashed: PartsAtRest | None = None
-        """What stands for the parts of a table with hashed keys."""
+        """The interface of the parts of a table with hashed keys."""
         self.storage = storage
         self.holders = [list(rectangles) for rectangles in holders]
         self.rectangles: list[Rectangle] = held.packing.rectangles if held else []

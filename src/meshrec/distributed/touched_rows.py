@@ -8,8 +8,11 @@ from torch import Tensor
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.ops import tbe
-from meshrec.tables.table import Rectangle, TableRows
+from meshrec.tables.hashed import HashedTable
+from meshrec.tables.table import TableRows
 from meshrec.tables.updates import TableGradient
+
+_NEVER = -1
 
 
 class TouchedRows:
@@ -24,18 +27,32 @@ class TouchedRows:
     def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
         self._fused, self._now = set(fused), now
         self._parts = [tables.split, tables.local]
-        self._marks = [[_marks(rectangle) for rectangle in part.work.rectangles] for part in self._parts]
+        self._marks = [[_marks(rows) for rows in _tables(part)] for part in self._parts]
         tables.watch = self._mark
 
     def touched(self, table: int, since: int) -> Iterator[tuple[TableRows, Tensor]]:
         """Yield, for each local rectangle of a table, the keys of the rows with a mark above ``since``,
         ascending.
         """
+        for rows, marks in self._of(table):
+            if isinstance(marks, _HashedMarks):
+                yield rows, marks.touched(since)
+            else:
+                yield rows, (marks > since).nonzero()[:, 0] + rows.rectangle.r0
+
+    def gone(self, table: int, since: int, now: int) -> Iterator[tuple[HashedTable, Tensor]]:
+        """Yield, for each local rectangle of a hashed table, the keys of rows that went after ``since`` and
+        have not come back. Those that went earlier are forgotten. ``now`` is the number of the last update.
+        """
+        for _, marks in self._of(table):
+            if isinstance(marks, _HashedMarks):
+                yield marks.table, marks.gone(since, now)
+
+    def _of(self, table: int) -> Iterator[tuple[TableRows, "Tensor | _HashedMarks"]]:
         for part, marks in zip(self._parts, self._marks, strict=True):
-            here = part.held.of_table(table)
-            own = [last for last, r in zip(marks, part.work.rectangles, strict=True) if r.table == table]
-            for rows, last in zip(here.tables if here is not None else [], own, strict=True):
-                yield rows, (last > since).nonzero()[:, 0] + rows.rectangle.r0
+            for rows, own in zip(_tables(part), marks, strict=True):
+                if rows.rectangle.table == table:
+                    yield rows, own
 
     def _mark(self, gradients: Sequence[TableGradient]) -> None:
         now = self._now()
@@ -50,15 +67,84 @@ class TouchedRows:
                 if rectangle not in gradient.rows:
                     self._set(part, marks, rectangle, values[key], now)
 
-    def _set(self, part: LookupTables, marks: Sequence[Tensor], i: int, rows: Tensor, now: int) -> None:
+    def _set(
+        self,
+        part: LookupTables,
+        marks: "Sequence[Tensor | _HashedMarks]",
+        i: int,
+        rows: Tensor,
+        now: int,
+    ) -> None:
         if part.work.rectangles[i].table in self._fused:
+            own = marks[i]
+            if isinstance(own, _HashedMarks):
+                own.mark(rows.long(), now)
+                return
             if (index := part.held.indexes.get(i)) is not None:
                 rows = index.keys_of(rows.long()) - part.work.rectangles[i].r0
-            marks[i].index_fill_(0, rows.long(), now)
+            own.index_fill_(0, rows.long(), now)
 
 
-def _marks(rectangle: Rectangle) -> Tensor:
-    return torch.full((rectangle.r1 - rectangle.r0,), -1, dtype=torch.int32)  # never
+class _HashedMarks:
+    """The marks of a hashed table, by slot, and those of the keys that went.
+
+    A slot keeps its mark when another key gets it: that key comes alive in a later update, which marks it.
+    """
+
+    def __init__(self, table: HashedTable) -> None:
+        self.table = table
+        self._marks = torch.empty(0, dtype=torch.int32)
+        self._gone, self._gone_marks = torch.empty(2, 0, dtype=torch.int64)
+        table.books.is_watched = True
+
+    def mark(self, slots: Tensor, now: int) -> None:
+        """Mark the rows of an update."""
+        num_slots = len(self.table.memory[""])
+        if len(self._marks) < num_slots:
+            more = torch.full((num_slots - len(self._marks),), _NEVER, dtype=torch.int32)
+            self._marks = torch.cat([self._marks, more])
+        self._marks.index_fill_(0, slots, now)
+        self._drain(now)
+
+    def touched(self, since: int) -> Tensor:
+        """Return the keys that are alive and marked above ``since``, ascending."""
+        alive = self.table.memory[""][: len(self._marks)]
+        slots = ((self._marks > since)[: len(alive)] & alive).nonzero()[:, 0]
+        return self.table.keys_of(slots).sort().values
+
+    def gone(self, since: int, now: int) -> Tensor:
+        """Return the keys that went after ``since`` and are not alive, ascending; forget the earlier ones."""
+        self._drain(now)
+        late = self._gone_marks > since
+        self._gone, self._gone_marks = self._gone[late], self._gone_marks[late]
+        keys: Tensor = self._gone.unique()
+        return keys[~is_alive(self.table, keys)]
+
+    def _drain(self, now: int) -> None:
+        evicted, self.table.books.evicted = self.table.books.evicted, []
+        for keys in evicted:
+            self._gone = torch.cat([self._gone, keys])
+            self._gone_marks = torch.cat([self._gone_marks, torch.full_like(keys, now)])
+
+
+def is_alive(table: HashedTable, keys: Tensor) -> Tensor:
+    """Return whether each key has a row, bool [N]."""
+    slots = table.slots.find(keys)
+    found = slots >= 0
+    found[found.clone()] = table.memory[""][slots[found]]
+    return found
+
+
+def _marks(rows: TableRows) -> Tensor | _HashedMarks:
+    if isinstance(rows, HashedTable):
+        return _HashedMarks(rows)
+    r = rows.rectangle
+    return torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
+
+
+def _tables(part: LookupTables) -> list[TableRows]:
+    """Return the rectangles of a part, in the order of its work."""
+    return [rows for held in part.held.held for rows in held.tables]
 
 
 def by_key(lookups: tbe.Lookups) -> list[Tensor]:

@@ -48,7 +48,8 @@ class Codec:
         split = [each for each, own in zip(self._formats, routing.replicated, strict=True) if not own]
         self.encoding = RowEncoding.of(split or self._formats)
         self._watch = _Watch(_WAYS[way])
-        self._feedback = ErrorFeedback() if any(each.feedback for each in split) else None
+        self.feedback = ErrorFeedback() if any(each.feedback for each in split) else None
+        """The residuals of this rank; None if no format has feedback."""
         self.draws = any(each.stochastic for each in split)
         """Whether some format rounds at random."""
 
@@ -94,7 +95,7 @@ class Codec:
         feedback.
         """
         step = self._clock() if self.draws else 0
-        feedback = self._feedback if names is not None else None
+        feedback = self.feedback if names is not None else None
         if feedback is not None and names is not None:
             values = feedback.corrected(values, blocks, names)
         message, report = self.encoding.encode(values, blocks, step=step, keys=keys)

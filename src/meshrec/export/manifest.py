@@ -8,6 +8,7 @@ See docs/guides/security.md.
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from meshrec.durable.sealed import fields, integer, integers, items, mapping, pa
 from meshrec.export.archive import PackageError, extra_file
 from meshrec.export.program import DENSE
 from meshrec.export.signing import SIGNATURE, read_public_key, verify_signature
+from meshrec.modules.served_table import INDEX
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -58,6 +60,10 @@ _FIELDS = (
     *("format", "torch", "isa", "operators", "compiled", "features", "num_dense", "outputs", "shared"),
     *("rows", "weights", "quantised", "rounding", "about", "sha256"),
 )
+_OPTIONAL = ("hashed", "any_ids")
+"""Fields of packages with hashed tables."""
+_FORMULA = ("seed", "max_rows", "dim", "first_seed", "low", "high")
+"""What is said of the keys and the first rows of a hashed table."""
 _INTERFACE = ("features", "num_dense", "outputs", "shared", "rows", "quantised", "rounding")
 _WHAT_TO_DO = "Copy the package again from where it was exported, or export the model again."
 
@@ -124,7 +130,7 @@ def interface_of(manifest: Mapping[str, Any]) -> str:
     Every exported program contains a copy. So a manifest with other types or shapes of weights, or with
     another order of features, is found not to belong to the program.
     """
-    said = {name: manifest[name] for name in _INTERFACE}
+    said = {name: manifest[name] for name in (*_INTERFACE, *_OPTIONAL) if name in manifest}
     return json.dumps({**said, "weights": [WeightRecord(**each) for each in manifest["weights"]]})
 
 
@@ -230,7 +236,7 @@ def _is_there(path: Path) -> bool:
 
 def _check(found: Any) -> None:
     """Check the type of every field that later steps use."""
-    said = fields(found, "it", _FIELDS)
+    said = fields(found, "it", _FIELDS, _OPTIONAL)
     for name in ("torch", "isa", "operators"):
         _one_line(said[name], name)
     if not isinstance(said["compiled"], bool):
@@ -248,6 +254,9 @@ def _check(found: Any) -> None:
     for name, data_type in mapping(said["quantised"], "the quantised weights").items():
         text(name, "a quantised weight", allowed=names)
         text(data_type, f"the data type of {name!r}")
+    _check_hashed(mapping(said.get("hashed", {}), "the hashed weights"), names)
+    for name in texts(said.get("any_ids", []), "the list of features with any IDs"):
+        text(name, "a feature with any IDs", allowed=features)
     if said["rounding"] is not None:
         text(said["rounding"], "the rounding")
     mapping(said["about"], "what it says about its run")
@@ -268,6 +277,19 @@ def _check_weights(records: Sequence[Any]) -> list[str]:
         end = integer(offset + WeightRecord(**said).num_bytes, f"the end of {name!r}")
         names.append(name)
     return texts(names, "the list of weights")
+
+
+def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Check the formulas of keys and first rows, and that the tensors of each table are there."""
+    for name, said in hashed.items():
+        for part in ("weight", *INDEX):
+            text(f"{name.removesuffix('weight')}{part}", f"a part of {name[:80]!r}", allowed=names)
+        formula = fields(said, f"the keys of {name!r}", _FORMULA)
+        for part in ("seed", "max_rows", "dim", "first_seed"):
+            integer(formula[part], f"the {part} of {name!r}")
+        for part in ("low", "high"):
+            if type(formula[part]) not in (int, float) or not math.isfinite(formula[part]):
+                raise DamageError(f"the {part} of {name!r} is not a number")
 
 
 def _check_files(said: Mapping[str, Any]) -> None:

@@ -47,14 +47,16 @@ from meshrec.export.manifest import (
     interface_of,
     layout_of,
 )
+from meshrec.export.next_items import RankedItems
 from meshrec.export.program import DENSE, Program, example_inputs, exported
 from meshrec.export.raw_values import RawValues
 from meshrec.export.signing import read_private_key, sign_package
 from meshrec.export.torchscript import write_torchscript
 from meshrec.export.weights import Weights
-from meshrec.export.whole_tables import with_whole_tables
+from meshrec.export.whole_tables import with_served_tables, with_whole_tables
 from meshrec.modules.embedding_configs import BoundsCheckMode
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.served_table import ServedRows, ServedTable, first_rows_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -74,6 +76,7 @@ def export(
     scores: Callable[[Tensor], Tensor] | None = torch.sigmoid,
     shared: Sequence[str] = (),
     raw: RawValues | None = None,
+    items: RankedItems | None = None,
     rounding: str | None = None,
     about: Mapping[str, Any] | None = None,
     compile: bool = True,
@@ -97,6 +100,7 @@ def export(
         shared: features of a user, or "dense", that many items are ranked for: a second program looks them up
             once a request. The scores are those of the same features repeated for each item.
         raw: turns raw values into ids and dense values; requests may then contain raw values.
+        items: the items to recommend by the vectors that the model gives; servers then answer ``/recommend``.
         rounding: how quantised tables were rounded (`meshrec.quant.Rounding`): deltas are rounded alike.
         about: what the manifest shall say of the weights, such as their run and step.
         compile: compile the program for this machine (needs a C++ compiler); without it, or where no compiler
@@ -115,11 +119,11 @@ def export(
     if folder.exists():
         raise ValueError(f"{folder} exists already. Name another folder, or remove it.")
     key = None if sign is None else read_private_key(sign)
-    model = with_whole_tables(model)
-    _check_keys(model)
+    model, real = with_served_tables(with_whole_tables(model))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    contents = {**state, **real}
     _check(state, features, num_dense, shared, raw)
-    records = _records(state)
+    records = _records(contents)
     manifest = {
         "features": list(features),
         "num_dense": num_dense,
@@ -131,6 +135,9 @@ def export(
         "rounding": rounding,
         "about": dict(about or {}),
     }
+    if hashed := _hashed(model):
+        manifest["hashed"] = hashed
+        manifest["any_ids"] = [feature for feature in features if feature in _read_raw(model)]
     with durable_folder(folder) as parts:
         was_training = model.training
         model.eval()
@@ -147,6 +154,7 @@ def export(
                     features,
                     num_dense=num_dense,
                     shared=given_once,
+                    growing=[name in real for name in state],
                 )
                 why_not = compile_program(found, parts / compiled_name) if compile else "compile=False"
                 found._example_inputs = None  # the weights were among them
@@ -154,14 +162,16 @@ def export(
                     found, parts / exported_name, extra_files={INTERFACE: interface_of(manifest)}
                 )
                 if torchscript and not given_once:
-                    write_torchscript(found, state, parts / TORCHSCRIPT)
+                    write_torchscript(found, _in_memory(contents), parts / TORCHSCRIPT)
         finally:
             model.train(was_training)
         if why_not is not None:
             _log.warning("the package %s holds no compiled program (%s): Python serves it", folder, why_not)
         if raw is not None:
             raw.save(parts)
-        _write_weights(parts / WEIGHTS, state, records)
+        if items is not None:
+            items.save(parts)
+        _write_weights(parts / WEIGHTS, contents, records)
         finish(parts, {**manifest, "compiled": why_not is None}, key)
     return folder
 
@@ -241,6 +251,17 @@ def rows_of(model: nn.Module) -> dict[str, int]:
     return found
 
 
+def _read_raw(model: nn.Module) -> set[str]:
+    """Return the features that hashed tables alone read: every int64 is an ID of theirs."""
+    readers: dict[str, list[bool]] = {}
+    for child in model.modules():
+        if isinstance(child, TableCollection):
+            for config, _ in child.tables().values():
+                for feature in config.feature_names:
+                    readers.setdefault(feature, []).append(config.keys is not None)
+    return {feature for feature, hashed in readers.items() if all(hashed)}
+
+
 def isa() -> str:
     """Return the instruction set that a program compiled here may use."""
     return str(torch.backends.cpu.get_cpu_capability())
@@ -277,14 +298,21 @@ def _check(
         )
 
 
-def _check_keys(model: nn.Module) -> None:
-    """Raise ValueError for a table whose rows an exported program cannot find yet."""
-    for child in model.modules():
-        for name in child.hashed_tables() if isinstance(child, TableCollection) else ():
-            raise ValueError(
-                f"table {name!r} has hashed keys, and an exported program has no index of IDs yet. Predict "
-                "with the model itself, or copy the table's items() into one with num_embeddings rows."
-            )
+def _hashed(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the formulas of keys and first rows of hashed tables, by the name of the weight."""
+    found = {}
+    for path, child in model.named_modules():
+        if isinstance(child, ServedTable):
+            first, storage = first_rows_of(child.storage), child.storage
+            found[f"{path}.weight"] = {
+                "seed": storage.keys.seed,
+                "max_rows": storage.max_rows,
+                "dim": storage.dim,
+                "first_seed": first.seed,
+                "low": first.low,
+                "high": first.high,
+            }
+    return found
 
 
 def _types_of(model: nn.Module) -> dict[str, str]:
@@ -306,9 +334,10 @@ def _exported(
     *,
     num_dense: int,
     shared: Sequence[str],
+    growing: Sequence[bool],
 ) -> "torch.export.ExportedProgram":
     try:
-        return exported(program, weights, features, num_dense, shared)
+        return exported(program, weights, features, num_dense, shared, growing=growing)
     except Exception as error:
         several = f" with the shared features {list(shared)}" if shared else ""
         raise ValueError(
@@ -325,7 +354,14 @@ def link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _records(state: Mapping[str, Tensor]) -> list[WeightRecord]:
+def _in_memory(contents: Mapping[str, Tensor | ServedRows]) -> dict[str, Tensor]:
+    return {
+        name: each if isinstance(each, Tensor) else torch.cat([each.empty(), *each.blocks()])
+        for name, each in contents.items()
+    }
+
+
+def _records(state: Mapping[str, Tensor | ServedRows]) -> list[WeightRecord]:
     """Assign each tensor its position in ``weights.bin``."""
     records, end = [], 0
     for name, tensor in state.items():
@@ -335,13 +371,17 @@ def _records(state: Mapping[str, Tensor]) -> list[WeightRecord]:
     return records
 
 
-def _write_weights(path: Path, state: Mapping[str, Tensor], records: Sequence[WeightRecord]) -> None:
+def _write_weights(
+    path: Path, state: Mapping[str, Tensor | ServedRows], records: Sequence[WeightRecord]
+) -> None:
     with path.open("wb") as file:
-        for tensor, record in zip(state.values(), records, strict=True):
+        for each, record in zip(state.values(), records, strict=True):
             file.write(b"\0" * (record.offset - file.tell()))
-            flat = tensor.detach().cpu().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
-            for start in range(0, flat.numel(), _BLOCK):
-                file.write(flat[start : start + _BLOCK].numpy().tobytes())
+            for tensor in [each] if isinstance(each, Tensor) else each.blocks():
+                if tensor.numel():
+                    flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+                    for block in flat.split(_BLOCK):
+                        file.write(block.numpy().tobytes())
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 

@@ -24,6 +24,7 @@ from meshrec.export.manifest import (
     check_package,
     read_manifest,
 )
+from meshrec.export.next_items import ITEMS, RankedItems
 from meshrec.export.package import isa, operators
 from meshrec.export.program import DENSE
 from meshrec.export.raw_values import FITTED, RawValues
@@ -49,6 +50,9 @@ class Predictor:
         public_key: PEM file of the ed25519 public key that must have signed the package.
         copy_weights: copy the weights into memory of this process instead of mapping the file. What happens
             to the file afterwards does not matter then.
+        larger_than_memory: whether the weights do not fit into memory, so that lookups should request all
+            their rows from the disk before they read the first. None: compare the file with the memory that
+            this process may use.
 
     Attributes:
         folder: the package.
@@ -57,7 +61,10 @@ class Predictor:
         shared: features (or "dense") that samples may have in common.
         rows: rows of the table of each feature; a feature without tables that check ids is not in it.
         version: tells packages apart: a digest of all that is in it.
-        weights: by name. Writing to them changes the scores of this predictor, and never the package.
+        weights: by name. Writing to them, or replacing one, changes the scores of this predictor, and never
+            the package.
+        any_ids: features of which every int64 is an ID: those that hashed tables alone read.
+        hashed: the formulas of keys and first rows of hashed tables, by the name of the weight.
         is_compiled: whether the compiled program serves; otherwise a log line says why not.
         quantised: the data types of quantised weights, by name, and ``rounding`` how they were rounded.
         about: what the exporter wrote down.
@@ -76,6 +83,7 @@ class Predictor:
         verify: bool = True,
         public_key: str | Path | None = None,
         copy_weights: bool = False,
+        larger_than_memory: bool | None = None,
     ) -> None:
         if not isinstance(package, CheckedPackage):
             package = check_package(package, verify=verify, public_key=public_key)
@@ -88,9 +96,17 @@ class Predictor:
         self.rows: dict[str, int] = manifest["rows"]
         self.quantised: dict[str, str] = manifest["quantised"]
         self.rounding: str | None = manifest["rounding"]
+        self.any_ids = frozenset[str](manifest.get("any_ids", ()))
+        self.hashed: dict[str, dict[str, Any]] = manifest.get("hashed", {})
         self.about: dict[str, Any] = manifest["about"]
         records = [WeightRecord(**record) for record in manifest["weights"]]
-        self._weights = Weights(self.folder / WEIGHTS, records, private=copy_weights, digest=digest)
+        self._weights = Weights(
+            self.folder / WEIGHTS,
+            records,
+            private=copy_weights,
+            larger_than_memory=larger_than_memory,
+            digest=digest,
+        )
         self.weights = {r.name: w for r, w in zip(records, self._weights.tensors, strict=True)}
         reason = _why_not_compiled(manifest)
         self.is_compiled = reason is None
@@ -104,6 +120,13 @@ class Predictor:
     def raw(self) -> RawValues | None:
         """The conversion of raw values to ids and dense values; None if the package has none."""
         found = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
+        self._check_same()
+        return found
+
+    @functools.cached_property
+    def items(self) -> RankedItems | None:
+        """The items that the package recommends; None if it recommends none."""
+        found = RankedItems.load(self.folder) if ITEMS in self._manifest["sha256"] else None
         self._check_same()
         return found
 
@@ -166,12 +189,13 @@ class Predictor:
             ValueError: an id lies outside its table.
             PackageError: the file of the weights was cut short meanwhile.
         """
+        weights = list(self.weights.values())
         try:
             if group is None:
-                scores = self._program(self._weights.tensors, dense, values, lengths)
+                scores = self._program(weights, dense, values, lengths)
             else:
                 assert self._shared_program is not None
-                scores = self._shared_program(self._weights.tensors, dense, values, lengths, group)
+                scores = self._shared_program(weights, dense, values, lengths, group)
         except RuntimeError as error:
             # The compiled program puts the place of the call around the operator's message about ids.
             said = re.match(r"(?:ValueError: )?(table '.*)", str(error))

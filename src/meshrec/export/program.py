@@ -130,8 +130,12 @@ def exported(
     features: Sequence[str],
     num_dense: int,
     shared: Sequence[str] = (),
+    *,
+    growing: Sequence[bool] = (),
 ) -> "torch.export.ExportedProgram":
     """Build an exported program for batches of any size.
+
+    ``growing`` tells for each weight whether it may have any number of rows.
 
     Raises:
         Exception: torch.export or the model raised it; of any type.
@@ -139,7 +143,11 @@ def exported(
     inputs = example_inputs(weights, num_dense, features, shared)
     any_size = {0: torch.export.Dim.DYNAMIC}
     each = [any_size for _ in features]
-    shapes: Any = ([None] * len(weights), any_size, each, list(each))
+    rows = [any_size if grows else None for grows in growing] or [None] * len(weights)
+    for place, weight in enumerate(weights):
+        if rows[place] and weight.dim() == 2 and weight.shape[0] == 2 and weight.dtype == torch.int64:
+            rows[place] = {1: torch.export.Dim.DYNAMIC}  # keys and rows, one below the other
+    shapes: Any = (rows, any_size, each, list(each))
     if shared:
         shapes = (*shapes, any_size)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from meshrec.export.archive import PackageError
 from meshrec.export.manifest import WeightRecord
 from meshrec.ops.checksums import crc32
 from meshrec.ops.library import has_kernels
-from meshrec.ops.mapping import lost_pages, map_file
+from meshrec.ops.mapping import expect_misses, lost_pages, map_file, memory_limit
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ class Weights:
         path: ``weights.bin``.
         records: the tensors in it.
         private: copy the file into memory of this process instead of mapping it.
+        larger_than_memory: whether lookups will miss pages; see ``ops.mapping.expect_misses``. None: if the
+            file has more bytes than this process may use.
         digest: what the file must hold, if that is known.
 
     Attributes:
@@ -46,6 +48,7 @@ class Weights:
         records: Sequence[WeightRecord],
         *,
         private: bool = False,
+        larger_than_memory: bool | None = None,
         digest: FileDigest | None = None,
     ) -> None:
         self._path, self._digest, self._mapping = path, digest, None
@@ -69,6 +72,8 @@ class Weights:
                     "with more memory."
                 ) from error
             memory = self._mapping.content
+            if larger_than_memory or (larger_than_memory is None and self._num_bytes > memory_limit()):
+                expect_misses(self._mapping)
         self.tensors = [_tensor(memory, record, path) for record in records]
 
     def check(self) -> None:

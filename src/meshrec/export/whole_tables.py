@@ -1,4 +1,4 @@
-"""The unsharded form of a sharded model, which torch.export can trace."""
+"""The form of a model that torch.export can trace: whole tables, and hashed ones that only read."""
 
 import tempfile
 from collections.abc import Iterable
@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshrec.distributed import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules import BaseEmbeddingConfig
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.served_table import ServedRows
 from meshrec.modules.table_lookup import storage_for
 from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copied_but_for
@@ -58,6 +59,31 @@ def _whole(module: Any) -> TableCollection:
     return made
 
 
+def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRows | Tensor]]:
+    """Return the model with its hashed tables as a package has them, and their real tensors by name.
+
+    Without hashed tables it is the model itself; otherwise a copy, whose hashed tables have example tensors.
+    """
+    memo: dict[int, nn.Module] = {}
+    real: dict[str, ServedRows | Tensor] = {}
+    for path, child in model.named_modules():
+        if not isinstance(child, TableCollection) or not (hashed := child.hashed_tables()):
+            continue
+        types = {config.name: config.data_type for config, _ in child.tables().values()}
+        memo[id(child)] = made = empty_like(child, types, child.bounds_check, child.output_dtype)
+        made.serve()
+        prefix, holders = made.table_holders()
+        for config, weight in child.tables().values():
+            if config.name not in hashed:
+                holders._modules[config.name].weight = weight
+                continue
+            rows = ServedRows(hashed[config.name])
+            tensors: dict[str, ServedRows | Tensor] = {"weight": rows, **rows.index()}
+            where = f"{path}." if path else ""
+            real |= {f"{where}{prefix}.{config.name}.{name}": each for name, each in tensors.items()}
+    return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model), real
+
+
 def give_rows(made: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:
     """Give the tables of a collection on ``meta`` rows on the CPU, not filled.
 
@@ -66,6 +92,9 @@ def give_rows(made: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> 
     """
     holders = made.table_holders()[1]._modules
     for config in configs:
+        if config.keys is not None:  # its rows come as they are loaded
+            holders[config.name].to_empty(device="cpu")
+            continue
         data_type = made.tables()[f"{made.table_holders()[0]}.{config.name}.weight"][0].data_type
         storage = storage_for(data_type)
         shape = (config.num_embeddings, storage.columns(config.embedding_dim))

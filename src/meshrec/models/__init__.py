@@ -1,5 +1,6 @@
 """Recommender models over an EmbeddingBagCollection or an EmbeddingCollection, sharded or not."""
 
+from meshrec.models.bert4rec import BERT4Rec
 from meshrec.models.deepfm import DeepFMModel, FMInteractionArch
 from meshrec.models.din import DIN, InterestPooling
 from meshrec.models.dlrm import (
@@ -12,12 +13,14 @@ from meshrec.models.dlrm import (
     OverArch,
     SparseArch,
 )
-from meshrec.models.history_model import HistoryFeatures, HistoryModel
+from meshrec.models.gru4rec import GRU4Rec
+from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
 from meshrec.models.hstu import HSTU
 from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.multi_task import PLE, Mixture, MMoE, MultiTask, SharedBottom
-from meshrec.models.next_item import judge_targets, sampled_softmax
+from meshrec.models.next_item import SampledSoftmax, TopItems, judge_targets, sampled_softmax, top_items
 from meshrec.models.sasrec import SASRec
+from meshrec.models.similarity import DotProduct, MixtureOfLogits, Similarity
 from meshrec.models.tower_ranking import TowerRanking
 from meshrec.models.two_tower import (
     BruteForceIndex,
@@ -37,25 +40,33 @@ __all__ = [
     "DLRM_DCN",
     "HSTU",
     "PLE",
+    "BERT4Rec",
     "BruteForceIndex",
     "DLRMTrain",
     "DeepFMModel",
     "DenseArch",
+    "DotProduct",
     "FMInteractionArch",
+    "GRU4Rec",
     "HistoryFeatures",
     "HistoryModel",
     "InteractionArch",
     "InteractionDCNArch",
     "InterestPooling",
+    "ItemCatalogue",
     "ItemFrequency",
     "MMoE",
     "Mixture",
+    "MixtureOfLogits",
     "MultiTask",
     "OverArch",
     "Retrieved",
     "SASRec",
+    "SampledSoftmax",
     "SharedBottom",
+    "Similarity",
     "SparseArch",
+    "TopItems",
     "TowerArch",
     "TowerRanking",
     "TowerVectors",
@@ -66,4 +77,5 @@ __all__ = [
     "in_batch_softmax",
     "judge_targets",
     "sampled_softmax",
+    "top_items",
 ]

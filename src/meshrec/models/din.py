@@ -33,7 +33,7 @@ class InterestPooling(nn.Module):
         self.weigh = OverArch(4 * width, [*layer_sizes, 1], device)
 
     def forward(self, history: JaggedTensor, offered_BD: Tensor) -> Tensor:
-        """Pool B bags of history vectors by the offered vectors [B, D]; returns [B, D]."""
+        """Sum B bags of history vectors by the offered vectors [B, D]; returns [B, D]."""
         values_ND, lengths_B = history.values(), history.lengths()
         of_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
         offered_ND = offered_BD[of_N]

@@ -89,7 +89,7 @@ class InteractionArch(nn.Module):
         self.model = DotInteraction(num_sparse_features)
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Combine dense [B, D] and sparse [B, F, D] vectors into [B, D + F (F + 1) / 2]."""
+        """Join dense [B, D] and sparse [B, F, D] vectors into [B, D + F (F + 1) / 2]."""
         out: Tensor = self.model(dense_features, sparse_features)
         return out
 
@@ -103,7 +103,7 @@ class InteractionDCNArch(nn.Module):
         self.crossnet = crossnet
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Combine dense [B, D] and sparse [B, F, D] vectors into [B, (F + 1) D]."""
+        """Join dense [B, D] and sparse [B, F, D] vectors into [B, (F + 1) D]."""
         out: Tensor = self.crossnet(torch.cat([dense_features, sparse_features.flatten(1)], dim=1))
         return out
 

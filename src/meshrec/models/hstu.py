@@ -11,20 +11,21 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel
+from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, ItemCatalogue
+from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection, HSTUBlock
 from meshrec.sparse import JaggedTensor
 
-# B samples, N tokens, D embedding width
+# B samples, N items of all histories
 
 
 class HSTU(HistoryModel):
-    """Next-item model of HSTU layers; an item's score is the cosine of its vector and the encoded history.
+    """Next-item model of HSTU layers. By default the score of an item is a cosine.
 
     Histories are not padded: the layers work on the tokens of all samples together.
 
     Args:
-        embedding_collection, max_length, num_drawn, temperature, device: see `HistoryModel`.
+        embedding_collection, max_length, softmax, items, device: see `HistoryModel`.
         features: names of the features; without ``times`` the layers have no time bias.
         num_blocks: the number of layers.
         num_heads, attention_dim, hidden_dim, dropout: see `HSTUBlock`. The widths are by default those of
@@ -45,16 +46,18 @@ class HSTU(HistoryModel):
         attention_dim: int | None = None,
         hidden_dim: int | None = None,
         dropout: float = 0.2,
-        num_drawn: int = 128,
-        temperature: float = 0.05,
+        softmax: SampledSoftmax = SampledSoftmax(  # noqa: B008 - immutable
+            num_negatives=128, similarity="cosine", temperature=0.05
+        ),
+        items: ItemCatalogue | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(
             embedding_collection,
             features,
             max_length=max_length,
-            num_drawn=num_drawn,
-            temperature=temperature,
+            softmax=softmax,
+            items=items,
             device=device,
         )
         if min(num_blocks, num_heads) < 1:
@@ -79,26 +82,27 @@ class HSTU(HistoryModel):
 
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        lengths_B = history.lengths().long()
-        first_B = history.offsets()[:-1].long() + torch.arange(len(lengths_B), device=lengths_B.device)
-        num_tokens = len(history.values()) + len(lengths_B)
+        lengths_B, num_items = history.lengths().long(), history.values().shape[0]
+        device, num_samples = lengths_B.device, lengths_B.shape[0]
+        first_B = history.offsets()[:-1].long() + torch.arange(num_samples, device=device)
+        num_tokens = num_items + num_samples
         offsets_B1 = torch.cat([first_B, first_B.new_full((1,), num_tokens)])
-        is_item_N = torch.ones(num_tokens, dtype=torch.bool, device=lengths_B.device)
-        is_item_N[first_B] = False
-        of_item = is_item_N.nonzero().squeeze(1)
+        sample_N = torch.repeat_interleave(
+            torch.arange(num_samples, device=device), lengths_B, output_size=num_items
+        )
+        of_item = torch.arange(num_items, device=device) + sample_N + 1
         tokens = self.start.expand(num_tokens, -1).index_copy(0, of_item, history.values() * self.width**0.5)
-        place_N = torch.arange(num_tokens, device=lengths_B.device)
-        place_N = place_N - torch.repeat_interleave(first_B, lengths_B + 1)
-        tokens = self.drop(tokens + self.positions(place_N))
-        times_N = None
+        sample = torch.repeat_interleave(
+            torch.arange(num_samples, device=device), lengths_B + 1, output_size=num_tokens
+        )
+        place = torch.arange(num_tokens, device=device) - first_B[sample]
+        tokens = self.drop(tokens + self.positions(place))
+        times_of_tokens = None
         if times is not None:
             # The start has the time of the first item, before which nothing is known.
-            source = (is_item_N.cumsum(0) - 1 + (~is_item_N).long()).clamp(max=len(times.values()) - 1)
-            times_N = times.values().long()[source] if len(times.values()) else place_N
+            known = torch.cat([times.values().long(), lengths_B.new_zeros(1)])
+            at = times.offsets()[:-1].long()[sample] + (place - 1).clamp(min=0)
+            times_of_tokens = known[at.clamp(max=known.shape[0] - 1)]
         for block in self.blocks:
-            tokens = block(tokens, offsets_B1, times_N)
+            tokens = block(tokens, offsets_B1, times_of_tokens)
         return EncodedHistories(tokens, first_B)
-
-    @override
-    def _unit(self, vectors: torch.Tensor) -> torch.Tensor:
-        return nn.functional.normalize(vectors, dim=1)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.models.item_frequency import ItemFrequency
-from meshrec.models.next_item import CHUNK, ItemChunk, judge_targets, last_ids
+from meshrec.models.next_item import CHUNK, ItemChunk, TopItems, judge_targets, last_ids, top_items
+from meshrec.models.similarity import DotProduct
 from meshrec.models.two_tower import TwoTower, in_batch_losses
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -21,7 +22,7 @@ class TowerRanking(nn.Module):
     Args:
         two_tower: the towers.
         item: name of the feature that holds the one item of a sample.
-        catalogue: one sample for each item, with all features of the item tower.
+        catalogue: one sample for each item, with all features of the item tower; the IDs of ``item`` ascend.
         seen: name of the feature with items that must not be recommended again. None: all items are ranked.
         temperature: divisor of the dot products.
 
@@ -46,8 +47,9 @@ class TowerRanking(nn.Module):
                 "them, or leave them out of item_features."
             )
         self.model = two_tower
+        self.similarity = DotProduct(temperature=temperature)
         self._item, self._seen, self._temperature = item, seen, temperature
-        self._catalogue = catalogue
+        self._catalogue, self._ids_I = catalogue, catalogue[item].values().long()
         self.frequency = ItemFrequency(catalogue.stride())
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
@@ -55,19 +57,37 @@ class TowerRanking(nn.Module):
         query, item = self.model(dense_features, sparse_features)
         ids = last_ids(sparse_features[self._item])
         if self.training:
+            at = torch.searchsorted(self._ids_I.to(ids.device), ids)
             losses = in_batch_losses(
-                query, item, temperature=self._temperature, item_ids_B=ids, log_q_B=self.frequency(ids)
+                query, item, temperature=self._temperature, item_ids_B=ids, log_q_B=self.frequency(at)
             )
             return torch.stack([losses, torch.zeros_like(losses)], dim=1)
         seen = None if self._seen is None else sparse_features[self._seen]
         return judge_targets(
-            query, item, ids, self._chunks(ids.device), seen=seen, temperature=self._temperature
+            query, item, ids, self._chunks(ids.device), seen=seen, similarity=self.similarity
         )
+
+    def recommend(self, sparse_features: KeyedJaggedTensor, k: int, *, keep_seen: bool = False) -> TopItems:
+        """Return the K best items for each sample; see `HistoryModel.recommend`.
+
+        Raises:
+            ValueError: the query tower reads dense values.
+        """
+        if self.model.num_dense:
+            raise ValueError(
+                f"the query tower reads {self.model.num_dense} dense values, and recommendations have none. "
+                "Train the towers without numbers."
+            )
+        seen = None if self._seen is None or keep_seen else sparse_features[self._seen]
+        dense = sparse_features.values().new_empty(sparse_features.stride(), 0, dtype=torch.float32)
+        query = self.model.embed_queries(dense, sparse_features)
+        chunks = self._chunks(query.device)
+        return top_items(query, chunks, k, seen=seen, similarity=self.similarity)
 
     def _chunks(self, device: torch.device) -> Iterator[ItemChunk]:
         for first in range(0, self._catalogue.stride(), CHUNK):
             features = _samples(self._catalogue, first, first + CHUNK).to(device)
-            yield ItemChunk(first, self.model.embed_items(features))
+            yield ItemChunk(features[self._item].values().long(), self.model.embed_items(features))
 
 
 def _samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:

@@ -48,7 +48,7 @@ class TowerArch(nn.Module):
         self.model = OverArch(in_features, layer_sizes, device)
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
-        """Concatenate the inputs [B, ...], ``in_features`` columns in all, and map them to [B, V]."""
+        """Join the inputs [B, ...], ``in_features`` columns in all, and map them to [B, V]."""
         return nn.functional.normalize(self.model(torch.cat(inputs, dim=1)), dim=1)
 
 

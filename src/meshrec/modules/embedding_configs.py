@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshrec.tables.file_rows import FileRows
 from meshrec.tables.hashed_keys import Hashed
+from meshrec.tables.storage import DenseRows, QuantisedRows
 
 # What torch assigns to every module; a table is a module inside another one.
 _TAKEN_NAMES = frozenset(vars(nn.Module()))
@@ -131,11 +132,6 @@ class BaseEmbeddingConfig:
     keys: Hashed | None = None
 
     def __post_init__(self) -> None:
-        if self.storage is not None and self.keys is not None:
-            raise ValueError(
-                f"table {self.name!r} has keys=Hashed(...) and storage=FileRows(...), which do not go "
-                "together yet. Leave out one of the two."
-            )
         if self.storage is not None and (not isinstance(self.storage, FileRows) or self.data_type.bits):
             raise ValueError(
                 f"table {self.name!r}: storage={self.storage!r} with data_type {self.data_type}. A storage "
@@ -167,15 +163,12 @@ class BaseEmbeddingConfig:
         """Return the number of rows of a table with hashed keys."""
         if not isinstance(keys, Hashed):
             raise ValueError(f"table {self.name!r}: keys must be meshrec.Hashed(...) or None, got {keys!r}.")
-        if self.data_type.bits:
-            raise ValueError(
-                f"table {self.name!r}: a table with hashed keys is trained in FP32, FP16 or BF16, got "
-                f"{self.data_type}. Quantise the trained model with meshrec.quant.quantize."
-            )
         if not isinstance(self.embedding_dim, int) or self.embedding_dim < 1:
             return 1  # the caller says what is wrong
         try:
-            rows = keys.rows(self.embedding_dim * self.data_type.dtype.itemsize)
+            bits = self.data_type.bits
+            form = QuantisedRows(bits) if bits else DenseRows(self.data_type.dtype)
+            rows = keys.rows(form.num_bytes(1, self.embedding_dim))
         except ValueError as error:
             raise ValueError(f"table {self.name!r}: {error}") from error
         if self.num_embeddings not in (0, rows):

@@ -1,6 +1,7 @@
 """Collections of embedding tables, looked up together: pooled (bags) and as sequences."""
 
 import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from meshrec.modules.embedding_configs import (
 from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.input_checks import inverse_rows
 from meshrec.modules.quantised_table import QuantisedTable
+from meshrec.modules.served_table import ServedTable
 from meshrec.modules.table_lookup import (
     TableLookup,
     init_weight,
@@ -156,9 +158,18 @@ class TableCollection(nn.Module, ABC):
         holders = self.table_holders()[1]._modules
         for number, config in self._lookup.hashed.items():
             holder = holders[config.name]
-            assert isinstance(holder, HashedHolder)
-            found[number] = holder.table
+            if isinstance(holder, HashedHolder):
+                found[number] = holder.table
         return found
+
+    def serve(self) -> None:
+        """Hold tables with hashed keys as a package has them, without their rows; see ``ServedTable``."""
+        holders, served = self.table_holders()[1]._modules, {}
+        for number, config in self._lookup.hashed.items():
+            holder = holders[config.name]
+            assert isinstance(holder, HashedHolder)
+            served[number] = holders[config.name] = ServedTable(holder.storage)
+        self._lookup.serve(served)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
         """Return what the kernels read.
@@ -396,7 +407,10 @@ def _held(
     """Make the module that holds a quantised or hashed table; return None for other tables."""
     storage = storage_of(config)
     if isinstance(storage, HashedRows):
-        return HashedHolder(storage, _as_device(device))
+        where = _as_device(device)
+        if storage.file is not None and (where is None or where.type != "meta"):
+            raise ValueError(no_room(config, where))
+        return HashedHolder(dataclasses.replace(storage, file=None), where)  # it has no rows yet
     if storage.is_trainable:
         return None
     return QuantisedTable(storage, config.embedding_dim, make_weight(config, _as_device(device)))

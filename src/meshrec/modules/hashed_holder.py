@@ -26,7 +26,8 @@ class HashedHolder(TableHolder):
     def __init__(self, storage: HashedRows, device: torch.device | None) -> None:
         super().__init__()
         self.storage = storage
-        self.weight = nn.Parameter(storage.allocate(0, storage.dim, device))
+        rows = storage.allocate(0, storage.columns(storage.dim), device)
+        self.weight = nn.Parameter(rows, requires_grad=storage.is_trainable)
         self.table = _made(storage, None)
 
     def train_with(self, spec: OptimizerSpec | None) -> HashedTable:
@@ -35,6 +36,12 @@ class HashedHolder(TableHolder):
         self.table = _made(self.storage, spec)
         self.table.load(before.stream())
         return self.table
+
+    def share(self, table: HashedTable) -> None:
+        """Read the rows of another module's table, on the CPU. Here they are not trained."""
+        self.to_empty(device="cpu")
+        self.table = table
+        self.weight.requires_grad_(False)
 
     def reset_parameters(self) -> None:
         """Forget all rows."""

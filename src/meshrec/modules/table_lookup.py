@@ -23,7 +23,8 @@ from meshrec.modules.input_checks import (
     sample_weights,
     with_own_keys,
 )
-from meshrec.ops import tbe
+from meshrec.modules.served_table import ServedTable
+from meshrec.ops import keyed, tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.file_rows import FileBackedRows
 from meshrec.tables.fused import WholeTables
@@ -77,6 +78,7 @@ class TableLookup:
         self.output_dtype = output_dtype
         storages = [storage_of(table) for table in tables]
         self._quantised = any(not storage.is_trainable for storage in storages)
+        self._bits = [storage.bits for storage in storages]
         self._look_up = lookup_of(storages)
         found = [
             storage.index(0, table.num_embeddings) for storage, table in zip(storages, tables, strict=True)
@@ -84,6 +86,7 @@ class TableLookup:
         self._indexes = {number: index for number, index in enumerate(found) if index is not None}
         self.hashed = {n: table for n, table in enumerate(tables) if table.keys is not None}
         """The tables with hashed keys."""
+        self._served: dict[int, ServedTable] = {}
         self.bounds_check = bounds_check
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
         self._checks_ids = bounds_check is BoundsCheckMode.ERROR
@@ -109,6 +112,10 @@ class TableLookup:
     def num_clamped_ids(self) -> int:
         """Number of IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
         return int(self._num_clamped)
+
+    def serve(self, tables: Mapping[int, ServedTable]) -> None:
+        """Read tables with hashed keys, by number, as they are in a package from now on."""
+        self._served = dict(tables)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
         """Return the position of each looked-up feature among the keys of the input.
@@ -171,6 +178,9 @@ class TableLookup:
             plain = [table for table in updater.plain_tables if weights[table].requires_grad]
             result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)
             return result
+        if self._served:
+            found_by = {number: table.found_by() for number, table in self._served.items()}
+            return keyed.forward(self._bits, found_by, weights, lookups, options)
         return self._look_up(weights, lookups, options)
 
     def _hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
@@ -259,6 +269,8 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
             max_rows=config.num_embeddings,
             bounds=config.init_bounds,
             init_fn=config.init_fn,
+            bits=config.data_type.bits,
+            file=config.storage,
         )
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype

@@ -40,9 +40,13 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
 
 def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tuple[int, int]) -> Tensor:
     """Return the first values of rows, uniform in [low, high), fp32 [N, columns]."""
-    step = torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
-    found: Tensor = torch.ops.meshrec.first_rows.default(ids, seed, low, step, *columns)
+    found: Tensor = torch.ops.meshrec.first_rows.default(ids, seed, low, step_of(low, high), *columns)
     return found
+
+
+def step_of(low: float, high: float) -> float:
+    """Return the distance of two values that follow each other, an fp32 value."""
+    return torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
 
 
 implement([first_rows])

@@ -1,8 +1,10 @@
 """Files mapped into memory that may be cut short meanwhile without ending the process."""
 
+import contextlib
 import ctypes
 import os
 import weakref
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ def _kernels() -> ctypes.CDLL | None:
     library.meshrec_lost_pages.restype = ctypes.c_uint64
     library.meshrec_unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.meshrec_unmap.restype = None
+    library.meshrec_expect_misses.argtypes = [ctypes.c_int]
+    library.meshrec_expect_misses.restype = None
     return library
 
 
@@ -66,6 +70,25 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
     # The tensors that look at the memory keep it; it is unmapped after the last of them.
     weakref.finalize(memory, _library.meshrec_unmap, address, num_bytes, guard.value).atexit = False
     return Mapping(torch.frombuffer(memory, dtype=torch.uint8), guard.value)
+
+
+def expect_misses(mapping: Mapping) -> None:
+    """Prepare for a mapping that holds more than memory does.
+
+    The system then reads single pages of it, and lookups request all pages of a batch before they read the
+    first. Without the kernels nothing happens: pages come one after the other.
+    """
+    if _library is not None:
+        _library.meshrec_expect_misses(mapping.guard)
+
+
+def memory_limit() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or those of its control group."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+            found = min(found, int(Path("/sys/fs/cgroup", name).read_text()))
+    return found
 
 
 def lost_pages(mapping: Mapping) -> int:

@@ -78,7 +78,7 @@ class GradientClippingOptimizer(KeyedOptimizer):
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluate the closure, clip, and step the wrapped optimizer."""
+        """Run the closure, clip, and step the wrapped optimizer."""
         loss = evaluated(closure)
         if self._clipping is not GradientClipping.NONE:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]

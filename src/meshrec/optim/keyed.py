@@ -289,7 +289,7 @@ class CombinedOptimizer(KeyedOptimizer):
         return any(optimizer.updates_in_backward for _, optimizer in self._optims)
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluate the closure once, then step every optimizer."""
+        """Run the closure once, then step every optimizer."""
         loss = evaluated(closure)
         for _, optimizer in self._optims:
             optimizer.step(None)
@@ -338,7 +338,7 @@ class OptimizerWrapper(KeyedOptimizer):
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluate the closure, then step the wrapped optimizer between the two calls."""
+        """Run the closure, then step the wrapped optimizer between the two calls."""
         loss = evaluated(closure)
         if self._before_step is not None:
             self._before_step()

@@ -52,5 +52,5 @@ def _by_name(params: Iterable[Any], names: Sequence[str | None]) -> list[Any]:
 
 
 def _plain(mapping: dict[Any, Any]) -> Any:
-    """Reduce to a plain OrderedDict, so that copies and pickles have a class that every reader knows."""
+    """Convert to a plain OrderedDict, so that copies and pickles have a class that every reader knows."""
     return OrderedDict, (), None, None, iter(mapping.items())

@@ -135,7 +135,7 @@ class HyperOfSteps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec, kind=OptimizerKind.SGD):
-    """Stochastic gradient descent: ``w -= lr * g``. There is no momentum, because it would move rows that are
+    """Stochastic gradient descent: ``w -= lr * g``. It has no momentum, because it would move rows that are
     not looked up.
     """
 

@@ -35,7 +35,7 @@ class Annealer:
         place_share: float = 1.0,
         exponent: int = 4,
     ) -> tuple[list[Parts], int]:
-        """Anneal from `parts_T`; return a plan that is no slower, and the work it took. See `anneal`."""
+        """Anneal from `parts_T`; return a plan that is as fast or faster, and the work. See `anneal`."""
         found: Annealed = anneal(
             self._arrays,
             _assignment(parts_T),

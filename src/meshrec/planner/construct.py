@@ -19,8 +19,8 @@ Small pieces fill ranks evenly; large ones take less memory in all.
 _BALANCE_WORK, _BALANCE_HOT = 2_000_000, 0.03
 _FITTING_SECONDS = 1.0
 _NEAR, _ATTEMPTS = 1.5, 3
-"""Multiple of the cap beyond which moving pieces does not help, and the number of attempts, each twice as
-long.
+"""The largest multiple of the cap at which moving pieces still helps, and the number of attempts, each twice
+as long.
 """
 
 

@@ -23,7 +23,7 @@ _RECORD_SECTOR = 512
 
 
 class IdSample(NamedTuple):
-    """What a sample of a table's IDs tells."""
+    """Statistics of a sample of a table's IDs."""
 
     draws: int
     """The number of IDs in the sample."""
@@ -32,7 +32,7 @@ class IdSample(NamedTuple):
 
 
 class PlacedTable(NamedTuple):
-    """Where the rows of a table go."""
+    """The split of a table's rows between memory and file."""
 
     name: str
     cache_rows: int | None
@@ -46,7 +46,7 @@ class PlacedTable(NamedTuple):
 
 
 class StoragePlan(NamedTuple):
-    """Where the rows of all tables go, over all ranks."""
+    """The split of all tables' rows between memory and files, over all ranks."""
 
     tables: Sequence[PlacedTable]
     disk_seconds: float
@@ -147,7 +147,7 @@ def place_rows(
         raise ValueError(f"table {missing[0]!r} has no sample of IDs. Give an IdSample for each table.")
     memory = topology.memory_cap * topology.world_size
     places = [_Place(table, samples[table.name], batch_size * topology.world_size) for table in tables]
-    left = memory - sum(place.least * place.row_bytes for place in places)
+    left = memory - sum(place.index_bytes + place.least * place.row_bytes for place in places)
     if left < 0:
         raise ValueError(
             f"tables have {memory / 2**20:,.0f} MiB of memory, and two batches of their rows take "
@@ -202,7 +202,10 @@ class _Place:
         self._law = _Law(table.num_embeddings, exponent_of(table.num_embeddings, sample))
         self._draws = table.ids_per_sample * samples_per_step
         self._distinct = self._law.distinct(self._draws)
-        self.row_bytes = table.num_bytes / table.num_embeddings + _CACHE_NOTES
+        # The index of hashed keys is in memory whole, and no part of a record.
+        self.index_bytes = table.index_bytes * table.num_embeddings
+        self._values = table.num_bytes / table.num_embeddings - table.index_bytes
+        self.row_bytes = self._values + _CACHE_NOTES
         self.least = min(table.num_embeddings, int(2.5 * self._distinct) + 1)
         self.step = max(1, table.num_embeddings // _STEPS)
         self.cached = self.least
@@ -225,14 +228,14 @@ class _Place:
         table = self.table
         if self.cached >= table.num_embeddings:
             return PlacedTable(table.name, None, table.num_bytes, 0, 1.0, 0.0)
-        record = table.num_bytes / table.num_embeddings + 4
+        record = self._values + 4
         per_block = max(1, int(_RECORD_SECTOR // record))
         block = -(-per_block * record // _RECORD_SECTOR) * _RECORD_SECTOR
         reads = self._distinct * (1 - self._rate)
         return PlacedTable(
             table.name,
             self.cached,
-            round(self.cached * self.row_bytes),
+            round(self.index_bytes + self.cached * self.row_bytes),
             round(-(-table.num_embeddings // per_block) * block),
             self._rate,
             reads,

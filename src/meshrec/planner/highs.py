@@ -120,7 +120,7 @@ class Solver:
         self._highs.changeRowBounds(self._num_rows + index, -INFINITY, min(upper, INFINITY))
 
     def solve(self) -> Optimum | None:
-        """Return the optimum; None if there is no feasible point.
+        """Return the optimum, or None if the problem is infeasible.
 
         If HiGHS proves neither, as it may fail on numbers that are hard to tell apart, the result is zeros
         with an objective of `-INFINITY`.

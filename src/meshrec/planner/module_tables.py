@@ -144,12 +144,14 @@ def table_of_config(
 
 
 def _in_memory(config: Any, table: Table) -> float:
-    """Return the fraction of a table's rows that its storage keeps in memory."""
+    """Return the fraction of a table's bytes in memory: the cache, and all of the index of hashed keys."""
     storage = getattr(config, "storage", None)
     if storage is None:
         return 1.0
-    cached: int = storage.num_cached(table.num_bytes // table.num_embeddings)
-    return min(1.0, cached / table.num_embeddings)
+    whole = table.num_bytes / table.num_embeddings
+    cached: int = storage.num_cached(int(whole - table.index_bytes))
+    share = min(1.0, cached / table.num_embeddings)
+    return share + (1 - share) * table.index_bytes / whole
 
 
 def _bits(config: Any) -> int:

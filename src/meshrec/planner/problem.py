@@ -17,7 +17,7 @@ class Scope(IntEnum):
     """Places that the pieces of a candidate go to."""
 
     RANKS = 0
-    """Distinct ranks."""
+    """Each piece goes to another rank."""
     NODES = 1
     """Distinct nodes; each rank of the node takes the piece's load."""
     ONE_NODE = 2

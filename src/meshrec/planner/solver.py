@@ -42,8 +42,8 @@ _OF_OTHER_WAYS = 2
 nearly best with others.
 """
 _FITTING_SECONDS = 5.0
-"""Seconds to look for any plan that fits, even after the time limit, because without one there is no
-answer.
+"""Seconds to look for a first plan that fits. It may exceed the time limit, because the search would fail
+without one.
 """
 
 

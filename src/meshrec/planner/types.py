@@ -48,7 +48,7 @@ class Table:
         batch_size: samples per rank, if the features of the table have another number than the rest.
         module_path: path of the module that holds the table.
         wire: wire formats of its embeddings and their gradients.
-        in_memory: the fraction of the rows that are in memory; the others are in a file.
+        in_memory: the fraction of the table's bytes that are in memory; the others are in a file.
     """
 
     name: str

@@ -17,7 +17,7 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.types import Table, Topology
 
 AUTO = "auto"
-"""What recipes and the command line call the choice."""
+"""The name of the choice in recipes and on the command line."""
 _EXCHANGES = [PHASES.index("output"), PHASES.index("gradient")]
 AUC_LOSS: dict[WireFormats, float] = {
     WireFormats(FP32, FP32): 0.0,
@@ -35,7 +35,7 @@ of fp16 and bf16 have not been measured.
 
 @dataclass(frozen=True, kw_only=True)
 class WireBound:
-    """What the choice may cost.
+    """The largest cost of the choice.
 
     Attributes:
         auc_loss: the largest loss of AUC, by ``AUC_LOSS``; None: no limit.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_for
+from meshrec.quant.collections import rows_by_table
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
 
@@ -88,18 +89,19 @@ class _Search:
         self, model: nn.Module, losses: Callable[[nn.Module], Tensor], budget: float, rounding: Rounding
     ) -> None:
         self._model, self._losses, self._budget, self._rounding = model, losses, budget, rounding
-        configs = [
-            config
+        tables = [
+            (config, num_rows[config.name])
             for module in model.modules()
             if isinstance(module, TableCollection)
+            for num_rows in [rows_by_table(module)]
             for config, _ in module.tables().values()
         ]
         self._num_bytes = {
             config.name: {
-                each: storage_for(each).num_bytes(config.num_embeddings, config.embedding_dim)
+                each: storage_for(each).num_bytes(num_rows, config.embedding_dim)
                 for each in (FP32, FP16, INT8, INT4, INT2)
             }
-            for config in configs
+            for config, num_rows in tables
         }
         self._num_evaluations = 1
         self._before = losses(model).double()

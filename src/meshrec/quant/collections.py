@@ -1,8 +1,10 @@
 """Collections with the same tables in other data types."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from meshrec.modules import (
     BaseEmbeddingConfig,
@@ -12,6 +14,9 @@ from meshrec.modules import (
     EmbeddingCollection,
 )
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.quant.precision import Rounding, encoded
+from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.tables.table import RowBlock, Span
 
 
 def empty_like(
@@ -36,6 +41,41 @@ def empty_like(
     return made.requires_grad_(False)
 
 
+def rows_by_table(module: TableCollection) -> dict[str, int]:
+    """Return the number of rows of each table; of a hashed one, those that are there."""
+    hashed = module.hashed_tables()
+    return {
+        config.name: hashed[config.name].num_alive if config.name in hashed else config.num_embeddings
+        for config, _ in module.tables().values()
+    }
+
+
+def encoded_blocks(
+    table: HashedTable, storage: HashedRows, data_type: DataType, rounding: Rounding
+) -> Iterator[RowBlock]:
+    """Yield the rows of a hashed table, whole rows, in another type.
+
+    Raises:
+        ValueError: a value does not fit the type; the error names table and ID.
+    """
+    for block in table.stream():
+        if "weight" in block.parts:
+            assert isinstance(block.keys, Tensor)
+            ids = table.ids_of(block.keys)
+            rows = encoded(block.parts["weight"], data_type, rounding, storage.name, ids=ids)
+            yield block_of(rows, block.keys, storage, (0, storage.dim))
+
+
+def block_of(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> RowBlock:
+    """Return rows as they lie in memory, of some columns, as a block."""
+    form = storage.form
+    parts = zip(form.row_parts, form.parts(rows, columns[1] - columns[0]), strict=True)
+    return RowBlock(keys, columns, {part.name: values for part, values in parts})
+
+
 def _retyped(config: Any, types: Mapping[str, DataType]) -> Any:
     assert isinstance(config, BaseEmbeddingConfig)
-    return replace(config, data_type=types[config.name], storage=None)
+    keys = config.keys
+    if keys is not None:  # a number of bytes would give another number of rows, and so other first rows
+        keys = replace(keys, max_rows=config.num_embeddings, max_bytes=None)
+    return replace(config, data_type=types[config.name], storage=None, keys=keys)

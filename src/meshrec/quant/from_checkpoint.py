@@ -1,19 +1,26 @@
 """Quantisation straight from a checkpoint: tables stream through memory block by block."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint import find_checkpoint, read_manifest
+from meshrec.checkpoint.hashed import read_rows
 from meshrec.checkpoint.manifest import Manifest, TensorRecord
 from meshrec.checkpoint.tables import whole_blocks
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.table_lookup import storage_of
-from meshrec.quant.collections import empty_like
+from meshrec.ops.index import mix
+from meshrec.quant.collections import block_of, empty_like, rows_by_table
 from meshrec.quant.precision import Rounding, check_rounding, encoded
 from meshrec.quant.quantize import checked_types, copied_but_for, finish
+from meshrec.tables.at_rest import IDS
+from meshrec.tables.hashed import HashedRows
+from meshrec.tables.table import RowBlock
 
 
 def quantize_checkpoint(
@@ -65,6 +72,12 @@ def quantize_checkpoint(
             full = f"{where}.{name}" if where else name
             tables.add(full)
             size = (config.num_embeddings, config.embedding_dim)
+            holder = holders._modules[config.name]
+            if isinstance(holder, HashedHolder):
+                holder.to_empty(device="cpu")
+                stored = _hashed_blocks(folder, manifest, f"{entry}.{full}", holder.storage)
+                holder.table.load(_coded(stored, holder.storage, config.data_type, rounding))
+                continue
             blocks = _blocks(folder, manifest, f"{entry}.{full}", size)
             rows = _streamed(config, blocks, rounding)
             holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
@@ -78,6 +91,38 @@ def quantize_checkpoint(
                 first += len(block)
     finish(result, dense)
     return result
+
+
+def _hashed_blocks(
+    folder: Path, manifest: Manifest, name: str, storage: HashedRows
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield IDs and rows of a hashed table, some at a time, by key. A fixed table has the IDs of its rows."""
+    record, prefix = manifest.tensors.get(name), name.removesuffix("weight")
+    if record is None or len(record.shape) != 2 or not _fits(record.shape, storage):
+        there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
+        raise ValueError(
+            f"{folder}: {name!r} must have at most {storage.max_rows:,} rows of {storage.dim} columns, the "
+            f"checkpoint has {there}. Give the model that was saved, and entry, its name in the saved state."
+        )
+    has_ids, first = f"{prefix}{IDS}" in manifest.tensors, 0
+    for rows in whole_blocks(folder, manifest, name, record):
+        span = (first, first + len(rows))
+        ids = read_rows(folder, manifest, f"{prefix}{IDS}", span) if has_ids else torch.arange(*span)
+        order = mix(ids, storage.keys.seed).argsort()
+        first = span[1]
+        yield ids[order], rows[order]
+
+
+def _fits(shape: Sequence[int], storage: HashedRows) -> bool:
+    return shape[0] <= storage.max_rows and shape[1] == storage.dim
+
+
+def _coded(
+    stored: Iterator[tuple[Tensor, Tensor]], storage: HashedRows, data_type: DataType, rounding: Rounding
+) -> Iterator[RowBlock]:
+    for ids, rows in stored:
+        coded = encoded(rows, data_type, rounding, storage.name, ids=ids)
+        yield block_of(coded, mix(ids, storage.keys.seed), storage, (0, storage.dim))
 
 
 def _streamed(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:
@@ -110,12 +155,13 @@ def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
     tables = {}
     for module in model.modules():
         if isinstance(module, TableCollection):
+            num_rows = rows_by_table(module)
             for config, weight in module.tables().values():
                 storage = storage_of(config, weight)
                 used = config.embedding_dim * (config.data_type.bits or 8 * storage.dtype.itemsize)
                 tables[config.name] = {
                     "data_type": str(config.data_type),
-                    "bytes": storage.num_bytes(config.num_embeddings, config.embedding_dim),
+                    "bytes": storage.num_bytes(num_rows[config.name], config.embedding_dim),
                     "padding_bits": 8 * storage.columns(config.embedding_dim) - used - 32
                     if storage.bits
                     else 0,

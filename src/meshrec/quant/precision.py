@@ -49,11 +49,17 @@ def check_rounding(rounding: Rounding) -> None:
 
 
 def encoded(
-    numbers: Tensor, data_type: DataType, rounding: Rounding, table: str, *, first_row: int = 0
+    numbers: Tensor,
+    data_type: DataType,
+    rounding: Rounding,
+    table: str,
+    *,
+    first_row: int = 0,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Return whole rows [n, D], from ``first_row`` on, as rows of another type.
 
-    Rows that have the type already are returned without a copy.
+    Rows that have the type already are returned without a copy. ``ids`` are those of a hashed table's rows.
 
     Raises:
         ValueError: a value is NaN, infinite, or outside the type's range; the error names table and row.
@@ -61,22 +67,26 @@ def encoded(
     if not data_type.bits:
         rows = numbers.to(data_type.dtype)
         if rows is not numbers:
-            check_rows(rows, data_type, table, first_row=first_row)
+            check_rows(rows, data_type, table, first_row=first_row, ids=ids)
         return rows
     try:
         return _coded(numbers, data_type.bits, rounding)
     except ValueError:
-        check_rows(numbers.half(), data_type, table, first_row=first_row)
+        check_rows(numbers.half(), data_type, table, first_row=first_row, ids=ids)
         raise
 
 
-def check_rows(rows: Tensor, data_type: DataType, table: str, *, first_row: int = 0) -> None:
+def check_rows(
+    rows: Tensor, data_type: DataType, table: str, *, first_row: int = 0, ids: Tensor | None = None
+) -> None:
     """Raise ValueError if a row contains NaN or infinity."""
     for first, block in zip(range(0, len(rows), _BLOCK_ROWS), rows.split(_BLOCK_ROWS), strict=True):
         bad = ~block.isfinite().all(1)
         if bool(bad.any()):
+            row = first + int(bad.nonzero()[0])
+            which = f"row {first_row + row}" if ids is None else f"the row of ID {int(ids[row])}"
             raise ValueError(
-                f"table {table!r}: row {first_row + first + int(bad.nonzero()[0])} has a number that is NaN, "
+                f"table {table!r}: {which} has a number that is NaN, "
                 f"infinite, or outside the range that {data_type} can hold. Repair the row, or keep the "
                 "table in fp32."
             )

@@ -10,8 +10,9 @@ from torch import nn
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.table_lookup import storage_of
-from meshrec.quant.collections import empty_like
+from meshrec.quant.collections import empty_like, encoded_blocks, rows_by_table
 from meshrec.quant.dense import in_bfloat16
 from meshrec.quant.precision import Rounding, check_rounding, chosen_types, encoded
 from meshrec.quant.sharded import configs_of, quantised_shards
@@ -83,11 +84,6 @@ def checked_types(
     configs: Sequence[BaseEmbeddingConfig], weights: DataType, per_table: Mapping[str, DataType] | None
 ) -> dict[str, DataType]:
     """Return the data type of each table. ``quantize`` lists the errors."""
-    if hashed := [config for config in configs if config.keys is not None]:
-        raise ValueError(
-            f"table {hashed[0].name!r} has hashed keys, and its rows cannot be quantised yet. Serve it as it "
-            "is, or copy its items() into a table with num_embeddings rows."
-        )
     if quantised := [config for config in configs if config.data_type.bits]:
         raise ValueError(
             f"table {quantised[0].name!r} is already quantised ({quantised[0].data_type}). Quantise the "
@@ -123,11 +119,15 @@ def finish(model: nn.Module, dense: DataType | None) -> None:
 
 
 def table_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of the rows of each table, by the table's name, without optimizer state."""
+    """Return the bytes of the rows of each table, by the table's name, without optimizer state.
+
+    A hashed table has the rows of the IDs that are alive.
+    """
     return {
-        config.name: storage_of(config, weight).num_bytes(config.num_embeddings, config.embedding_dim)
+        config.name: storage_of(config, weight).num_bytes(num_rows[config.name], config.embedding_dim)
         for module in model.modules()
         if isinstance(module, TableCollection)
+        for num_rows in [rows_by_table(module)]
         for config, weight in module.tables().values()
     }
 
@@ -140,8 +140,19 @@ def _quantised(
 ) -> TableCollection:
     made = empty_like(module, types, module.bounds_check, output_dtype)
     _, holders = made.table_holders()
+    hashed = module.hashed_tables()
     for config, weight in module.tables().values():
-        if not weight.is_meta:
+        if weight.is_meta:
+            continue
+        if (table := hashed.get(config.name)) is not None:
+            holder = holders._modules[config.name]
+            assert isinstance(holder, HashedHolder)
+            if holder.storage.form == table.storage.form:
+                holder.share(table)
+            else:
+                holder.to_empty(device="cpu")
+                holder.table.load(encoded_blocks(table, holder.storage, types[config.name], rounding))
+        else:
             numbers, data_type = weight.detach(), types[config.name]
             rows = encoded(numbers, data_type, rounding, config.name)
             holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)

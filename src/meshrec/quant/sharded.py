@@ -1,8 +1,8 @@
 """Quantisation of sharded tables under the same plan: each rank quantises its own part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,15 @@ from meshrec.distributed.routing import Routing
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.table_lookup import storage_for
 from meshrec.ops import nbit
-from meshrec.quant.collections import empty_like
+from meshrec.quant.collections import block_of, empty_like
 from meshrec.quant.precision import Rounding, check_rows, encoded
-from meshrec.tables.holdings import Held, Holdings, in_parameter
+from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.tables.holdings import Held, Holdings, in_parameter, in_table
+from meshrec.tables.key_space import key_at
 from meshrec.tables.packing import Packing
 from meshrec.tables.storage import RowStorage, SideRows
 from meshrec.tables.table import RowBlock, TableRows
+from meshrec.tables.waiting import in_span
 
 # R rows of a block
 
@@ -77,11 +80,18 @@ class _Quantised:
         ]
         self.error: str | None = None
         split, local = built.tables.split.held, built.tables.local.held
-        params = {
-            t: self._params_of_whole_rows(split, t)
-            for t, is_cut in enumerate(_cut_by_columns(built.routing))
-            if is_cut and self.storages[t].bits
-        }
+        cut = [t for t, is_cut in enumerate(_cut_by_columns(built.routing)) if is_cut]
+        self._by_key: dict[int, _RowParams] = {}
+        params = {}
+        for t in cut:
+            storage = self.storages[t]
+            if storage.bits and isinstance(storage, HashedRows):
+                here = split.of_table(t)
+                self._by_key[t] = _params_by_key(
+                    [] if here is None else here.tables, storage, self._built.env.shard
+                )
+            elif storage.bits:
+                params[t] = self._params_of_whole_rows(split, t)
         self.split, self.local = self._converted(split, params), self._converted(local, {})
 
     def _params_of_whole_rows(self, held: Holdings, table: int) -> Tensor:
@@ -102,6 +112,9 @@ class _Quantised:
         converted: list[Held] = []
         for each in held.held:
             storage = self.storages[each.packing.table]
+            if isinstance(storage, HashedRows):
+                converted.append(self._hashed(each, storage))
+                continue
             made = Packing(each.packing.rectangles, storage)
             rows = storage.allocate(*made.shape, each.parameter.device)
             for table, target in zip(each.tables, made.views(rows), strict=True):
@@ -118,6 +131,40 @@ class _Quantised:
             converted.append(in_parameter(nn.Parameter(rows, requires_grad=False), made, no_state, None))
         return Holdings(converted)
 
+    def _hashed(self, held: Held, storage: HashedRows) -> Held:
+        packing = Packing(held.packing.rectangles, storage)
+        rows = storage.allocate(0, packing.shape[1], None)
+        made = [storage.table(rectangle, None, None) for rectangle in packing.rectangles]
+        for source, target in zip(held.tables, made, strict=True):
+            assert isinstance(source, HashedTable)
+            try:
+                target.load(self._blocks_of(source, storage))
+            except ValueError as error:
+                self.error = self.error or str(error)
+        return in_table(nn.Parameter(rows, requires_grad=False), packing, made)
+
+    def _blocks_of(self, table: HashedTable, storage: HashedRows) -> Iterator[RowBlock]:
+        data_type, columns = self._types[storage.name], table.rectangle.columns
+        if table.storage.form == storage.form:
+            names = {"waiting", *(part.name for part in storage.row_parts)}
+            for block in table.stream():
+                yield block._replace(parts={n: part for n, part in block.parts.items() if n in names})
+            return
+        for block in table.stream():
+            if "weight" not in block.parts:
+                continue
+            assert isinstance(block.keys, Tensor)
+            numbers, ids = block.parts["weight"], table.ids_of(block.keys)
+            by_key = self._by_key.get(table.rectangle.table)
+            if by_key is None:
+                rows = encoded(numbers, data_type, self._rounding, storage.name, ids=ids)
+            else:
+                own = by_key.params[torch.searchsorted(by_key.keys, block.keys)]
+                for values in (numbers.half(), own):
+                    check_rows(values, data_type, storage.name, ids=ids)
+                rows = nbit.quantize(numbers, storage.bits, own)
+            yield block_of(rows, block.keys, storage, columns)
+
     def _encoded(self, table: int, block: RowBlock, params: Mapping[int, Tensor]) -> Tensor:
         assert isinstance(block.keys, range)
         numbers, first = block.parts["weight"], block.keys.start
@@ -129,6 +176,42 @@ class _Quantised:
         check_rows(numbers.half(), data_type, name, first_row=first)
         check_rows(own, data_type, name, first_row=first)
         return nbit.quantize(numbers, self.storages[table].bits, own)
+
+
+class _RowParams(NamedTuple):
+    """The scales and biases of whole rows, fp16 [n, 2], by key, int64 [n] ascending."""
+
+    keys: Tensor
+    params: Tensor
+
+
+def _params_by_key(tables: Sequence[TableRows], storage: HashedRows, axis: Axis) -> _RowParams:
+    """Return the scale and bias of the whole rows of which this rank has columns. Collective."""
+    found = [(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))]
+    for table in tables:
+        for block in table.stream():
+            if "weight" in block.parts:
+                assert isinstance(block.keys, Tensor)
+                rows = block.parts["weight"].float()
+                found.append((block.keys, rows.amin(1), rows.amax(1)))
+    keys, least, greatest = _by_key(found)
+    for first in range(0, storage.max_rows, _BLOCK_ROWS):
+        span = [key_at(min(row, storage.max_rows), storage.max_rows) for row in (first, first + _BLOCK_ROWS)]
+        inside = in_span(keys, (span[0], span[1]))
+        own = keys[inside], least[inside], greatest[inside]
+        others, low, high = _by_key(gather_objects(own, axis, "quantising"))
+        place = torch.searchsorted(others, own[0])
+        least[inside], greatest[inside] = low[place], high[place]
+    return _RowParams(keys, nbit.params_of(least, greatest, storage.bits))
+
+
+def _by_key(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Join keys, and the minimum and maximum of the rows of each."""
+    keys, least, greatest = (torch.cat(each) for each in zip(*parts, strict=True))
+    distinct, inverse = torch.unique(keys, return_inverse=True)
+    low = torch.full((len(distinct),), torch.inf).scatter_reduce_(0, inverse, least, "amin")
+    high = torch.full((len(distinct),), -torch.inf).scatter_reduce_(0, inverse, greatest, "amax")
+    return distinct, low, high
 
 
 def _extremes(tables: Sequence[TableRows], first: int, end: int, axis: Axis) -> Tensor:
@@ -167,6 +250,7 @@ def _sharded(
         trained=[False] * num_tables,
     )
     made = assemble(blueprint, contents)
+    made.tables.recount()
     return type(module)(empty_like(module, types, options.bounds_check, output_dtype), made)  # type: ignore[arg-type]
 
 
@@ -179,6 +263,8 @@ def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorag
 
 
 def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
+    if isinstance(before, HashedRows):
+        return replace(before, dtype=data_type.dtype, bits=data_type.bits)
     stays = before.dtype == data_type.dtype and not isinstance(before, SideRows)
     return before if stays else storage_for(data_type)
 

@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
 
 
 def write_phases(path: str | Path, times: Iterable[PhaseTime]) -> None:
-    """Append measurements to a run's ``phases.jsonl``."""
+    """Add measurements to a run's ``phases.jsonl``."""
     with Path(path).open("a") as file:
         for time in times:
             file.write(json.dumps(time._asdict()) + "\n")

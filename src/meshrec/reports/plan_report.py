@@ -73,7 +73,7 @@ class PlanReport(NamedTuple):
     replicated: list[str]
     warnings: list[str]
     inputs: dict[str, Any]
-    """What the planner reckoned with: batch size, topology with the hardware, tables, and constraints."""
+    """The input of the planner: batch size, topology with the hardware, tables, and constraints."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""

@@ -1,28 +1,34 @@
 """The export of a training run as a package."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data import Dataset
 from meshrec.data.faults import Faults
+from meshrec.data.log_columns import ITEM
+from meshrec.data.logs import requests_of_histories, vocabulary_of
+from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.export.package import export
 from meshrec.export.raw_values import RawValues
 from meshrec.export.towers import Side, Tower
 from meshrec.export.whole_tables import give_rows
+from meshrec.models import HistoryModel
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copied_but_for
 from meshrec.runs.fitting import data_of_run, features_of
+from meshrec.runs.recommending import ItemValues
 from meshrec.runs.saved_recipe import load_recipe
+from meshrec.train.log_sources import LogSource
 from meshrec.train.losses import Tasks
 from meshrec.train.progress import origin_of
-from meshrec.train.recipe import FittedSource, Recipe
+from meshrec.train.recipe import Recipe, TableSource
 from meshrec.train.run_folder import RunFolder
 
 
@@ -79,27 +85,66 @@ def export_run(
         model, said = _quantised(model, Path(quantised), run.path.name)
         about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
         rounding = said["rounding"]
-    features, num_dense = [feature.name for feature in dataset.features], dataset.num_dense
-    raw = _raw_values(recipe, run, dataset)
+    parts = _parts(model, recipe, run, dataset)
     if tower is not None:
-        model = Tower(model, tower)
-        features = [feature for feature in features if feature in model.features]
-        num_dense, about = model.num_dense, {**about, "tower": tower}
-        raw = None if raw is None else raw.of(features, dense=bool(num_dense))
+        parts, about = _of_tower(parts, tower), {**about, "tower": tower}
     return export(
-        model,
+        parts.model,
         folder,
-        features=features,
-        num_dense=num_dense,
-        scores=recipe.loss.scores if tower is None else None,
+        features=parts.features,
+        num_dense=parts.num_dense,
+        scores=parts.scores,
         shared=shared,
-        raw=raw,
+        raw=parts.raw,
+        items=parts.items,
         rounding=rounding,
         about=about,
         compile=compile,
         torchscript=torchscript,
         sign=sign,
     )
+
+
+class _PackageParts(NamedTuple):
+    """The parts of a package; see `export`."""
+
+    model: nn.Module
+    features: list[str]
+    num_dense: int
+    raw: RawValues | None
+    scores: Callable[[Tensor], Tensor] | None
+    items: RankedItems | None = None
+
+
+def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
+    """Return the parts of a whole model, or the query and the items of a model of next items."""
+    if not isinstance(model, HistoryModel):
+        features, raw = [feature.name for feature in dataset.features], _raw_values(recipe, run, dataset)
+        return _PackageParts(model, features, dataset.num_dense, raw, recipe.loss.scores)
+    if not isinstance(recipe.data, LogSource):
+        raise ValueError(
+            f"{run.path} was trained on {type(recipe.data).__name__}, and a package of next items needs a "
+            "log. Train on meshrec.train.Log, or export a module of your own with meshrec.export.export."
+        )
+    fitted = features_of(run)
+    query, found = NextItemQuery(model), ItemValues.of(recipe.data, fitted)
+    raw = RawValues(
+        *requests_of_histories(
+            vocabulary_of(fitted, ITEM),
+            history=recipe.data.history,
+            times=query.reads_times,
+            seen=dataset.seen is not None,
+        )
+    )
+    return _PackageParts(query, raw.keys, 0, raw, None, RankedItems.of(query, found.ids, found.values))
+
+
+def _of_tower(parts: _PackageParts, tower: Side) -> _PackageParts:
+    """Return the parts of one tower of a model."""
+    model = Tower(parts.model, tower)
+    features = [feature for feature in parts.features if feature in model.features]
+    raw = None if parts.raw is None else parts.raw.of(features, dense=bool(model.num_dense))
+    return _PackageParts(model, features, model.num_dense, raw, None)
 
 
 def _with_rows(model: nn.Module) -> nn.Module:
@@ -140,7 +185,7 @@ def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module,
 
 
 def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:
-    if not isinstance(recipe.data, FittedSource) or dataset.has_id_weights:
+    if not isinstance(recipe.data, TableSource) or dataset.has_id_weights:
         return None
     from meshrec.data.frames import open_tables
     from meshrec.data.tables import Tables

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from meshrec.metrics import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
+from meshrec.metrics import Interval, bootstrap_intervals, grouped_auc, place_intervals, sliced_metrics
 from meshrec.runs.scoring import Scorer, gathered
 from meshrec.train.evaluation import Scored
-from meshrec.train.losses import BinaryCrossEntropy
+from meshrec.train.losses import BinaryCrossEntropy, NextItem
 from meshrec.train.ranks import Ranks
 
 _MOST_SLICES = 20
@@ -54,10 +54,16 @@ def judge(
     Raises:
         ValueError: a column does not exist; raised before anything is scored.
     """
-    if (by or group is not None or draws) and not isinstance(scorer.recipe.loss, BinaryCrossEntropy):
+    loss = scorer.recipe.loss
+    if (by or group is not None) and not isinstance(loss, BinaryCrossEntropy):
         raise ValueError(
-            f"the run's loss is {type(scorer.recipe.loss).__name__}: slices, GAUC and intervals are of one "
-            "label of clicks. Leave --by, --group and --intervals out."
+            f"the run's loss is {type(loss).__name__}: slices and GAUC are of one label of clicks. Leave "
+            "--by and --group out."
+        )
+    if draws and not isinstance(loss, BinaryCrossEntropy | NextItem):
+        raise ValueError(
+            f"the run's loss is {type(loss).__name__}: intervals are of one label of clicks, or of next "
+            "items. Leave --intervals out."
         )
     reader = scorer.dataset.train
     names = list(dict.fromkeys([*by, *([] if group is None else [group])]))
@@ -66,7 +72,7 @@ def judge(
     if not ranks.is_first:
         return None
     whole = _joined(found)
-    metrics = scorer.recipe.loss.metrics(whole.logits_B, whole.labels_B, gather=False)
+    metrics = loss.metrics(whole.logits_B, whole.labels_B, gather=False)
     slices = {}
     for name in names:
         assert whole.rows_B is not None
@@ -77,7 +83,10 @@ def judge(
         if name in by:
             slices[name] = _slices(whole, values, numbers)
     intervals = {}
-    if draws:
+    if draws and isinstance(loss, NextItem):
+        losses, places = whole.logits_B.unbind(1)
+        intervals = place_intervals(losses, places, ks=loss.ks, num=draws, seed=seed)
+    elif draws:
         intervals = bootstrap_intervals(whole.logits_B, whole.labels_B, num=draws, seed=seed)
     return Judged(metrics, intervals, slices)
 

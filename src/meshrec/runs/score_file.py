@@ -56,7 +56,7 @@ def write_scores(
         raise ValueError(f"--keep {' '.join(names)}: scores are named {titles}; rename the data's columns.")
     columns = _ColumnReader(reader, names)
     num_empty = 0
-    with _writer(out) as write:
+    with table_writer(out) as write:
         for scores in _whole(scored, reader.num_samples, loss, len(titles)):
             num_empty += scores[0].null_count
             write(pa.table({**columns.take(len(scores[0])), **dict(zip(titles, scores, strict=True))}))
@@ -102,7 +102,7 @@ class _ColumnReader:
 
 
 @contextmanager
-def _writer(out: Path) -> Iterator[Callable[[Any], None]]:
+def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
     """Open a writer of tables. The file appears only when all tables are written without an error."""
     import pyarrow as pa
     import pyarrow.csv as csv

@@ -67,15 +67,28 @@ def load_scorer(
     Raises:
         ValueError: the run or the checkpoint does not exist, or the data has another form.
     """
-    checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
     dataset = open_data(_handling(recipe.data, on_error), run, paths, labelled=labelled)
+    model, step = load_model(run, ranks, recipe, dataset, step=step, last=last)
+    features = features_of(run) if isinstance(recipe.data, FittedSource) else None
+    return Scorer(model, recipe, dataset, step, features)
+
+
+def load_model(
+    run: RunFolder, ranks: Ranks, recipe: Recipe, dataset: "Dataset", *, step: int | None, last: bool
+) -> tuple[nn.Module, int | None]:
+    """Build a run's model for a dataset on the current number of ranks, and return it with its step.
+
+    Collective.
+    """
+    checkpoint = find_checkpoint(run.path, step=step, last=last)
     # Nothing is updated here, so no optimizer state is allocated.
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
-    model = build(_placed(scored, run, ranks), dataset, ranks).model
+    # A table with hashed keys has its rows in shards, also on one rank.
+    sharded = ranks.size > 1 or any(each.keys is not None for each in dataset.features)
+    model = build(_placed(scored, run, ranks, sharded=sharded), dataset, ranks).model
     load(checkpoint, {"model": model})
-    features = features_of(run) if isinstance(recipe.data, FittedSource) else None
-    return Scorer(model, recipe, dataset, read_manifest(checkpoint).step, features)
+    return model, read_manifest(checkpoint).step
 
 
 def _handling(source: DataSource, on_error: "OnError | None") -> DataSource:
@@ -115,9 +128,9 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
     return replace(dataset, train=dataset.open(paths, labelled), validation=None, test=None)
 
 
-def _placed(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Recipe:
-    placement = replace(recipe.placement, sharded=ranks.size > 1)
-    if ranks.size > 1 and placement.plan is None:
+def _placed(recipe: Recipe, run: RunFolder, ranks: Ranks, *, sharded: bool) -> Recipe:
+    placement = replace(recipe.placement, sharded=sharded)
+    if sharded and placement.plan is None:
         if run.plan.is_file() and (run.read_json(CONFIG) or {}).get("ranks") == ranks.size:
             placement = replace(placement, plan=run.plan)
         elif placement.sharding_types is None and placement.memory_gib is None:

@@ -1,6 +1,6 @@
 """Learned embeddings of a run: the table of a feature, and the value that each row stands for."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,17 @@ from meshrec.train.recipe import FittedSource
 from meshrec.train.run_folder import RunFolder
 
 
-def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: bool = False) -> Tensor:
-    """Load the whole table of a feature, [rows, width], with the weights that the run reports.
+class Vectors(NamedTuple):
+    """The rows of a table, [rows, width]; and the ID of each row of a hashed table, int64 [rows]."""
+
+    rows: Tensor
+    ids: Tensor | None
+
+
+def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: bool = False) -> Vectors:
+    """Load the whole table of a feature with the weights that the run reports.
+
+    A hashed table has the rows of the IDs that are alive, in the order of their keys.
 
     Args:
         run: the run.
@@ -35,10 +44,14 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
     load(checkpoint, {"model": model})
     known: list[str] = []
     for each in collections:
+        hashed = each.hashed_tables()
         for config, weight in each.tables().values():
             known += config.feature_names
+            if feature in config.feature_names and config.name in hashed:
+                ids, rows, _ = hashed[config.name].items()
+                return Vectors(rows, ids)
             if feature in config.feature_names:
-                return weight.detach()
+                return Vectors(weight.detach(), None)
     raise ValueError(
         f"{run.path} has no feature {feature!r} with a table. Name one of "
         f"{known}.{did_you_mean(feature, known)}"

@@ -51,7 +51,7 @@ from meshrec.runs.report import write_report
 from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
 from meshrec.runs.saved_recipe import check_data, describe_data
 from meshrec.runs.source import keep_source
-from meshrec.train.baselines import baselines, ranking_baselines
+from meshrec.train.baselines import baselines
 from meshrec.train.class_loss import Softmax
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
@@ -64,6 +64,7 @@ from meshrec.train.observers import (
     TensorBoardObserver,
 )
 from meshrec.train.query_loss import Ranking
+from meshrec.train.ranking_baselines import ranking_baselines
 from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.remarks import remarks, winner
 from meshrec.train.run_folder import (
@@ -404,11 +405,16 @@ class _Run:
             self._tell(Advanced("baselines", done))
 
         try:
-            ranks_items = isinstance(self._job.recipe.loss, NextItem)
-            if isinstance(self._job.recipe.loss, Softmax | Ranking):
+            loss = self._job.recipe.loss
+            if isinstance(loss, Softmax | Ranking):
                 self._tell(Said("there are no baselines for labels of classes or of queries"))
                 return
-            for name, quality in (ranking_baselines if ranks_items else baselines)(trainer.dataset, tell):
+            found = (
+                ranking_baselines(trainer.dataset, tell, loss=loss)
+                if isinstance(loss, NextItem)
+                else baselines(trainer.dataset, tell)
+            )
+            for name, quality in found:
                 for data, key in (("validation", "baselines"), ("test", "baselines_test")):
                     if data in quality:
                         summary[key][name] = quality[data]

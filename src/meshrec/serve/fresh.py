@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from meshrec.checkpoint.publishing import (
     read_delta,
     read_record,
 )
+from meshrec.modules.served_table import INDEX
+from meshrec.serve.hashed_weights import HashedWeights
 
 _log = logging.getLogger(__name__)
 ROWS_AT_A_TIME = 1024
@@ -51,18 +53,25 @@ class Deltas:
         weights: the package's weights by name; changed in place.
         until: the last delta to apply; None applies all.
         codes: the package's quantised weights.
+        hashed: what the package's manifest says of hashed tables, by the name of their rows.
     """
 
     def __init__(
         self,
         folder: Path,
         about: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
+        weights: MutableMapping[str, Tensor],
         until: int | None = None,
+        *,
         codes: Codes = Codes({}, None),  # noqa: B008 - immutable
+        hashed: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self._folder, self._about, self._weights, self._until = folder, about, weights, until
         self._codes = codes
+        self._hashed = {
+            name: HashedWeights(weights, name, formula, _bits(codes.types.get(name)))
+            for name, formula in (hashed or {}).items()
+        }
         self._published = _published(about)
         self._last: DeltaRecord | None = None
         self._reason = ""
@@ -107,7 +116,13 @@ class Deltas:
 
     def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
         """Yield functions that together apply a delta. Call each while nothing is computed."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        for name, hashed in self._hashed.items():
+            ids, rows = delta.rows.get(name, (nothing, self._weights[name][:0]))
+            yield from hashed.portions(ids, rows, delta.gone.get(name, nothing), ROWS_AT_A_TIME)
         for name, (ids, rows) in delta.rows.items():
+            if name in self._hashed:
+                continue
             table = self._weights[name]
             for start in range(0, len(ids), ROWS_AT_A_TIME):
                 part = slice(start, start + ROWS_AT_A_TIME)
@@ -180,6 +195,7 @@ class Deltas:
         return Delta(
             {name: (ids, coded(name, rows)) for name, (ids, rows) in delta.rows.items()},
             {name: coded(name, tensor) for name, tensor in delta.whole.items()},
+            delta.gone,
         )
 
     def _check(self, record: DeltaRecord, delta: Delta) -> None:
@@ -198,17 +214,40 @@ class Deltas:
                 )
         if record.tracked is not None and record.whole is not None:
             said = {*record.tracked, *record.whole}
-            if said != set(self._weights) or set(record.tracked) & set(record.whole):
+            index = {name.removesuffix("weight") + part for name in self._hashed for part in INDEX}
+            if said != set(self._weights) - index or set(record.tracked) & set(record.whole):
                 raise DeltaError(
                     f"delta {record.number} is of a model with other weights than the package, such as "
-                    f"{sorted(said ^ set(self._weights))[:3]}. Name deltas of its own run."
+                    f"{sorted(said ^ (set(self._weights) - index))[:3]}. Name deltas of its own run."
+                )
+        if set(delta.gone) != set(self._hashed):
+            raise DeltaError(
+                f"delta {record.number} is of a model with other hashed tables than the package, such as "
+                f"{sorted(set(delta.gone) ^ set(self._hashed))[:3]}. Name deltas of its own run."
+            )
+        for name, hashed in self._hashed.items():
+            num = len(delta.rows[name][0]) if name in delta.rows else 0
+            if num > hashed.max_rows:
+                raise DeltaError(
+                    f"delta {record.number}: {num:,} rows of {name!r}, which has at most "
+                    f"{hashed.max_rows:,}. Publish it again."
                 )
         for name, (ids, rows) in delta.rows.items():
+            if name in self._hashed:
+                continue
             last = len(self._weights[name]) - 1
             if len(ids) != len(rows) or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= last):
                 raise DeltaError(
                     f"delta {record.number}: rows of {name!r} lie outside the table. Publish it again."
                 )
+
+
+def _bits(data_type: str | None) -> int:
+    if data_type is None:
+        return 0
+    from meshrec.modules import DataType
+
+    return DataType[data_type].bits
 
 
 def _published(about: Mapping[str, Any]) -> Published | None:

@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from meshrec.export import PackageError, Predictor, check_package
+from meshrec.export.next_items import Recommended
 from meshrec.serve.batching import Batcher, Limits, VersionedScores
 from meshrec.serve.fresh import Codes, Deltas, Freshness, place
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.requests import Request, RequestError
+from meshrec.serve.recommending import ItemsWanted, ItemVectors
+from meshrec.serve.requests import Floats, Request, RequestError
 from meshrec.serve.trial import PackageTrial, WarmUp, scores_of, signature_of
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Served:
         self.about = predictor.about
         self.is_compiled = predictor.is_compiled
         self._predictor, self._deltas = predictor, deltas
+        self._items = ItemVectors(predictor)
         self.batcher = Batcher(self.score, limits, lambda batch: metrics.batched(name, batch))
 
     @property
@@ -109,6 +112,15 @@ class Served:
                 await asyncio.to_thread(self._predictor.check_weights)
             except PackageError as error:
                 return error
+
+    @property
+    def recommends(self) -> bool:
+        """Whether the model's package lists items to recommend."""
+        return self._items.are_known
+
+    def recommend(self, queries: Floats, request: Request, wanted: ItemsWanted) -> Recommended:
+        """Return the best items for the vectors that were computed for a request."""
+        return self._items.best(queries, request, wanted, self.version)
 
     def score(self, request: Request) -> VersionedScores:
         """Compute scores [B], or vectors [B, V], in this thread.
@@ -312,8 +324,9 @@ class Repository:
             return None
         if "run" not in predictor.about or "step" not in predictor.about:
             raise ValueError(f"the package of {name!r} does not say its run. Export it from a run.")
-        codes = Codes(predictor.quantised, predictor.rounding)
-        return Deltas(self._deltas[name], predictor.about, predictor.weights, until, codes)
+        codes, hashed = Codes(predictor.quantised, predictor.rounding), predictor.hashed
+        folder, weights = self._deltas[name], predictor.weights
+        return Deltas(folder, predictor.about, weights, until, codes=codes, hashed=hashed)
 
     def _replace(self, name: str, served: Served | None, reason: str = _UNLOADED) -> None:
         """Replace a model by another version, or by none for the given reason."""

@@ -40,9 +40,10 @@ def schema(repository: Repository) -> dict[str, Any]:
         for action in ("load", "unload"):
             paths[f"/v2/repository/models/{name}/{action}"] = {"post": _operation(f"{action}s the model.")}
         try:
-            signature = repository.get(name).signature
+            served = repository.get(name)
         except RequestError:
             continue  # not ready: nothing is known of its samples
+        signature = served.signature
         sample = _sample(signature)
         parts = {key: {**part, "required": []} for key, part in (("shared", sample), ("sample", sample))}
         common = {
@@ -57,6 +58,9 @@ def schema(repository: Repository) -> dict[str, Any]:
         verb = "predict" if signature.outputs == "scores" else "embed"
         said = f"{signature.outputs.capitalize()} of one sample, of a list, or of samples that share values."
         paths[f"/{verb}/{name}"] = {"post": _operation(said, several)}
+        if served.recommends:
+            said = "The best items for one history, or a list. ?k=20 wants 20, &keep_seen=1 seen ones, too."
+            paths[f"/recommend/{name}"] = {"post": _operation(said, several)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "MeshRec", "version": version_of("meshrec")},
@@ -112,7 +116,9 @@ def _sample(signature: Signature) -> dict[str, Any]:
             "maxItems": size,
         }
     for feature in signature.features if signature.raw is None else ():
-        one: dict[str, Any] = {"type": "integer", "minimum": 0}
+        one: dict[str, Any] = {"type": "integer"}
+        if feature not in signature.any_ids:
+            one["minimum"] = 0
         if feature in signature.rows:
             one["exclusiveMaximum"] = signature.rows[feature]
         properties[feature] = {"oneOf": [one, {"type": "array", "items": one}]}

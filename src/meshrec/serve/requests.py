@@ -46,6 +46,7 @@ class Signature:
         outputs: ``scores``, or ``vectors``.
         shared: features (or "dense") that the model takes once for many samples.
         raw: the conversion of raw values; None if requests must have ids.
+        any_ids: features of which every int64 is an ID.
     """
 
     features: list[str]
@@ -54,6 +55,7 @@ class Signature:
     outputs: str = "scores"
     shared: frozenset[str] = frozenset()
     raw: RawValues | None = None
+    any_ids: frozenset[str] = frozenset()
 
 
 class Request(NamedTuple):
@@ -144,21 +146,10 @@ def checked(
             num_samples = len(dense) if dense.ndim else 0
         else:
             num_samples = len(lengths[own[0]]) if own and lengths[own[0]].ndim else 0
-    if dense is None:
-        dense = np.zeros((1 if DENSE in shared else num_samples, 0), np.float32)
     num_rows = 1 if DENSE in shared else num_samples
-    if dense.shape != (num_rows, signature.num_dense):
-        rows = "1" if DENSE in shared else "samples"
-        raise RequestError(
-            f"dense must be of shape [{rows}, {signature.num_dense}], got {list(dense.shape)} for "
-            f"{num_samples} samples."
-        )
-    finite = np.isfinite(dense)
-    if not finite.all():
-        sample, column = (int(each[0]) for each in np.nonzero(~finite))
-        raise RequestError(
-            f"dense value {column} of sample {sample} is {dense[sample, column]}; it must be a finite number."
-        )
+    if dense is None:
+        dense = np.zeros((num_rows, 0), np.float32)
+    _check_dense(dense, num_rows, signature.num_dense)
     _check_lengths(own, num_samples, values, lengths)
     _check_lengths([feature for feature in signature.features if feature in shared], 1, values, lengths)
     values_F = [values[feature] for feature in signature.features]
@@ -183,6 +174,21 @@ def checked(
         dense = np.repeat(dense, num_samples, axis=0)
     group = np.zeros(num_samples, np.int64) if kept else None
     return Request(dense, values_F, lengths_F, group)
+
+
+def _check_dense(dense: Floats, num_rows: int, num_dense: int) -> None:
+    """Raise RequestError unless the values are finite numbers [num_rows, num_dense]."""
+    if dense.shape != (num_rows, num_dense):
+        raise RequestError(
+            f"dense must be of shape [{num_rows}, {num_dense}], a row for each sample, or 1 where samples "
+            f"share it, got {list(dense.shape)}."
+        )
+    finite = np.isfinite(dense)
+    if not finite.all():
+        sample, column = (int(each[0]) for each in np.nonzero(~finite))
+        raise RequestError(
+            f"dense value {column} of sample {sample} is {dense[sample, column]}; it must be a finite number."
+        )
 
 
 def joined(requests: Sequence[Request]) -> Request:
@@ -239,11 +245,14 @@ def _check_lengths(
 
 
 def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequence[Ints]) -> None:
-    if not values_F:
+    chosen = [place for place, feature in enumerate(signature.features) if feature not in signature.any_ids]
+    if not chosen:
         return
+    features = [signature.features[place] for place in chosen]
+    values_F, lengths_F = ([given[place] for place in chosen] for given in (values_F, lengths_F))
     most = np.iinfo(np.int64).max
     limits = np.repeat(
-        [signature.rows.get(feature, most) for feature in signature.features], [len(v) for v in values_F]
+        [signature.rows.get(feature, most) for feature in features], [len(v) for v in values_F]
     )
     ids = np.concatenate(values_F)
     # A number below 0 is a large one without its sign; so one comparison finds both.
@@ -251,7 +260,7 @@ def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequen
     if not wrong.any():
         return
     place = int(wrong.argmax())
-    for feature, values, lengths in zip(signature.features, values_F, lengths_F, strict=True):
+    for feature, values, lengths in zip(features, values_F, lengths_F, strict=True):
         if place < len(values):
             sample = int(np.searchsorted(lengths.cumsum(), place, side="right"))
             rows = signature.rows.get(feature, most)

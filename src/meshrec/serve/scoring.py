@@ -4,6 +4,7 @@ Most requests are of this kind, and under overload the server must refuse many o
 file answers them on plain ASGI, without the router and the request objects of the other routes.
 """
 
+import asyncio
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Served
 from meshrec.serve.open_inference import HEADER_LENGTH, SCORES, answer
 from meshrec.serve.reading import Body, BodyReader, size_of
+from meshrec.serve.recommending import ItemsWanted, recommended_by
 from meshrec.serve.requests import Floats, RequestError
 from meshrec.serve.writing import JSON_ANSWER, with_numbers
 
@@ -32,9 +34,9 @@ _OUTCOMES = {
     504: "expired",
 }
 _INFER = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?/infer")
-_SAMPLES = re.compile(r"/(?P<kind>predict|embed)(?:/(?P<model>[^/]+))?")
-_OUTPUTS_OF = {"predict": SCORES, "embed": "vectors"}
-_ASK_FOR = {outputs: kind for kind, outputs in _OUTPUTS_OF.items()}
+_SAMPLES = re.compile(r"/(?P<kind>predict|embed|recommend)(?:/(?P<model>[^/]+))?")
+_OUTPUTS_OF = {"predict": SCORES, "embed": "vectors", "recommend": "vectors"}
+_ASK_FOR = {SCORES: "predict", "vectors": "embed"}
 Headers = Mapping[bytes, bytes]
 
 
@@ -48,6 +50,10 @@ class ScoresWanted(NamedTuple):
     model: str | None
     version: str | None
     outputs: str | None
+    recommends: bool = False
+    """Whether the answer shall have items instead of vectors."""
+    items: ItemsWanted = ItemsWanted()
+    """The options of these items."""
 
 
 class Answer(NamedTuple):
@@ -63,7 +69,8 @@ def asked_by(path: str) -> ScoresWanted | None:
     if found := _INFER.fullmatch(path):
         return ScoresWanted(found["model"], found["version"], None)
     if found := _SAMPLES.fullmatch(path):
-        return ScoresWanted(found["model"], None, _OUTPUTS_OF[found["kind"]])
+        kind = found["kind"]
+        return ScoresWanted(found["model"], None, _OUTPUTS_OF[kind], kind == "recommend")
     return None
 
 
@@ -101,6 +108,8 @@ class Scoring:
         began, name, outcome = time.monotonic(), "", "error"
         try:
             name = self._served(asked).name
+            if asked.recommends:
+                asked = asked._replace(items=recommended_by(scope.get("query_string", b"")))
             told = await self._answer(asked, began, dict(scope["headers"]), receive)
             outcome = "ok"
         except RequestError as error:
@@ -143,6 +152,9 @@ class Scoring:
                 200, *await answer(infer, served.name, scored.version, served.signature.outputs, scores)
             )
         said = {"model": served.name, "version": scored.version}
+        if asked.recommends:
+            best = await asyncio.to_thread(served.recommend, scores, infer.request, asked.items)
+            return Answer(200, json.dumps({**said, **best._asdict()}).encode(), dict(JSON_ANSWER))
         return Answer(200, await with_numbers(said, asked.outputs, scores), dict(JSON_ANSWER))
 
     def _check(self, served: Served, asked: ScoresWanted, deadline: float) -> None:
@@ -151,6 +163,10 @@ class Scoring:
             raise RequestError(
                 f"model {served.name!r} gives {served.signature.outputs}, not {asked.outputs}. "
                 f"Ask /{_ASK_FOR[served.signature.outputs]}/{served.name}."
+            )
+        if asked.recommends and not served.recommends:
+            raise RequestError(
+                f"model {served.name!r} has no list of items. Export a run of next items from a log."
             )
         served.batcher.check(deadline)
 

@@ -74,6 +74,7 @@ def signature_of(predictor: Predictor) -> Signature:
         predictor.outputs,
         predictor.shared,
         predictor.raw,
+        predictor.any_ids,
     )
 
 

@@ -7,12 +7,14 @@ the ID with the p-th key. Everything that knows fixed tables (split tensors, che
 knows this one. The counts of IDs that wait for admission are a second list, ``waiting_ids`` and ``waiting``.
 """
 
+import copy
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from meshrec.tables.row_log import RowLog
 from meshrec.tables.streamed import streamed
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
 
@@ -20,11 +22,14 @@ IDS = "ids"
 
 
 class Restful(Protocol):
-    """What a table at rest asks of the table."""
+    """A table that can be shown at rest."""
 
     parts: Sequence[RowPart]
     rectangle: Rectangle
-    rows: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """The memory that the kernels read."""
 
     @property
     def num_changes(self) -> int:
@@ -34,14 +39,29 @@ class Restful(Protocol):
     def block_rows(self) -> int:
         """The number of rows of a block."""
 
+    def places(self, columns: Span) -> Span:
+        """Return where columns lie in the part ``weight``."""
+
+    def columns_at(self, places: Span) -> Span:
+        """Return the columns that lie in a part of ``weight``."""
+
     def listed(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
         """Return the keys, ascending, and their slots."""
 
     def ids_of(self, keys: Tensor) -> Tensor:
         """Return the IDs of keys."""
 
-    def gathered(self, slots: Tensor, columns: Span, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the parts of some rows."""
+    def gathered(
+        self,
+        slots: Tensor,
+        columns: Span,
+        names: Iterable[str] | None = None,
+        frozen: RowLog | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the parts of some rows, as they are now or as a snapshot of their file has them."""
+
+    def freeze(self) -> RowLog | None:
+        """Return a snapshot of the rows that are in a file; None if none are."""
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
         """Replace rows, or parts of them."""
@@ -50,13 +70,17 @@ class Restful(Protocol):
 class _Parts(Mapping[str, Tensor]):
     """The parts of some rows, read when they are asked for."""
 
-    def __init__(self, table: Restful, keys: Tensor, slots: Tensor, columns: Span) -> None:
+    def __init__(
+        self, table: Restful, keys: Tensor, slots: Tensor, columns: Span, frozen: RowLog | None
+    ) -> None:
         self._table, self._keys, self._slots, self._columns = table, keys, slots, columns
+        self._frozen = frozen
 
     def __getitem__(self, name: str) -> Tensor:
         if name == IDS:
             return self._table.ids_of(self._keys)
-        return self._table.gathered(self._slots, self._columns, [name])[name]
+        columns = self._table.columns_at(self._columns)
+        return self._table.gathered(self._slots, columns, [name], self._frozen)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter([part.name for part in self._table.parts] + [IDS])
@@ -79,11 +103,13 @@ class AtRest:
         self._table, self._first = table, first
         self._keys, self._slots = table.listed()
         r = table.rectangle
-        self.rectangle = Rectangle(r.table, first, first + len(self._keys), r.c0, r.c1)
+        # Columns are those of the part: state dicts show codes as they lie in bytes.
+        self.rectangle = Rectangle(r.table, first, first + len(self._keys), *table.places(r.columns))
         self.parts = [*table.parts, RowPart(IDS, torch.int64, True)]
         self.index = None
         self.rows, self.state = table.rows, ()
         self._changes = table.num_changes
+        self._frozen: RowLog | None = None
 
     def is_of(self, table: object) -> bool:
         """Return whether it shows a table as it is now."""
@@ -94,14 +120,15 @@ class AtRest:
         return streamed(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows by position."""
+        """Stream the rows by position."""
         r = self.rectangle
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         columns = columns or r.columns
         for begin in range(first, end, self._table.block_rows):
             here = range(begin, min(begin + self._table.block_rows, end))
             own = slice(here.start - self._first, here.stop - self._first)
-            yield RowBlock(here, columns, _Parts(self._table, self._keys[own], self._slots[own], columns))
+            parts = _Parts(self._table, self._keys[own], self._slots[own], columns, self._frozen)
+            yield RowBlock(here, columns, parts)
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
         """Write rows by position. The IDs stay as they are."""
@@ -112,16 +139,20 @@ class AtRest:
                 keys = self._keys[block.keys.start - self._first : block.keys.stop - self._first]
                 parts = {name: values for name, values in block.parts.items() if name != IDS}
                 if parts:
-                    yield RowBlock(keys, block.columns, parts)
+                    yield RowBlock(keys, self._table.columns_at(block.columns), parts)
 
         self._table.load(by_key())
 
     def snapshot(self) -> RowsSnapshot:
-        """Return itself: a fork keeps the memory as it is."""
-        return self
+        """Return the rows as they are now. A fork keeps memory as it is, and a log what is in a file."""
+        made = copy.copy(self)
+        made._frozen = self._table.freeze()
+        return made
 
     def close(self) -> None:
-        """Do nothing."""
+        """Give the snapshot up."""
+        if self._frozen is not None:
+            self._frozen.close()
 
 
 class RestingState(dict[str, Any]):

@@ -13,6 +13,7 @@ from meshrec.tables.fixed import parts_of
 from meshrec.tables.initial import block_rows
 from meshrec.tables.row_cache import slot_bytes
 from meshrec.tables.row_file import RowFile, file_in, part_bytes
+from meshrec.tables.row_regions import RowRegions
 from meshrec.tables.storage import DenseRows, SideRows
 from meshrec.tables.table import Rectangle, RowPart, Span
 
@@ -66,7 +67,11 @@ class FileBackedRows(DenseRows, SideRows):
     options: FileRows
     name: str
     size: Span
-    may_fail = True
+
+    @property
+    def may_fail(self) -> bool:
+        """True: a disk may fail."""
+        return True
 
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
@@ -84,14 +89,9 @@ class FileBackedRows(DenseRows, SideRows):
         what = f"table {self.name!r}"
         path = file_in(Path(self.options.path), name)
         file = RowFile(path, what, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
-        return FileTable(
-            rectangle,
-            _starts(parts, spec),
-            file,
-            num_slots=self._num_slots(rectangle, parts),
-            region_rows=block_rows(*self.size),
-            name=what,
-        )
+        starts = _starts(parts, spec)
+        stored = RowRegions(file, starts, rectangle, block_rows(*self.size))
+        return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=what)
 
     def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
         num_rows, dim = self.size

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from meshrec.tables.index import Resolved
 from meshrec.tables.row_cache import Misses, RowCache
-from meshrec.tables.row_file import RowFile, RowFileError, memory_for
+from meshrec.tables.row_file import RowFileError, memory_for, places_in
 from meshrec.tables.row_log import RowLog
-from meshrec.tables.row_regions import FirstBlocks, RowRegions
+from meshrec.tables.row_regions import FirstBlocks, RecordedRows
 from meshrec.tables.streamed import streamed
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
@@ -45,16 +45,31 @@ class RowPartStart(NamedTuple):
 
 
 class _Leaving(NamedTuple):
-    """Changed rows on their way to the file."""
+    """Rows that are neither in slots nor in the file: as a rule, on their way to the file."""
 
     keys: Tensor
+    """int64 [N], ascending."""
     rows: list[Tensor]
     written: "Future[None]"
+
+    def without(self, keys: Tensor) -> "_Leaving":
+        """Return those whose keys are not among these, which ascend."""
+        stays = places_in(keys, self.keys) < 0
+        return (
+            self if stays.all() else self._replace(keys=self.keys[stays], rows=[p[stays] for p in self.rows])
+        )
+
+    def plus(self, keys: Tensor, rows: Sequence[Tensor]) -> "_Leaving":
+        """Return these rows and others, which replace those of the same keys."""
+        both = self.without(keys)
+        ascending, order = torch.cat([both.keys, keys]).sort()
+        joined = [torch.cat(pair)[order] for pair in zip(both.rows, rows, strict=True)]
+        return self._replace(keys=ascending, rows=joined)
 
 
 @dataclasses.dataclass
 class RowCounts:
-    """What a table has done so far."""
+    """Counts of the rows that a table has used, read and written so far."""
 
     num_used: int = 0
     """Distinct rows of batches that were in memory."""
@@ -76,6 +91,7 @@ class _Workers:
     def __init__(self) -> None:
         self.reader = ThreadPoolExecutor(1, "meshrec-rows-read")
         self.writer = ThreadPoolExecutor(1, "meshrec-rows-write")
+        self.owner = os.getpid()  # a forked child has no threads
         self.failed: list[Misses] = []
         self.error: RowFileError | None = None
 
@@ -115,9 +131,8 @@ class FileTable:
     Args:
         rectangle: the rows and columns.
         starts: the parts of rows and of their optimizer state.
-        file: the file, empty.
+        stored: the rows in the file.
         num_slots: the number of rows in memory.
-        region_rows: see ``RowRegions``.
         name: what messages call the table.
     """
 
@@ -125,20 +140,23 @@ class FileTable:
         self,
         rectangle: Rectangle,
         starts: Sequence[RowPartStart],
-        file: RowFile,
+        stored: RecordedRows,
         *,
         num_slots: int,
-        region_rows: int,
         name: str,
     ) -> None:
         self.rectangle, self._name = rectangle, name
         self.parts = [start.part for start in starts]
         r = rectangle
         self._cache = RowCache(self.parts, r.c1 - r.c0, num_slots=num_slots)
-        self._regions = RowRegions(file, starts, rectangle, region_rows)
+        self.stored = stored
+        self._born = _Leaving(
+            torch.empty(0, dtype=torch.int64), memory_for(self.parts, 0, r.c1 - r.c0), _done()
+        )
+        """Rows that a batch will bring to memory, which are not in the file."""
         self._leaving: deque[_Leaving] = deque()
         self._snapshots: list[RowLog] = []
-        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._lock = threading.RLock()
         self._workers = _Workers()
         self._last_read: Future[None] = _done()
         self.counts = RowCounts()
@@ -165,7 +183,7 @@ class FileTable:
 
     def begin_with(self, first: FirstBlocks) -> None:
         """Give rows that nobody has written yet their first values from ``first``, when they are needed."""
-        self._regions.first = first
+        self.stored.first = first
 
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the key whose row each of these slots has now."""
@@ -186,9 +204,9 @@ class FileTable:
                 self.counts.num_used += len(used)
                 self.counts.num_read += len(missing)
                 self._check_written()
-                if regions := self._regions.missing(missing):
+                if regions := self.stored.missing(missing):
                     self._settle_writes()  # blocks with rows of two regions are written by one thread only
-                    self._regions.make(regions)
+                    self.stored.make(regions)
                 misses = self._admitted(missing) if len(missing) else None
             except (RowFileError, ValueError) as error:
                 return Resolved(slots.clamp_(min=0), RowsInFlight(self.rectangle[:3], cache, used, error))
@@ -200,12 +218,53 @@ class FileTable:
             arrival = self._brought(misses, used, train)
             return Resolved(slots, RowsInFlight(self.rectangle[:3], cache, used, arrival))
 
+    @torch.no_grad()
+    def begin(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
+        """Give keys new rows, whatever rows they had before; they need not have had any.
+
+        Rows that are not in memory stay beside it until a batch resolves them, or ``drop``.
+
+        Args:
+            keys: int64 [N], ascending.
+            rows: the parts of their rows.
+        """
+        with self._lock:
+            slots = self._cache.find(keys)
+            here = slots >= 0
+            if here.any():
+                self._last_read.exception()  # an old row may be on its way to the slot
+                for part, values in zip(self._cache.memory, rows, strict=True):
+                    part[slots[here]] = values[here]
+                self._cache.dirty[slots[here]] = True
+            if not here.all():
+                self._born = self._born.plus(keys[~here], [values[~here] for values in rows])
+
+    def drop(self, keys: Tensor) -> None:
+        """Remove the rows of some keys, int64 [N] and ascending, which no batch in flight uses. Nothing reads
+        them before ``begin`` or ``load`` gives them others.
+        """
+        with self._lock:
+            self._cache.drop(keys)
+            self._born = self._born.without(keys)
+
+    def log(self, keys: Tensor) -> None:
+        """Write rows that are about to be dropped or replaced to the logs of snapshots.
+
+        Raises:
+            RowFileError: a row cannot be read, or a log cannot be written.
+        """
+        with self._lock:
+            for some in keys.split(self._rows_per_block) if self._snapshots else ():
+                rows = self.rows_at(some)
+                for log in self._snapshots:
+                    log.append_rows(some, rows)
+
     def tensors(self) -> Mapping[str, Tensor]:
         """Return a ``StreamedPart`` for each part."""
         return streamed(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows in blocks."""
+        """Stream the rows in blocks."""
         for first, end in self.spans(keys):
             yield self.block_of(range(first, end), self.rows_at(torch.arange(first, end)), columns)
 
@@ -230,7 +289,7 @@ class FileTable:
         with self._lock:
             self._settle_reads()
             self.counts.num_snapshots += 1
-            path, width = self._regions.file.path, self.rectangle.c1 - self.rectangle.c0
+            path, width = self.stored.file.path, self.rectangle.c1 - self.rectangle.c0
             path = path.with_name(f"{path.name}.log-{self.counts.num_snapshots}")
             log = RowLog(self, path, (self.parts, width), len(self._cache.keys))
             pinned = self._cache.pinned()
@@ -245,7 +304,7 @@ class FileTable:
             self._last_read.exception()  # a read on its way may write to the log
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
-        """Yield the keys of blocks of rows."""
+        """Split keys into those of blocks of rows."""
         r, step = self.rectangle, self._rows_per_block
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         for begin in range(first, end, step):
@@ -275,20 +334,21 @@ class FileTable:
             wanted = torch.ones(len(keys), dtype=torch.bool) if known is None else ~known
             slots = self._cache.find(keys)
             sources = [(slots, self._cache.memory)]
-            sources += [(_places_in(each.keys, keys), each.rows) for each in reversed(self._leaving)]
+            copies = (self._born, *reversed(self._leaving))
+            sources += [(places_in(each.keys, keys), each.rows) for each in copies]
             for places, rows in sources:
                 here = wanted & (places >= 0)
                 for to, part in zip(found, rows, strict=True):
                     to[here] = part[places[here]]
                 wanted &= ~here
             left = wanted.nonzero()[:, 0]
-            self._regions.read(keys[left], found, left)
+            self.stored.read(keys[left], found, left)
             return found
 
     def close(self) -> None:
-        """End the threads and remove the file."""
+        """Stop the threads and remove the file."""
         self._workers.close()
-        self._regions.file.close()
+        self.stored.file.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FileTable":
         raise ValueError(
@@ -299,15 +359,15 @@ class FileTable:
 
     @property
     def _rows_per_block(self) -> int:
-        return max(1, _STREAM_BYTES // self._regions.file.layout.record_bytes)
+        return max(1, _STREAM_BYTES // self.stored.file.layout.record_bytes)
 
     def _guard(self) -> AbstractContextManager[Any]:
         """Return the lock; a forked child, which reads alone, must not wait for it."""
-        return self._lock if os.getpid() == self._owner else nullcontext()
+        return self._lock if os.getpid() == self._workers.owner else nullcontext()
 
     def _settle_reads(self) -> None:
         """Wait for the rows on their way to memory, and give slots back of which the rows never came."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._workers.owner:
             return  # a snapshot was made before the fork, and waited
         self._last_read.exception()
         while self._workers.failed:
@@ -315,7 +375,7 @@ class FileTable:
         self._workers.error = None
 
     def _check_written(self) -> None:
-        """Let go of rows that are in the file by now, and try again what could not be written.
+        """Release rows that are in the file by now, and write again what could not be written.
 
         Raises:
             RowFileError: it still cannot.
@@ -345,7 +405,7 @@ class FileTable:
             self._leaving.popleft()
 
     def _write(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
-        self._regions.file.write(keys, rows, torch.arange(len(keys)))
+        self.stored.file.write(keys, rows, torch.arange(len(keys)))
 
     def _admitted(self, missing: Tensor) -> Misses:
         misses = self._cache.admit(missing)
@@ -373,16 +433,22 @@ class FileTable:
         return self._last_read
 
     def _from_copies(self, misses: Misses) -> Misses | None:
-        """Take rows that are on their way to the file from their copies; return the others."""
+        """Take rows that are not in the file yet from their copies; return the others."""
         wanted = torch.ones(len(misses.keys), dtype=torch.bool)
-        for each in reversed(self._leaving):
+        for each in (self._born, *reversed(self._leaving)):
             if each.keys is misses.old_keys:
                 continue
-            places = _places_in(each.keys, misses.keys)
+            places = places_in(each.keys, misses.keys)
             here = wanted & (places >= 0)
+            if not here.any():
+                continue
+            self._last_read.exception()  # a read for a batch that was given up may go to these slots
             for part, rows in zip(self._cache.memory, each.rows, strict=True):
                 part[misses.slots[here]] = rows[places[here]]
+            if each is self._born:
+                self._cache.dirty[misses.slots[here]] = True
             wanted &= ~here
+        self._born = self._born.without(misses.keys)
         return misses._replace(keys=misses.keys[wanted], slots=misses.slots[wanted]) if wanted.any() else None
 
     def _bring(self, reads: Misses | None, logs: Sequence[tuple[RowLog, Tensor]]) -> None:
@@ -392,7 +458,7 @@ class FileTable:
             if workers.error is not None:
                 raise workers.error  # a row of the batch before, which this one may need, has not come
             if reads is not None:
-                self._regions.file.read(reads.keys, cache.memory, reads.slots)
+                self.stored.file.read(reads.keys, cache.memory, reads.slots)
             for log, slots in logs:
                 log.append(cache.keys, cache.memory, slots)
         except RowFileError as error:
@@ -402,37 +468,27 @@ class FileTable:
             raise
 
     def _load(self, block: RowBlock) -> None:
-        is_range = isinstance(block.keys, range)
-        keys = (
-            torch.arange(block.keys.start, block.keys.stop) if isinstance(block.keys, range) else block.keys
-        )
-        r, places = self.rectangle, torch.arange(len(keys))
-        slots = self._cache.find(keys)
+        span = block.keys if isinstance(block.keys, range) else None
+        keys = torch.arange(span.start, span.stop) if span is not None else block.keys
+        assert isinstance(keys, Tensor)
+        r, stored = self.rectangle, self.stored
         is_whole = block.columns == r.columns and all(part.name in block.parts for part in self.parts)
-        for log in self._snapshots:
-            log.append_rows(keys, self.rows_at(keys))
-        if isinstance(block.keys, range) and is_whole:
-            self._regions.make(self._regions.partly(block.keys.start, block.keys.stop))
-            rows = memory_for(self.parts, len(keys), r.c1 - r.c0)
-        else:
-            self._regions.make(self._regions.missing(keys))
-            rows = self.rows_at(keys)
+        self.log(keys)
+        is_new = span is not None and is_whole  # then regions within it need no first values
+        stored.make(stored.partly(span.start, span.stop) if span and is_new else stored.missing(keys))
+        rows = memory_for(self.parts, len(keys), r.c1 - r.c0) if is_whole else self.rows_at(keys)
         low, high = block.columns[0] - r.c0, block.columns[1] - r.c0
         for part, tensor in zip(self.parts, rows, strict=True):
             if part.name in block.parts:
                 (tensor if part.per_row else tensor[:, low:high]).copy_(block.parts[part.name])
-        self._regions.file.write(keys, rows, places)
-        if is_range:
-            self._regions.made_by(int(keys[0]), int(keys[-1]) + 1)
+        stored.file.write(keys, rows, torch.arange(len(keys)))
+        if span is not None:
+            stored.made_by(span.start, span.stop)
+        self._born = self._born.without(keys)
+        slots = self._cache.find(keys)
         here = slots >= 0
         for to, tensor in zip(self._cache.memory, rows, strict=True):
             to[slots[here]] = tensor[here]
-
-
-def _places_in(keys: Tensor, wanted: Tensor) -> Tensor:
-    """Return the place of each wanted key among ascending keys; -1 where it is not there."""
-    places = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-    return torch.where(keys[places] == wanted, places, -1)
 
 
 def _done() -> "Future[None]":

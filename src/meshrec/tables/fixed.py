@@ -52,7 +52,7 @@ class FixedTable:
         return {part.name: tensor for part, tensor in zip(self.parts, found, strict=True)}
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the memory as one block."""
+        """Stream the memory as one block."""
         r, (c0, c1) = self.rectangle, columns or self.rectangle.columns
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         if first < end and c0 < c1:

@@ -100,7 +100,7 @@ class WholeTables(tbe.Updater):
 
     @property
     def turnovers(self) -> list[Turnover]:
-        """What lets IDs come and go."""
+        """The turnovers, which let IDs of hashed tables come and go."""
         return [] if self._updates.turnover is None else [self._updates.turnover]
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:

@@ -16,7 +16,7 @@ ranks, have the same ones.
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 from weakref import WeakSet, ref
 
@@ -27,11 +27,15 @@ from meshrec.ops.first_rows import uniform_rows
 from meshrec.ops.index import HashIndex, mix, unique, unmix
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
+from meshrec.tables.file_hashed import CachedKeys, HashedFile
+from meshrec.tables.file_rows import FileRows
 from meshrec.tables.growing import GrowingRows
 from meshrec.tables.hashed_books import Books, FreshRows, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
+from meshrec.tables.hashed_parts import columns_at, cut_columns, read_parts, write_parts
 from meshrec.tables.index import Index, Resolved
-from meshrec.tables.storage import DenseRows, SideRows
+from meshrec.tables.row_log import RowLog
+from meshrec.tables.storage import DenseRows, QuantisedRows, SideRows
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
 from meshrec.tables.waiting import Waiting, in_span, waiting_for
 
@@ -61,24 +65,27 @@ class HashedTable:
         device: torch.device | None,
     ) -> None:
         width = rectangle.c1 - rectangle.c0
-        self.rectangle, self.storage, self.index = rectangle, storage, self
+        self.rectangle, self.storage = rectangle, storage
         slots = spec.state_slots() if spec is not None else ()
         self.parts: Sequence[RowPart] = [
             *storage.row_parts,
             *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots),
         ]
-        state = storage.new_state(spec, 1, width, device)
-        own = [torch.zeros(1, dtype=part.dtype) for part in storage.row_parts[1:]]
-        marks = [torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)]
-        row = [torch.zeros(1, width, dtype=storage.dtype), *own, *state, *marks]
-        most = min(_MOST_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
-        self._grown = GrowingRows(row, max_rows=most, name=f"table {storage.name!r}")
-        self.rows = self._grown.tensors[0]
-        self.memory: dict[str, Tensor] = dict(
-            zip([part.name for part in self.parts] + ["", "pins"], self._grown.tensors, strict=True)
+        row = {"weight": torch.zeros(1, storage.columns(width), dtype=storage.dtype)}
+        row |= dict(
+            zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True)
         )
-        """The parts by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many batches in
-        flight have a pending one."""
+        most = min(_MOST_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
+        self.file = HashedFile.of(self.parts, row, rectangle, storage, most) if storage.file else None
+        """The weights and optimizer state, if they are in a file; see [Note: hashed rows in a file]."""
+        if storage.dtype.itemsize == 2 and self.file is None:
+            row["key"] = torch.zeros(1, dtype=torch.int64)
+        row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.kept_parts}
+        row |= {"": torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
+        self._grown = GrowingRows(list(row.values()), max_rows=most, name=f"table {storage.name!r}")
+        self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
+        """The parts in memory by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many
+        batches in flight have a pending one; 16-bit rows have their ``key``, by which they are rounded."""
         self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
         self.waiting = self._new_waiting()
         self.in_flight: WeakSet[PinnedRows] = WeakSet()
@@ -86,9 +93,26 @@ class HashedTable:
         self.books = Books()
 
     @property
+    def rows(self) -> Tensor:
+        """The memory that the kernels read: all rows, or the cache of a file."""
+        return self.memory["weight"] if self.file is None else self.file.table.rows
+
+    @property
     def state(self) -> Sequence[Tensor]:
         """The optimizer state, by slot of the optimizer."""
-        return self._grown.tensors[len(self.storage.row_parts) : -2]
+        if self.file is not None:
+            return self.file.table.state
+        return [self.memory[part.name] for part in self.parts[len(self.storage.row_parts) :]]
+
+    @property
+    def slot_keys(self) -> Tensor | None:
+        """The key of each slot, of 16-bit rows in memory."""
+        return self.memory.get("key")
+
+    @property
+    def index(self) -> Index:
+        """The table itself, or what finds its rows in the cache of a file."""
+        return self if self.file is None else CachedKeys(self.resolve, self.file.slot_keys)
 
     @property
     def num_alive(self) -> int:
@@ -111,7 +135,13 @@ class HashedTable:
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
         """Return the slot of each key; unseen ones get pending slots with their first rows."""
         self.release()
-        return self.give(self.slots.find(keys), keys, train=train)
+        resolved = self.give(self.slots.find(keys), keys, train=train)
+        if self.file is None:
+            return resolved
+        pin = resolved.pin
+        assert isinstance(pin, PinnedRows)
+        cached, pin.arriving = self.file.resolve(resolved.slots, keys, train=train)
+        return Resolved(cached, pin)
 
     def give(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
         """Give pending slots, with their first rows, to the keys whose slot is -1, and pin all slots."""
@@ -123,12 +153,11 @@ class HashedTable:
             self._begin(new, distinct)
             slots[absent] = new[inverse]
             fresh = FreshRows(new, distinct, torch.bincount(inverse, minlength=len(new)))
-        if train:
-            self.books.report.hits -= len(inverse)
         return Resolved(slots, self.hold([slots], train=train, fresh=fresh))
 
     def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: FreshRows | None = None) -> PinnedRows:
         """Pin slots that keys have; ``fresh``: those that were just given."""
+        num_given = 0 if fresh is None else int(fresh.counts.sum())
         pending, num_pending = parts[0][:0], self.slots.num_live - self.num_alive
         if fresh is not None and len(fresh.slots) == num_pending:
             pending = fresh.slots
@@ -138,10 +167,10 @@ class HashedTable:
             slots = torch.cat(list(parts))
             pending = unique(slots[~self.memory[""][slots]])[0]
             self.memory["pins"][pending] += 1
-        if train:
+        if train and self.storage.is_trainable:
             num_read = sum(map(len, parts))
             self.books.report.read += num_read
-            self.books.report.hits += num_read
+            self.books.report.hits += num_read - num_given
         pin = PinnedRows(self, parts, pending, self.released, fresh)
         self.in_flight.add(pin)
         return pin
@@ -186,6 +215,8 @@ class HashedTable:
             pin.pending = torch.cat([pin.pending, held])
             self.memory["pins"][held] += 1
         held = self.memory["pins"][slots] > 0
+        if self.file is not None:
+            self.file.table.log(slots.sort().values)
         self._begin(slots[held], keys[held])
         self._free(slots[~held])
         self.books.report.live -= len(slots)
@@ -200,21 +231,26 @@ class HashedTable:
         if len(slots) == 0:
             return
         before = self._grown.num_rows
-        self._grown.grow(int(slots.max()) + 1, num_written=1)
+        self._grown.grow(int(slots.max()) + 1, num_written=int(self.file is None))
         r = self.rectangle
-        first = self.storage.first_rows(self.ids_of(keys), r.columns)
+        given = {"weight": self.storage.begin(self.ids_of(keys), r.columns), "key": keys}
         # New slots follow each other: a copy of a range is several times as fast.
         in_range = bool((slots.diff() == 1).all())
         place = slice(int(slots[0]), int(slots[0]) + len(slots)) if in_range else slots
-        self.rows.data[place] = first.to(self.rows.dtype)
         again = slots[slots < before]
-        if len(again):
-            for tensor, begin in zip(self._grown.tensors[1:-1], self._grown.first[1:-1], strict=True):
-                tensor[again] = begin
+        for (name, tensor), begin in zip(self.memory.items(), self._grown.first, strict=True):
+            if name in given:
+                tensor.data[place] = given[name].to(tensor.dtype)
+            elif name != "pins" and len(again):
+                tensor.data[again] = begin
+        if self.file is not None:
+            self.file.begin(slots, given["weight"])
 
     def _free(self, slots: Tensor) -> None:
         if len(slots):
             self.slots.remove(self.keys_of(slots))
+            if self.file is not None:
+                self.file.table.drop(slots.sort().values)
 
     # ---- streams ----------------------------------------------------------------------------------
 
@@ -256,21 +292,40 @@ class HashedTable:
 
     def _new_waiting(self) -> Waiting:
         span, storage = (self.rectangle.r0, self.rectangle.r1), self.storage
-        return waiting_for(storage.keys, storage.max_rows, span, storage.name)
+        keys = storage.keys if storage.is_trainable else replace(storage.keys, admit=None)
+        return waiting_for(keys, storage.max_rows, span, storage.name)
+
+    def places(self, columns: Span) -> Span:
+        """Return where columns of the table lie in the part ``weight`` of the whole table's rows."""
+        return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
+
+    def columns_at(self, places: Span) -> Span:
+        """Return the columns of the table that lie in a part of ``weight``: the inverse of ``places``."""
+        return columns_at(places, self.storage, self.rectangle)
 
     @property
     def block_rows(self) -> int:
         """The number of rows of a block."""
         return max(1, _BLOCK_BYTES // max(1, self.rows[:1].nbytes))
 
-    def gathered(self, slots: Tensor, columns: Span, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the parts of some rows."""
-        first, end = (column - self.rectangle.c0 for column in columns)
-        found = {}
-        for name in names if names is not None else [part.name for part in self.parts]:
-            part = self.memory[name].detach()[slots]
-            found[name] = part if part.dim() == 1 else part[:, first:end]
-        return found
+    def gathered(
+        self,
+        slots: Tensor,
+        columns: Span,
+        names: Iterable[str] | None = None,
+        frozen: RowLog | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the parts of some rows; ``frozen``: as this snapshot of the file has them."""
+        r, storage = self.rectangle, self.storage
+        wanted = list(names) if names is not None else [part.name for part in self.parts]
+        found = read_parts(self.memory, slots, wanted, storage, r.c1 - r.c0)
+        if self.file is not None and len(found) < len(wanted):
+            found |= self.file.read(slots, frozen)
+        return cut_columns({name: found[name] for name in wanted}, storage, r, columns)
+
+    def freeze(self) -> RowLog | None:
+        """Return a snapshot of the rows in the file; None if a fork freezes all rows."""
+        return None if self.file is None else self.file.table.snapshot()
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
@@ -280,25 +335,27 @@ class HashedTable:
             ValueError: there would be more rows than the table may have.
         """
         self.release()
-        c0 = self.rectangle.c0
         for block in blocks:
-            keys = block.keys if isinstance(block.keys, Tensor) else torch.arange(*_span(block.keys))
+            keys = block.keys if isinstance(block.keys, Tensor) else torch.tensor(list(block.keys))
             if "waiting" in block.parts:
                 self.waiting.load(keys, block.parts["waiting"])
                 continue
             slots = self.slots.find(keys)
-            new = slots < 0
-            if bool(new.any()):
-                slots[new] = self.slots.insert(keys[new])
-                self._begin(slots[new], keys[new])
-            self.revive(slots[~self.memory[""][slots]])
-            first, end = (column - c0 for column in block.columns)
-            for name, values in block.parts.items():
-                target = self.memory[name].detach()
-                if target.dim() == 1 or end - first == target.shape[1]:
-                    target[slots] = values.to(target.dtype)
-                else:
-                    target[slots[:, None], torch.arange(first, end)] = values.to(target.dtype)
+            absent = slots < 0
+            if bool(absent.any()):
+                slots[absent] = self.slots.insert(keys[absent])
+            self._grown.grow(1 + int(slots.max()) if len(slots) else 0)
+            new = ~self.memory[""][slots]
+            self._begin(slots[new], keys[new])
+            self.revive(slots[new])
+            if self.file is not None:
+                self.file.load(slots, block.columns, block.parts)
+            write_parts(self.memory, slots, block, self.storage, self.rectangle)
+
+    def reserve(self, keys: Tensor) -> None:
+        """Give keys without a slot, ascending, the slots of the rows that will be loaded for them."""
+        self.release()
+        self.slots.insert(keys)
 
     def clear(self) -> None:
         """Forget all rows, and the IDs that wait."""
@@ -322,21 +379,25 @@ class HashedTable:
 
     def snapshot(self) -> RowsSnapshot:
         """Return the rows as they are now, for the forked process that writes a checkpoint."""
-        return self.at_rest()
+        return self.at_rest().snapshot()
 
 
 @dataclass(frozen=True)
 class HashedRows(SideRows):
-    """Rows in fp32, fp16 or bf16 that an index finds. First rows are a function of (seed, table, ID).
+    """Rows of floating-point values or of codes that an index finds.
+
+    First rows are a function of (seed, table, ID); those of codes are rounded by their minimum and maximum.
 
     Args:
-        dtype: of the rows.
+        dtype: of the rows; uint8 for codes.
         keys: the table's choices.
         name: the table's name.
         dim: the width of whole rows.
         max_rows: the number of rows that the table may have.
         bounds: the least first value, and the end.
         init_fn: draws first rows instead, one row ``[1, dim]`` at a time, from torch's default generator.
+        bits: of a code; 0 for floating-point values.
+        file: where weights and optimizer state are, if they are not in memory.
     """
 
     dtype: torch.dtype
@@ -346,22 +407,47 @@ class HashedRows(SideRows):
     max_rows: int
     bounds: tuple[float, float]
     init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
-    bits = 0
-    is_trainable = True
+    bits: int = 0
+    file: FileRows | None = None
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether rows are in a file."""
+        return self.file is not None
+
+    @property
+    def form(self) -> DenseRows | QuantisedRows:
+        """The same rows without their keys."""
+        return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the rows are floating-point values."""
+        return self.bits == 0
+
+    @property
+    def kept_parts(self) -> tuple[RowPart, ...]:
+        """The parts of a row that the eviction policy keeps."""
+        policy = self.keys.evict
+        return policy.parts if policy is not None and self.is_trainable else ()
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """``weight``, and what the eviction policy keeps."""
-        policy = self.keys.evict
-        return (RowPart("weight", self.dtype, False), *(policy.parts if policy is not None else ()))
+        """The parts of the values, and what the eviction policy keeps."""
+        return (*self.form.row_parts, *self.kept_parts)
+
+    @property
+    def counts(self) -> bool:
+        """Whether IDs that wait for admission are counted."""
+        return self.keys.counts and self.is_trainable
 
     def columns(self, dim: int) -> int:
-        """``dim``."""
-        return dim
+        """The elements of a row."""
+        return self.form.columns(dim)
 
     def part_column(self, column: int) -> int:
-        """``column``."""
-        return column
+        """The place of a column in the part ``weight``."""
+        return self.form.part_column(column)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """The memory of the parameter, which has no rows."""
@@ -373,22 +459,22 @@ class HashedRows(SideRows):
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
         """Rows, and what the policy keeps of them."""
-        own = sum(part.dtype.itemsize for part in self.row_parts[1:])
-        return num_rows * (dim * self.dtype.itemsize + own)
+        own = sum(part.dtype.itemsize for part in self.kept_parts)
+        return self.form.num_bytes(num_rows, dim) + num_rows * own
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
         """As of ordinary rows."""
-        return DenseRows(self.dtype).new_state(spec, num_rows, dim, device)
+        return self.form.new_state(spec, num_rows, dim, device)
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """The rows."""
-        return [rows]
+        """The parts of the values."""
+        return self.form.parts(rows, dim)
 
     def encode(self, numbers: Tensor) -> Tensor:
         """In this type."""
-        return numbers.to(self.dtype)
+        return self.form.encode(numbers)
 
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
@@ -411,6 +497,18 @@ class HashedRows(SideRows):
         digest = hashlib.blake2b(f"{self.keys.seed}\n{self.name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2
 
+    def begin(self, ids: Tensor, columns: Span) -> Tensor:
+        """Return the first rows as they lie in memory; codes have the scale and bias of the whole row."""
+        if not self.bits or columns == (0, self.dim):
+            return self.encode(self.first_rows(ids, columns))
+        width = columns[1] - columns[0]
+        found = torch.zeros(len(ids), self.columns(width), dtype=self.dtype)
+        whole = self.parts(self.encode(self.first_rows(ids)), self.dim)
+        first, end = map(self.part_column, columns)
+        for target, part in zip(self.parts(found, width), whole, strict=True):
+            target.copy_(part if part.dim() == 1 else part[:, first:end])
+        return found
+
     def first_rows(self, ids: Tensor, columns: Span | None = None) -> Tensor:
         """Return the first values of rows, fp32 [N, columns]."""
         first, end = columns or (0, self.dim)
@@ -425,7 +523,3 @@ class HashedRows(SideRows):
                 self.init_fn(row)
                 found[number] = row[0, first:end]
         return found
-
-
-def _span(keys: range) -> Span:
-    return keys.start, keys.stop

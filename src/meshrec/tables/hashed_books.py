@@ -35,6 +35,8 @@ class PinnedRows:
     ) -> None:
         self.table, self.pending, self._fresh = table, pending, fresh
         self._parts, self._released = parts, released
+        self.arriving: object = None
+        """The pin of the rows in the cache of a file; an ``ArrivingRows``."""
 
     @property
     def slots(self) -> Tensor:

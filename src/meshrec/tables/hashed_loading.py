@@ -8,6 +8,7 @@ from torch import Tensor
 from meshrec.ops.index import mix
 from meshrec.tables.at_rest import IDS
 from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.tables.storage import check_loadable
 from meshrec.tables.streamed import StreamedPart, values_of
 from meshrec.tables.table import RowBlock
 from meshrec.tables.waiting import in_span
@@ -19,7 +20,7 @@ _BLOCK_ROWS = 1 << 16
 
 def whole_names(storage: HashedRows) -> list[str]:
     """Return the names of everything that a state dict has of a table."""
-    counted = WAITING if storage.keys.counts else ()
+    counted = WAITING if storage.counts else ()
     return [*(part.name for part in storage.row_parts), IDS, *counted]
 
 
@@ -47,7 +48,7 @@ def load_whole(tables: Sequence[HashedTable], values: Mapping[str, Tensor], pref
         for first in range(0, len(ids), _BLOCK_ROWS):
             rows = slice(first, first + _BLOCK_ROWS)
             table.load(own_rows(table, ids[rows], {name: whole[name][rows] for name in names}))
-        if WAITING[0] in whole and len(whole[WAITING[0]]):
+        if storage.counts and WAITING[0] in whole and len(whole[WAITING[0]]):
             table.load(own_counts(table, whole[WAITING[0]], whole[WAITING[1]]))
 
 
@@ -59,7 +60,8 @@ def own_rows(table: HashedTable, ids: Tensor, parts: Mapping[str, Tensor]) -> It
     if len(inside):
         keys, order = keys[inside].sort()
         chosen = inside[order]
-        cut = {name: v[chosen] if v.dim() == 1 else v[chosen, r.c0 : r.c1] for name, v in parts.items()}
+        first, end = table.places(r.columns)
+        cut = {name: v[chosen] if v.dim() == 1 else v[chosen, first:end] for name, v in parts.items()}
         yield RowBlock(keys, r.columns, cut)
 
 
@@ -75,7 +77,10 @@ def checked(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Te
     Raises:
         ValueError: something does not fit the table.
     """
-    weight, dim, most = whole["weight"], storage.dim, storage.max_rows
+    weight, dim, most = whole["weight"], storage.part_column(storage.dim), storage.max_rows
+    check_loadable(weight, f"{prefix}weight", storage)
+    if missing := [part.name for part in storage.form.row_parts if part.name not in whole]:
+        raise ValueError(f"{prefix}{missing[0]} is missing. Load what the quantised model's state_dict gave.")
     if weight.dim() != 2 or weight.shape[1] != dim:
         raise ValueError(
             f"{prefix}weight: the state dict has shape {list(weight.shape)}, and the table {dim} columns. "

@@ -82,7 +82,7 @@ class Holdings:
         return self.parameters[self._owners[rectangle]].requires_grad
 
     def gradients(self, parts: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Combine the gradients of rectangles into one per parameter; None where a parameter has none."""
+        """Merge the gradients of rectangles into one per parameter; None where a parameter has none."""
         return [
             packing.pack([parts[i] for i in own]) if own[0] in parts else None
             for own, packing in zip(self._rectangles(), self.packings, strict=True)
@@ -156,7 +156,7 @@ def allocate(
     trained: Sequence[bool],
     device: torch.device,
 ) -> Holdings:
-    """Allocate memory for rectangles, table by table, and their initial optimizer state.
+    """Make the memory of rectangles, table by table, and their initial optimizer state.
 
     Args:
         rectangles: the rectangles, those of a table side by side.

@@ -166,7 +166,7 @@ def _searched(
 
 
 def pin(slots: Tensor, pins: Sequence[object]) -> None:
-    """Let slots keep their pins: whoever has the tensor has them."""
+    """Store the pins of slots in their tensor: whoever has the tensor has them."""
     vars(slots)["_pins"] = pins
 
 

@@ -19,7 +19,7 @@ _BLOCK_ELEMENTS = 1 << 18
 def initial_rows(
     rows: Span, *, table: str, size: Span, init_fn: Callable[[Tensor], Any], seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the initial fp32 values of rows [r0, r1) in blocks of whole rows, each with its first row.
+    """Draw the initial fp32 values of rows [r0, r1) in blocks of whole rows, each with its first row.
 
     A block is valid until you ask for the next one. ``init_fn`` fills such blocks on the CPU, one after the
     other, from torch's default generator. It must treat all rows alike, since it does not know which rows it

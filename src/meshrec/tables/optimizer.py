@@ -28,7 +28,7 @@ class FusedTable(NamedTuple):
     dim: int
     """The width of the whole table."""
     carriers: Sequence[nn.Parameter] = ()
-    """What has the collected gradients of such a table, see ``tables/carrier.py``."""
+    """The parameters that have the collected gradients of such a table, see ``tables/carrier.py``."""
 
 
 class Deferred(NamedTuple):
@@ -75,7 +75,7 @@ class FusedOptimizer(KeyedOptimizer):
         self.defaults = {}
 
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
-        """Continue with tables that have moved to other parameters.
+        """Take over tables that have moved to other parameters.
 
         Whoever holds this optimizer, its state or its groups sees the new tables.
         """

@@ -57,13 +57,13 @@ class Packing:
         ]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Combine the gradients of the rectangles into one."""
+        """Merge the gradients of the rectangles into one."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)
 
     def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
-        """Combine the sparse gradients of the rectangles into a coalesced one."""
+        """Merge the sparse gradients of the rectangles into a coalesced one."""
         rows = [
             _stretched(part.rows, n) + begin
             for part, n, begin in zip(parts, self._stretch, self._begin, strict=False)

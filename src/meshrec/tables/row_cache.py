@@ -14,7 +14,7 @@ from meshrec.tables.table import RowPart
 
 _MOST_CHANCES = 3
 _BYTES_PER_SLOT = 16 + 8 + 1 + 4 + 8 + 1
-"""Of the index, the key, and the notes of the clock."""
+"""Bytes of a slot besides its row: the index, the key, and the notes of the clock."""
 
 
 def slot_bytes(part_bytes: int) -> int:
@@ -32,7 +32,7 @@ class Misses(NamedTuple):
     old_keys: Tensor
     """int64 [E], ascending: the keys whose changed rows leave memory."""
     old_rows: list[Tensor]
-    """Their parts."""
+    """The parts of these rows."""
 
 
 class RowCache:
@@ -70,7 +70,7 @@ class RowCache:
         return self._index.find(keys.contiguous())
 
     def use(self, slots: Tensor) -> Tensor:
-        """Pin the slots of a new batch, -1 for none, and give each one more chance; return them once each."""
+        """Return the slots of a new batch once each, without -1. Each is pinned, and has one more chance."""
         while self.released:
             self.pins[self.released.popleft()] -= 1
         self._batch += 1
@@ -80,7 +80,10 @@ class RowCache:
         return used
 
     def admit(self, keys: Tensor) -> Misses | None:
-        """Give slots to keys without one, int64 [M] and ascending, and pin them; None if there is no room."""
+        """Give slots to keys without one, int64 [M] and ascending, and pin them.
+
+        Return None if too many slots are pinned.
+        """
         num_free = len(self.keys) - self._index.num_live
         victims = keys[:0]
         if (wanted := len(keys) - num_free) > 0:
@@ -104,10 +107,15 @@ class RowCache:
 
     def forget(self, misses: Misses) -> None:
         """Take the slots of rows back that could not be read; their pins stay until the batch is gone."""
-        here = self.keys[misses.slots] == misses.keys
-        self._index.remove(misses.keys[here])
-        self.keys[misses.slots[here]] = -1
-        self.dirty[misses.slots[here]] = False
+        self.drop(misses.keys[self.keys[misses.slots] == misses.keys])
+
+    def drop(self, keys: Tensor) -> None:
+        """Take the slots of some keys back, as far as they have some, without writing their rows."""
+        slots = self.find(keys)
+        here = slots >= 0
+        self._index.remove(keys[here])
+        self.keys[slots[here]] = -1
+        self.dirty[slots[here]] = False
 
     @property
     def trace(self) -> int:

@@ -30,9 +30,8 @@ from meshrec.tables.table import RowPart
 
 _SECTOR = 512
 _SUFFIX = ".rows"
-THREADS = 32
-"""Threads that read and write. More gave no more on the disks that were measured; a thread sleeps in its
-call."""
+IN_FLIGHT = 128
+"""The requests that the disk has at a time. More gave no more on the disks that were measured."""
 
 
 class RowFileError(RuntimeError):
@@ -72,8 +71,8 @@ class RowFile:
         Raises:
             RowFileError: a record is damaged, or the disk fails.
         """
-        with self._opened() as (file, threads):
-            failures = records.read(file, self.layout, keys, parts, slots, threads=threads)
+        with self._opened() as (file, in_flight):
+            failures = records.read(file, self.layout, keys, parts, slots, in_flight=in_flight)
         self._check(failures, keys, "read")
 
     def write(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
@@ -82,8 +81,8 @@ class RowFile:
         Raises:
             RowFileError: the disk is full, or fails. Some of the rows may have been written.
         """
-        with self._opened() as (file, threads):
-            failures = records.write(file, self.layout, keys, parts, slots, threads=threads)
+        with self._opened() as (file, in_flight):
+            failures = records.write(file, self.layout, keys, parts, slots, in_flight=in_flight)
         self._check(failures, keys, "write")
 
     def close(self) -> None:
@@ -94,7 +93,7 @@ class RowFile:
     def _opened(self) -> Iterator[tuple[int, int]]:
         # A forked child has neither the threads nor, in a background checkpoint, the open file.
         if os.getpid() == self._owner:
-            yield self._file, THREADS
+            yield self._file, IN_FLIGHT
             return
         file = os.open(self.path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if self.is_direct else 0))
         try:
@@ -158,6 +157,14 @@ def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
 
+def places_in(keys: Tensor, wanted: Tensor) -> Tensor:
+    """Return the place of each wanted key among ascending keys, int64 [N]; -1 where it is not there."""
+    if len(keys) == 0:
+        return torch.full_like(wanted, -1)
+    places = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return torch.where(keys[places] == wanted, places, -1)
+
+
 def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tensor]:
     """Return memory for some rows, not filled: a tensor for each part."""
     return [
@@ -201,7 +208,7 @@ def _direct(path: Path) -> int | None:
     parts = [torch.zeros(1, 1, dtype=torch.int8)]
     probe = records.RecordLayout(0, 1, _SECTOR, 5, 0)
     one = torch.ones(1, dtype=torch.int64)
-    if len(records.write(file, probe, one, parts, one - 1, threads=0)):
+    if len(records.write(file, probe, one, parts, one - 1)):
         os.close(file)
         return None
     return file

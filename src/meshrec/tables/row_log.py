@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from meshrec.ops import records
-from meshrec.tables.row_file import RowFileError, memory_for
+from meshrec.tables.row_file import RowFileError, memory_for, places_in
 from meshrec.tables.table import RowBlock, RowPart, Span
 
 _SECTOR = 512
 
 
 class FrozenSource(Protocol):
-    """What a snapshot asks of its table."""
+    """The table of a snapshot."""
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
-        """Yield the keys of blocks."""
+        """Split keys into those of blocks."""
 
     def rows_at(self, keys: Tensor, known: Tensor | None = None) -> list[Tensor]:
         """Return the parts of the rows of some keys as they are now, but for the ``known`` ones."""
@@ -87,8 +87,8 @@ class RowLog:
             RowFileError: the disk is full, or fails.
         """
         places = torch.arange(self._num_rows, self._num_rows + len(slots))
-        # One thread: the file never has a later row and lacks an earlier one.
-        failures = records.write(self._file, self._layout, places, [keys, *memory], slots, threads=0)
+        # One after the other: the file never has a later row and lacks an earlier one.
+        failures = records.write(self._file, self._layout, places, [keys, *memory], slots)
         if len(failures):
             cause = os.strerror(int(failures[0, 1]))
             raise RowFileError(
@@ -102,31 +102,39 @@ class RowLog:
         self.append(keys, rows, torch.arange(len(keys)))
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows as they were at the mark; see ``tables.table.RowsSnapshot``."""
+        """Stream the rows as they were at the mark; see ``tables.table.RowsSnapshot``."""
         for first, end in self._table.spans(keys):
-            known = torch.zeros(end - first, dtype=torch.bool)
-            known[self._logged(first, end)[0] - first] = True
-            parts = self._table.rows_at(torch.arange(first, end), known)
-            keys_here, entries = self._logged(first, end)
-            order = entries.argsort()
-            _, rows = self._read(entries[order])
-            for part, values in zip(parts, rows, strict=True):
-                part[keys_here[order] - first] = values
+            parts = self.rows_at(torch.arange(first, end))
             yield self._table.block_of(range(first, end), parts, columns)
+
+    def rows_at(self, keys: Tensor) -> list[Tensor]:
+        """Return the parts of the rows of some keys, int64 [N] and ascending, as they were at the mark.
+
+        Raises:
+            RowFileError: a row or an entry of the log is damaged.
+        """
+        parts = self._table.rows_at(keys, self._entries(keys) >= 0)
+        entries = self._entries(keys)
+        logged = (entries >= 0).nonzero()[:, 0]
+        logged = logged[entries[logged].argsort()]
+        for part, values in zip(parts, self._read(entries[logged])[1], strict=True):
+            part[logged] = values
+        return parts
 
     def close(self) -> None:
         """Remove the log."""
         self._table.leave(self)
         self._end()
 
-    def _logged(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the keys of [first, end) that are in the log now, once each, and their first entries."""
+    def _entries(self, keys: Tensor) -> Tensor:
+        """Return the first entry of each key in the log as it is now; -1 for a key without one."""
         with suppress(FileNotFoundError):
             self._catch_up()
-        here = ((self._seen >= first) & (self._seen < end)).nonzero()[:, 0]
-        keys, inverse = self._seen[here].unique(return_inverse=True)
-        entries = torch.full_like(keys, len(self._seen)).scatter_reduce_(0, inverse, here, "amin")
-        return keys, entries
+        places = places_in(keys, self._seen)
+        here = (places >= 0).nonzero()[:, 0]
+        none = len(self._seen)
+        found = torch.full_like(keys, none).scatter_reduce_(0, places[here], here, "amin")
+        return torch.where(found < none, found, -1)
 
     def _catch_up(self) -> None:
         count = os.stat(self._path).st_size // self._layout.block_bytes
@@ -142,7 +150,7 @@ class RowLog:
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 here = torch.arange(len(places))
-                failures = records.read(file, self._layout, places, [keys, *rows], here, threads=0)
+                failures = records.read(file, self._layout, places, [keys, *rows], here)
             finally:
                 os.close(file)
             if len(failures):

@@ -1,7 +1,7 @@
-"""The rows of a file with their first values: regions of rows that come into being when one of them is
-needed."""
+"""The rows that a file has, and the first values of the others."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,57 @@ FirstBlocks = Callable[[Span], Iterable[RowBlock]]
 """A function that gives the first values of the rows of some keys."""
 
 
+class RecordedRows(Protocol):
+    """The rows in the file of a table."""
+
+    file: RowFile
+    first: FirstBlocks | None
+
+    def missing(self, keys: Tensor) -> list[int]:
+        """Return the regions of some keys that must be made before a row in them is read or written."""
+
+    def make(self, regions: Iterable[int]) -> None:
+        """Write regions with their first values."""
+
+    def made_by(self, first: int, end: int) -> None:
+        """Record that all rows of [first, end) have been written."""
+
+    def partly(self, first: int, end: int) -> list[int]:
+        """Return the regions that must be made before all rows of [first, end) are written."""
+
+    def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
+        """Read rows to their slots of ``parts``."""
+
+
+@final
+class EveryRow:
+    """Rows that their table writes before it reads them. They have no first values in the file.
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: RowFile) -> None:
+        self.file = file
+        self.first: FirstBlocks | None = None
+        self.read = file.read
+
+    def missing(self, keys: Tensor) -> list[int]:
+        """Return no region."""
+        return []
+
+    def make(self, regions: Iterable[int]) -> None:
+        """Make no region: there are none."""
+
+    def made_by(self, first: int, end: int) -> None:
+        """Record nothing, because no row is read before it is written."""
+
+    def partly(self, first: int, end: int) -> list[int]:
+        """Return no region."""
+        return []
+
+
+@final
 class RowRegions:
     """Rows [r0, r1) in a file that holds only the regions in which a row was needed; see [Note: what the file
     of a table is worth] in ``row_file.py``.
@@ -58,7 +109,7 @@ class RowRegions:
             self._is_written[number] = True
 
     def made_by(self, first: int, end: int) -> None:
-        """Note that all rows of [first, end) have been written."""
+        """Record that all rows of [first, end) have been written."""
         for number in self._within(first, end):
             begin, last = self._span(number)
             self._is_written[number] |= first <= begin and last <= end

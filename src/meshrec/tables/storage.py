@@ -51,7 +51,7 @@ class RowStorage(Protocol):
         """Return the offset in the part ``weight`` at which the value of ``column`` begins."""
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Allocate uninitialised memory ``[num_rows, columns]``."""
+        """Make uninitialised memory ``[num_rows, columns]``."""
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
         """Make the index of a rectangle's rows. Return None if the slot of a key is ``key - first_row``."""
@@ -81,8 +81,10 @@ class SideRows(ABC):
     A sharded module asks it for its tables. An unsharded one has ordinary memory (``RowStorage.allocate``).
     """
 
-    may_fail = False
-    """Whether rows may fail to come on one rank alone, so that ranks ask each other before each lookup."""
+    @property
+    @abstractmethod
+    def may_fail(self) -> bool:
+        """Whether rows may fail to come on one rank alone: ranks then ask each other before each lookup."""
 
     @abstractmethod
     def table(
@@ -185,7 +187,7 @@ class QuantisedRows:
         return [codes, params[:, 0], params[:, 1]]
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """Quantise the rows with FBGEMM's rounding."""
+        """Convert the rows to codes with FBGEMM's rounding."""
         return nbit.quantize(numbers, self.bits)
 
 

@@ -49,7 +49,7 @@ class StreamedPart(Tensor):
         super().__init__()
 
     def blocks(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield the values in blocks of rows, each with its first row and its end."""
+        """Stream the values in blocks of rows, each with its first row and its end."""
         position = 0
         for block in self.source.stream(self.columns, keys=self.keys):
             assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"

@@ -93,7 +93,7 @@ class TableRows(Protocol):
         """Return the parts by name, for state dicts: the memory, or a ``StreamedPart`` for each."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows in blocks of ascending keys.
+        """Stream the rows in blocks of ascending keys.
 
         A block is valid until the table changes. The table must not change before the last block.
 
@@ -113,14 +113,14 @@ class RowsSnapshot(Protocol):
     """The rows of a table as they were at one moment, while training goes on."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows as ``TableRows.stream`` would have done at that moment.
+        """Stream the rows as ``TableRows.stream`` would have done at that moment.
 
         A background checkpoint calls this in a forked process. There, memory that processes share goes on
         changing, and files that were open are closed.
         """
 
     def close(self) -> None:
-        """Release the memory or the files that kept the old rows."""
+        """Remove the memory or the files that kept the old rows."""
 
 
 class SideTable(TableRows, Protocol):

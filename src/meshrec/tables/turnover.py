@@ -256,9 +256,13 @@ class Turnover:
         for i, slots in candidates.items():
             table = self.tables[i]
             names = None if policy.needs_rows else [part.name for part in policy.parts]
-            parts = table.gathered(slots, table.rectangle.columns, names)
-            ids = table.ids_of(table.keys_of(slots)) if policy.needs_rows else slots
-            found[i] = policy.scores(RowsToJudge(ids, parts), due[i].clock)
+            scores = [slots[:0]]
+            # Whole rows may be more than memory holds.
+            for some in slots.split(table.block_rows) if policy.needs_rows else (slots,):
+                parts = table.gathered(some, table.rectangle.columns, names)
+                ids = table.ids_of(table.keys_of(some)) if policy.needs_rows else some
+                scores.append(policy.scores(RowsToJudge(ids, parts), due[i].clock))
+            found[i] = torch.cat(scores)
         if policy.needs_rows:
             sums = self._everyone.row_sums(number, list(found.values()))
             found = dict(zip(found, sums, strict=True))

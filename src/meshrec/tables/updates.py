@@ -312,7 +312,7 @@ class TableUpdates:
         sums: Tensor | None = None,
         runs: tuple[Tensor, Tensor] | tuple[()] = (),
     ) -> None:
-        """Call the kernel, which changes each touched row of these rectangles once."""
+        """Run the kernel, which changes each touched row of these rectangles once."""
         weights, grad, lookups = self._held.weights, *looked_up
         tbe.update(
             grad,

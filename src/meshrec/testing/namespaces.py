@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 
 def why_not() -> str | None:
-    """Why there can be no hosts here; None if there can."""
+    """Return why there can be no hosts here; None if there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     missing = [name for name in ("ip", "tc", "unshare", "nsenter", "mount") if shutil.which(name) is None]

@@ -6,15 +6,15 @@ from meshrec.train.architectures import (
     DINConfig,
     DLRMConfig,
     DLRMDCNConfig,
-    HSTUConfig,
     MultiTaskConfig,
-    SASRecConfig,
     TwoTowerConfig,
     tables_on_meta,
 )
 from meshrec.train.class_loss import Softmax
 from meshrec.train.evaluation import Scored, evaluate, score
+from meshrec.train.log_sources import BooksRatings, Log, LogSource, MovieLensSequences
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
+from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUConfig, SASRecConfig
 from meshrec.train.query_loss import Ranking
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import (
@@ -24,19 +24,22 @@ from meshrec.train.recipe import (
     ModelConfig,
     Placement,
     Recipe,
+    TableSource,
     Training,
 )
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import RunFolder, RunState, find_run
 from meshrec.train.schedule import Schedule
-from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, MovieLensSequences, Parquet, SyntheticClicks
+from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks
 from meshrec.train.trainer import Trainer
 from meshrec.train.watch import LossError
 from meshrec.train.wide_deep import WideDeepConfig
 
 __all__ = [
     "RECIPES",
+    "BERT4RecConfig",
     "BinaryCrossEntropy",
+    "BooksRatings",
     "ClickTowersConfig",
     "Criteo",
     "Csv",
@@ -48,8 +51,11 @@ __all__ = [
     "DenseOptimizer",
     "FittedSource",
     "Frame",
+    "GRU4RecConfig",
     "HSTUConfig",
     "Huber",
+    "Log",
+    "LogSource",
     "Loss",
     "LossError",
     "ModelConfig",
@@ -70,6 +76,7 @@ __all__ = [
     "Softmax",
     "SquaredError",
     "SyntheticClicks",
+    "TableSource",
     "Task",
     "Tasks",
     "Trainer",

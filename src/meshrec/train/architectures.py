@@ -13,14 +13,11 @@ from meshrec.models import (
     DIN,
     DLRM,
     DLRM_DCN,
-    HSTU,
     PLE,
     DeepFMModel,
-    HistoryFeatures,
     Mixture,
     MMoE,
     MultiTask,
-    SASRec,
     SharedBottom,
     TowerRanking,
     TwoTower,
@@ -205,91 +202,6 @@ class MultiTaskConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SASRecConfig(ModelConfig):
-    """SASRec: self-attention over a history predicts the next item; see `meshrec.models.SASRec`."""
-
-    embedding_dim: int = 64
-    """Width of the item table."""
-    table_std: float | None = 0.02
-    """Standard deviation of the table's initial values; if none, small values that depend on the number of
-    rows.
-    """
-    max_length: int = 50
-    """Maximum number of items in a history."""
-    num_blocks: int = 2
-    """Number of attention blocks."""
-    num_heads: int = 1
-    """Number of attention heads."""
-    dropout: float = 0.2
-    """Share of values that training drops."""
-    num_drawn: int = 512
-    """Number of items drawn per training step and rank."""
-
-    def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its table on ``meta``.
-
-        Raises:
-            ValueError: the data does not have an item and exactly one history of it.
-        """
-        item, history = item_and_history(dataset)
-        table = next(each for each in dataset.tables(self.embedding_dim) if item in each.feature_names)
-        return SASRec(
-            sequence_table(table, [history, item], std=self.table_std),
-            history=history,
-            item=item,
-            seen=seen_feature(dataset),
-            max_length=self.max_length,
-            num_blocks=self.num_blocks,
-            num_heads=self.num_heads,
-            dropout=self.dropout,
-            num_drawn=self.num_drawn,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HSTUConfig(ModelConfig):
-    """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
-
-    embedding_dim: int = 64
-    """Width of the item table."""
-    table_std: float | None = 0.02
-    """Standard deviation of the table's initial values; if none, small values that depend on the number of
-    rows.
-    """
-    max_length: int = 50
-    """Maximum number of items in a history."""
-    num_blocks: int = 2
-    """Number of layers."""
-    num_heads: int = 1
-    """Number of attention heads, among which the table's width is divided."""
-    dropout: float = 0.2
-    """Share of values that training drops."""
-    num_drawn: int = 512
-    """Number of items drawn per training step and rank."""
-    temperature: float = 0.05
-    """Divisor of the cosines in the loss."""
-
-    def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its table on ``meta``.
-
-        Raises:
-            ValueError: the data does not have an item and exactly one history of it.
-        """
-        item, history = item_and_history(dataset)
-        table = next(each for each in dataset.tables(self.embedding_dim) if item in each.feature_names)
-        return HSTU(
-            sequence_table(table, [history, item], std=self.table_std),
-            HistoryFeatures(history, item, seen_feature(dataset)),
-            max_length=self.max_length,
-            num_blocks=self.num_blocks,
-            num_heads=self.num_heads,
-            dropout=self.dropout,
-            num_drawn=self.num_drawn,
-            temperature=self.temperature,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TwoTowerConfig(ModelConfig):
     """A user tower and an item tower; the best dot products are searched among all items."""
 
@@ -315,12 +227,7 @@ class TwoTowerConfig(ModelConfig):
                 f"dataset {dataset.name!r} has no catalogue of its items, among which the towers are judged. "
                 "Give Dataset one (item, catalogue)."
             )
-        seen = seen_feature(dataset)
-        tables = [
-            replace(each, feature_names=names)
-            for each in dataset.tables(self.embedding_dim)
-            if (names := [name for name in each.feature_names if name != seen])
-        ]
+        tables = _without_seen(dataset, self.embedding_dim)
         of_items = set(dataset.catalogue.keys())
         towers = TwoTower(
             _on_meta(tables, self.table_std, is_weighted=dataset.has_id_weights),
@@ -333,7 +240,7 @@ class TwoTowerConfig(ModelConfig):
             towers,
             item=dataset.item,
             catalogue=dataset.catalogue,
-            seen=seen,
+            seen=seen_feature(dataset),
             temperature=self.temperature,
         )
 
@@ -362,7 +269,7 @@ class DINConfig(ModelConfig):
             ValueError: the data does not have an item and exactly one history of it.
         """
         item, history = item_and_history(dataset)
-        tables = dataset.tables(self.embedding_dim)
+        tables = _without_seen(dataset, self.embedding_dim)
         own = next(each for each in tables if item in each.feature_names)
         others = [each for each in tables if each is not own]
         bags = _on_meta(others, self.table_std, is_weighted=dataset.has_id_weights) if others else None
@@ -375,6 +282,15 @@ class DINConfig(ModelConfig):
             attention=self.attention,
             over=[*self.over, 1],
         )
+
+
+def _without_seen(dataset: "Dataset", embedding_dim: int) -> list[EmbeddingBagConfig]:
+    """Return the tables of a dataset, none of which a model reads for the items that a user has seen."""
+    return [
+        replace(each, feature_names=names)
+        for each in dataset.tables(embedding_dim)
+        if (names := [name for name in each.feature_names if name != dataset.seen])
+    ]
 
 
 def item_and_history(dataset: "Dataset") -> tuple[str, str]:

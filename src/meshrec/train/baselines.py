@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from meshrec.data import Batch
-from meshrec.metrics import area_under_curve, binary_metrics, place_metrics
-from meshrec.models.next_item import ItemChunk, judge_targets, last_ids
+from meshrec.metrics import area_under_curve, binary_metrics
 from meshrec.modules import PoolingType
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.train.trees import Trees, has_trees
 
 if TYPE_CHECKING:
-    from meshrec.data import Dataset, Reader
+    from meshrec.data import Dataset
 
     Vector = np.typing.NDArray[np.float64]
 
@@ -95,46 +94,6 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
     if has_trees():
         trees = Trees(dataset, train, lambda reader: label(reader.batches(_BATCH)), tell)
         yield Baseline("LightGBM", quality(trees))
-
-
-def ranking_baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
-    """Compute the baseline of next-item models: the most popular items that the user has not seen.
-
-    It is evaluated on the same samples as the model, by the rank of the true next item among all items.
-
-    Raises:
-        ValueError: the dataset names no item.
-    """
-    item = dataset.item
-    if item is None:
-        raise ValueError(f"dataset {dataset.name!r} names no item to rank. Set Dataset.item.")
-    rows = next(each.num_embeddings for each in dataset.features if each.name == item)
-    counts = torch.zeros(rows, dtype=torch.float64)
-    for batch in dataset.train.batches(_BATCH):
-        ids = batch.sparse[item]
-        chosen = torch.repeat_interleave(batch.labels, ids.lengths())
-        counts += torch.bincount(ids.values(), chosen, minlength=rows)
-    # Vectors of width 1: the product of one with an item's vector is the log of the item's share.
-    popularity = torch.log(counts + 1e-3)[:, None]
-
-    def places(reader: "Reader") -> dict[str, float]:
-        found = []
-        for number, batch in enumerate(reader.batches(_BATCH)):
-            tell(min(1.0, number * _BATCH / reader.num_samples))
-            target = last_ids(batch.sparse[item])
-            seen = None if dataset.seen is None else batch.sparse[dataset.seen]
-            one = torch.ones(len(target), 1, dtype=torch.float64)
-            chunks = iter([ItemChunk(0, popularity)])
-            judged = judge_targets(one, popularity[target.clamp(min=0)], target, chunks, seen=seen)
-            found.append(judged[batch.labels > 0])
-        tell(1.0)
-        losses, each_place = torch.cat(found).unbind(1)
-        return place_metrics(losses, each_place, gather=False)
-
-    readers = {"validation": dataset.validation, "test": dataset.test}
-    yield Baseline(
-        "item popularity", {name: places(each) for name, each in readers.items() if each is not None}
-    )
 
 
 def _judge(

@@ -110,7 +110,8 @@ def _allocate(collection: TableCollection, device: torch.device, seed: int) -> N
     """Give tables on ``meta`` the initial values that sharding would give them."""
     collection.to_empty(device=device)
     for config, weight in collection.tables().values():
-        init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
+        if config.keys is None:  # the first rows of others are a function of their IDs
+            init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
 
 
 def _update(recipe: Recipe) -> UpdateMode:

@@ -133,8 +133,8 @@ class NextItem(Loss):
     learned from it.
     """
 
-    ks: tuple[int, ...] = (10,)
-    """Cut-offs of recall@k and NDCG@k. NDCG at the first one selects the best weights."""
+    ks: tuple[int, ...] = (10, 50, 200)
+    """Cut-offs of recall@k, NDCG@k and MRR@k. NDCG at the first one selects the best weights."""
 
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:

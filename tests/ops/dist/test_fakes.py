@@ -29,6 +29,11 @@ def arguments(op):
         "route_ids": route,
         "unpack_ids": (payload[:words], header[:1], [0], 1, False, False),
         "gather_pooled": (torch.rand(12), None, pieces, [3, 3], 2, 3, offsets, segments, num_keys, keys),
+        "gather_coded": (
+            torch.zeros(2 * 2 * 11, dtype=torch.uint8),
+            *(None, pieces, [3, 3], 2, 3, offsets, segments, num_keys, keys),
+            *([0, 1, 2], [3, 3], [3, 3]),
+        ),
         "scatter_pooled": (
             torch.rand(2, 3),
             pieces,
@@ -53,6 +58,7 @@ def arguments(op):
         "route_ids",
         "unpack_ids",
         "gather_pooled",
+        "gather_coded",
         "scatter_pooled",
         "gather_sequence",
         "scatter_sequence",

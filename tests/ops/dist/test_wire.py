@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from tests.ops.dist.wire_cases import FORMATS, drawn_rows, messages
 
 from meshrec.comms import wire
+from meshrec.distributed.pieces import Span, as_tensor, pieces_of
 from meshrec.ops.dist import wire_naive as naive
 
 OPS = torch.ops.meshrec
@@ -63,6 +65,35 @@ def test_ten_thousand_rows_keep_the_stated_bound(format):
     assert torch.equal(decoded[2::17][:3], torch.zeros(3, 32))  # zeros and constants arrive exactly
     constant = (rows[:, :1] == rows).all(1) & (rows[:, 0].abs() > 2.0**-110)
     assert torch.equal(decoded[constant], rows[constant])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_coded_rows_are_added_up_as_they_are_decoded(seed):
+    """Columns of drawn formats and widths for each source; the batch is no multiple of a chunk."""
+    draw = random.Random(seed)
+    sources, batch, width = 3, draw.choice([1, 33, 70]), 90
+    spans = [
+        [Span(source, column, draw.choice([1, 7, 16, 29])) for column in (0, 30, 60)] for source in range(sources)
+    ]
+    pieces = as_tensor(pieces_of(spans))
+    dims = [sum(span.width for span in own) for own in spans]
+    layout = (
+        [0, 3, 6, 9],
+        [span.width for own in spans for span in own],
+        [draw.choice(FORMATS) for _ in range(9)],
+    )
+    rows = [batch] * sources
+    values = torch.randn(batch * sum(dims))
+    message, _ = OPS.wire_encode(values, rows, *layout, [1] * 9, [0] * 9, [0] * 3, None, 2)
+    arguments = None, pieces, dims, batch, width, None, None, 0, []
+    found = OPS.gather_coded(message, *arguments, *layout)
+    expected = OPS.gather_pooled(OPS.wire_decode(message, rows, *layout), *arguments)
+    written = torch.zeros(width, dtype=torch.bool)
+    for *_, size, column, _, _ in pieces.tolist():
+        written[column : column + size] = True
+    assert torch.equal(found[:, written], expected[:, written])
+    with pytest.raises(ValueError, match="received 3 elements in place of"):
+        OPS.gather_coded(message[:3], *arguments, *layout)
 
 
 def test_the_first_row_that_is_not_finite_is_reported():

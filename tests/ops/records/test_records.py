@@ -43,23 +43,23 @@ def file(tmp_path):
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("threads", [0, 1, 5])
+@pytest.mark.parametrize(("in_flight", "ring"), [(0, False), (5, False), (5, True), (300, True)])
 @pytest.mark.parametrize("number", range(DRAWS // 3))
-def test_what_one_writes_the_other_reads(file, number, threads):
+def test_what_one_writes_the_other_reads(file, number, in_flight, ring):
     layout, parts, keys, slots, size = drawn(number)
     os.ftruncate(file, size)
     for first in (0, 1):
         own, places = keys[first::2].contiguous(), slots[first::2].contiguous()
-        assert len(records.write(file, layout, own, parts, places, threads=threads)) == 0
+        assert len(records.write(file, layout, own, parts, places, in_flight=in_flight, ring=ring)) == 0
     once = os.pread(file, size, 0)
     os.ftruncate(file, 0)
     os.ftruncate(file, size)
-    assert len(naive.records_write(file, layout, keys, parts, slots, 0)) == 0
+    assert len(naive.records_write(file, layout, keys, parts, slots, 0, False)) == 0
     assert os.pread(file, size, 0) == once
     read = [torch.zeros_like(part) for part in parts]
     plain = [torch.zeros_like(part) for part in parts]
-    assert len(records.read(file, layout, keys, read, slots, threads=threads)) == 0
-    assert len(naive.records_read(file, layout, keys, plain, slots, 0)) == 0
+    assert len(records.read(file, layout, keys, read, slots, in_flight=in_flight, ring=ring)) == 0
+    assert len(naive.records_read(file, layout, keys, plain, slots, 0, False)) == 0
     for mine, theirs, part in zip(read, plain, parts, strict=True):
         assert torch.equal(mine, theirs)
         assert torch.equal(mine[slots], part[slots])
@@ -71,29 +71,29 @@ def test_damage_and_short_files_are_told(file, number):
     layout, parts, keys, slots, size = drawn(number + 3)
     keys, slots = keys[:20], slots[:20]
     os.ftruncate(file, size)
-    assert len(records.write(file, layout, keys, parts, slots, threads=2)) == 0
+    assert len(records.write(file, layout, keys, parts, slots, in_flight=2)) == 0
     broken = len(keys) // 2
     key = int(keys[broken])
     position = layout.position(key) + layout.offset(key)
     byte = os.pread(file, 1, position)[0]
     os.pwrite(file, bytes([byte ^ 0x10]), position)
-    for read in (records.read, lambda *a, threads: naive.records_read(*a, threads)):
-        assert read(file, layout, keys, parts, slots, threads=3).tolist() == [[broken, records.DAMAGED]]
+    for read in (records.read, lambda *a, in_flight: naive.records_read(*a, in_flight, True)):
+        assert read(file, layout, keys, parts, slots, in_flight=3).tolist() == [[broken, records.DAMAGED]]
     os.ftruncate(file, layout.position(int(keys[-1])))
-    causes = records.read(file, layout, keys[-1:], parts, slots[-1:], threads=1).tolist()
+    causes = records.read(file, layout, keys[-1:], parts, slots[-1:], in_flight=1).tolist()
     assert causes == [[0, records.END_OF_FILE]]
     closed = os.dup(file)
     os.close(closed)
-    assert records.write(closed, layout, keys[:1], parts, slots[:1], threads=1).tolist()[0][1] > 0
+    assert records.write(closed, layout, keys[:1], parts, slots[:1], in_flight=1).tolist()[0][1] > 0
 
 
 def test_a_row_in_the_place_of_another_is_damage(file):
     layout = records.RecordLayout(0, 1, 512, 12, 7)
     parts, one = [torch.ones(2, 2)], torch.tensor([0])
-    records.write(file, layout, one, parts, one, threads=0)
+    records.write(file, layout, one, parts, one)
     os.pwrite(file, os.pread(file, 512, 0), 512)
     both = torch.tensor([0, 1])
-    assert records.read(file, layout, both, parts, both, threads=0).tolist() == [[1, records.DAMAGED]]
+    assert records.read(file, layout, both, parts, both).tolist() == [[1, records.DAMAGED]]
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
@@ -129,4 +129,4 @@ def test_arguments_that_make_no_sense_are_refused(file):
         ((layout._replace(record_bytes=16), keys, parts, keys), "12, its record|8 bytes, its record 12"),
     ):
         with pytest.raises(ValueError, match=match):
-            records.read(file, *bad, threads=0)
+            records.read(file, *bad)

@@ -20,6 +20,7 @@ from meshrec.data.features.keys import Key
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
 from meshrec.data.features.sketches import Counts, Distinct, RowSample
+from meshrec.data.features.times import Times
 from meshrec.data.features.values import hashes_of, is_missing, kind_of, whole
 from meshrec.data.features.vocabulary import Vocabulary
 from meshrec.data.samples import Ints, Samples, Shape
@@ -29,7 +30,8 @@ ColumnFeature = Number | IdFeature
 
 _VERSION = 1
 _KINDS = {
-    each.__name__: each for each in (Number, Hashed, Integer, Key, Vocabulary, Cross, Buckets, DatePart)
+    each.__name__: each
+    for each in (Number, Hashed, Integer, Key, Vocabulary, Times, Cross, Buckets, DatePart)
 }
 
 
@@ -247,7 +249,7 @@ class Features(Encoding):
         return replace(self, labels=(), weight=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """Describe the tables of the IDs for the model.
+        """Return the description of the tables of the IDs for the model.
 
         Raises:
             UnfittedError: a feature is not fitted.

@@ -116,7 +116,7 @@ class IdFeature(ABC):
         return (self.source,) if self.weights is None else (self.source, self.weights)
 
     def feature(self) -> Feature:
-        """Describe the table of the IDs for the model."""
+        """Return the description of the table of the IDs for the model."""
         need_fitted(self)
         return Feature(
             name=self.name,

@@ -26,8 +26,10 @@ _EVICTIONS: dict[str, Callable[[], Eviction | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Key(IdFeature):
-    """Values are 64-bit keys of a table with hashed keys (``meshrec.Hashed``): there is no vocabulary, and no
-    two values share a row. The table gives rows to the values that training meets, and takes them back.
+    """Values as 64-bit keys of a table with hashed keys (``meshrec.Hashed``).
+
+    There is no vocabulary, and no two values share a row. The table gives rows to the values that training
+    meets, and takes them back.
 
     An integer is its own key. The key of a text is its 64-bit hash (`meshrec.data.features.hashes_of`), and
     two texts have the same one in a table of a billion with a chance of 3 %.

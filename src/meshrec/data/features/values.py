@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meshrec.data.faults import DataError
 from meshrec.data.hashing import UInt64s, hash_bytes, mix
 from meshrec.data.samples import Bools, Ints
 
@@ -201,6 +202,35 @@ def numbers_of(array: Any, part: DatePartName | None, unit: TimeUnit) -> npt.NDA
     if part is None:
         return times.cast(pa.int64()).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / 1e6  # type: ignore[no-any-return]
     return _part(times, part).cast(pa.float64()).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def microseconds_of(array: Any, unit: TimeUnit) -> Ints:
+    """Return times as microseconds since 1970, UTC. Texts are dates or times as ISO 8601 writes them.
+
+    Args:
+        array: numbers, times or texts, without nulls.
+        unit: the unit of numbers.
+
+    Raises:
+        DataError: a text is no time, or a number is NaN or too large.
+    """
+    array = _decoded(whole(array))
+    if is_text(array.type):
+        array = _parsed_times(array)
+    times = _times(array, unit).cast(pa.int64())
+    if times.null_count:
+        at = int(times.is_null().to_numpy(zero_copy_only=False).argmax())
+        raise DataError(f"{array[at].as_py()!r} is no time in {unit}. Give the unit of the times")
+    return times.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+
+
+def _parsed_times(texts: Any) -> Any:
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
+        try:
+            return texts.cast(kind)
+        except pa.ArrowInvalid as error:
+            why = error
+    raise DataError(f"texts are no times: {why}. Write them as 2024-05-01 12:30:00, or with a zone") from why
 
 
 def parts_of(array: Any, part: DatePartName, unit: TimeUnit) -> Any:

@@ -116,6 +116,14 @@ class Vocabulary(IdFeature):
         at[at == len(known)] = 0
         return np.where(known[at] == hashes, order[at] + self._first, -1)
 
+    def lookup_values(self, array: Any) -> Ints:
+        """Return the rows of values; -1 where they are missing or not in the vocabulary."""
+        hashes, missing = hashes_and_missing(self._as_fitted(array))
+        rows = self.lookup(hashes)
+        if missing is not None:
+            rows[missing] = -1
+        return rows
+
     def _index(self) -> tuple[UInt64s, Ints]:
         """Return sorted hashes, and the place of each in the vocabulary."""
         found: tuple[UInt64s, Ints] | None = self.__dict__.get("_sorted")

@@ -50,6 +50,7 @@ def _unpack_ids(
     )
 
 
+@_register_fake("meshrec::gather_coded")
 @_register_fake("meshrec::gather_pooled")
 def _gather_pooled(
     received: Tensor,

@@ -215,6 +215,36 @@ def gather_pooled(
     return out
 
 
+def gather_coded(
+    received: Tensor,
+    local: Tensor | None,
+    pieces: Tensor,
+    dims: list[int],
+    batch: int,
+    out_dim: int,
+    offsets: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    begins: list[int],
+    widths: list[int],
+    formats: list[int],
+    link: int = 0,
+    exchange: int = 0,
+) -> Tensor:
+    """Compute ``gather_pooled`` on rows that ``wire_encode`` has encoded, uint8, with a block for each source.
+
+    ``begins``, ``widths``, ``formats``: the columns of each source, see ``wire_naive``. The other arguments
+    are those of ``gather_pooled``.
+    """
+    ops = torch.ops.meshrec
+    values = ops.wire_decode(received, [batch] * len(dims), begins, widths, formats)
+    out: Tensor = ops.gather_pooled(
+        values, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys
+    )
+    return out
+
+
 def scatter_pooled(
     grad: Tensor,
     pieces: Tensor,
@@ -364,4 +394,4 @@ def _check(
         )
 
 
-implement([route_ids, unpack_ids, gather_pooled, scatter_pooled, gather_sequence, scatter_sequence, gather_weight_grads])
+implement([route_ids, unpack_ids, gather_pooled, gather_coded, scatter_pooled, gather_sequence, scatter_sequence, gather_weight_grads])

@@ -12,21 +12,35 @@ __all__ = ["DAMAGED", "END_OF_FILE", "RecordLayout", "read", "used", "victims", 
 
 
 def read(
-    file: int, layout: RecordLayout, keys: Tensor, parts: Sequence[Tensor], slots: Tensor, *, threads: int
+    file: int,
+    layout: RecordLayout,
+    keys: Tensor,
+    parts: Sequence[Tensor],
+    slots: Tensor,
+    *,
+    in_flight: int = 0,
+    ring: bool = True,
 ) -> Tensor:
     """Read rows into memory; see ``naive.records_read``."""
     found: Tensor = torch.ops.meshrec.records_read.default(
-        file, list(layout), keys, [part.detach() for part in parts], slots, threads
+        file, list(layout), keys, [part.detach() for part in parts], slots, in_flight, ring
     )
     return found
 
 
 def write(
-    file: int, layout: RecordLayout, keys: Tensor, parts: Sequence[Tensor], slots: Tensor, *, threads: int
+    file: int,
+    layout: RecordLayout,
+    keys: Tensor,
+    parts: Sequence[Tensor],
+    slots: Tensor,
+    *,
+    in_flight: int = 0,
+    ring: bool = True,
 ) -> Tensor:
     """Write rows from memory; see ``naive.records_write``."""
     found: Tensor = torch.ops.meshrec.records_write.default(
-        file, list(layout), keys, [part.detach() for part in parts], slots, threads
+        file, list(layout), keys, [part.detach() for part in parts], slots, in_flight, ring
     )
     return found
 

@@ -50,7 +50,13 @@ class RecordLayout(NamedTuple):
 
 
 def records_read(
-    file: int, layout: Sequence[int], keys: Tensor, parts: Sequence[Tensor], slots: Tensor, threads: int
+    file: int,
+    layout: Sequence[int],
+    keys: Tensor,
+    parts: Sequence[Tensor],
+    slots: Tensor,
+    in_flight: int,
+    ring: bool,
 ) -> Tensor:
     """Read the rows of some keys into memory.
 
@@ -60,7 +66,8 @@ def records_read(
         keys: int64 [N], ascending.
         parts: the memory of the parts of rows, each ``[height, ...]``.
         slots: int64 [N], where in ``parts`` the row of each key goes.
-        threads: the number of threads that wait for the disk; 0: the caller does.
+        in_flight: requests that the disk has at a time; 0: the caller makes one after the other.
+        ring: let the kernel keep the requests (io_uring) where it can; otherwise threads wait for them.
 
     Returns:
         int64 [failures, 2]: the number of a key, and ``DAMAGED``, ``END_OF_FILE`` or the system's error
@@ -90,7 +97,13 @@ def records_read(
 
 
 def records_write(
-    file: int, layout: Sequence[int], keys: Tensor, parts: Sequence[Tensor], slots: Tensor, threads: int
+    file: int,
+    layout: Sequence[int],
+    keys: Tensor,
+    parts: Sequence[Tensor],
+    slots: Tensor,
+    in_flight: int,
+    ring: bool,
 ) -> Tensor:
     """Write the rows of some keys from memory; see ``records_read``. Other records of their blocks stay."""
     found, failures = RecordLayout(*layout), list[tuple[int, int]]()

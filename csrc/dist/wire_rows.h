@@ -1,0 +1,80 @@
+// Encoded rows in a message: their sizes, and their columns one by one.
+#pragma once
+
+#include <vector>
+
+#include "dist/wire.h"
+#include "isa/kernels.h"
+#include "stable_abi.h"
+
+namespace meshrec {
+
+constexpr int64_t kWireStochastic = 8;
+
+inline int64_t wire_bytes(int64_t format, int64_t dim) {
+  switch (format & ~kWireStochastic) {
+    case kWireFloat:
+      return 4 * dim;
+    case kWireHalf:
+    case kWireBFloat16:
+      return 2 * dim;
+    case kWireInt8:
+      return kWireParamBytes + dim;
+    case kWireInt4:
+      return kWireParamBytes + (dim + 1) / 2;
+    default:
+      fail("wire formats are numbered 0 to ", int(kNumWireCodes) - 1,
+           ", and 8 more if rounding is stochastic; got ", format);
+  }
+}
+
+// The columns of the rows of each block: block b has the columns begins[b] to begins[b + 1].
+struct WireColumns {
+  const std::vector<int64_t>&begins, &widths, &formats;
+  std::vector<int64_t> row_elements, row_bytes;  // by block
+
+  WireColumns(size_t num_blocks, const std::vector<int64_t>& block_begins,
+              const std::vector<int64_t>& column_widths, const std::vector<int64_t>& column_formats)
+      : begins(block_begins), widths(column_widths), formats(column_formats) {
+    if (begins.size() != num_blocks + 1 || begins.front() != 0 || begins.back() != int64_t(widths.size()) ||
+        formats.size() != widths.size())
+      fail("begins must have the first column of each of the ", num_blocks,
+           " blocks and the number of columns, ", widths.size(), "; formats one entry for each column.");
+    for (size_t b = 0; b < num_blocks; ++b) {
+      int64_t elements = 0, bytes = 0;
+      for (int64_t c = begins[b]; c < begins[b + 1]; ++c) {
+        if (widths[c] < 0) fail("a column has ", widths[c], " numbers.");
+        elements += widths[c], bytes += wire_bytes(formats[c], widths[c]);
+      }
+      row_elements.push_back(elements), row_bytes.push_back(bytes);
+    }
+  }
+
+  // Calls work(column, args, first element of the column in its row, first byte) for each column of a block
+  // of rows that is not empty.
+  template <typename Work>
+  void for_each(int64_t block, int64_t num_rows, std::vector<uint8_t>& scratch, const Work& work) const {
+    int64_t element = 0, byte = 0;
+    for (int64_t c = begins[block]; c < begins[block + 1]; ++c) {
+      WireRowsArgs args{};
+      args.row_stride = row_elements[block], args.num_rows = num_rows, args.dim = widths[c];
+      if (int64_t(scratch.size()) <= widths[c]) scratch.resize(widths[c] + 1);
+      args.message_stride = row_bytes[block], args.scratch = scratch.data();
+      args.format = int(formats[c] & ~kWireStochastic), args.stochastic = (formats[c] & kWireStochastic) != 0;
+      if (widths[c] > 0) work(c, args, element, byte);
+      element += widths[c], byte += wire_bytes(formats[c], widths[c]);
+    }
+  }
+
+  // Decodes the columns that have numbers in [first, end) of a row; the others are left as they are.
+  void decode(int64_t block, int64_t num_rows, const uint8_t* message, float* rows,
+              std::vector<uint8_t>& scratch, int64_t first, int64_t end) const {
+    for_each(block, num_rows, scratch, [&](int64_t, WireRowsArgs& args, int64_t element, int64_t byte) {
+      if (element + args.dim <= first || element >= end) return;
+      args.decoded = rows + element, args.message = const_cast<uint8_t*>(message) + byte;
+      kernels().decode_wire(args);
+    });
+  }
+};
+
+}  // namespace meshrec

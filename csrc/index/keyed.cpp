@@ -1,0 +1,216 @@
+// Lookups of raw 64-bit IDs in tables that only read: ops/keyed/naive.py is the reference.
+//
+// A table is its keys (mixed IDs) in ascending order, and the row of each key at the same position. Keys are
+// spread evenly, so the first bits of a key tell where it lies: `starts` has the first position of each of
+// 2^k buckets of about eight keys. A search reads one entry of `starts` and one or two cache lines of keys.
+// All of it is a mapped file, and is read as it is. Rows that came later lie in a second, small table.
+//
+// [Note: rows beside the table]
+//
+// An ID without a row reads its first row, which is computed here, into memory of its own. The kernels read
+// row i of a table at base + i * row_bytes. So that memory begins at a distance from the table that is a
+// whole number of rows, and the slot of such an ID is that number. The kernels need no second case, and no
+// known row is copied.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "host/memory.h"
+#include "index/first_rows.h"
+#include "index/mix.h"
+#include "tbe/batch.h"
+
+namespace meshrec {
+namespace {
+
+constexpr int64_t kGrainIds = 1 << 10, kAtOnce = 64, kScan = 32;
+constexpr int64_t kUnknown = -1, kFirstAdded = -2;  // kFirstAdded - s: row s of the added ones
+constexpr int kPerTable = 4;                        // tensors in `found_by`
+
+class KeyedTable {
+ public:
+  KeyedTable(const Tensor* tensors, int64_t num_rows, int64_t row_bytes, uint64_t seed, int64_t table)
+      : seed_(seed), table_(table) {
+    for (int i = 0; i < 3; ++i) {
+      if (tensors[i].scalar_type() != ScalarType::Long || tensors[i].dim() != (i == 2 ? 2 : 1))
+        fail("the keys of table ", table, " must be int64. Export the model again.");
+      kept_.push_back(as_contiguous(tensors[i]));
+    }
+    kept_.push_back(as_contiguous(tensors[3]));
+    keys_ = kept_[0].const_data_ptr<int64_t>(), num_keys_ = kept_[0].numel();
+    starts_ = kept_[1].const_data_ptr<int64_t>();
+    const int64_t num_buckets = kept_[1].numel() - 1;
+    if (num_keys_ != num_rows || num_buckets < 1 || !std::has_single_bit(uint64_t(num_buckets)))
+      fail("table ", table, " has ", num_rows, " rows, ", num_keys_, " keys and ", num_buckets,
+           " buckets, which do not fit together. Export the model again.");
+    shift_ = 64 - std::countr_zero(uint64_t(num_buckets));
+    added_ = kept_[2].const_data_ptr<int64_t>(), num_added_ = kept_[2].size(1);
+    added_rows_ = static_cast<const char*>(kept_[3].const_data_ptr());
+    num_added_rows_ = kept_[3].size(0);
+    const int64_t added_bytes = kept_[3].dim() == 2 ? kept_[3].size(1) * int64_t(kept_[3].element_size()) : 0;
+    if (kept_[2].size(0) != 2 || (num_added_rows_ > 0 && added_bytes != row_bytes))
+      fail("the rows that were added to table ", table, " are not as wide as the others.");
+  }
+
+  // Writes the slot of each ID in [begin, end) of the batch.
+  void find(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
+    uint64_t keys[kAtOnce];
+    int64_t firsts[kAtOnce], ends[kAtOnce];
+    for (int64_t from = begin; from < end; from += kAtOnce) {
+      const int64_t count = std::min(kAtOnce, end - from);
+      for (int64_t i = 0; i < count; ++i) {
+        keys[i] = mix(uint64_t(batch.id(from + i)), seed_);
+        __builtin_prefetch(starts_ + bucket(keys[i]));
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t* start = starts_ + bucket(keys[i]);
+        firsts[i] = start[0], ends[i] = start[1];
+        if (firsts[i] < 0 || firsts[i] > ends[i] || ends[i] > num_keys_)
+          fail("the keys of table ", table_,
+               " are damaged. Copy the package again, or export the model again.");
+        __builtin_prefetch(keys_ + firsts[i]);
+        __builtin_prefetch(keys_ + firsts[i] + 7);
+      }
+      for (int64_t i = 0; i < count; ++i) slots[from + i] = slot_of(int64_t(keys[i]), firsts[i], ends[i]);
+    }
+  }
+
+  const char* added_row(int64_t slot, int64_t row_bytes) const {
+    if (slot < 0 || slot >= num_added_rows_) fail("table ", table_, " has no added row ", slot, ".");
+    return added_rows_ + slot * row_bytes;
+  }
+
+ private:
+  int64_t bucket(uint64_t key) const {
+    return shift_ == 64 ? 0 : int64_t((key ^ uint64_t(1) << 63) >> shift_);  // keys are in signed order
+  }
+  int64_t slot_of(int64_t key, int64_t first, int64_t end) const {
+    while (end - first > kScan) {  // only where many keys begin alike
+      const int64_t middle = first + (end - first) / 2;
+      (keys_[middle] <= key ? first : end) = middle;
+    }
+    for (; first < end; ++first)
+      if (keys_[first] == key) return first;
+    const int64_t* found = std::lower_bound(added_, added_ + num_added_, key);
+    if (found == added_ + num_added_ || *found != key) return kUnknown;
+    return kFirstAdded - added_[num_added_ + (found - added_)];
+  }
+
+  std::vector<Tensor> kept_;
+  const int64_t *keys_, *starts_, *added_;
+  const char* added_rows_;
+  int64_t num_keys_, num_added_, num_added_rows_;
+  uint64_t seed_;
+  int shift_;
+  int64_t table_;
+};
+
+struct FirstRows {
+  int64_t seed;
+  double low, step;
+};
+
+// The first rows of IDs in the type of a table.
+Tensor typed_first_rows(const std::vector<int64_t>& ids, const FirstRows& first, int64_t dim, int64_t bits,
+                        ScalarType type) {
+  Tensor given = empty_buffer({int64_t(ids.size())}, ScalarType::Long);
+  std::copy(ids.begin(), ids.end(), given.mutable_data_ptr<int64_t>());
+  const Tensor numbers = first_rows(given, first.seed, first.low, first.step, 0, dim);
+  if (bits != 0) return nbit_quantize(numbers, bits, std::nullopt);
+  return type == ScalarType::Float ? numbers : torch::stable::to(numbers, type);
+}
+
+// Gives the negative slots of a table's lookups rows beside the table. Returns the memory of these rows.
+std::vector<Tensor> place_others(const Batch& batch, const std::vector<const Lookup*>& lookups,
+                                 int64_t* const* slots, const KeyedTable& table, const FirstRows& first,
+                                 int64_t bits, int64_t number, Weights& weights) {
+  std::vector<int64_t*> others;
+  std::vector<int64_t> unknown;
+  for (size_t l = 0; l < lookups.size(); ++l) {
+    for (int64_t i = lookups[l]->first_id; i < lookups[l]->first_id + lookups[l]->num_ids; ++i) {
+      int64_t* slot = slots[l] + i;
+      if (*slot >= 0) continue;
+      others.push_back(slot);
+      if (*slot == kUnknown) unknown.push_back(batch.id(i));
+    }
+  }
+  if (others.empty()) return {};
+  const int64_t row_bytes = weights.row_bytes[number], dim = weights.dims[number];
+  const int64_t count = others.size();
+  std::vector<Tensor> kept = {empty_buffer({(count + 1) * row_bytes}, ScalarType::Byte)};
+  const char* source = nullptr;
+  if (!unknown.empty()) {
+    kept.push_back(typed_first_rows(unknown, first, dim, bits, weights.tensors[number].scalar_type()));
+    source = static_cast<const char*>(kept.back().const_data_ptr());
+  }
+  char* target = static_cast<char*>(kept[0].mutable_data_ptr());
+  int64_t distance = 0;
+  if (weights.num_rows[number] == 0) {
+    weights.data[number] = target;
+  } else {
+    const int64_t bytes =
+        reinterpret_cast<intptr_t>(target) - reinterpret_cast<intptr_t>(weights.data[number]);
+    const int64_t rest = bytes % row_bytes;
+    const int64_t skipped = rest == 0 ? 0 : rest < 0 ? -rest : row_bytes - rest;
+    target += skipped;
+    distance = (bytes + skipped) / row_bytes;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const char* row = source;
+    if (*others[i] == kUnknown) {
+      source += row_bytes;
+    } else {
+      row = table.added_row(kFirstAdded - *others[i], row_bytes);
+    }
+    std::memcpy(target + i * row_bytes, row, row_bytes);
+    *others[i] = distance + i;
+  }
+  return kept;
+}
+
+Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits, Tensor values,
+                     Tensor offsets, std::optional<Tensor> sample_weights, std::optional<Tensor> segments,
+                     int64_t num_keys, std::vector<int64_t> keys, std::vector<int64_t> tables,
+                     std::vector<int64_t> pooling, bool flat, std::vector<int64_t> dims, int64_t out_size,
+                     ScalarType out_dtype, bool check_ids, Tensor names, std::vector<int64_t> keyed,
+                     std::vector<Tensor> found_by, std::vector<int64_t> seeds, std::vector<double> firsts) {
+  if (found_by.size() != kPerTable * keyed.size() || seeds.size() != 2 * keyed.size() ||
+      firsts.size() != 2 * keyed.size())
+    fail("there must be four tensors, two seeds and two numbers for each of the ", keyed.size(),
+         " tables with keys.");
+  Weights weights = mixed_weights(weight_list, bits, tables, dims);
+  Batch batch =
+      make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
+  check_dims(batch, weights);
+  std::vector<std::vector<int64_t>> slots(batch.lookups.size());
+  std::vector<std::vector<Tensor>> kept;
+  for (size_t k = 0; k < keyed.size(); ++k) {
+    const int64_t t = keyed[k];
+    if (t < 0 || t >= int64_t(bits.size())) fail("table ", t, " of ", bits.size(), " has keys.");
+    const KeyedTable table(&found_by[kPerTable * k], weights.num_rows[t], weights.row_bytes[t],
+                           uint64_t(seeds[2 * k]), t);
+    std::vector<const Lookup*> own;
+    std::vector<int64_t*> own_slots;
+    for (size_t l = 0; l < batch.lookups.size(); ++l) {
+      Lookup& lookup = batch.lookups[l];
+      if (lookup.table != t) continue;
+      slots[l].resize(lookup.num_ids);
+      int64_t* by_position = slots[l].data() - lookup.first_id;
+      parallel_for(lookup.num_ids, kGrainIds, [&](int64_t begin, int64_t end) {
+        table.find(batch, lookup.first_id + begin, lookup.first_id + end, by_position);
+      });
+      lookup.slots = by_position;
+      own.push_back(&lookup);
+      own_slots.push_back(by_position);
+    }
+    const FirstRows first{seeds[2 * k + 1], firsts[2 * k], firsts[2 * k + 1]};
+    kept.push_back(place_others(batch, own, own_slots.data(), table, first, bits[t], t, weights));
+  }
+  return look_up_all(batch, weights, flat, out_size, out_dtype, check_ids, names);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) { m.impl("keyed_forward", TORCH_BOX(&keyed_forward)); }
+
+}  // namespace meshrec

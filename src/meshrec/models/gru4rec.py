@@ -1,0 +1,80 @@
+"""GRU4Rec: a recurrent network over a user's items that predicts the next one.
+
+Hidasi et al., "Session-based recommendations with recurrent neural networks" (2016). Loss: a sampled softmax,
+as Hidasi and Karatzoglou found better in "Recurrent neural networks with top-k gains for session-based
+recommendations" (2018).
+"""
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from meshrec.models.history_model import (
+    EncodedHistories,
+    HistoryFeatures,
+    HistoryModel,
+    ItemCatalogue,
+    padded,
+)
+from meshrec.models.next_item import SampledSoftmax
+from meshrec.modules import EmbeddingCollection
+from meshrec.sparse import JaggedTensor
+
+
+class GRU4Rec(HistoryModel):
+    """Next-item model of gated recurrent units.
+
+    Args:
+        embedding_collection, features, max_length, softmax, items, device: see `HistoryModel`.
+        num_layers: the number of recurrent layers.
+        hidden_dim: the width of the recurrent state; by default that of the table.
+        dropout: the share of values that are dropped from the items' vectors and between layers.
+
+    Raises:
+        ValueError: the two features do not share exactly one table, or a size is below 1.
+    """
+
+    def __init__(
+        self,
+        embedding_collection: EmbeddingCollection,
+        features: HistoryFeatures,
+        *,
+        max_length: int = 50,
+        num_layers: int = 1,
+        hidden_dim: int | None = None,
+        dropout: float = 0.2,
+        softmax: SampledSoftmax = SampledSoftmax(),  # noqa: B008 - immutable
+        items: ItemCatalogue | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(
+            embedding_collection,
+            features,
+            max_length=max_length,
+            softmax=softmax,
+            items=items,
+            device=device,
+        )
+        hidden_dim = hidden_dim or self.width
+        if min(num_layers, hidden_dim) < 1:
+            raise ValueError(f"num_layers {num_layers} and hidden_dim {hidden_dim} must be at least 1.")
+        self.drop = nn.Dropout(dropout)
+        self.recurrent = nn.GRU(
+            self.width,
+            hidden_dim,
+            num_layers,
+            batch_first=True,
+            dropout=dropout if num_layers > 1 else 0.0,
+            device=device,
+        )
+        self.output = nn.Linear(hidden_dim, self.width, device=device)
+
+    @override
+    def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
+        lengths, rows = history.lengths(), padded(history, self._max_length)
+        whole = self.drop(torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1))
+        states = (
+            self.recurrent(whole)[0] if lengths.shape[0] else whole.new_zeros(0, 1, self.output.in_features)
+        )
+        first_B = torch.arange(lengths.shape[0], device=lengths.device) * whole.shape[1]
+        return EncodedHistories(self.output(states).flatten(0, 1), first_B)

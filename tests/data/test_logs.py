@@ -1,0 +1,126 @@
+import datetime
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from meshrec.data import DataError
+from meshrec.data.faults import Faults
+from meshrec.data.features import Key
+from meshrec.data.features.values import microseconds_of
+from meshrec.data.log_columns import LogColumns
+from meshrec.data.logs import LogTable, counted_rows, fit_log, interactions
+
+COLUMNS = LogColumns(user="who", item="what", time="when", action="kind", rating="stars")
+
+
+def table(**more) -> pa.Table:
+    columns = {
+        "who": ["b", "a", "a", "b", "c", "a"],
+        "what": ["x", "y", "x", "y", "z", "z"],
+        "when": [5, 2, 2, 1, 9, 1],
+        "kind": ["view", "buy", "view", "buy", "view", "buy"],
+        "stars": [5.0, 3.0, None, 4.0, 1.0, 2.0],
+    }
+    return pa.table({**columns, **more})
+
+
+def read(columns=COLUMNS, data=None, **options):
+    data = table() if data is None else data
+    rows = counted_rows(LogTable("log", data, columns), Faults("raise"))
+    return interactions(rows, fit_log(rows, users=False), num_rows=data.num_rows, **options)
+
+
+def test_rows_are_sorted_by_user_and_time_and_ties_keep_their_order():
+    log, users = read()
+    assert users.to_pylist() == ["b", "a", "c"]
+    assert log.users.tolist() == [0, 0, 1, 1, 1, 2]
+    assert log.rows.tolist() == [3, 0, 5, 1, 2, 4]
+    assert log.times.tolist() == [1, 5, 1, 2, 2, 9]
+    assert log.catalogue.tolist() == [2, 3, 4]
+
+
+def test_shuffled_ties_follow_the_seed():
+    many = pa.table({"user": [1] * 40, "item": [*range(40)], "time": [7] * 40})
+    columns = LogColumns(ties="shuffle")
+    orders = [read(columns, many, seed=seed).log.rows.tolist() for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != [*range(40)]
+
+
+def test_conditions_on_rows():
+    assert read(replace(COLUMNS, actions=("buy",))).log.rows.tolist() == [5, 1, 3]
+    assert read(replace(COLUMNS, min_rating=3.0)).log.rows.tolist() == [3, 0, 1]
+    assert read(replace(COLUMNS, min_user_count=2)).log.rows.tolist() == [3, 0, 5, 1, 2]
+    assert read(replace(COLUMNS, min_user_count=3, min_item_count=2)).log.rows.tolist() == [5, 1, 2]
+    with pytest.raises(DataError, match="no row is left"):
+        read(replace(COLUMNS, min_user_count=9))
+
+
+def test_items_have_their_features_and_hashed_keys():
+    columns = LogColumns(user="who", item="what", time="when", item_features=("colour", "tags"))
+    tags = [["p"], ["q", "p"], ["p"], ["q", "p"], [], []]
+    data = table(colour=["red", "blue", "red", "blue", None, None], tags=tags)
+    for hashed in (None, Key(name="item", max_rows=50, evict="error")):
+        log, _ = read(columns, data, hashed=hashed)
+        at = log.places(log.items)
+        assert (log.catalogue[at] == log.items).all()
+        of_item = {row: int(place) for row, place in zip(log.rows, at, strict=True)}
+        _, colours = log.described["colour"]
+        assert colours.values[colours.starts[of_item[0]]] != colours.values[colours.starts[of_item[1]]]
+        assert log.described["tags"][1].lengths[[of_item[0], of_item[1], of_item[4]]].tolist() == [1, 2, 0]
+    assert log.item.keys is not None
+
+
+def test_another_log_leaves_out_items_that_training_did_not_meet(caplog):
+    rows = counted_rows(LogTable("log", table(), COLUMNS), Faults("raise"))
+    features = fit_log(rows, users=False)
+    other = counted_rows(
+        LogTable("new", table(what=["x", "y", "w", "w", "z", "z"]), COLUMNS), Faults("raise")
+    )
+    assert interactions(other, features, num_rows=6).log.rows.tolist() == [0, 5, 1, 4]
+    assert "new: left out 2 rows of items that training did not meet" in caplog.text
+    strange = counted_rows(LogTable("new", table(what=["w"] * 6), COLUMNS), Faults("raise"))
+    with pytest.raises(DataError, match="its items are none of those of the training data"):
+        interactions(strange, features, num_rows=6)
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us"])
+def test_times_in_all_forms(unit):
+    moments = [datetime.datetime(2024, 5, 1, 12, 30, second) for second in (0, 1, 59)]
+    expected = [int(each.replace(tzinfo=datetime.timezone.utc).timestamp()) * 1_000_000 for each in moments]
+    per_second = {"s": 1, "ms": 1000, "us": 1_000_000}[unit]
+    forms = [
+        pa.array([each // 1_000_000 * per_second for each in expected]),
+        pa.array(moments).cast(pa.timestamp(unit)),
+        pa.array([str(each) for each in moments]),
+        pa.array([each.isoformat() + "Z" for each in moments]),
+    ]
+    for form in forms:
+        assert microseconds_of(form, unit).tolist() == expected
+    assert microseconds_of(pa.array(["2024-05-01"]), unit).tolist() == [1714521600 * 1_000_000]
+
+
+def test_damage_is_told():
+    with pytest.raises(DataError, match="log: there is no column 'what' among"):
+        read(data=table().drop_columns(["what"]))
+    with pytest.raises(DataError, match=r"column 'who' has no value in row 1 \(1 row of 6\)"):
+        read(data=table(who=["b", None, "a", "b", "c", "a"]))
+    with pytest.raises(DataError, match="texts are no times"):
+        microseconds_of(pa.array(["yesterday"]), "s")
+    with pytest.raises(DataError, match="is no time in s"):
+        microseconds_of(pa.array([1.0, np.nan]), "s")
+    with pytest.raises(ValueError, match=r"item_features \['seen'\] have names that features of a log have"):
+        LogColumns(item_features=("seen",))
+    with pytest.raises(ValueError, match="actions and min_rating need the columns action and rating"):
+        LogColumns(actions=("buy",))
+    with pytest.raises(ValueError, match="min_user_count 0 and min_item_count 1 must be at least 1"):
+        LogColumns(min_user_count=0)
+
+
+def test_damaged_rows_can_be_skipped():
+    faults = Faults("skip")
+    rows = counted_rows(LogTable("log", table(who=["b", None, "a", "b", "c", "a"]), COLUMNS), faults)
+    assert rows.table["row"].to_pylist() == [0, 2, 3, 4, 5]
+    assert list(faults.by_file) == ["log"]
