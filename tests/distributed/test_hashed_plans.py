@@ -31,7 +31,8 @@ ROWS = {2: 13, 4: 15}
 
 
 def keys_of(choice, world_size):
-    return dataclasses.replace(CHOICES[choice], max_rows=ROWS[world_size])
+    keys = CHOICES[choice]
+    return keys if keys.evict is None else dataclasses.replace(keys, max_rows=ROWS[world_size])
 
 
 def cuts(rng, size):
