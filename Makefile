@@ -127,8 +127,8 @@ gpu:
 kills: build
 	MESHREC_KILLS=20 $(BIN)/python -m pytest -s tests/checkpoint/test_kills.py
 
-# Hosts made of namespaces: killed hosts, faults for the doctor, Slurm and Ray where they are installed. Root and
-# half an hour.
+# Hosts made of namespaces: 20 killed hosts under torchrun, Slurm and Ray, those that are installed; faults for the
+# doctor. Root and half an hour.
 hosts: build
 	$(BIN)/$(PIP_INSTALL) "ray[train]>=2.40" kubeflow-training
 	MESHREC_HOSTS=20 $(BIN)/python -m pytest -s tests/hosts tests/launch

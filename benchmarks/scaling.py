@@ -2,9 +2,10 @@
 1,024 ranks.
 
 Hosts are network namespaces of this machine, with a rank each. Weak scaling: every rank has the same batch.
-The machine is calibrated with as many ranks as are measured, as `meshrec calibrate` asks; predictions beyond
-are those of the profile of two ranks. The loss of the first step is compared with that of a single rank
-before anything is believed. Needs root, and no other load: 8 ranks share the machine's cores.
+The machine is calibrated with as many ranks as are measured, as `meshrec calibrate` asks. Predictions beyond
+are those of the profile of two ranks, for the planner's best plan. The loss of the first step is compared
+with that of a single rank before anything is believed. Needs root, and no other load: 8 ranks share the
+machine's cores.
 
     sudo python -m benchmarks.scaling
     sudo python -m benchmarks.scaling --folder F --ranks 1 2  # some sizes now, others and the tables later
@@ -32,13 +33,13 @@ from benchmarks.harness import table
 from meshrec.calibration.calibrate import Sizes, calibrate
 from meshrec.comms.joining import form_group
 from meshrec.comms.leaving import leave_process_group
-from meshrec.planner.hardware import HardwareProfile
+from meshrec.planner import HardwareProfile, plan_tables
 from meshrec.reports.measured import compare
 from meshrec.testing.namespaces import hosts
 
 # Larger than the caches, as the cost model assumes, and with some work in the dense part.
 SHAPE = Shape(num_tables=16, num_rows=200_000, dim=64, batch=1024, bottom=(128, 64), top=(128, 1))
-KIND = "row_wise"
+KIND = "table_wise"  # which the planner chooses for these numbers of ranks
 SIZES = (1, 2, 4, 8)
 BEYOND = (16, 64, 256, 1024)
 RATE = "1gbit"
@@ -51,7 +52,7 @@ def worker(out: Path) -> None:
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
     if out.name.endswith(_PROFILE):
-        profile = calibrate(dist.group.WORLD, sizes=Sizes(steps=4, rounds=6, seconds=40.0))
+        profile = calibrate(dist.group.WORLD, sizes=Sizes(batch_size=512, steps=3, rounds=6, seconds=30.0))
         found = profile.to_json()
     else:
         found = _measure(HardwareProfile.load(out.with_name(out.stem + _PROFILE)))
@@ -126,40 +127,25 @@ def _on_hosts(size: int, folder: Path, out: Path) -> None:
 def run(folder: Path) -> str:
     """Measure, predict, and return the tables as text."""
     results = {size: measured(size, folder) for size in SIZES}
-    for size in SIZES:
+    for size in results:
         expected, found = statistics.mean(results[1]["alone"][:size]), results[size]["losses"][0]
         if abs(found - expected) > 1e-4 * expected:
             raise RuntimeError(f"{size} ranks have a loss of {found} instead of {expected}. Find out why.")
-    header = [
-        "ranks",
-        "tables, predicted [ms]",
-        "measured",
-        "error",
-        "dense [ms]",
-        "whole step [ms]",
-        "efficiency",
-    ]
+    header = ["ranks", "tables [ms]", "predicted", "error", "by 2 ranks", "dense [ms]", "step [ms]"]
+    profile, dense = HardwareProfile.from_json(results[2]["profile"]), results[2]["dense"]
     rows = []
-    alone = sum((results[1]["phases"]["step"][1], results[1]["dense"]))
-    for size, each in results.items():
-        predicted, real = each["phases"]["step"]
-        whole = real + each["dense"]
-        row = [
-            1e3 * predicted,
-            1e3 * real,
-            100 * (predicted / real - 1),
-            1e3 * each["dense"],
-            1e3 * each["whole"],
-        ]
-        cells = [f"{value:.1f}" for value in row]
-        cells[2] = f"{row[2]:+.0f} %"
-        rows.append([str(size), *cells, f"{alone / whole:.2f}"])
-    profile = HardwareProfile.from_json(results[2]["profile"])
-    dense = results[2]["dense"]
-    for size in BEYOND:
-        seconds = planned(KIND, SHAPE, profile, size, local_ranks=1).seconds
-        efficiency = f"{alone / (seconds + dense):.2f}"
-        rows.append([str(size), f"{1e3 * seconds:.1f}", "", "", f"{1e3 * dense:.1f}", "", efficiency])
+    for size in (*SIZES, *BEYOND):
+        inputs = planned(KIND, SHAPE, profile, size, local_ranks=1).required_inputs()
+        best = plan_tables(inputs.tables, inputs.topology, batch_size=inputs.batch_size)
+        by_two = 1e3 * sum(best.estimate().phases.values())
+        if size in results:
+            each = results[size]
+            predicted, real = each["phases"]["step"]
+            cells = [f"{1e3 * real:.1f}", f"{1e3 * predicted:.1f}", f"{100 * (predicted / real - 1):+.0f} %"]
+            rest = [f"{1e3 * each['dense']:.1f}", f"{1e3 * each['whole']:.1f}"]
+        else:
+            cells, rest = [""] * 3, [f"{1e3 * dense:.1f}", f"{by_two + 1e3 * dense:.1f}"]
+        rows.append([str(size), *cells, f"{by_two:.1f}" if size > 1 else "", *rest])
     phases = [
         [name, *(_cell(results[size]["phases"].get(name)) for size in SIZES)] for name in results[8]["phases"]
     ]

@@ -116,6 +116,7 @@ CPP_TESTS = {
     "unique.cpp": INDEX_TESTS,
     "verify.cpp": ["tests/export/test_runtime.py"],
     "wire.cpp": ["tests/ops/dist/test_wire.py"],
+    "ids.cpp": ["tests/ops/dist/test_ids.py"],
 }
 
 

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,7 @@ from meshrec.runs.export import export_run
 from meshrec.train import RunFolder
 from tests.export.conftest import torchs_own_warnings
 from tests.serve.conftest import Client, running
+from tests.serve.toys import open_with
 
 NUM_USERS, LENGTH = 300, 12
 COLUMNS = ["--user", "visitor", "--item", "sku", "--time", "seen at"]
@@ -54,9 +56,9 @@ def runs(log):
     return folder
 
 
-def recommended(runs, *more):
+def recommended(runs, *more, run="r"):
     out = runs / "recs.parquet"
-    assert recommend(["r", "--runs", str(runs), "--out", str(out), "--force", *more]) == 0
+    assert recommend([run, "--runs", str(runs), "--out", str(out), "--force", *more]) == 0
     return pq.read_table(out)
 
 
@@ -111,22 +113,20 @@ def test_evaluation_of_a_log_has_intervals_over_users(log, runs):
 
 
 def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch):
-    for place in ("models", "trial"):
-        monkeypatch.setattr(f"meshrec.serve.{place}.Predictor", Predictor)
-    monkeypatch.setattr("meshrec.serve.models.check_package", check_package)
-    found = recommended(runs, "-k", "5")
-    first = log[1].filter(pa.compute.equal(log[1]["visitor"], "v7")).sort_by("seen at")
-    expected = found.filter(pa.compute.equal(found["visitor"], "v7"))
-    history = first["sku"].to_pylist()
-    times = pa.compute.divide(first["seen at"].cast(pa.timestamp("us")).cast(pa.int64()), 1_000_000)
+    open_with(monkeypatch, Predictor, check_package)
+    recipe = (runs / "recipe.py").read_text().replace("HSTUConfig", "SASRecConfig")
+    (runs / "sasrec.py").write_text(recipe)
+    options = ["--runs", str(runs), "--name", "s", "--quiet", "--training.max-steps", "20"]
+    assert train([f"{runs}/sasrec.py:recipe", *options]) == 0
+    found = recommended(runs, "-k", "5", run="s")
+    had = log[1].filter(pc.equal(log[1]["visitor"], "v7")).sort_by("seen at")
+    expected = found.filter(pc.equal(found["visitor"], "v7"))
     with torchs_own_warnings():
-        export_run(RunFolder(runs / "r"), runs / "package", compile=False)
+        export_run(RunFolder(runs / "s"), runs / "package", compile=False)
         with running({"next": runs / "package"}) as server:
             client = Client(server.url)
-            given = {"history": history, "times": times.to_pylist(), "seen": None}
-            _, _, said = client(
-                "POST", "/recommend?k=5", [given, {"history": [], "times": [], "seen": ["s1"]}]
-            )
+            given = {"history": had["sku"].to_pylist(), "seen": None}
+            _, _, said = client("POST", "/recommend?k=5", [given, {"history": [], "seen": ["s1"]}])
             assert said["items"][0] == expected["item"].to_pylist()
             assert said["scores"][0] == pytest.approx(expected["score"].to_pylist(), rel=1e-4)
             assert "s1" not in said["items"][1]
@@ -134,6 +134,4 @@ def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch):
             assert len(kept["items"][0]) == 60
             status, _, wrong = client("POST", "/recommend?k=0", given)
             assert (status, wrong["error"][:30]) == (400, "k must be a whole number from ")
-            status, _, wrong = client("POST", "/recommend", {**given, "times": [1]})
-            assert (status, "Give every item its time" in wrong["error"]) == (400, True)
             client.close()

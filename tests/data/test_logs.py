@@ -6,11 +6,19 @@ import pyarrow as pa
 import pytest
 
 from meshrec.data import DataError
+from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
 from meshrec.data.features import Key
 from meshrec.data.features.values import microseconds_of
 from meshrec.data.log_columns import LogColumns
-from meshrec.data.logs import LogTable, counted_rows, fit_log, interactions
+from meshrec.data.logs import (
+    LogTable,
+    counted_rows,
+    fit_log,
+    interactions,
+    requests_of_histories,
+    vocabulary_of,
+)
 
 COLUMNS = LogColumns(user="who", item="what", time="when", action="kind", rating="stars")
 
@@ -100,6 +108,29 @@ def test_times_in_all_forms(unit):
     for form in forms:
         assert microseconds_of(form, unit).tolist() == expected
     assert microseconds_of(pa.array(["2024-05-01"]), unit).tolist() == [1714521600 * 1_000_000]
+
+
+def test_requests_have_lists_of_the_items_and_times_of_a_history():
+    rows = counted_rows(LogTable("log", table(), COLUMNS), Faults("raise"))
+    item = vocabulary_of(fit_log(rows, users=False), "item")
+    features, schema = requests_of_histories(item, history=2, times=True, seen=True)
+    assert schema.names == ["history", "times", "seen"]
+    given = pa.table(
+        {"history": [["x", "y", "z"], []], "times": [[1, 2, 3], []], "seen": [None, ["q"]]}, schema
+    )
+    found = features.encode(given, Place("a request", 0), Faults("raise"))
+    rows_of = {
+        name: int(row) for name, row in zip("xyz", item.rows_of(pa.array(["x", "y", "z"])), strict=True)
+    }
+    assert found.ids[0].values.tolist() == [rows_of["y"], rows_of["z"]]
+    assert found.ids[1].values.tolist() == [2, 3]
+    assert found.ids[2].values.tolist() == [1]  # a value that training did not meet
+    with pytest.raises(DataError, match="row 0 has 1 values in column 'history' and 2 in 'times'"):
+        features.encode(
+            pa.table({"history": [["x"]], "times": [[1, 2]], "seen": [[]]}, schema),
+            Place("a request", 0),
+            Faults("raise"),
+        )
 
 
 def test_damage_is_told():

@@ -16,6 +16,7 @@ from meshrec import (
 )
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
+from meshrec.distributed import id_exchange
 from meshrec.optim import PartialRowWiseLAMB, RowWiseAdagrad
 
 ROWS = 12
@@ -98,6 +99,25 @@ def trained(plan, kind, across_nodes, precision=None, optimizer=None):
         weight = state[f"{folder}.{name}.weight"]
         found.append((weight.full_tensor() if hasattr(weight, "full_tensor") else weight).clone())
     return found, dict(traffic)
+
+
+def packed(packs, plan, kind):
+    """``trained`` with the choice whether IDs are packed made beforehand."""
+    measured = id_exchange.pays
+    id_exchange.pays = lambda *_: packs
+    try:
+        return trained(plan, kind, "rows")
+    finally:
+        id_exchange.pays = measured
+
+
+@pytest.mark.parametrize("kind", [(False, False), (True, False)])
+def test_packed_ids_are_the_same_ids(ranks, kind):
+    plain, coded = (ranks(4).run(packed, packs, "mixed", kind) for packs in (False, True))
+    for (expected, _), (found, _) in zip(plain, coded, strict=True):
+        assert all(map(torch.equal, expected, found))
+    many, few = (sum(traffic["ids between nodes"] for _, traffic in each) for each in (plain, coded))
+    assert few < many
 
 
 KINDS = [(False, False), (False, True), (True, False)]

@@ -3,7 +3,6 @@ alone.
 """
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -13,9 +12,10 @@ from pathlib import Path
 from meshrec.planner import load_plan
 from meshrec.train.run_folder import RunFolder
 from tests.hosts.namespaces import (
-    SEED,
+    STEPS_A_LIFE,
     Host,
     hosts,
+    kills,
     makes_hosts,
     needs_hosts,
     num_kills,
@@ -26,7 +26,6 @@ from tests.hosts.runs import ENVIRONMENT, alone, bits, metrics, train
 
 pytestmark = needs_hosts
 NUM_KILLS = num_kills(8)
-STEPS_A_LIFE = 120
 
 
 def options(epochs):
@@ -38,10 +37,13 @@ def in_shared(folder, epochs):
     return train("--out", folder / "shared", "--name", "mine", *options(epochs))
 
 
-def agent(host: Host, store: Host, folder: Path, words: list[str], nodes: str) -> "subprocess.Popen[str]":
+def agent(
+    host: Host, store: Host, folder: Path, words: list[str], nodes: str, ranks: int = 2
+) -> "subprocess.Popen[str]":
     """Start torchrun on a host that is up."""
     words = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"),
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes),
+        *("--nproc-per-node", str(ranks)),
         *("--rdzv-id", "kills", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{store.address}:29400"),
         *("--rdzv-conf", "is_host=0", "--max-restarts", "100", "--monitor-interval", "0.5"),
         *("--local-addr", host.address, *words),
@@ -80,25 +82,24 @@ def starts(run: Path) -> list[dict]:
 @makes_hosts
 def test_killed_hosts_come_back(tmp_path):
     """A host is killed, starts again, and its ranks join: the world is the same, and so are the bits."""
-    rng, epochs = random.Random(SEED), NUM_KILLS * STEPS_A_LIFE // 10
+    epochs = (NUM_KILLS + 1) * STEPS_A_LIFE // 10
     run, seconds = tmp_path / "shared" / "mine", []
     with hosts(2, tmp_path, rate="1gbit") as (*both, switch):
         store = keep_store(switch)
         words = in_shared(tmp_path, epochs)
-        agents = [agent(host, switch, tmp_path, words, "2") for host in both]
-        for kill in range(NUM_KILLS):
-            wanted = kill * (STEPS_A_LIFE - 40) + rng.randrange(20, 100)
+        agents = [agent(host, switch, tmp_path, words, "2", ranks=1) for host in both]
+        for wanted, number in kills(NUM_KILLS):
             until(
                 lambda wanted=wanted: step_of(run) >= wanted,
                 240,
                 (tmp_path / "host0.txt").read_text()[-3000:],
             )
-            number, before = rng.randrange(2), len(starts(run))
+            before = len(starts(run))
             both[number].kill()
             agents[number].wait()
             killed = time.monotonic()
             both[number].boot()
-            agents[number] = agent(both[number], switch, tmp_path, words, "2")
+            agents[number] = agent(both[number], switch, tmp_path, words, "2", ranks=1)
             until(
                 lambda before=before: len(starts(run)) > before,
                 240,
@@ -112,7 +113,7 @@ def test_killed_hosts_come_back(tmp_path):
         send(store, signal.SIGKILL)
         store.communicate()
     assert codes == [0, 0], (tmp_path / "host0.txt").read_text()[-3000:]
-    undisturbed = alone(tmp_path, 4, *options(epochs))
+    undisturbed = alone(tmp_path, 2, *options(epochs))
     assert bits(run) == bits(undisturbed)
     assert metrics(run) == metrics(undisturbed)
     print(f"{NUM_KILLS} kills; median {sorted(seconds)[NUM_KILLS // 2]:.1f} s, longest {max(seconds):.1f} s")

@@ -4,14 +4,13 @@ workers.
 
 import json
 import os
-import random
 import sys
 import time
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.hosts.namespaces import SEED, hosts, makes_hosts, needs_hosts, num_kills, until
+from tests.hosts.namespaces import STEPS_A_LIFE, hosts, kills, makes_hosts, needs_hosts, num_kills, until
 from tests.hosts.runs import ENVIRONMENT, RECIPE, alone, bits, metrics
 from tests.hosts.test_elastic import starts, step_of
 
@@ -98,17 +97,16 @@ class RayCluster:
 
 
 def test_killed_nodes_and_a_third_worker(tmp_path):
-    rng, run, seconds = random.Random(SEED), tmp_path / "shared" / "mine", []
-    epochs = 12 * (NUM_KILLS + 1)
+    run, seconds = tmp_path / "shared" / "mine", []
+    epochs = (NUM_KILLS + 1) * STEPS_A_LIFE // 10
     with TemporaryDirectory() as short, hosts(3, tmp_path) as (*nodes, third, switch):
         cluster = RayCluster(nodes, switch, tmp_path, short)
         known = ["--training.epochs", epochs, "--training.batch-size", 96]
         options = ["--name", "mine", "--num-workers", 2, "--max-restarts", 100, *known]
         training = cluster.train(*options)
-        for kill in range(NUM_KILLS):
-            wanted = kill * 120 + rng.randrange(20, 100)
+        for wanted, number in kills(NUM_KILLS):
             until(lambda wanted=wanted: step_of(run) >= wanted, 400, cluster.printed)
-            before, number = len(starts(run)), rng.randrange(2)
+            before = len(starts(run))
             nodes[number].kill()
             killed = time.monotonic()
             nodes[number].boot()

@@ -1,12 +1,11 @@
 """`meshrec launch slurm` on a cluster of two nodes: preempted, out of time, and with killed nodes."""
 
-import random
 import sys
 import time
 
 import pytest
 
-from tests.hosts.namespaces import SEED, hosts, makes_hosts, needs_hosts, num_kills, until
+from tests.hosts.namespaces import STEPS_A_LIFE, hosts, kills, makes_hosts, needs_hosts, num_kills, until
 from tests.hosts.runs import RECIPE, alone, bits, metrics
 from tests.hosts.slurm import MISSING, cluster
 from tests.hosts.test_elastic import starts, step_of
@@ -20,9 +19,9 @@ NUM_KILLS = num_kills(6)
 OPTIONS = ["--training.checkpoint-every", "10", "--training.phases-every", "0"]
 
 
-def submit(found, folder, epochs, *options):
-    words = ["launch", "slurm", RECIPE, "--nodes", "2", "--ranks-per-node", "2", "--out", folder / "shared"]
-    words += ["--script", folder / "job", "--sbatch", f"output={folder}/job.txt", *options]
+def submit(found, folder, epochs, ranks):
+    words = ["launch", "slurm", RECIPE, "--nodes", "2", "--ranks-per-node", ranks, "--out", folder / "shared"]
+    words += ["--script", folder / "job", "--sbatch", f"output={folder}/job.txt"]
     printed = found.run(
         sys.executable, "-m", "meshrec", *words, "--", "--name", "mine", *OPTIONS, "--training.epochs", epochs
     )
@@ -37,7 +36,7 @@ def evaluations(run):
 def test_a_job_is_preempted_and_runs_out_of_time(tmp_path):
     run = tmp_path / "shared" / "mine"
     with hosts(2, tmp_path) as (*nodes, switch), cluster(nodes, switch, tmp_path / "slurm") as found:
-        job = submit(found, tmp_path, 60)
+        job = submit(found, tmp_path, 60, 2)
         for number, words in enumerate((["requeue", job], None)):
             until(lambda number=number: len(starts(run)) == number + 1, 200, lambda: found.state(job))
             wanted = step_of(run) + 40
@@ -59,18 +58,17 @@ def test_a_job_is_preempted_and_runs_out_of_time(tmp_path):
 
 
 def test_killed_nodes(tmp_path):
-    rng, run, seconds = random.Random(SEED), tmp_path / "shared" / "mine", []
-    epochs = 25 * (NUM_KILLS + 1)
+    run, seconds = tmp_path / "shared" / "mine", []
+    epochs = (NUM_KILLS + 1) * STEPS_A_LIFE // 10
     with hosts(2, tmp_path) as (*nodes, switch), cluster(nodes, switch, tmp_path / "slurm") as found:
-        job = submit(found, tmp_path, epochs)
-        for kill in range(NUM_KILLS):
-            wanted = kill * 150 + rng.randrange(20, 120)
+        job = submit(found, tmp_path, epochs, 1)
+        for wanted, number in kills(NUM_KILLS):
             until(
                 lambda wanted=wanted: step_of(run) >= wanted,
                 300,
                 (tmp_path / "slurm/slurmctld.log").read_text()[-2000:],
             )
-            before, number = len(starts(run)), rng.randrange(2)
+            before = len(starts(run))
             nodes[number].kill()
             killed = time.monotonic()
             until(lambda: found.state(job) == "PENDING", 180)
@@ -89,6 +87,6 @@ def test_killed_nodes(tmp_path):
         state = found.wait_for(job, {"COMPLETED", "FAILED", "CANCELLED"}, 400)
         printed = (tmp_path / "job.txt").read_text()
     assert state == "COMPLETED", printed
-    other = alone(tmp_path, 4, *OPTIONS, "--training.epochs", epochs)
+    other = alone(tmp_path, 2, *OPTIONS, "--training.epochs", epochs)
     assert bits(run) == bits(other)
     assert metrics(run) == metrics(other)

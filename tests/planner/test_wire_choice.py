@@ -1,11 +1,18 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from meshrec.comms.wire import FORMATS, FULL_PRECISION
 from meshrec.planner import Topology
 from meshrec.planner.types import Table
-from meshrec.planner.wire_choice import AUC_LOSS, WireBound, bytes_across_nodes, choose_wires
+from meshrec.planner.wire_choice import (
+    AUC_LOSS,
+    WireBound,
+    bytes_across_nodes,
+    choose_wires,
+    packed_id_bytes,
+)
 
 TABLES = [
     Table(name="wide", num_embeddings=100_000, embedding_dim=64, pooling_factors=(1.0,)),
@@ -45,6 +52,21 @@ def test_every_pair_can_be_sent():
 def test_a_bound_is_at_least_0():
     with pytest.raises(ValueError, match="error of a wire bound is -1"):
         WireBound(error=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_ids"), [(1_000_000, 8_000), (50_000, 8_000), (10_000, 9_000), (64, 64)]
+)
+def test_the_bytes_of_packed_ids_are_predicted(num_rows, num_ids):
+    parts = 4
+    ids = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))[:num_ids].sort().values
+    bounds = torch.arange(parts + 1) * num_rows // parts
+    counts = torch.searchsorted(ids, bounds).diff().tolist()
+    ids -= bounds[:-1].repeat_interleave(torch.tensor(counts))
+    message, _ = torch.ops.meshrec.pack_ids(ids, counts)
+    predicted = packed_id_bytes(num_rows, num_ids, parts=parts)
+    assert len(message) / num_ids == pytest.approx(predicted, rel=0.1)
+    assert predicted < 4
 
 
 def test_distinct_rows_are_fewer_where_ids_are_hot():

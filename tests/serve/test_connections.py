@@ -2,14 +2,16 @@
 
 import contextlib
 import json
+import random
 import socket
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from meshrec.serve import ConnectionLimits
-from meshrec.serve.connections import client_of
+from meshrec.serve import ConnectionLimits, connections
+from meshrec.serve.connections import Connections, client_of
 from tests.serve.conftest import Client, running, samples, scores_of
 
 GIVEN = samples(3)
@@ -121,6 +123,32 @@ def test_bytes_of_unfinished_bodies_are_limited(packages, predictors):
             stack.enter_context(connected(server)).sendall(HEAD % (1 << 20) + b" " * 500_000)
             time.sleep(0.05)
             check(server, predictors)
+
+
+@dataclass
+class Drawn:
+    """A connection in a drawn state."""
+
+    opened: float
+    state: str
+    since: float
+
+    def waits(self):
+        return self.state, self.since
+
+
+def test_the_slowest_connection_is_found():
+    draw = random.Random(31)
+    order = {connections.IDLE: 1, connections.ANSWERS: 2}
+    states = [connections.HEADER, connections.BODY, connections.UNREAD, connections.ANSWER, *order]
+    for _ in range(500):
+        drawn = []
+        for opened in range(draw.randrange(8)):
+            since = opened + draw.choice([0, draw.randrange(9)])
+            drawn.append(Drawn(opened, draw.choice(states[draw.randrange(6) :]), since))
+        able = [each for each in drawn if each.state != connections.ANSWER]
+        slowest = min(able, key=lambda each: (order.get(each.state, 0), each.since), default=None)
+        assert Connections._slowest(drawn) is slowest
 
 
 def test_clients_are_addresses_or_networks():

@@ -83,7 +83,9 @@ def _with_unit(times: pa.Array, columns: LogColumns) -> tuple[LogColumns, str]:
     """Return the columns with the unit of times that are numbers."""
     if is_text(times.type) or kind_of(times.type) not in ("integer", "number"):
         return columns, ""
-    largest = float(np.nanmax(np.abs(times.cast(pa.float64()).to_numpy(zero_copy_only=False)), initial=0))
+    largest = float(
+        np.nanmax(np.abs(times.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)), initial=0)
+    )
     unit = next(unit for limit, unit in _UNITS if largest < limit)
     why = f"times are numbers up to {largest:.6g}: taken for {unit} since 1970"
     return replace(columns, time_unit=unit), why

@@ -33,6 +33,7 @@ from meshrec.comms.encoding import Block, Columns
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.comms.wire import WireFormats
+from meshrec.distributed.id_exchange import SortedIdExchange
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import FetchedRows, LookupTables
 from meshrec.distributed.output_dist import Codecs
@@ -45,7 +46,7 @@ from meshrec.tables.updates import LookedUp, TableGradient
 
 # M nodes, B bands, U distinct IDs of a band, Q routes
 
-_MARKED = 16
+_MARKED = 512
 """Rows for each ID up to which duplicates are found by marking rows; with more, by sorting IDs."""
 
 
@@ -131,7 +132,9 @@ class NodeRows:
         self._edges = torch.tensor([0, *accumulate(r1 - r0 for _, r0, r1 in bands)], dtype=torch.int64)
         ranks = range(env.local.rank, env.shard.size, env.local.size)
         self._owners = [_owner(routing, rank, place, self.codecs) for rank in ranks]
-        self._own = self._owners[env.node.rank]
+        self._ids = SortedIdExchange(
+            env.node, [len(owner.bands) for owner in self._owners], wide=routing.wide
+        )
         self._tables = LookupTables(
             routing,
             self._own.work,
@@ -141,6 +144,10 @@ class NodeRows:
         )
         rectangles = [len(owner.work.rectangles) for owner in self._owners]
         self._first_rectangle = list(accumulate(rectangles, initial=0))
+
+    @property
+    def _own(self) -> _Owner:
+        return self._owners[self._node.rank]
 
     def ask(self, ids: LookupIds, *, train: bool) -> Fetch:
         """Remove the duplicates of a node's IDs and send each to its owner. Collective."""
@@ -154,18 +161,8 @@ class NodeRows:
         ends = bounds.tolist()
         distinct = [keys[a:b] - edges[band] for band, (a, b) in enumerate(pairwise(ends))]
         sent = [[len(distinct[band]) for band in owner.bands] for owner in self._owners]
-        own = len(self._own.bands)
-        sizes = Splits([len(owner.bands) for owner in self._owners], [own] * len(self._owners))
-        message = torch.tensor(
-            [n for each in sent for n in each], dtype=torch.int64, device=ids.values.device
-        )
-        flat = all_to_all(message, sizes, self._node, "sizes of ids between nodes").wait().tolist()
-        counts = [flat[m * own : (m + 1) * own] for m in range(len(self._owners))]
-        dtype = torch.int64 if self._routing.wide else torch.int32
         parts = [distinct[band] for owner in self._owners for band in owner.bands]
-        words = torch.cat([*parts, keys[:0]]).to(dtype)
-        splits = Splits([sum(each) for each in sent], [sum(each) for each in counts])
-        asked = all_to_all(words, splits, self._node, "ids between nodes").wait()
+        asked, counts = self._ids.exchange(torch.cat([*parts, keys[:0]]), sent)
         owned = self._tables.resolve(self._as_ids(asked, counts), train=train)
         return Fetch(ids._replace(values=slots), distinct, owned, counts)
 
@@ -303,10 +300,9 @@ def _units(codec: Codec, blocks: Sequence[Sequence[Block]], *, encodes: bool) ->
 
 def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the distinct keys, ascending, and the place of each key among them."""
+    found: tuple[Tensor, Tensor]
     if num_keys > _MARKED * max(len(keys), 1):
-        found: tuple[Tensor, Tensor] = torch.unique(keys, return_inverse=True)
-        return found
-    marks = torch.zeros(num_keys, dtype=torch.int32, device=keys.device)
-    marks[keys] = 1
-    place = marks.cumsum(0) - 1
-    return marks.nonzero()[:, 0], place[keys]
+        found = torch.unique(keys, return_inverse=True)
+    else:
+        found = torch.ops.meshrec.distinct_ids.default(keys, num_keys)
+    return found

@@ -6,12 +6,14 @@ The choice is made before the search, on whole tables: a rectangle's exchange is
 and columns, but for the few bytes of each row's scale.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshrec.comms.wire import BF16, FORMATS, FP16, FP32, INT4, INT8, TableWires, WireFormat, WireFormats
+from meshrec.ops.dist.ids_naive import GROUP
 from meshrec.planner.estimators import PHASES, CostModel
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.types import Table, Topology
@@ -29,7 +31,7 @@ AUC_LOSS: dict[WireFormats, float] = {
     WireFormats(INT4, INT8): 2e-3,
 }
 """The AUC that each pair of formats may cost, estimated from above after docs/guides/fewer-bytes.md. Pairs
-of fp16 and bf16 have not been measured.
+of fp16 and bf16 rest on one and two seeds.
 """
 
 
@@ -85,11 +87,15 @@ def wires_of(plan: PlannedShardingPlan) -> TableWires:
     return TableWires.of_each({table.name: table.wire for table in plan.required_inputs().tables})
 
 
-def bytes_across_nodes(tables: Sequence[Table], topology: Topology, *, batch_size: int) -> dict[str, float]:
+def bytes_across_nodes(
+    tables: Sequence[Table], topology: Topology, *, batch_size: int, packed_ids: bool = False
+) -> dict[str, float]:
     """Return the bytes that leave a node in a step under each value of the sharders' ``across_nodes``.
 
     The tables are taken to be split by rows over all ranks. ``"sums"``: a row for each bag and node, both
-    ways. ``"rows"``: the distinct rows of a node with their IDs, both ways.
+    ways. ``"rows"``: the distinct rows of a node with their IDs, both ways. ``packed_ids``: whether the run
+    packs sorted IDs, as its log says (``distributed/id_exchange.py``). Packed IDs are priced as if they were
+    spread evenly over the table; hot IDs that lie together take fewer bytes.
     """
     model = CostModel(tables, topology, batch_size=batch_size)
     a, found = model.arrays, {"sums": 0.0, "rows": 0.0}
@@ -99,8 +105,30 @@ def bytes_across_nodes(tables: Sequence[Table], topology: Topology, *, batch_siz
         bags, ids = a.outputs_T[t] * model.node_size, a.ids_T[t] * model.node_size
         rows = a.effective_rows_T[t] * -np.expm1(-ids / a.effective_rows_T[t])
         found["sums"] += bags * (nodes - 1) * row
-        found["rows"] += rows * (nodes - 1) / nodes * (row + a.id_bytes_T[t])
+        id_bytes = a.id_bytes_T[t]
+        if packed_ids:
+            id_bytes = packed_id_bytes(table.num_embeddings, rows, parts=model.num_ranks)
+        found["rows"] += rows * (nodes - 1) / nodes * (row + id_bytes)
     return found
+
+
+def packed_id_bytes(num_rows: int, num_ids: float, *, parts: int) -> float:
+    """Return the expected bytes of a packed ID, see ``ops/dist/ids_naive.py``.
+
+    Gaps between random IDs have a geometric distribution, and the largest of a group sets the bits of all.
+
+    Args:
+        num_rows: the rows of the table.
+        num_ids: the distinct IDs, evenly spread.
+        parts: the number of runs in which they travel.
+    """
+    group = max(min(float(GROUP), num_ids / parts), 1.0)
+    used = min(num_ids / num_rows, 1.0)
+    if used >= 1.0:
+        return 1.0 / group
+    largest = (math.log(group) + 0.5772) / -math.log1p(-used)  # Euler's constant
+    bits = max(math.log2(max(largest, 0.5)) + 0.5, 0.0)
+    return bits / 8 + 1.0 / group
 
 
 def _relative_error(format: WireFormat) -> float:

@@ -49,8 +49,9 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits, count: Callable[[int], None] = lambda _: None) -> None:
         self.limits, self.count = limits, count
-        self._of: dict[str, set[Connection]] = {}
-        self._num = 0
+        # Dictionaries as ordered sets: the connections that were opened first come first.
+        self._all: dict[Connection, None] = {}
+        self._of: dict[str, dict[Connection, None]] = {}
         self._held = 0
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -59,8 +60,8 @@ class Connections:
         """The reason why a new request would be refused; None if it would not be."""
         if self._held >= self.limits.max_unanswered and self._largest() is None:
             return f"requests of {self._held} bytes wait for their answers already"
-        if self._num >= self.limits.max_connections and self._slowest(self._all()) is None:
-            return f"{self._num} connections wait for their answers already"
+        if len(self._all) >= self.limits.max_connections and self._slowest(self._all) is None:
+            return f"{len(self._all)} connections wait for their answers already"
         return None
 
     def admit(self, connection: "Connection") -> str | None:
@@ -69,32 +70,30 @@ class Connections:
         Returns:
             The reason why it is refused, or None.
         """
-        own = self._of.setdefault(connection.owner, set())
+        own = self._of.get(connection.owner, {})
         limits = self.limits
         refusal = None
         if len(own) >= limits.max_per_client and not self._evict(own):
             refusal = f"{len(own)} connections of this client wait for their answers already"
-        elif self._num >= limits.max_connections:
+        elif len(self._all) >= limits.max_connections:
             crowd = max(self._of.values(), key=len)
-            if not self._evict(crowd) and not self._evict(self._all()):
-                refusal = f"{self._num} connections wait for their answers already"
-        own = self._of.setdefault(connection.owner, set())
-        own.add(connection)
-        self._num += 1
+            if not self._evict(crowd) and not self._evict(self._all):
+                refusal = f"{len(self._all)} connections wait for their answers already"
+        self._of.setdefault(connection.owner, {})[connection] = None
+        self._all[connection] = None
         if self._sweep is None:
             self._sweep = connection.loop.call_later(_SECONDS_BETWEEN_SWEEPS, self._on_sweep, connection.loop)
         return refusal
 
     def leave(self, connection: "Connection") -> None:
         """Remove a connection that is closed."""
-        own = self._of.get(connection.owner)
-        if own is None or connection not in own:
+        if connection not in self._all:
             return
-        own.remove(connection)
+        own = self._of[connection.owner]
+        del self._all[connection], own[connection]
         if not own:
             del self._of[connection.owner]
-        self._num -= 1
-        if not self._num and self._sweep is not None:
+        if not self._all and self._sweep is not None:
             self._sweep.cancel()
             self._sweep = None
 
@@ -115,13 +114,10 @@ class Connections:
         self._held += num_bytes
         return None
 
-    def _all(self) -> "Iterable[Connection]":
-        return (each for own in self._of.values() for each in own)
-
     def _largest(self) -> "Connection | None":
         unfinished = (
             each
-            for each in self._all()
+            for each in self._all
             if each.held and each.waits().state == BODY and not each.transport.is_closing()
         )
         return max(unfinished, key=lambda each: each.held, default=None)
@@ -146,6 +142,8 @@ class Connections:
         last = {IDLE: 1, ANSWERS: 2}
         lowest = (3, 0.0)
         for each in some:
+            if lowest[0] == 0 and lowest[1] <= each.opened:
+                break  # neither this one nor a later one can have been unfinished for longer
             state, since = each.waits()
             if state != ANSWER and (order := (last.get(state, 0), since)) < lowest:
                 found, lowest = each, order
@@ -158,7 +156,7 @@ class Connections:
         """
         self._sweep = loop.call_later(_SECONDS_BETWEEN_SWEEPS, self._on_sweep, loop)
         now = time.monotonic()
-        for connection in list(self._all()):
+        for connection in list(self._all):
             state, since = connection.waits()
             if state not in (ANSWER, ANSWERS) and now - since > self._seconds(state):
                 connection.expire(state)
@@ -186,7 +184,7 @@ class Connection(HttpToolsProtocol):
         self.owner = ""
         self.held = 0
         """Bytes of bodies that were received and not answered yet."""
-        self._began = time.monotonic()
+        self.opened = self._began = time.monotonic()
         self._reading: str | None = HEADER  # of a new connection a request is expected at once
         self._active: RequestResponseCycle | None = None
         self._is_silent = True

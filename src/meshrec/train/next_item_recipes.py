@@ -20,12 +20,13 @@ from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUC
 from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Recipe, Training
 from meshrec.train.schedule import Schedule
 
+_DOT_PRODUCTS = SampledSoftmax(num_negatives=1024)
 _COSINES = SampledSoftmax(num_negatives=1024, similarity="cosine", temperature=0.05)
 
 
 def sasrec() -> Recipe:
     """SASRec on the MovieLens ratings: which movie does a user rate next?"""
-    return _next_item("sasrec", SASRecConfig(softmax=_COSINES))
+    return _next_item("sasrec", SASRecConfig(softmax=_DOT_PRODUCTS))
 
 
 def hstu() -> Recipe:
@@ -35,12 +36,12 @@ def hstu() -> Recipe:
 
 def bert4rec() -> Recipe:
     """BERT4Rec on the MovieLens ratings: which movie does a user rate next?"""
-    return _next_item("bert4rec", BERT4RecConfig(softmax=_COSINES))
+    return _next_item("bert4rec", BERT4RecConfig(softmax=_DOT_PRODUCTS))
 
 
 def gru4rec() -> Recipe:
     """GRU4Rec on the MovieLens ratings: which movie does a user rate next?"""
-    return _next_item("gru4rec", GRU4RecConfig(softmax=_COSINES))
+    return _next_item("gru4rec", GRU4RecConfig(softmax=_DOT_PRODUCTS))
 
 
 def two_tower() -> Recipe:

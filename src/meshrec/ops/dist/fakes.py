@@ -96,6 +96,22 @@ def _gather_weight_grads(received: Tensor, values: Tensor, *rest: Any) -> Tensor
     return received.new_empty(values.numel(), dtype=torch.float32)
 
 
+@_register_fake("meshrec::distinct_ids")
+def _distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    return ids.new_empty(torch.library.get_ctx().new_dynamic_size()), torch.empty_like(ids)
+
+
+@_register_fake("meshrec::pack_ids")
+def _pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    num_bytes = torch.library.get_ctx().new_dynamic_size()
+    return ids.new_empty(num_bytes, dtype=torch.uint8), ids.new_empty(len(counts), dtype=torch.int64)
+
+
+@_register_fake("meshrec::unpack_sorted_ids")
+def _unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
+    return message.new_empty(sum(counts), dtype=torch.int64 if wide else torch.int32)
+
+
 @_register_fake("meshrec::wire_encode")
 def _wire_encode(
     values: Tensor,

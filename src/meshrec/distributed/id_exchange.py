@@ -1,0 +1,123 @@
+"""The exchange of sorted IDs between nodes, packed where that is faster.
+
+The distinct IDs of a node ascend, so the gaps between them need fewer bits than the IDs (see
+``ops/dist/ids_naive.py``). Packing costs time at both ends, and gains what the network needs for the saved
+bytes. So the first batch is sent both ways, the ranks compare the seconds, and one log line tells the choice.
+It holds for the whole run. Results are the same either way.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrec.comms.collectives import Splits, all_reduce, all_to_all
+from meshrec.comms.mesh import Axis
+
+# M nodes, B bands of a node
+
+_logger = logging.getLogger("meshrec")
+_TRIALS = 3
+
+
+class SortedIdExchange:
+    """Sends runs of ascending IDs to the nodes that own their rows.
+
+    Args:
+        node: the ranks with this local rank, one for each node.
+        num_bands: the number of runs that each node gets from every other.
+        wide: whether IDs need 64 bits.
+
+    Attributes:
+        packs: whether IDs travel packed; None before the first batch.
+    """
+
+    def __init__(self, node: Axis, num_bands: Sequence[int], *, wide: bool) -> None:
+        self._node, self._num_bands, self._wide = node, list(num_bands), wide
+        self.packs: bool | None = None if node.group is not None and node.size > 1 else False
+
+    def exchange(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[list[int]]]:
+        """Send the runs of each node and return those that arrive. Collective.
+
+        Args:
+            ids: the IDs of all runs, int64 [N], node by node.
+            sent: the number of IDs of each run, [M, B of that node].
+
+        Returns:
+            The IDs that arrive, node by node, and the number of IDs of each run, [M, own B].
+        """
+        ids = ids.to(torch.int64 if self._wide else torch.int32)
+        if not ids.is_cpu and self.packs is None:
+            self._choose(False, "IDs on a GPU are not packed")
+        began = time.perf_counter()
+        packed, byte_counts = self._packed(ids, sent) if self.packs is not False else (ids, [])
+        packing = time.perf_counter() - began
+        counts, from_each = self._sizes(sent, byte_counts, ids.device)
+        plain = Splits([sum(each) for each in sent], [sum(each) for each in counts])
+        coded = Splits(byte_counts, from_each)
+
+        def send_plain() -> Tensor:
+            return all_to_all(ids, plain, self._node, "ids between nodes").wait()
+
+        def send_packed() -> Tensor:
+            message = all_to_all(packed, coded, self._node, "ids between nodes").wait()
+            arrived = [n for each in counts for n in each]
+            found: Tensor = torch.ops.meshrec.unpack_sorted_ids.default(message, arrived, self._wide)
+            return found
+
+        if self.packs is None:
+            seconds = torch.tensor([_median(send_plain), packing + _median(send_packed)], dtype=torch.float64)
+            all_reduce(seconds, self._node, "seconds of ids between nodes")
+            one, other = (1e3 * seconds / self._node.size).tolist()
+            size = packed.numel() / max(len(ids), 1)
+            self._choose(
+                pays(one, other),
+                f"packing them takes {size:.2f} bytes each in place of {ids.element_size()}, and "
+                f"{other:.2f} ms in place of {one:.2f} ms",
+            )
+        return send_packed() if self.packs else send_plain(), counts
+
+    def _packed(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """Return the packed runs, and the number of bytes for each node."""
+        runs = [n for each in sent for n in each]
+        packed, sizes = torch.ops.meshrec.pack_ids.default(ids, runs)
+        ends = [0, *sizes.cumsum(0).tolist()]
+        bounds = [ends[first] for first in accumulate(self._num_bands, initial=0)]
+        return packed, [end - begin for begin, end in pairwise(bounds)]
+
+    def _sizes(
+        self, sent: Sequence[Sequence[int]], byte_counts: Sequence[int], device: torch.device
+    ) -> tuple[list[list[int]], list[int]]:
+        """Exchange the sizes of runs, and of packed messages if there are any."""
+        extra = len(byte_counts) > 0
+        told = [[*each, *byte_counts[m : m + 1]] for m, each in enumerate(sent)]
+        message = torch.tensor([n for each in told for n in each], dtype=torch.int64, device=device)
+        own = self._num_bands[self._node.rank] + extra
+        splits = Splits([n + extra for n in self._num_bands], [own] * self._node.size)
+        flat = all_to_all(message, splits, self._node, "sizes of ids between nodes").wait().tolist()
+        rows = [flat[m * own : (m + 1) * own] for m in range(self._node.size)]
+        return [row[: own - extra] for row in rows], [n for row in rows for n in row[own - extra :]]
+
+    def _choose(self, packs: bool, why: str) -> None:
+        self.packs = packs
+        if dist.is_initialized() and dist.get_rank() == 0:
+            _logger.info("IDs between nodes travel %s: %s.", "packed" if packs else "as they are", why)
+
+
+def pays(plain: float, packed: float) -> bool:
+    """Return whether an exchange that took ``packed`` ms is better than one that took ``plain`` ms."""
+    return packed < plain
+
+
+def _median(send: Callable[[], Tensor]) -> float:
+    seconds = []
+    for _ in range(_TRIALS):
+        began = time.perf_counter()
+        send()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
