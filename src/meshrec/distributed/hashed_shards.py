@@ -21,6 +21,7 @@ from meshrec.tables.holdings import Holdings
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import Rectangle
 from meshrec.tables.turnover import Turnover
+from meshrec.tables.waiting import parts_of
 
 
 class HashedParts:
@@ -99,7 +100,7 @@ class HashedParts:
         """Return the counts of IDs that wait, of all ranks. Collective."""
         intervals = self._turnover.intervals[self._number]
         sizes = torch.zeros(len(intervals), dtype=torch.int64)
-        found = [table.waiting_parts() for table in self.tables]
+        found = [parts_of(table.waiting) for table in self.tables]
         for table, parts in zip(self.tables, found, strict=True):
             r = table.rectangle
             if r.c0 == 0:

@@ -13,7 +13,6 @@ Slots are given in the order of keys, so that rectangles of other columns of the
 ranks, have the same ones.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,8 +31,9 @@ from meshrec.tables.file_rows import FileRows
 from meshrec.tables.growing import GrowingRows
 from meshrec.tables.hashed_books import Books, FreshRows, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
-from meshrec.tables.hashed_parts import columns_at, cut_columns, read_parts, write_parts
+from meshrec.tables.hashed_parts import codes_of, columns_at, cut_columns, read_parts, write_parts
 from meshrec.tables.index import Index, Resolved
+from meshrec.tables.initial import drawn_rows, seed_of_rows
 from meshrec.tables.row_log import RowLog
 from meshrec.tables.storage import DenseRows, QuantisedRows, SideRows
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
@@ -157,7 +157,8 @@ class HashedTable:
 
     def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: FreshRows | None = None) -> PinnedRows:
         """Pin slots that keys have; ``fresh``: those that were just given."""
-        num_given = 0 if fresh is None else int(fresh.counts.sum())
+        if train and self.storage.is_trainable:
+            self.books.note_reads(sum(map(len, parts)), fresh)
         pending, num_pending = parts[0][:0], self.slots.num_live - self.num_alive
         if fresh is not None and len(fresh.slots) == num_pending:
             pending = fresh.slots
@@ -167,10 +168,6 @@ class HashedTable:
             slots = torch.cat(list(parts))
             pending = unique(slots[~self.memory[""][slots]])[0]
             self.memory["pins"][pending] += 1
-        if train and self.storage.is_trainable:
-            num_read = sum(map(len, parts))
-            self.books.report.read += num_read
-            self.books.report.hits += num_read - num_given
         pin = PinnedRows(self, parts, pending, self.released, fresh)
         self.in_flight.add(pin)
         return pin
@@ -235,8 +232,7 @@ class HashedTable:
         r = self.rectangle
         given = {"weight": self.storage.begin(self.ids_of(keys), r.columns), "key": keys}
         # New slots follow each other: a copy of a range is several times as fast.
-        in_range = bool((slots.diff() == 1).all())
-        place = slice(int(slots[0]), int(slots[0]) + len(slots)) if in_range else slots
+        place = slice(int(slots[0]), int(slots[-1]) + 1) if bool((slots.diff() == 1).all()) else slots
         again = slots[slots < before]
         for (name, tensor), begin in zip(self.memory.items(), self._grown.first, strict=True):
             if name in given:
@@ -370,13 +366,6 @@ class HashedTable:
         parts = self.gathered(slots, self.rectangle.columns)
         return self.ids_of(keys), parts.pop("weight"), parts
 
-    def waiting_parts(self) -> dict[str, Tensor]:
-        """Return the counts of IDs that wait, for state dicts: their keys, ascending, and the counts."""
-        found = list(self.waiting.stream())
-        empty = torch.empty(0, dtype=torch.int64)
-        keys, counts = found[0] if found else (empty, empty)
-        return {"waiting_ids": keys, "waiting": counts}
-
     def snapshot(self) -> RowsSnapshot:
         """Return the rows as they are now, for the forked process that writes a checkpoint."""
         return self.at_rest().snapshot()
@@ -494,20 +483,13 @@ class HashedRows(SideRows):
     @property
     def row_seed(self) -> int:
         """The seed of the first rows, from the table's name and seed."""
-        digest = hashlib.blake2b(f"{self.keys.seed}\n{self.name}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 2
+        return seed_of_rows(self.name, self.keys.seed)
 
     def begin(self, ids: Tensor, columns: Span) -> Tensor:
         """Return the first rows as they lie in memory; codes have the scale and bias of the whole row."""
         if not self.bits or columns == (0, self.dim):
             return self.encode(self.first_rows(ids, columns))
-        width = columns[1] - columns[0]
-        found = torch.zeros(len(ids), self.columns(width), dtype=self.dtype)
-        whole = self.parts(self.encode(self.first_rows(ids)), self.dim)
-        first, end = map(self.part_column, columns)
-        for target, part in zip(self.parts(found, width), whole, strict=True):
-            target.copy_(part if part.dim() == 1 else part[:, first:end])
-        return found
+        return codes_of(self, self.encode(self.first_rows(ids)), self.dim, columns)
 
     def first_rows(self, ids: Tensor, columns: Span | None = None) -> Tensor:
         """Return the first values of rows, fp32 [N, columns]."""
@@ -515,11 +497,4 @@ class HashedRows(SideRows):
         if self.init_fn is None:
             low, high = self.bounds
             return uniform_rows(ids, seed=self.row_seed, low=low, high=high, columns=(first, end))
-        found = torch.empty(len(ids), end - first)
-        row = torch.empty(1, self.dim)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for number, seed in enumerate(mix(ids, self.row_seed).tolist()):
-                torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
-                self.init_fn(row)
-                found[number] = row[0, first:end]
-        return found
+        return drawn_rows(mix(ids, self.row_seed), self.init_fn, self.dim, (first, end))

@@ -87,3 +87,8 @@ class Books:
     """How often IDs came or went."""
     resting: "ReferenceType[AtRest] | None" = None
     """The rows at rest, as long as somebody has them."""
+
+    def note_reads(self, num_read: int, fresh: FreshRows | None) -> None:
+        """Count the IDs that a batch has read; ``fresh``: those that had no row."""
+        self.report.read += num_read
+        self.report.hits += num_read - (0 if fresh is None else int(fresh.counts.sum()))
