@@ -336,16 +336,11 @@ def _in_place(
     places = hashed_places(target) if isinstance(target, nn.Module) else {}
 
     def finish() -> None:
-        if places and kind == _MODULE:
+        if kind == _MODULE and (places or in_place):  # filled in place; for what else the module does
             apart = {f"{path}.{name}" for path, place in places.items() for name in place.names()}
-            state = {
-                name: value if name in apart else own.get(f"{entry}.{name}", value)
-                for name, value in target.state_dict().items()
-            }
-            target.load_state_dict(state)
-            return
-        if in_place and kind == _MODULE:
-            target.load_state_dict(target.state_dict())  # filled in place; for what else the module does
+            values = target.state_dict().items()
+            filled = own if places else {}
+            target.load_state_dict({n: v if n in apart else filled.get(f"{entry}.{n}", v) for n, v in values})
             return
         now = dict(own)
         if kind == _OPTIMIZER:
