@@ -89,10 +89,11 @@ def test_some_users_and_their_seen_items(log, runs, capsys):
     fewer = recommended(runs, "--users", str(runs / "users.parquet"), "-k", "60")
     assert fewer.num_rows == 180 - 2 * LENGTH
     pq.write_table(pa.table({"visitor": [1]}), runs / "wrong.parquet")
+    pq.write_table(pa.table({"who": ["v7"]}), runs / "nameless.parquet")
     with pytest.raises(ValueError, match="column 'visitor' holds int64, and the log's string"):
         recommended(runs, "--users", str(runs / "wrong.parquet"))
     with pytest.raises(ValueError, match="has no users in a column 'visitor'"):
-        recommended(runs, "--users", str(log[2].parent / "recs.parquet"), "--data", str(log[2]))
+        recommended(runs, "--users", str(runs / "nameless.parquet"))
     with pytest.raises(ValueError, match="-k is 0; it must be at least 1"):
         recommended(runs, "-k", "0")
 

@@ -128,7 +128,7 @@ class RankedItems(NamedTuple):
         table = needs("pyarrow.feather", "data").read_table(str(folder / ITEMS), memory_map=False)
         about = table.schema.metadata
         return RankedItems(
-            table["id"].to_numpy(),
+            table["id"].to_numpy().copy(),  # torch wants it writable
             table["value"].combine_chunks(),
             about[_WEIGHT].decode(),
             about[_NORMALISE] == b"1",
