@@ -61,7 +61,7 @@ def drawn_model(seed, types=TYPES, widths=(4, 6, 16, 33), **keys):
         [
             meshrec.EmbeddingBagConfig(**hashed("h0"), feature_names=["bag"]),
             meshrec.EmbeddingBagConfig(
-                **hashed("h1"), feature_names=["mean", "more"], pooling=PoolingType.MEAN
+                **hashed("h1"), feature_names=["mean", "more", "bag"], pooling=PoolingType.MEAN
             ),
             meshrec.EmbeddingBagConfig(
                 name="f", num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=["fixed"]

@@ -133,6 +133,8 @@ class DictTable:
 
 @dataclasses.dataclass(frozen=True)
 class DictRows(DenseRows, SideRows):
+    may_fail = False
+
     def table(self, rectangle, spec, device):
         return DictTable(rectangle, self, spec, device)
 

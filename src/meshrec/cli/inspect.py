@@ -111,7 +111,9 @@ def _log_columns(options: InspectOptions) -> LogColumns:
         ValueError: one of them is missing, or options do not go together.
     """
     if options.user is None or options.item is None or options.time is None:
-        raise ValueError("give --label, or --user, --item and --time of a log of users and items.")
+        raise ValueError(
+            "neither --label nor a log is given. Give --label, or --user, --item and --time of a log."
+        )
     if options.query is not None or options.task is not None or options.rows is not None or options.page:
         raise ValueError("--query, --task, --rows and --page go with --label. Leave them out for a log.")
     return LogColumns(

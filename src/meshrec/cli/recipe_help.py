@@ -24,7 +24,7 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
         options: The dataclass of the command's own options, whose docstrings explain them.
         summary: One line about the command.
     """
-    lines = [f"usage: {command} [OPTIONS]", "", summary, "", "options of the run:"]
+    lines = [f"usage: {command} [OPTIONS]", summary, "", "options of the run:"]
     for name, text in _explained(options):
         lines.append(f"  {name:28}{textwrap.shorten(text, _WIDTH - 30, placeholder=' ...')}")
     lines += ["", "options of the recipe, with the values that it has:"]
@@ -61,7 +61,7 @@ def _words(prefix: str, value: Any) -> Iterator[str]:
         inner = getattr(value, each.name)
         name = f"{prefix}.{each.name.replace('_', '-')}"
         if dataclasses.is_dataclass(inner) and not hasattr(inner, "from_json"):
-            yield from _words(name, inner)
+            yield f"--{name}.* ({len(dataclasses.fields(inner))} options)"
         elif isinstance(inner, bool):  # the flag that would change it
             yield f"--{prefix}.{'no-' if inner else ''}{each.name.replace('_', '-')}"
         else:

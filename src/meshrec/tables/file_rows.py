@@ -80,8 +80,7 @@ class FileBackedRows(DenseRows, SideRows):
         if device is not None and device.type != "cpu":
             raise ValueError(
                 f"table {self.name!r}: rows in a file are for the CPU, and the module is on {device}. Leave "
-                f"out "
-                "storage=FileRows(...), or shard the module over CPUs."
+                "out storage=FileRows(...), or shard the module over CPUs."
             )
         _, r0, r1, c0, c1 = rectangle
         parts = parts_of(self, spec)
