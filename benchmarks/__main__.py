@@ -13,6 +13,7 @@ from benchmarks import (
     dlrm_step,
     early_bags,
     file_rows,
+    hashed_step,
     import_time,
     index,
     inspect_auc,
@@ -71,6 +72,10 @@ def run_default_model(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 def run_index(arguments: argparse.Namespace, effort: Effort) -> Result:
     return index.run(effort, tiny=arguments.tiny)
+
+
+def run_hashed_step(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return hashed_step.run(effort, arguments.part or hashed_step.PARTS, tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -162,6 +167,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "default_model": run_default_model,
     "import": run_import,
     "index": run_index,
+    "hashed_step": run_hashed_step,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,
     "data": run_data,
@@ -192,7 +198,12 @@ def parse() -> argparse.Namespace:
         action="append",
         help="contenders of dlrm_step whose name contains this: table_wise, torchrec",
     )
-    parser.add_argument("--part", action="append", choices=dlrm_step.PARTS, help="a part of dlrm_step")
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=[*dlrm_step.PARTS, *hashed_step.PARTS],
+        help="a part of dlrm_step or hashed_step",
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds: noisier")
     parser.add_argument("--tiny", action="store_true", help="tiny tables: only tries the benches themselves")
     arguments = parser.parse_args()

@@ -1,6 +1,8 @@
 // The slots of 64-bit IDs; see [Note: the hash index] in shard.h. src/meshrec/ops/index/ documents arguments
 // and results, and has the reference in naive.py. What changes an index is plain C, and tells by a code why
 // it changed nothing.
+#include <algorithm>
+#include <atomic>
 #include <bit>
 #include <memory>
 #include <utility>
@@ -84,7 +86,39 @@ class Index {
   }
 
   void find(const int64_t* ids, int64_t count, int64_t* slots) const {
-    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) { find_some(ids, begin, end, slots); });
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      find_some([&](int64_t i) { return uint64_t(ids[i]); }, begin, end, slots);
+    });
+  }
+
+  // Finds the slots of the IDs with the numbers [begin, end), -1 where there is none. Keys wait for their
+  // buckets in a ring; those that are not at home wait for the next bucket in another.
+  template <typename IdOf>
+  void find_some(const IdOf& id_of, int64_t begin, int64_t end, int64_t* slots) const {
+    Wanted ring[kAhead], behind[kBehind];
+    uint64_t num_behind = 0;
+    const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
+      const uint64_t key = mix(id_of(i), seed_);
+      const Shard& shard = shard_of(key);
+      const Bucket* home = shard.home_bucket(key);
+      __builtin_prefetch(home, 0, 3);
+      ring[i & (kAhead - 1)] = {key, &shard, home, i};
+    };
+    const auto end_one = [&](const Wanted& one) { slots[one.i] = one.shard->find_behind(one.home, one.key); };
+    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
+    for (int64_t i = begin; i < end; ++i) {
+      const Wanted& one = ring[i & (kAhead - 1)];
+      const int entry = one.home->find(one.key);
+      slots[i] = entry < 0 ? -1 : int64_t(one.home->slot(entry));
+      if (entry < 0 && one.home->full()) {
+        Wanted& place = behind[num_behind % kBehind];
+        if (num_behind >= kBehind) end_one(place);
+        __builtin_prefetch(one.home + 1, 0, 3);
+        place = one, ++num_behind;
+      }
+      if (i + kAhead < end) begin_one(i + kAhead);
+    }
+    for (uint64_t k = 0; k < std::min(num_behind, kBehind); ++k) end_one(behind[k]);
   }
 
   // given: the slots that the IDs get; null: the lowest free ones.
@@ -196,34 +230,6 @@ class Index {
     const Bucket* home;
     int64_t i;
   };
-
-  // Keys wait for their buckets in a ring; those that are not at home wait for the next bucket in another.
-  void find_some(const int64_t* ids, int64_t begin, int64_t end, int64_t* slots) const {
-    Wanted ring[kAhead], behind[kBehind];
-    uint64_t num_behind = 0;
-    const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
-      const uint64_t key = mix(uint64_t(ids[i]), seed_);
-      const Shard& shard = shard_of(key);
-      const Bucket* home = shard.home_bucket(key);
-      __builtin_prefetch(home, 0, 3);
-      ring[i & (kAhead - 1)] = {key, &shard, home, i};
-    };
-    const auto end_one = [&](const Wanted& one) { slots[one.i] = one.shard->find_behind(one.home, one.key); };
-    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
-    for (int64_t i = begin; i < end; ++i) {
-      const Wanted& one = ring[i & (kAhead - 1)];
-      const int entry = one.home->find(one.key);
-      slots[i] = entry < 0 ? -1 : int64_t(one.home->slot(entry));
-      if (entry < 0 && one.home->full()) {
-        Wanted& place = behind[num_behind % kBehind];
-        if (num_behind >= kBehind) end_one(place);
-        __builtin_prefetch(one.home + 1, 0, 3);
-        place = one, ++num_behind;
-      }
-      if (i + kAhead < end) begin_one(i + kAhead);
-    }
-    for (uint64_t k = 0; k < std::min(num_behind, kBehind); ++k) end_one(behind[k]);
-  }
 
   const Shard& shard_of(uint64_t key) const {
     return shards_[header_.shard_bits == 0 ? 0 : key >> (64 - header_.shard_bits)];
@@ -346,8 +352,98 @@ Tensor index_mix(Tensor ids, int64_t seed, bool inverse) {
   return mixed;
 }
 
+// Some of the numbers [0, count), at most kGrainIds of them; part -1: those of no part.
+struct Piece {
+  int64_t begin, end, part;
+};
+
+std::vector<Piece> pieces_of(int64_t count, const std::vector<int64_t>& begins,
+                             const std::vector<int64_t>& ends) {
+  if (begins.size() != ends.size()) fail(begins.size(), " parts begin and ", ends.size(), " end");
+  std::vector<Piece> pieces;
+  const auto add = [&](int64_t begin, int64_t end, int64_t part) {
+    if (end < begin) fail("parts must be ascending and lie in [0, ", count, ")");
+    for (; begin < end; begin += kGrainIds) pieces.push_back({begin, std::min(end, begin + kGrainIds), part});
+  };
+  int64_t last = 0;
+  for (size_t p = 0; p < begins.size(); ++p) {
+    add(last, begins[p], -1);
+    add(begins[p], ends[p], int64_t(p));
+    last = ends[p];
+  }
+  add(last, count, -1);
+  return pieces;
+}
+
+// Runs work on all pieces, by several threads if there are many numbers; copies those of no part.
+template <typename Work>
+void for_pieces(const std::vector<Piece>& pieces, const int64_t* from, int64_t* to, const Work& work) {
+  const auto each = [&](int64_t k) {
+    const Piece& piece = pieces[size_t(k)];
+    if (piece.part < 0)
+      std::copy(from + piece.begin, from + piece.end, to + piece.begin);
+    else
+      work(piece);
+  };
+  if (pieces.size() > 1) return parallel_tasks(int64_t(pieces.size()), each);
+  for (size_t k = 0; k < pieces.size(); ++k) each(int64_t(k));
+}
+
+Tensor index_mix_parts(Tensor ids, std::vector<int64_t> begins, std::vector<int64_t> ends,
+                       std::vector<int64_t> seeds) {
+  check_ids(ids);
+  if (seeds.size() != begins.size()) fail(begins.size(), " parts have ", seeds.size(), " seeds");
+  const Tensor given = as_contiguous(ids);
+  Tensor mixed = new_int64(given.numel());
+  const auto* from = static_cast<const int64_t*>(given.const_data_ptr());
+  auto* to = static_cast<int64_t*>(mixed.mutable_data_ptr());
+  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const Piece& piece) {
+    const uint64_t seed = uint64_t(seeds[size_t(piece.part)]);
+    for (int64_t i = piece.begin; i < piece.end; ++i) to[i] = int64_t(mix(uint64_t(from[i]), seed));
+  });
+  return mixed;
+}
+
+std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vector<int64_t> seeds,
+                                            Tensor ids, std::vector<int64_t> begins,
+                                            std::vector<int64_t> ends, std::vector<int64_t> indexes,
+                                            std::vector<int64_t> firsts, std::vector<int64_t> mixes) {
+  check_ids(ids);
+  const size_t parts = begins.size();
+  if (memory.size() != 4 * seeds.size() || indexes.size() != parts || firsts.size() != parts ||
+      (!mixes.empty() && mixes.size() != parts))
+    fail("an index has 4 tensors and a seed, and a part an index, a first ID and a seed of its mix");
+  std::vector<Index> found;
+  for (size_t k = 0; k < seeds.size(); ++k)
+    found.push_back(index_in({memory.begin() + 4 * k, memory.begin() + 4 * (k + 1)}, seeds[k]));
+  for (const int64_t index : indexes)
+    if (index < 0 || index >= int64_t(found.size())) fail("there is no index ", index);
+  const Tensor given = as_contiguous(ids);
+  Tensor slots = new_int64(given.numel()), absent = new_int64(int64_t(parts));
+  const auto* from = static_cast<const int64_t*>(given.const_data_ptr());
+  auto* to = static_cast<int64_t*>(slots.mutable_data_ptr());
+  std::vector<std::atomic<int64_t>> missing(parts);
+  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const Piece& piece) {
+    const size_t p = size_t(piece.part);
+    const Index& index = found[size_t(indexes[p])];
+    const uint64_t first = uint64_t(firsts[p]);
+    if (mixes.empty()) {
+      index.find_some([&](int64_t i) { return uint64_t(from[i]) + first; }, piece.begin, piece.end, to);
+    } else {
+      const uint64_t seed = uint64_t(mixes[p]);
+      index.find_some([&](int64_t i) { return mix(uint64_t(from[i]), seed) + first; }, piece.begin, piece.end,
+                      to);
+    }
+    missing[p] += std::count_if(to + piece.begin, to + piece.end, [](int64_t slot) { return slot < 0; });
+  });
+  std::copy(missing.begin(), missing.end(), static_cast<int64_t*>(absent.mutable_data_ptr()));
+  return {slots, absent};
+}
+
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
   m.impl("index_find", TORCH_BOX(&index_find));
+  m.impl("index_find_parts", TORCH_BOX(&index_find_parts));
+  m.impl("index_mix_parts", TORCH_BOX(&index_mix_parts));
   m.impl("index_mix", TORCH_BOX(&index_mix));
 }
 

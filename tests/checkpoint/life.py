@@ -25,14 +25,14 @@ def live(rank, folder, store, phases, num_steps):
     dist.init_process_group(
         "gloo", store=group_store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60)
     )
-    model, optimizer = models.make("mix", "adam")
+    model, optimizer = models.make("mix", "adam", hashed=True)
     checkpoints = CheckpointManager(folder, keep_last=2)
     state = models.state_of(model, optimizer)
     phases[rank] = b"l"
     first = checkpoints.load_latest(state) or 0
     for step in range(first, num_steps):
         phases[rank] = b"t"
-        models.train(model, optimizer, [step])
+        models.train(model, optimizer, [step], hashed=True)
         if step % 3 == 0:
             phases[rank] = b"s"
             if step % 2:

@@ -5,29 +5,34 @@ import random
 import torch
 from torch import nn
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, Hashed, KeyedJaggedTensor
 from meshrec import distributed as md
 from meshrec.comms.collectives import gather_objects
 from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import Adam, RowWiseAdagrad
+from meshrec.tables import LRU, MinCount
 
 SIZES = {"t0": (16, 8), "t1": (9, 4), "t2": (12, 6)}
 SPECS = {"rowwise": RowWiseAdagrad(lr=0.1), "adam": Adam(lr=0.01)}
 KINDS = ["tw", "rw", "cw", "twrw", "twcw", "grid", "dp", "mix"]
 GLOBAL_BATCH = 4
+HASHED = Hashed(max_rows=24, admit=MinCount(2), evict=LRU())
+"""The keys of the table ``h``, which models have if they are asked to."""
 
 
 class Model(nn.Module):
-    def __init__(self, device=None):
+    def __init__(self, device=None, *, hashed=False):
         super().__init__()
         torch.manual_seed(0)
         tables = [
             EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{name}"])
             for name, (rows, dim) in SIZES.items()
         ]
+        if hashed:
+            tables.append(EmbeddingBagConfig(name="h", embedding_dim=8, feature_names=["fh"], keys=HASHED))
         self.ebc = EmbeddingBagCollection(tables=tables, device=device)
-        self.over = nn.Linear(18, 1, device=device)
+        self.over = nn.Linear(18 + 8 * hashed, 1, device=device)
 
     def forward(self, features):
         return self.over(self.ebc(features).values())
@@ -49,24 +54,30 @@ def builder(kind, number, world_size):
     }[kind]()
 
 
-def make_plan(kind):
+def make_plan(kind, *, hashed=False):
     world_size = default_env().shard.size
-    builders = {name: builder(kind, number, world_size) for number, name in enumerate(SIZES)}
+    names = [*SIZES, *(["h"] if hashed else [])]
+    builders = {name: builder(kind, number, world_size) for number, name in enumerate(names)}
     module_plan = md.construct_module_sharding_plan(
-        Model("meta").ebc, builders, world_size=world_size, local_size=2 if world_size == 4 else None
+        Model("meta", hashed=hashed).ebc,
+        builders,
+        world_size=world_size,
+        local_size=2 if world_size == 4 else None,
     )
     return md.ShardingPlan({"ebc": module_plan})
 
 
-def make(kind="rw", optimizer="rowwise", *, dense="ddp", plan=None):
+def make(kind="rw", optimizer="rowwise", *, dense="ddp", plan=None, hashed=False):
     """A model, and the optimizer of its dense part."""
     sharders = [md.EmbeddingBagCollectionSharder(SPECS[optimizer])]
-    model = DistributedModelParallel(Model(), plan=plan or make_plan(kind), sharders=sharders, dense=dense)
+    model = DistributedModelParallel(
+        Model(hashed=hashed), plan=plan or make_plan(kind, hashed=hashed), sharders=sharders, dense=dense
+    )
     dense_parameters = [p for name, p in model.named_parameters() if name.startswith("over")]
     return model, torch.optim.Adam(dense_parameters, lr=0.01)
 
 
-def batch(step):
+def batch(step, *, hashed=False):
     """This rank's part of the batch of a step: the same samples on any number of ranks."""
     axis = default_env().world
     generator = torch.Generator().manual_seed(step)
@@ -78,14 +89,18 @@ def batch(step):
         mine = slice(axis.rank * share, (axis.rank + 1) * share)
         values += ids[mine]
         own_lengths.append(of_table[mine])
-    keys = [f"f{name}" for name in SIZES]
+    if hashed:  # IDs that come and go
+        ids = torch.randint(step, step + 30, (GLOBAL_BATCH, 3), generator=generator) * 0x9E3779B97F4A7C15
+        values.append(ids[axis.rank * share : (axis.rank + 1) * share].flatten())
+        own_lengths.append(torch.full((share,), 3))
+    keys = [f"f{name}" for name in SIZES] + ["fh"] * hashed
     return KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(own_lengths))
 
 
-def train(model, optimizer, steps):
+def train(model, optimizer, steps, *, hashed=False):
     for step in steps:
         optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
+        model(batch(step, hashed=hashed)).square().mean().backward()
         optimizer.step()
 
 

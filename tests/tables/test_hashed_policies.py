@@ -1,6 +1,11 @@
-"""Hashed tables against models of a few lines in plain Python, over drawn operations."""
+"""Hashed tables against models of a few lines in plain Python, over drawn operations.
 
+``MESHREC_DRAWS=1000000`` draws as many for each policy.
+"""
+
+import dataclasses
 import functools
+import os
 import random
 from collections import Counter
 
@@ -22,6 +27,7 @@ from meshrec.tables.hashed_keys import (
 )
 from meshrec.tables.turnover import set_event_time
 
+OPERATIONS = int(os.environ.get("MESHREC_DRAWS", "4000"))
 EDGES = [-1, 0, 1, 2**63 - 1, -(2**63), 2**62]
 
 
@@ -118,14 +124,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_ids_alive_are_those_of_a_plain_model(case):
-    keys, options = CASES[case]
+def follow(case, keys, options, batches):
+    """Train on batches; compare the IDs alive with those of the model after each."""
     module, table = table_of(keys)
     model = Model(keys.max_rows, **options)
     if case == "lfu with half life":
         model.half_life = 5
-    for ids in drawn(60, 1, 40 if keys.max_rows < 100 else 200):
+    for ids in batches:
         step(module, ids)
         model.step(ids)
         table.release()
@@ -133,6 +138,31 @@ def test_the_ids_alive_are_those_of_a_plain_model(case):
         assert set(found) == model.alive.keys()
         assert len(found) == table.num_alive == table.slots.num_live <= keys.max_rows
         step(module, [*ids, 10**9], train=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ids_alive_are_those_of_a_plain_model(case):
+    keys, options = CASES[case]
+    follow(case, keys, options, drawn(60, 1, 40 if keys.max_rows < 100 else 200))
+
+
+def many(operations):
+    """Yield batches of up to 400 IDs of a stream that drifts; some come often."""
+    draw, done, low = random.Random(3), 0, 0
+    while done < operations:
+        low += draw.randrange(60)
+        ids = [
+            draw.choice(EDGES) if draw.random() < 0.01 else low + int(1500 * draw.random() ** 2)
+            for _ in range(draw.randrange(1, 400))
+        ]
+        done += len(ids)
+        yield ids
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_many_operations_equal_a_plain_model(case):
+    keys, options = CASES[case]
+    follow(case, dataclasses.replace(keys, max_rows=700), options, many(OPERATIONS))
 
 
 def test_the_smallest_rows_go():

@@ -118,12 +118,18 @@ def test_slots_of_features_of_several_blocks():
     assert found.tolist() == [7, 4, 0, 6, 1]
 
 
-def test_a_feature_of_an_index_and_of_another_table_is_refused():
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=["a"])
-        for name in ("t0", "t1")
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_lookup, "storage_for", lambda data_type: ModuloRows(data_type.dtype))
-        with pytest.raises(ValueError, match="'a' is read by table 't0', which has an index"):
-            EmbeddingBagCollection(tables)
+def test_a_feature_of_two_tables_with_an_index_is_read_in_both():
+    def made(features):
+        torch.manual_seed(0)
+        tables = [
+            EmbeddingBagConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=[feature])
+            for name, feature in zip(("t0", "t1"), features, strict=True)
+        ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(table_lookup, "storage_for", lambda data_type: ModuloRows(data_type.dtype))
+            return EmbeddingBagCollection(tables)
+
+    ids, lengths = torch.tensor([7, 19, 0, 12]), torch.tensor([1, 3])
+    out = made(["a", "a"])(KeyedJaggedTensor(["a"], ids, lengths=lengths)).values()
+    copied = KeyedJaggedTensor(["a", "b"], ids.repeat(2), lengths=lengths.repeat(2))
+    assert torch.equal(out, made(["a", "b"])(copied).values())

@@ -8,6 +8,7 @@ from meshrec.checkpoint.finding import find_checkpoint
 from meshrec.checkpoint.manager import CheckpointManager
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.publishing import DeltaError, DeltaPublisher, Published, verify_deltas
+from meshrec.checkpoint.row_files import export_rows, import_rows
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
 from meshrec.checkpoint.storage import read_manifest, verify_data
 from meshrec.checkpoint.tables import export_safetensors, import_weights
@@ -23,8 +24,10 @@ __all__ = [
     "Published",
     "RowTracker",
     "async_save",
+    "export_rows",
     "export_safetensors",
     "find_checkpoint",
+    "import_rows",
     "import_weights",
     "load",
     "read_manifest",

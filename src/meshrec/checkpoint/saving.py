@@ -128,7 +128,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
         is_run = (Path(path) / BEST).is_dir() or (Path(path) / CHECKPOINTS).is_dir()
         box["folder"] = folder = find_checkpoint(path) if is_run else Path(path)
         box["manifest"] = manifest = read_manifest(folder)
-        box["loading"] = prepare(state, manifest, axis.rank, partial=partial)
+        box["loading"] = prepare(state, folder, manifest, axis.rank, partial=partial)
 
     agreed(axis, begin, f"reading {path}")
     folder: Path = box["folder"]

@@ -18,6 +18,13 @@ from torch import Tensor, nn
 
 from meshrec.checkpoint.agreement import REMEDY, DamagedCheckpointError
 from meshrec.checkpoint.hashed import HashedPlace, check_fits, hashed_places, load_hashed
+from meshrec.checkpoint.hashed_to_fixed import (
+    FixedPlace,
+    WholeRows,
+    check_fits_fixed,
+    fixed_places,
+    load_fixed,
+)
 from meshrec.checkpoint.manifest import KINDS, RANDOM, Manifest
 from meshrec.checkpoint.random_state import random_state, set_random_state
 from meshrec.checkpoint.residuals import (
@@ -31,6 +38,7 @@ from meshrec.checkpoint.values import decode, encode
 from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+from meshrec.tables.at_rest import IDS
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +114,9 @@ class Loading(NamedTuple):
     finish: Callable[[], None]
 
 
-def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial: bool = False) -> Loading:
+def prepare(
+    state: Mapping[str, Any], folder: Path, manifest: Manifest, rank: int, *, partial: bool = False
+) -> Loading:
     """Compare a state with a checkpoint, and return the memory that DCP is to fill.
 
     With ``partial``, modules take the tensors that the checkpoint has, and keep the others.
@@ -117,18 +127,19 @@ def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial:
     tensors: dict[str, Tensor] = {}
     jobs: list[Callable[[], None]] = []
     saved = _saved_names(manifest)
-    hashed = _hashed(state, manifest, saved)
+    hashed = _hashed(state, folder, manifest, saved, partial=partial)
     for entry, item in state.items():
         kind = _kind(item)
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
             is_part = _is_part(kind, item, state)
-            own, job, held = _in_place(entry, item, kind, content, state, is_part=is_part)
             apart = hashed.names(entry)
+            content = _own_part(content, item, state) if is_part and kind == _OPTIMIZER else content
+            own, job, held = _in_place(entry, item, kind, content, state, in_place=is_part or bool(apart))
             own = {name: tensor for name, tensor in own.items() if name not in apart}
             names = saved.get(entry, set()) - apart
             if partial and kind == _MODULE:
-                own, job = _common(entry, item, own, names, rank)
+                own, job = _common(entry, item, own, names, rank, is_alone=not apart)
             _compare(entry, own, manifest, set(own) if partial else names & set(own) if is_part else names)
             if not (partial or is_part or apart) and _references(content) != _references(held):
                 raise DamagedCheckpointError(
@@ -176,6 +187,8 @@ class _Hashed(NamedTuple):
 
     places: dict[str, HashedPlace]
     """The tables, by the prefix of their names."""
+    fixed: dict[str, FixedPlace]
+    """The fixed tables whose rows the checkpoint has as those of hashed ones."""
     slots: dict[str, dict[str, str]]
     """The names of their optimizer's state, by slot, by that prefix."""
     apart: dict[str, set[str]]
@@ -189,31 +202,64 @@ class _Hashed(NamedTuple):
         """Read the rows."""
         for prefix, place in self.places.items():
             load_hashed(place, folder, manifest, prefix, self.slots.get(prefix, {}))
+        for prefix, fixed in self.fixed.items():
+            load_fixed(fixed, folder, manifest, prefix, self.slots.get(prefix, {}))
 
     def settle(self) -> None:
         """Count the rows. Collective."""
-        for place in self.places.values():
-            place.changed()
+        for changed in [place.changed for place in self.places.values()] + [
+            place.changed for place in self.fixed.values()
+        ]:
+            changed()
 
 
-def _hashed(state: Mapping[str, Any], manifest: Manifest, saved: Mapping[str, set[str]]) -> _Hashed:
-    """Find the tables with hashed keys, and check that the checkpoint's rows fit them."""
-    found = _Hashed({}, {}, {})
+def _hashed(
+    state: Mapping[str, Any],
+    folder: Path,
+    manifest: Manifest,
+    saved: Mapping[str, set[str]],
+    *,
+    partial: bool,
+) -> _Hashed:
+    """Find the tables with hashed keys, here or in the checkpoint, and check that its rows fit them."""
+    found = _Hashed({}, {}, {}, {})
     for entry, item in state.items():
-        for path, place in hashed_places(item).items() if isinstance(item, nn.Module) else ():
+        if not isinstance(item, nn.Module):
+            continue
+        for path, place in hashed_places(item).items():
             prefix = f"{entry}.{path}." if path else f"{entry}."
+            if partial and f"{prefix}weight" not in manifest.tensors:
+                continue
             check_fits(place, manifest, prefix)
             found.places[prefix] = place
-            own = {f"{prefix}{name}" for name in place.names()}
-            found.apart.setdefault(entry, set()).update(own)
-            for other, optimizer in state.items():
-                if _kind(optimizer) == _OPTIMIZER:
-                    present = _keyed(optimizer, state).state_dict()["state"].get(f"{path}.weight", {})
-                    start = f"{other}.state.{path}.weight."
-                    slots = {slot: start + slot for slot, v in present.items() if isinstance(v, Tensor)}
-                    found.slots.setdefault(prefix, {}).update(slots)
-                    found.apart.setdefault(other, set()).update(slots.values())
+            found.apart.setdefault(entry, set()).update(f"{prefix}{name}" for name in place.names())
+            _add_slots(found, state, path, prefix)
+        for path, fixed in fixed_places(item).items():
+            prefix = f"{entry}.{path}."
+            if f"{prefix}{IDS}" in manifest.tensors:
+                check_fits_fixed(fixed, folder, manifest, prefix)
+                found.fixed[prefix] = fixed
+                own = {name for name in saved.get(entry, ()) if name.startswith(prefix)}
+                found.apart.setdefault(entry, set()).update(own)
+                slots = _add_slots(found, state, path, prefix)
+                for table in fixed.tables:
+                    if isinstance(table, WholeRows):
+                        table.tensors.update(slots)
     return found
+
+
+def _add_slots(found: _Hashed, state: Mapping[str, Any], path: str, prefix: str) -> dict[str, Tensor]:
+    """Note the names of a table's optimizer state, and return it."""
+    tensors: dict[str, Tensor] = {}
+    for other, optimizer in state.items():
+        if _kind(optimizer) == _OPTIMIZER:
+            present = _keyed(optimizer, state).state_dict()["state"].get(f"{path}.weight", {})
+            own = {slot: v for slot, v in present.items() if isinstance(v, Tensor)}
+            slots = {slot: f"{other}.state.{path}.weight.{slot}" for slot in own}
+            found.slots.setdefault(prefix, {}).update(slots)
+            found.apart.setdefault(other, set()).update(slots.values())
+            tensors |= own
+    return tensors
 
 
 def _kind(item: Any) -> str:
@@ -259,8 +305,9 @@ def merged(one: Any, other: Any, where: str) -> Any:
     raise ValueError(f"{where} is {one!r} on one rank and {other!r} on another; it must be the same.")
 
 
-def _own_part(content: Any, target: KeyedOptimizer) -> Any:
+def _own_part(content: Any, item: Any, state: Mapping[str, Any]) -> Any:
     """Return the part of an optimizer's saved content that belongs to the parameters of this rank."""
+    target = _keyed(item, state)
     groups = content.get("param_groups", [])[: len(target.param_groups)]
     return {
         **content,
@@ -273,15 +320,15 @@ def _own_part(content: Any, target: KeyedOptimizer) -> Any:
 
 
 def _in_place(
-    entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, is_part: bool
+    entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, in_place: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
     """Return the tensors of a module or optimizer, a function that makes it accept them once filled, and its
     present content.
+
+    With ``in_place`` a module goes on with its own names, which are filled in place.
     """
     target = _keyed(item, state) if kind == _OPTIMIZER else item
     if kind == _OPTIMIZER:
-        if is_part:
-            content = _own_part(content, target)
         present = target.state_dict()["state"]
         target.create_state([n for n in content["state"] if n in target.params and n not in present])
     own: dict[str, Tensor] = {}
@@ -289,16 +336,11 @@ def _in_place(
     places = hashed_places(target) if isinstance(target, nn.Module) else {}
 
     def finish() -> None:
-        if is_part and kind == _MODULE:
-            target.load_state_dict(target.state_dict())  # filled in place; for what else the module does
-            return
-        if places and kind == _MODULE:
+        if kind == _MODULE and (places or in_place):  # filled in place; for what else the module does
             apart = {f"{path}.{name}" for path, place in places.items() for name in place.names()}
-            state = {
-                name: value if name in apart else own.get(f"{entry}.{name}", value)
-                for name, value in target.state_dict().items()
-            }
-            target.load_state_dict(state)
+            values = target.state_dict().items()
+            filled = own if places else {}
+            target.load_state_dict({n: v if n in apart else filled.get(f"{entry}.{n}", v) for n, v in values})
             return
         now = dict(own)
         if kind == _OPTIMIZER:
@@ -320,11 +362,14 @@ def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...]
 
 
 def _common(
-    entry: str, module: nn.Module, own: dict[str, Tensor], saved: set[str], rank: int
+    entry: str, module: nn.Module, own: dict[str, Tensor], saved: set[str], rank: int, *, is_alone: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Return the tensors that module and checkpoint have in common. The log names the others."""
+    """Return the tensors that module and checkpoint have in common. The log names the others.
+
+    ``is_alone``: whether no others are loaded in another way.
+    """
     common = {name: tensor for name, tensor in own.items() if name in saved}
-    if not common:
+    if not common and is_alone:
         raise ValueError(
             f"{entry!r} and the checkpoint have no name in common: here {_few(sorted(own))}; there "
             f"{_few(sorted(saved))}. Rename when importing."

@@ -21,6 +21,7 @@ from meshrec.tables.holdings import Holdings
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import Rectangle
 from meshrec.tables.turnover import Turnover
+from meshrec.tables.waiting import parts_of
 
 
 class HashedParts:
@@ -99,7 +100,7 @@ class HashedParts:
         """Return the counts of IDs that wait, of all ranks. Collective."""
         intervals = self._turnover.intervals[self._number]
         sizes = torch.zeros(len(intervals), dtype=torch.int64)
-        found = [table.waiting_parts() for table in self.tables]
+        found = [parts_of(table.waiting) for table in self.tables]
         for table, parts in zip(self.tables, found, strict=True):
             r = table.rectangle
             if r.c0 == 0:
@@ -202,9 +203,6 @@ def check_hashed(
     cut = {
         x.table for work in routing.work for x in work.rectangles if x.c1 - x.c0 < routing.tables[x.table].dim
     }
-    readers: dict[str, list[str]] = {}
-    for use in routing.uses:
-        readers.setdefault(use.feature, []).append(routing.tables[use.table].name)
     for t, storage in enumerate(storages):
         if not isinstance(storage, HashedRows):
             continue
@@ -218,9 +216,3 @@ def check_hashed(
                 f"table {storage.name!r}: a score of your own reads whole rows, and the plan splits its "
                 "columns. Use a plan without column splits for this table, or LRU, LFU, TTL or LowestNorm."
             )
-        for feature in routing.tables[t].features:
-            if len(readers[feature]) > 1:
-                raise ValueError(
-                    f"feature {feature!r} is read by table {storage.name!r}, which has hashed keys, and by "
-                    "another one. Give the other table a copy of the feature under another name."
-                )

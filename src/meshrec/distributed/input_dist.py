@@ -32,6 +32,7 @@ from meshrec.modules.input_checks import (
     mixed,
     positions_of,
     sample_weights,
+    with_own_keys,
 )
 from meshrec.ops.dist import naive
 from meshrec.ops.tbe.lookup import BATCH_TENSORS
@@ -199,6 +200,7 @@ class InputDist:
         self._keys: tuple[Sequence[str], list[int]] | None = None
         seeds = {u: routing.tables[use.table].mix_seed for u, use in enumerate(routing.uses)}
         self._seeds = {u: seed for u, seed in seeds.items() if seed is not None}
+        self._own_keys = [use for use in self._seeds if self._features.count(self._features[use]) > 1]
         self._first = env.replicate.rank * env.shard.size
         fields = _HEADER + sequence
         sizes = [fields] * env.world.size
@@ -312,11 +314,14 @@ class InputDist:
         positions = self._keys[1]
         if not self._sequence and features.variable_stride_per_key():
             features = _expanded(features)
+        if self._own_keys:
+            features, positions = with_own_keys(features, positions, self._own_keys)
         weights = sample_weights(features, is_weighted=True) if self._weighted else None
         values, offsets = features.values(), features.offsets()
+        num_keys = len(features.keys())
         if self._seeds:
             seeds = {positions[use]: seed for use, seed in self._seeds.items()}
-            values = mixed(values, key_bounds(offsets, features.segments_or_none(), len(keys)), seeds)
+            values = mixed(values, key_bounds(offsets, features.segments_or_none(), num_keys), seeds)
         check_device(values, self._routing.tables[0].name, self.device)
         strides, segments = features.stride_per_key(), features.segments_or_none()
         arguments = (
@@ -324,7 +329,7 @@ class InputDist:
             offsets,
             None if weights is None else weights.detach(),
             segments,
-            len(keys),
+            num_keys,
             positions,
             self._router,
             self._env.shard.size + 1,
@@ -335,7 +340,7 @@ class InputDist:
         batches = list(map(strides.__getitem__, positions))
         versions = versions_of((values, offsets) if weights is None else (values, offsets, weights))
         source = SourceIds(
-            values, offsets, segments, len(keys), positions, torch.empty(0), batches, weights, versions
+            values, offsets, segments, num_keys, positions, torch.empty(0), batches, weights, versions
         )
         wanted = (
             weights if weights is not None and weights.requires_grad and torch.is_grad_enabled() else None

@@ -18,6 +18,7 @@ from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts, compiled
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.table_shards import TableShards
+from meshrec.ops.index import unique
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.tables.fixed import parts_of
 from meshrec.tables.hashed import HashedRows, HashedTable
@@ -240,7 +241,7 @@ class _Move:
         # Rows arrive in an order that differs between ranks. Slots must not: see ``tables.index.Index``.
         self._move(self._outgoing_keys())
         for table, keys in self._keys.values():
-            table.reserve(torch.cat(keys).sort().values)
+            table.reserve(unique(torch.cat(keys))[0])  # other columns of a row come from other rectangles
         self._keys.clear()
         self._move(self._outgoing())
 

@@ -139,9 +139,10 @@ class SplitTensor(DTensor):
         """Make a split tensor. ``holders``: the rectangles of the table on each rank of the mesh, which has
         one axis.
 
-        State per row is cut at the same rows on all ranks, because DCP does not accept overlapping parts.
+        State per row is cut at the same rows on all ranks, because DCP does not accept overlapping parts. If
+        there are no rows, the parts stay: DCP would drop a tensor without parts.
         """
-        if local.dim() == 1:
+        if local.dim() == 1 and len(local):
             local, holders = _cut_at_common_rows(local, holders)
         stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
         spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(local.shape, stride, local.dtype))

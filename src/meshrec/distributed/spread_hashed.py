@@ -10,6 +10,7 @@ from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_loading import WAITING, load_whole, whole_names
 from meshrec.tables.holder import TableHolder
 from meshrec.tables.holdings import Held
+from meshrec.tables.waiting import parts_of
 
 
 class SpreadHashed(TableHolder):
@@ -54,7 +55,7 @@ class SpreadHashed(TableHolder):
                         (target if values.dim() == 1 else target[:, begin:end])[rows] = values
         found[IDS] = self.tables[0].ids_of(keys)
         if self.storage.counts:
-            waiting = [table.waiting_parts() for table in first]
+            waiting = [parts_of(table.waiting) for table in first]
             order = torch.cat([each[WAITING[0]] for each in waiting]).argsort()
             found |= {name: torch.cat([each[name] for each in waiting])[order] for name in WAITING}
         return found

@@ -298,7 +298,7 @@ class EmbeddingBagCollection(TableCollection):
         lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
         rows = inverse_rows(features, lookup.features)
         strides = features.stride_per_key()
-        sizes = [strides[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
+        sizes = [strides[key] * dim for key, dim in zip(lookup.positions(features), lookup.dims, strict=True)]
         flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater)
         pieces = [
             flat[start:end].view(-1, dim).index_select(0, row)
@@ -371,7 +371,7 @@ class EmbeddingCollection(TableCollection):
         hashed = self._hashed_tables() if lookup.hashed else None
         lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
         counts = features.length_per_key()
-        sizes = [counts[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
+        sizes = [counts[key] * dim for key, dim in zip(lookup.positions(features), lookup.dims, strict=True)]
         flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater)
         ids_of = features.to_dict()
         result: dict[str, JaggedTensor] = {}

@@ -13,6 +13,7 @@ from meshrec.tables.hashed_loading import is_own, load_whole, whole_names
 from meshrec.tables.holder import TableHolder
 from meshrec.tables.key_space import ALL_KEYS
 from meshrec.tables.table import Rectangle
+from meshrec.tables.waiting import parts_of
 
 
 class HashedHolder(TableHolder):
@@ -54,7 +55,7 @@ class HashedHolder(TableHolder):
     def whole_parts(self) -> dict[str, Tensor]:
         """Return the parts of the rows by name, in the order of their keys."""
         found = self.table.tensors()
-        waiting = self.table.waiting_parts()
+        waiting = parts_of(self.table.waiting)
         return {name: found[name] if name in found else waiting[name] for name in self.part_names()}
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:

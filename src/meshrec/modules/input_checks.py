@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import mix
+from meshrec.ops.index import mix_parts
 from meshrec.sparse import KeyedJaggedTensor
 
 
@@ -52,6 +52,27 @@ def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[
     return [place[feature] for feature in features]
 
 
+def with_own_keys(
+    features: KeyedJaggedTensor, positions: Sequence[int], uses: Sequence[int]
+) -> tuple[KeyedJaggedTensor, list[int]]:
+    """Append a copy of the key of each of these uses, whose IDs will be replaced for this use alone.
+
+    Args:
+        features: the input.
+        positions: the position of each use's key.
+        uses: the uses that get a key of their own.
+
+    Returns:
+        The input with the copies at its end, and the position of each use's key in it.
+    """
+    if not uses:
+        return features, list(positions)
+    num_keys, found = len(features.keys()), list(positions)
+    for number, use in enumerate(uses):
+        found[use] = num_keys + number
+    return features.permute([*range(num_keys), *(positions[use] for use in uses)]), found
+
+
 def inverse_rows(features: KeyedJaggedTensor, wanted: Sequence[str]) -> list[Tensor]:
     """Return for each wanted key the bag of each sample, int64 [B], for keys with different batch sizes.
 
@@ -95,13 +116,15 @@ def mixed(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> Te
     Raises:
         ValueError: the IDs are not integers.
     """
+    check_integers(values)
+    parts = [(bounds[key], bounds[key + 1], seed) for key, seed in sorted(seeds.items())]
+    return mix_parts(values.long().contiguous(), parts)
+
+
+def check_integers(values: Tensor) -> None:
+    """Raise ValueError if the IDs of hashed tables are no integers."""
     if values.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"tables with hashed keys take IDs of int32 or int64, got {values.dtype}. Convert the values of "
             "the KeyedJaggedTensor, or hash them to integers."
         )
-    found = values.to(torch.int64, copy=True)
-    for key, seed in seeds.items():
-        own = slice(bounds[key], bounds[key + 1])
-        found[own] = mix(found[own], seed)
-    return found

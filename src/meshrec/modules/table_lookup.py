@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,14 @@ from meshrec.modules.embedding_configs import (
     DataType,
     PoolingType,
 )
-from meshrec.modules.input_checks import check_device, key_bounds, mixed, positions_of, sample_weights
+from meshrec.modules.input_checks import (
+    check_device,
+    check_integers,
+    key_bounds,
+    positions_of,
+    sample_weights,
+    with_own_keys,
+)
 from meshrec.modules.served_table import ServedTable
 from meshrec.ops import keyed, tbe
 from meshrec.sparse import KeyedJaggedTensor
@@ -86,12 +94,11 @@ class TableLookup:
         self._table_names = [table.name for table in tables]
         self._num_rows = [table.num_embeddings for table in tables]
         readers = Counter(self.features)
-        for index, feature in pairs:
-            if (index in self._indexes or index in self.hashed) and readers[feature] > 1:
-                raise ValueError(
-                    f"feature {feature!r} is read by table {tables[index].name!r}, which has an index of its "
-                    "own, and by another one. Give the other table a copy of the feature under another name."
-                )
+        self._own_keys = [
+            use
+            for use, (index, feature) in enumerate(pairs)
+            if (index in self._indexes or index in self.hashed) and readers[feature] > 1
+        ]
         self.embedding_names = [
             f"{feature}@{self._table_names[index]}" if readers[feature] > 1 else feature
             for index, feature in pairs
@@ -110,6 +117,19 @@ class TableLookup:
         """Read tables with hashed keys, by number, as they are in a package from now on."""
         self._served = dict(tables)
 
+    def positions(self, features: KeyedJaggedTensor) -> list[int]:
+        """Return the position of each looked-up feature among the keys of the input.
+
+        Raises:
+            ValueError: a feature is missing.
+        """
+        keys = features.keys()
+        if keys != self._known_keys:
+            readers = [self._table_names[table] for table in self.tables]
+            self._key_indices = positions_of(keys, self.features, readers)
+            self._known_keys = list(keys)
+        return self._key_indices
+
     def lookups(
         self,
         features: KeyedJaggedTensor,
@@ -125,20 +145,17 @@ class TableLookup:
         Raises:
             ValueError: for a missing feature or missing weights, and for input on another device.
         """
-        values = features.values()
-        check_device(values, self._table_names[0], weights[0].device)
-        keys = features.keys()
-        if keys != self._known_keys:
-            readers = [self._table_names[table] for table in self.tables]
-            self._key_indices = positions_of(keys, self.features, readers)
-            self._known_keys = list(keys)
+        check_device(features.values(), self._table_names[0], weights[0].device)
+        keys = self.positions(features)
+        if self._own_keys:
+            features, keys = with_own_keys(features, keys, self._own_keys)
         lookups = tbe.Lookups(
-            values=values,
+            values=features.values(),
             offsets=features.offsets(),
             per_sample_weights=sample_weights(features, is_weighted=self.is_weighted),
             segments=features.segments_or_none(),
-            num_keys=len(keys),
-            keys=self._key_indices,
+            num_keys=len(features.keys()),
+            keys=keys,
             tables=self.tables,
             pooling=self.pooling,
             flat=flat,
@@ -168,20 +185,20 @@ class TableLookup:
 
     def _hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
         """Replace the IDs of tables with hashed keys by slots. The batch pins them."""
-        bounds = key_bounds(lookups.offsets, lookups.segments, lookups.num_keys)
-        seeds = {
-            key: tables[table].storage.keys.seed
-            for key, table in zip(lookups.keys, lookups.tables, strict=True)
-            if table in tables
-        }
-        lookups = lookups._replace(values=mixed(lookups.values, bounds, seeds))
-        return self._resolved(lookups, tables)
+        check_integers(lookups.values)
+        lookups = lookups._replace(values=lookups.values.long())
+        return self._resolved(lookups, tables, {t: table.storage.keys.seed for t, table in tables.items()})
 
-    def _resolved(self, lookups: tbe.Lookups, indexes: Mapping[int, Index]) -> tbe.Lookups:
-        """Replace the keys of tables with an index by slots."""
+    def _resolved(
+        self,
+        lookups: tbe.Lookups,
+        indexes: Mapping[int, Index],
+        seeds: Mapping[int, int] = MappingProxyType({}),
+    ) -> tbe.Lookups:
+        """Replace the keys of tables with an index by slots; ``seeds`` makes keys of IDs."""
         num_keys = lookups.num_keys
         readers = {
-            key: KeyReader([indexes[table]], 0)
+            key: KeyReader([indexes[table]], 0, seeds.get(table))
             for key, table in zip(lookups.keys, lookups.tables, strict=True)
             if table in indexes
         }

@@ -62,8 +62,10 @@ class GrowingRows:
         return bool(self._reserved)
 
     @torch.no_grad()
-    def grow(self, num_rows: int) -> None:
+    def grow(self, num_rows: int, *, num_written: int = 0) -> None:
         """Add rows with initial values until there are ``num_rows``.
+
+        The caller writes to the new rows of the first ``num_written`` tensors itself.
 
         Raises:
             ValueError: there would be more than ``max_rows``; nothing has changed then.
@@ -77,7 +79,7 @@ class GrowingRows:
             return
         if num_rows > len(self.tensors[0]):
             self._make_room(min(self._max_rows, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())))
-        for tensor, begin in zip(self.tensors, self.first, strict=True):
+        for tensor, begin in zip(self.tensors[num_written:], self.first[num_written:], strict=True):
             tensor.data[self.num_rows : num_rows] = begin  # nobody's write: see ``OwnWrites``
         self.num_rows = num_rows
 

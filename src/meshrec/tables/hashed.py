@@ -13,7 +13,6 @@ Slots are given in the order of keys, so that rectangles of other columns of the
 ranks, have the same ones.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,10 +29,11 @@ from meshrec.tables.at_rest import AtRest
 from meshrec.tables.file_hashed import CachedKeys, HashedFile
 from meshrec.tables.file_rows import FileRows
 from meshrec.tables.growing import GrowingRows
-from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
+from meshrec.tables.hashed_books import Books, FreshRows, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
-from meshrec.tables.hashed_parts import columns_at, cut_columns, read_parts, write_parts
+from meshrec.tables.hashed_parts import codes_of, columns_at, cut_columns, read_parts, write_parts
 from meshrec.tables.index import Index, Resolved
+from meshrec.tables.initial import drawn_rows, seed_of_rows
 from meshrec.tables.row_log import RowLog
 from meshrec.tables.storage import DenseRows, QuantisedRows, SideRows
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
@@ -135,27 +135,42 @@ class HashedTable:
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
         """Return the slot of each key; unseen ones get pending slots with their first rows."""
         self.release()
-        slots = self.slots.find(keys)
+        resolved = self.give(self.slots.find(keys), keys, train=train)
+        if self.file is None:
+            return resolved
+        pin = resolved.pin
+        assert isinstance(pin, PinnedRows)
+        cached, pin.arriving = self.file.resolve(resolved.slots, keys, train=train)
+        return Resolved(cached, pin)
+
+    def give(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
+        """Give pending slots, with their first rows, to the keys whose slot is -1, and pin all slots."""
         absent = slots < 0
-        if bool(absent.any()):
-            distinct, inverse = unique(keys[absent])
+        distinct, inverse = unique(keys[absent])
+        fresh = None
+        if len(distinct):
             new = self.slots.insert(distinct)
             self._begin(new, distinct)
             slots[absent] = new[inverse]
-        pending = slots[:0]
-        if self.slots.num_live > self.num_alive:
+            fresh = FreshRows(new, distinct, torch.bincount(inverse, minlength=len(new)))
+        return Resolved(slots, self.hold([slots], train=train, fresh=fresh))
+
+    def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: FreshRows | None = None) -> PinnedRows:
+        """Pin slots that keys have; ``fresh``: those that were just given."""
+        if train and self.storage.is_trainable:
+            self.books.note_reads(sum(map(len, parts)), fresh)
+        pending, num_pending = parts[0][:0], self.slots.num_live - self.num_alive
+        if fresh is not None and len(fresh.slots) == num_pending:
+            pending = fresh.slots
+            self.memory["pins"][pending] += 1
+        elif num_pending:
+            fresh = None
+            slots = torch.cat(list(parts))
             pending = unique(slots[~self.memory[""][slots]])[0]
             self.memory["pins"][pending] += 1
-        if train and self.storage.is_trainable:
-            report = self.books.report
-            report.read += len(keys)
-            report.hits += len(keys) - int(absent.sum())
-        pin = PinnedRows(self, slots, pending, self.released)
+        pin = PinnedRows(self, parts, pending, self.released, fresh)
         self.in_flight.add(pin)
-        if self.file is None:
-            return Resolved(slots, pin)
-        cached, pin.arriving = self.file.resolve(slots, keys, train=train)
-        return Resolved(cached, pin)
+        return pin
 
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the key that has each slot."""
@@ -212,12 +227,18 @@ class HashedTable:
         """Write first rows and the state before the first update; grow where it is due."""
         if len(slots) == 0:
             return
-        self._grown.grow(int(slots.max()) + 1)
+        before = self._grown.num_rows
+        self._grown.grow(int(slots.max()) + 1, num_written=int(self.file is None))
         r = self.rectangle
         given = {"weight": self.storage.begin(self.ids_of(keys), r.columns), "key": keys}
+        # New slots follow each other: a copy of a range is several times as fast.
+        place = slice(int(slots[0]), int(slots[-1]) + 1) if bool((slots.diff() == 1).all()) else slots
+        again = slots[slots < before]
         for (name, tensor), begin in zip(self.memory.items(), self._grown.first, strict=True):
-            if name != "pins":
-                tensor.data[slots] = given.get(name, begin)
+            if name in given:
+                tensor.data[place] = given[name].to(tensor.dtype)
+            elif name != "pins" and len(again):
+                tensor.data[again] = begin
         if self.file is not None:
             self.file.begin(slots, given["weight"])
 
@@ -345,13 +366,6 @@ class HashedTable:
         parts = self.gathered(slots, self.rectangle.columns)
         return self.ids_of(keys), parts.pop("weight"), parts
 
-    def waiting_parts(self) -> dict[str, Tensor]:
-        """Return the counts of IDs that wait, for state dicts: their keys, ascending, and the counts."""
-        found = list(self.waiting.stream())
-        empty = torch.empty(0, dtype=torch.int64)
-        keys, counts = found[0] if found else (empty, empty)
-        return {"waiting_ids": keys, "waiting": counts}
-
     def snapshot(self) -> RowsSnapshot:
         """Return the rows as they are now, for the forked process that writes a checkpoint."""
         return self.at_rest().snapshot()
@@ -469,20 +483,13 @@ class HashedRows(SideRows):
     @property
     def row_seed(self) -> int:
         """The seed of the first rows, from the table's name and seed."""
-        digest = hashlib.blake2b(f"{self.keys.seed}\n{self.name}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 2
+        return seed_of_rows(self.name, self.keys.seed)
 
     def begin(self, ids: Tensor, columns: Span) -> Tensor:
         """Return the first rows as they lie in memory; codes have the scale and bias of the whole row."""
         if not self.bits or columns == (0, self.dim):
             return self.encode(self.first_rows(ids, columns))
-        width = columns[1] - columns[0]
-        found = torch.zeros(len(ids), self.columns(width), dtype=self.dtype)
-        whole = self.parts(self.encode(self.first_rows(ids)), self.dim)
-        first, end = map(self.part_column, columns)
-        for target, part in zip(self.parts(found, width), whole, strict=True):
-            target.copy_(part if part.dim() == 1 else part[:, first:end])
-        return found
+        return codes_of(self, self.encode(self.first_rows(ids)), self.dim, columns)
 
     def first_rows(self, ids: Tensor, columns: Span | None = None) -> Tensor:
         """Return the first values of rows, fp32 [N, columns]."""
@@ -490,11 +497,4 @@ class HashedRows(SideRows):
         if self.init_fn is None:
             low, high = self.bounds
             return uniform_rows(ids, seed=self.row_seed, low=low, high=high, columns=(first, end))
-        found = torch.empty(len(ids), end - first)
-        row = torch.empty(1, self.dim)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for number, seed in enumerate(mix(ids, self.row_seed).tolist()):
-                torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
-                self.init_fn(row)
-                found[number] = row[0, first:end]
-        return found
+        return drawn_rows(mix(ids, self.row_seed), self.init_fn, self.dim, (first, end))

@@ -1,22 +1,51 @@
 """What a hashed table notes beside its rows: the batches that hold some, and what has happened to IDs."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import ReferenceType
 
+import torch
 from torch import Tensor
 
 from meshrec.tables.at_rest import AtRest
 
 
-class PinnedRows:
-    """The rows of one table that a batch holds."""
+class FreshRows(NamedTuple):
+    """The pending rows of a batch that were made for it."""
 
-    def __init__(self, table: object, slots: Tensor, pending: Tensor, released: deque[Tensor]) -> None:
-        self.table, self.slots, self.pending = table, slots, pending
+    slots: Tensor
+    """In the order of their keys."""
+    keys: Tensor
+    counts: Tensor
+    """How often the batch reads each."""
+
+
+class PinnedRows:
+    """The rows of one table that a batch holds; ``parts`` has their slots."""
+
+    def __init__(
+        self,
+        table: object,
+        parts: Sequence[Tensor],
+        pending: Tensor,
+        released: deque[Tensor],
+        fresh: FreshRows | None = None,
+    ) -> None:
+        self.table, self.pending, self._fresh = table, pending, fresh
+        self._parts, self._released = parts, released
         self.arriving: object = None
         """The pin of the rows in the cache of a file; an ``ArrivingRows``."""
-        self._released = released
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots, which may repeat."""
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
+
+    def fresh(self) -> FreshRows | None:
+        """Return the pending rows, if they were made for this batch and no others have joined them."""
+        return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
     def __del__(self) -> None:
         # Anywhere, in any thread: the table takes it from there when it is next asked.
@@ -58,3 +87,8 @@ class Books:
     """How often IDs came or went."""
     resting: "ReferenceType[AtRest] | None" = None
     """The rows at rest, as long as somebody has them."""
+
+    def note_reads(self, num_read: int, fresh: FreshRows | None) -> None:
+        """Count the IDs that a batch has read; ``fresh``: those that had no row."""
+        self.report.read += num_read
+        self.report.hits += num_read - (0 if fresh is None else int(fresh.counts.sum()))

@@ -19,11 +19,31 @@ class RowForm(Protocol):
     def row_parts(self) -> Sequence[RowPart]:
         """The parts of a row."""
 
+    def columns(self, dim: int) -> int:
+        """Return the width of rows of ``dim`` values in memory."""
+
     def part_column(self, column: int) -> int:
         """Return the place of a column in the part ``weight``."""
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
         """Return the parts of the values, as views of memory."""
+
+
+def codes_of(form: RowForm, rows: Tensor, dim: int, columns: Span) -> Tensor:
+    """Return some columns of rows of codes, with the scale and bias of whole rows.
+
+    Args:
+        form: their form.
+        rows: whole rows, ``dim`` values each.
+        dim: the width of whole rows.
+        columns: the columns that are wanted.
+    """
+    width = columns[1] - columns[0]
+    found = rows.new_zeros(len(rows), form.columns(width))
+    first, end = map(form.part_column, columns)
+    for target, part in zip(form.parts(found, width), form.parts(rows, dim), strict=True):
+        target.copy_(part if part.dim() == 1 else part[:, first:end])
+    return found
 
 
 def read_parts(

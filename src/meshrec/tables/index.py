@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from meshrec.ops.index import HashIndex, SearchedPart, find_parts, mix
+
 
 class Resolved(NamedTuple):
     """The slots of some keys."""
@@ -57,11 +59,30 @@ class Index(Protocol):
         """Return the key whose row each of these slots has now, int64 [N]."""
 
 
+@runtime_checkable
+class SearchableIndex(Protocol):
+    """An index whose slots are in a hash index, which several of them can be asked for in one call."""
+
+    slots: HashIndex
+
+    def release(self) -> None:
+        """Free the slots that no batch needs any more; called before a search."""
+
+    def hold(self, parts: Sequence[Tensor], *, train: bool) -> object:
+        """Return a pin for slots that were found, all of them."""
+
+    def give(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
+        """Give a slot to each key without one, whose ``slots`` is -1, and pin all of them."""
+
+
 class KeyReader(NamedTuple):
     """The rectangles of the same rows that a feature reads."""
 
     indexes: Sequence[Index]
     first_row: int
+    mix_seed: int | None = None
+    """The seed of the mix that makes keys of the feature's IDs; None: they are keys. The same for all or
+    none."""
 
 
 def slots_of(
@@ -84,8 +105,10 @@ def slots_of(
 
     Returns: the values [N], of the same type, and the pins (see ``Resolved``).
     """
-    found = values.clone()
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
+    found, missing = _searched(values, bounds, readers, num_keys)
+    # Another tensor on the same memory, and no view: slots keep the pins, and pins must not keep the slots.
+    memory = found.new_empty(0).set_(found.untyped_storage(), 0, found.shape, found.stride())
     pins: list[object] = []
     by_indexes: dict[tuple[int, ...], list[int]] = {}
     for key, reader in readers.items():
@@ -93,14 +116,53 @@ def slots_of(
     for keys in by_indexes.values():
         reader = readers[keys[0]]
         places = [block * num_keys + key for key in keys for block in range(num_blocks)]
-        parts = [found[bounds[place] : bounds[place + 1]] for place in places]
-        wanted = torch.cat(parts).long() + reader.first_row
-        resolved = [index.resolve(wanted, train=train) for index in reader.indexes]
+        parts = [memory[bounds[place] : bounds[place + 1]] for place in places]
+        if not any(missing.get(place, 1) for place in places):
+            pins += [index.hold(parts, train=train) for index in reader.indexes]  # type: ignore[attr-defined]
+            continue
+        given = torch.cat([values[bounds[place] : bounds[place + 1]] for place in places]).long()
+        if reader.mix_seed is not None:
+            given = mix(given, reader.mix_seed)
+        wanted = given + reader.first_row
+        if places[0] in missing:
+            slots = torch.cat(parts)
+            resolved = [index.give(slots.clone(), wanted, train=train) for index in reader.indexes]  # type: ignore[attr-defined]
+        else:
+            resolved = [index.resolve(wanted, train=train) for index in reader.indexes]
         pins += [each.pin for each in resolved]
         slots = resolved[0].slots
         for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
             part.copy_(own)
     return found, pins
+
+
+def _searched(
+    values: Tensor, bounds: Sequence[int], readers: Mapping[int, KeyReader], num_keys: int
+) -> tuple[Tensor, dict[int, int]]:
+    """Replace the keys that hash indexes have by slots, all in one call; others stay as they are.
+
+    Returns: the values, and the number of keys without a slot for each place that was searched.
+    """
+    searched = {
+        key: reader
+        for key, reader in sorted(readers.items())
+        if all(isinstance(index, SearchableIndex) for index in reader.indexes)
+    }
+    if not searched:
+        return values.clone(), {}
+    parts: dict[int, SearchedPart] = {}
+    for block in range((len(bounds) - 1) // max(1, num_keys)):
+        for key, reader in searched.items():
+            place, index = block * num_keys + key, reader.indexes[0]
+            assert isinstance(index, SearchableIndex)
+            parts[place] = SearchedPart(
+                bounds[place], bounds[place + 1], index.slots, reader.first_row, reader.mix_seed
+            )
+    for index in {id(each): each for reader in searched.values() for each in reader.indexes}.values():
+        assert isinstance(index, SearchableIndex)
+        index.release()
+    found, missing = find_parts(values.long().contiguous(), list(parts.values()))
+    return found.to(values.dtype), dict(zip(parts, missing, strict=True))
 
 
 def pin(slots: Tensor, pins: Sequence[object]) -> None:

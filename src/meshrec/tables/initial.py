@@ -57,3 +57,28 @@ def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], 
 def _seed(seed: int, table: str, block: int) -> int:
     digest = hashlib.blake2b(f"{seed}\n{table}\n{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_of_rows(name: str, seed: int) -> int:
+    """Return the seed of the first rows of a hashed table, from its name and seed."""
+    digest = hashlib.blake2b(f"{seed}\n{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def drawn_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, columns: Span) -> Tensor:
+    """Return rows that a function draws from torch's default generator, each with its own seed.
+
+    Args:
+        seeds: int64 [N].
+        init_fn: fills a row ``[1, dim]``.
+        dim: the width of whole rows.
+        columns: the columns that are wanted.
+    """
+    found = torch.empty(len(seeds), columns[1] - columns[0])
+    row = torch.empty(1, dim)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for number, seed in enumerate(seeds.tolist()):
+            torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
+            init_fn(row)
+            found[number] = row[0, columns[0] : columns[1]]
+    return found

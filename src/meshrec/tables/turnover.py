@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshrec.ops.index import unique
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_books import PinnedRows
 from meshrec.tables.hashed_keys import TTL, Clock, RowsToJudge
@@ -24,6 +25,7 @@ from meshrec.tables.waiting import in_span
 
 # N rows, U distinct IDs of an update
 
+_NONE = torch.empty(0, dtype=torch.int64)
 _DIGITS = 1 << 16
 _MOST = (1 << 63) - 1
 _SLACK = 64
@@ -165,9 +167,10 @@ class Turnover:
             table, admitted, policy = self.tables[i], each.admitted, self.tables[i].storage.keys.evict
             report = table.books.report
             table.forget(each.gone)
-            table.waiting.count(each.keys, each.counts, admitted)
-            table.revive(each.new[admitted])
             num_admitted = int(admitted.sum())
+            if len(admitted):
+                table.waiting.count(each.keys, each.counts, admitted)
+                table.revive(each.new if num_admitted == len(admitted) else each.new[admitted])
             report.evicted += len(each.gone)
             report.new += num_admitted
             report.refused += len(admitted) - num_admitted
@@ -179,8 +182,7 @@ class Turnover:
     def finish(self, decision: Decision) -> None:
         """Take the update back from the rows of IDs that were not admitted."""
         for i, each in decision.due.items():
-            refused = each.new[~each.admitted]
-            if len(refused):
+            if len(each.new) and len(refused := each.new[~each.admitted]):
                 self.tables[i].reset(refused)
 
     def _counted(self, due: Mapping[int, Due]) -> dict[int, list[int]]:
@@ -269,23 +271,22 @@ class Turnover:
 
 def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
     own = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
-    slots = (
-        own[0].slots
-        if len(own) == 1
-        else torch.cat([torch.empty(0, dtype=torch.int64), *(p.slots for p in own)])
-    )
-    alive = table.memory[""]
-    pending = slots[:0]
-    if table.slots.num_live > table.num_alive and len(slots):
-        pending = slots[~alive[slots]]
-    new, counts = torch.unique(pending, return_counts=True)
-    keys = table.keys_of(new)
-    order = keys.argsort()
-    new, keys, counts = new[order], keys[order], counts[order]
-    admitted = table.waiting.admits(keys, counts, clock.step)
-    policy = table.storage.keys.evict
+    slots = own[0].slots if len(own) == 1 else torch.cat([_NONE, *(pin.slots for pin in own)])
+    alive, policy = table.memory[""], table.storage.keys.evict
+    new = keys = counts = _NONE
+    admitted = _NONE.bool()
+    if table.slots.num_live > table.num_alive:
+        fresh = own[0].fresh() if len(own) == 1 else None
+        if fresh is not None and not bool(alive[fresh.slots].any()):
+            new, keys, counts = fresh
+        else:
+            new, inverse = unique(slots[~alive[slots]])
+            counts = torch.bincount(inverse, minlength=len(new))
+            keys, order = table.keys_of(new).sort()
+            new, counts = new[order], counts[order]
+        admitted = table.waiting.admits(keys, counts, clock.step)
+    gone = _NONE
     over = None if policy is None else policy.expired(table.memory, clock)
-    gone = slots[:0]
     if over is not None:
         over &= alive
         over[slots] = False

@@ -204,3 +204,11 @@ def in_span(keys: Tensor, span: Span | None) -> Tensor:
 def _rows_of(span: Span, max_rows: int) -> Span:
     first, end = ((key - FIRST_KEY) * max_rows for key in span)
     return first >> 64, -(-end >> 64)
+
+
+def parts_of(waiting: Waiting) -> dict[str, Tensor]:
+    """Return the counts of IDs that wait, for state dicts: their keys, ascending, and the counts."""
+    found = list(waiting.stream())
+    empty = torch.empty(0, dtype=torch.int64)
+    keys, counts = found[0] if found else (empty, empty)
+    return {"waiting_ids": keys, "waiting": counts}

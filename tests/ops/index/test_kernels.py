@@ -85,10 +85,10 @@ def test_the_op_finds_what_the_naive_one_does():
         index, ids = HashIndex(max_slots), torch.cat([hashes(3000), torch.from_numpy(EDGES)])
         index.insert(ids[::2].sort().values)
         rows = index._rows
-        found = torch.ops.meshrec.index_find(rows.memory, ids, rows._seed)
+        found = torch.ops.meshrec.index_find(rows.memory, ids, rows.seed)
         assert torch.equal(found, index.find(ids))
-        assert torch.equal(found, naive.index_find(rows.memory, ids, rows._seed))
-        torch.library.opcheck(torch.ops.meshrec.index_find, (rows.memory, ids, rows._seed))
+        assert torch.equal(found, naive.index_find(rows.memory, ids, rows.seed))
+        torch.library.opcheck(torch.ops.meshrec.index_find, (rows.memory, ids, rows.seed))
     torch.library.opcheck(torch.ops.meshrec.index_mix, (ids, 3, True))
     with pytest.raises(ValueError, match="int64"):
         torch.ops.meshrec.index_mix(ids.int(), 3, True)
@@ -149,7 +149,7 @@ def test_the_same_on_one_thread_and_many():
 def test_ids_of_one_bucket_are_found():
     """Hashes that one would choose to fill a bucket: found while there is room, and refused when not."""
     index = HashIndex(1 << 12)
-    close = naive.unmix(torch.arange(400) + (1 << 60), index._rows._seed)
+    close = naive.unmix(torch.arange(400) + (1 << 60), index._rows.seed)
     kept = close[:40].sort().values
     index.insert(kept)
     assert bool((index.find(kept) >= 0).all())
@@ -162,7 +162,7 @@ def test_ids_of_one_bucket_are_found():
 
 def test_hashes_of_one_shard_get_memory():
     index, ids = HashIndex(1 << 21), hashes(700_000, 3)
-    seed = index._rows._seed
+    seed = index._rows.seed
     keys = naive.mix(ids, seed) & ~(-(2**63))  # the lower half of all keys: one shard of two
     ids = naive.unmix(keys, seed).sort().values
     more = naive.unmix(naive.mix(hashes(400_000, 4), seed) & ~(-(2**63)), seed).sort().values
@@ -196,3 +196,38 @@ os.write(writer, b"x")
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_parts_are_found_and_mixed_as_the_naive_ops_do():
+    ids = torch.cat([hashes(30_000), torch.from_numpy(EDGES)])
+    indexes = [HashIndex(1 << 22), HashIndex(1 << 12, seed=3)]
+    for mixes in ([], [0, 5, -1]):
+        keys = [ids, naive.mix(ids, 5) + 7 if mixes else ids + 7]
+        for index, own in zip(indexes, keys, strict=True):
+            absent = own[::3][index.find(own[::3]) < 0]
+            index.insert(unique(absent)[0][:2000])
+        memory = [tensor for index in indexes for tensor in index._rows.memory]
+        seeds = [index._rows.seed for index in indexes]
+        arguments = (
+            memory,
+            seeds,
+            ids,
+            [3, 9000, 20_500],
+            [9000, 20_000, 30_003],
+            [0, 1, 1],
+            [0, 7, -7],
+            mixes,
+        )
+        found, absent = torch.ops.meshrec.index_find_parts(*arguments)
+        expected, missing = naive.index_find_parts(*arguments)
+        assert torch.equal(found, expected)
+        assert torch.equal(absent, missing)
+        assert 0 < int(absent[1]) < 11_000
+        torch.library.opcheck(torch.ops.meshrec.index_find_parts, arguments)
+    parts = (ids, [0, 5000], [4096, 5001], [3, -4])
+    assert torch.equal(torch.ops.meshrec.index_mix_parts(*parts), naive.index_mix_parts(*parts))
+    torch.library.opcheck(torch.ops.meshrec.index_mix_parts, parts)
+    with pytest.raises(ValueError, match=r"parts must be ascending and lie in \[0, 30007\)"):
+        torch.ops.meshrec.index_mix_parts(ids, [0, 10], [11, 12], [3, 4])
+    with pytest.raises(ValueError, match="there is no index 2"):
+        torch.ops.meshrec.index_find_parts(*arguments[:5], [0, 1, 2], *arguments[6:])

@@ -14,6 +14,7 @@ from meshrec import sparse
 from meshrec.compat.bridge.adapted import Adapted
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.compat.bridge.sparse.tensor_dict import maybe_td_to_kjt
+from meshrec.compat.bridge.virtual_tables import keys_of
 from meshrec.modules import embedding_configs, embedding_modules
 from meshrec.modules.embedding_configs import DataType, PoolingType
 
@@ -31,8 +32,6 @@ _NOT_HERE = {
     "need_pos": False,
     "input_dim": None,
     "total_num_buckets": None,
-    "use_virtual_table": False,
-    "virtual_table_eviction_policy": None,
     "enable_embedding_update": False,
     "stash_weights": False,
 }
@@ -48,6 +47,9 @@ def _config(
     weight_init_min: float | None = None,
     num_embeddings_post_pruning: int | None = None,
     init_fn: Callable[[Tensor], object] | None = None,
+    *,
+    use_virtual_table: bool = False,
+    virtual_table_eviction_policy: object = None,
     **more: Any,
 ) -> dict[str, Any]:
     given = {"num_embeddings_post_pruning": num_embeddings_post_pruning, **more}
@@ -59,8 +61,16 @@ def _config(
                 f"table {name!r}: MeshRec has no {argument}, got {value!r}. Leave it out: "
                 "docs/from-torchrec.md says what is nearest."
             )
+    rows: dict[str, Any] = {"num_embeddings": num_embeddings}
+    if use_virtual_table:
+        rows = {"keys": keys_of(virtual_table_eviction_policy, num_embeddings, name)}
+    elif virtual_table_eviction_policy is not None:
+        raise ValueError(
+            f"table {name!r} has a virtual_table_eviction_policy and no virtual table. Set "
+            "use_virtual_table=True, or leave the policy out."
+        )
     return {
-        "num_embeddings": num_embeddings,
+        **rows,
         "embedding_dim": embedding_dim,
         "name": name,
         "data_type": data_type,
@@ -91,6 +101,8 @@ def _skip_draws(
     if device is not None and torch.device(device).type == "meta":
         return
     for config in tables:
+        if config.keys is not None:
+            continue  # its rows are functions of their IDs
         shape = (config.num_embeddings, config.embedding_dim)
         torch.empty(shape, dtype=config.data_type.dtype, device=device).normal_()
 

@@ -348,16 +348,18 @@ class ManagedCollisionCollection(nn.Module):
         keys = features.keys()
         if keys != self._feature_names:
             features = features.permute([keys.index(name) for name in self._feature_names])
-        values = []
+        found = []
         splits = features.split([len(config.feature_names) for config in self._embedding_configs])
         for config, part in zip(self._embedding_configs, splits, strict=True):
             module = self._managed_collision_modules[config.name]
-            jagged = JaggedTensor(values=part.values(), lengths=part.lengths())
-            values.append(module({config.name: jagged}, mutate_miss_lengths)[config.name].values())
+            # The weights are the number of IDs of each feature, as TorchRec's policies by feature read them.
+            counts = torch.tensor(part.length_per_key())
+            jagged = JaggedTensor(values=part.values(), lengths=part.lengths(), weights=counts)
+            found.append(module({config.name: jagged}, mutate_miss_lengths)[config.name])
         return KeyedJaggedTensor(
             keys=features.keys(),
-            values=torch.cat(values),
-            lengths=features.lengths(),
+            values=torch.cat([each.values() for each in found]),
+            lengths=torch.cat([each.lengths() for each in found]),
             weights=features.weights_or_none(),
         )
 

@@ -13,8 +13,12 @@ _REMAP = (
     "which is sharded under every plan."
 )
 _ZCH = (
-    "IDs are not probed into a fixed table. Nearest: EmbeddingBagConfig(keys=meshrec.Hashed(max_rows=...)), "
-    "in which no two IDs share a row."
+    "IDs are not probed into a fixed table. Nearest: HashZchManagedCollisionModule, and "
+    "EmbeddingBagConfig(keys=meshrec.Hashed(max_rows=...)), in which no two IDs share a row."
+)
+_MIXED = (
+    "it weighs several signals. Nearest: EmbeddingBagConfig(keys=meshrec.Hashed(max_rows=..., "
+    "evict=meshrec.tables.Score(...))), a score of your own."
 )
 _PRUNE = "tables are not pruned while training. Nearest: fewer num_embeddings."
 _TWO_D = (
@@ -68,7 +72,9 @@ MISSING: dict[str, str] = {
     "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics.MetricSet with "
     "binary_metrics.",
     "torchrec.models.experimental": "Nearest: torchrec.models.dlrm.DLRM.",
+    "torchrec.modules.embedding_configs.CountTimestampMixedEvictionPolicy": _MIXED,
     "torchrec.modules.embedding_configs.EmbeddingTableConfig": "Nearest: EmbeddingBagConfig.",
+    "torchrec.modules.embedding_configs.FeatureScoreBasedEvictionPolicy": _MIXED,
     "torchrec.modules.embedding_tower": "Nearest: a module of your own around a collection and an "
     "interaction.",
     "torchrec.modules.hash_mc_modules": _ZCH,

@@ -15,6 +15,11 @@ _EMBEDDING_CONFIGS = {
     **_of(f"{_C}.quant", "QuantConfig"),
     **_of("meshrec.modules.embedding_configs", "BaseEmbeddingConfig DataType PoolingType"),
     **_of(
+        f"{_C}.virtual_tables",
+        "CountBasedEvictionPolicy FeatureL2NormBasedEvictionPolicy NoEvictionPolicy "
+        "TimestampBasedEvictionPolicy VirtualTableEvictionPolicy",
+    ),
+    **_of(
         f"{_C}.embeddings",
         "EmbeddingBagConfig EmbeddingConfig data_type_to_dtype dtype_to_data_type pooling_type_to_str",
     ),
@@ -120,6 +125,10 @@ MODULES: dict[str, dict[str, str]] = {
         f"{_C}.fused_embeddings",
         "FusedEmbeddingBagCollection FusedEmbeddingCollection fuse_embedding_optimizer",
     ),
+    "torchrec.modules.hash_mc_evictions": _of(
+        f"{_C}.hash_managed_collisions", "HashZchEvictionConfig HashZchEvictionPolicyName"
+    ),
+    "torchrec.modules.hash_mc_modules": _of(f"{_C}.hash_managed_collisions", "HashZchManagedCollisionModule"),
     "torchrec.modules.lazy_extension": _of(f"{_C}.lazy_extension", "LazyModuleExtensionMixin lazy_apply"),
     "torchrec.modules.mc_embedding_modules": _of(
         f"{_C}.mc_embeddings",

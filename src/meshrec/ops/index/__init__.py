@@ -1,12 +1,14 @@
 """Slots of IDs that nobody can number: a hash index, a mix of IDs, and the distinct IDs of a batch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from meshrec.ops.index import fakes  # noqa: F401 - registers the shapes
-from meshrec.ops.index.hash_index import HashIndex
+from meshrec.ops.index.hash_index import HashIndex, SearchedPart, find_parts
 
-__all__ = ["BYTES_PER_ID", "HashIndex", "mix", "unique", "unmix"]
+__all__ = ["BYTES_PER_ID", "HashIndex", "SearchedPart", "find_parts", "mix", "mix_parts", "unique", "unmix"]
 
 BYTES_PER_ID = 16
 """The bytes that a ``HashIndex`` takes for each ID that it has had at once, at most."""
@@ -24,6 +26,18 @@ def mix(ids_N: Tensor, seed: int) -> Tensor:
     """
     keys: Tensor = torch.ops.meshrec.index_mix.default(ids_N, _signed(seed), False)
     return keys
+
+
+def mix_parts(ids_N: Tensor, parts: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return IDs of which some parts are mixed, and the others as they are, int64 [N].
+
+    Args:
+        ids_N: int64.
+        parts: where each part begins and ends, and the seed of its mix; ascending.
+    """
+    begins, ends, seeds = ([part[k] for part in parts] for k in range(3))
+    found: Tensor = torch.ops.meshrec.index_mix_parts.default(ids_N, begins, ends, list(map(_signed, seeds)))
+    return found
 
 
 def unmix(keys_N: Tensor, seed: int) -> Tensor:

@@ -50,10 +50,11 @@ class CompiledIndex:
 
     Attributes:
         memory: what ``torch.ops.meshrec.index_find`` reads.
+        seed: the seed of the mix.
     """
 
     def __init__(self, max_slots: int, seed: int) -> None:
-        self._seed = seed
+        self.seed = seed
         shard_bits = min(_MOST_SHARD_BITS, (max_slots // _SLOTS_PER_SHARD).bit_length() - 1)
         shard_bits = max(0, shard_bits)
         header = torch.zeros(_HEADER_WORDS + (_SHARD_WORDS << shard_bits), dtype=torch.int64)
@@ -77,7 +78,7 @@ class CompiledIndex:
         return int(_library.meshrec_index_num_bytes(self._addresses))
 
     def find(self, ids_N: Tensor) -> Tensor:
-        slots: Tensor = torch.ops.meshrec.index_find.default(self.memory, ids_N, self._seed)
+        slots: Tensor = torch.ops.meshrec.index_find.default(self.memory, ids_N, self.seed)
         return slots
 
     def insert(self, ids_N: Tensor, given_N: Tensor | None = None) -> Tensor | Status:
@@ -98,7 +99,7 @@ class CompiledIndex:
         given = None if given_N is None else given_N.data_ptr()
         while True:
             status = _library.meshrec_index_insert(
-                self._addresses, self._seed, ids_N.data_ptr(), len(ids_N), given, slots.data_ptr()
+                self._addresses, self.seed, ids_N.data_ptr(), len(ids_N), given, slots.data_ptr()
             )
             if status != Status.NO_BUCKETS:
                 return Status(status) if status else slots
@@ -109,7 +110,7 @@ class CompiledIndex:
         assert _library is not None
         slots = torch.empty_like(ids_N)
         status = _library.meshrec_index_remove(
-            self._addresses, self._seed, ids_N.data_ptr(), len(ids_N), slots.data_ptr()
+            self._addresses, self.seed, ids_N.data_ptr(), len(ids_N), slots.data_ptr()
         )
         return Status(status) if status else slots
 
@@ -118,14 +119,14 @@ class CompiledIndex:
         assert _library is not None
         ids = torch.empty_like(slots_N)
         status = _library.meshrec_index_ids_of(
-            self._addresses, self._seed, slots_N.data_ptr(), len(slots_N), ids.data_ptr()
+            self._addresses, self.seed, slots_N.data_ptr(), len(slots_N), ids.data_ptr()
         )
         return Status(status) if status else ids
 
     def items(self) -> tuple[Tensor, Tensor]:
         assert _library is not None
         ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
-        _library.meshrec_index_items(self._addresses, self._seed, ids.data_ptr(), slots.data_ptr())
+        _library.meshrec_index_items(self._addresses, self.seed, ids.data_ptr(), slots.data_ptr())
         ids, order = ids.sort()
         return ids, slots[order]
 

@@ -1,11 +1,12 @@
 """The hash index: slots of any 64-bit IDs."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshrec.ops.index import naive
 from meshrec.ops.index.compiled import CompiledIndex, is_compiled
 from meshrec.ops.index.naive import NaiveIndex, Status
 
@@ -131,10 +132,59 @@ class HashIndex:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Copy and pickle the IDs and their slots, not the memory."""
-        return _restored, (self.max_slots, self.seed, self.name, *self.items())
+        return HashIndex.of, (self.max_slots, *self.items(), self.seed, self.name)
+
+    @staticmethod
+    def of(max_slots: int, ids_N: Tensor, slots_N: Tensor, seed: int = 0, name: str = "") -> "HashIndex":
+        """Make an index of IDs, distinct and ascending, that have these slots."""
+        index = HashIndex(max_slots, seed=seed, name=name or "the index")
+        found = index._rows.insert(index._checked(ids_N), index._checked(slots_N))
+        if not isinstance(found, Tensor):
+            index._refuse(found, ids_N)
+        return index
 
 
-def _restored(max_slots: int, seed: int, name: str, ids: Tensor, slots: Tensor) -> HashIndex:
-    index = HashIndex(max_slots, seed=seed, name=name)
-    index._rows.insert(ids, slots)
-    return index
+class SearchedPart(NamedTuple):
+    """Some of the IDs of a batch, which one index has."""
+
+    begin: int
+    end: int
+    owner: HashIndex
+    first: int = 0
+    """What is added to the IDs."""
+    mix_seed: int | None = None
+    """The seed with which the IDs are mixed before; None: they are not. All parts have one, or none has."""
+
+
+def find_parts(ids_N: Tensor, parts: Sequence[SearchedPart]) -> tuple[Tensor, list[int]]:
+    """Return IDs of which some parts are replaced by their slots, -1 where there is none, in one call.
+
+    Args:
+        ids_N: int64, contiguous.
+        parts: the parts, ascending.
+
+    Returns:
+        The slots, and the other IDs as they are, int64 [N]; and how many IDs of each part have no slot.
+    """
+    indexes = list({id(part.owner): part.owner for part in parts}.values())
+    rows = [index._rows for index in indexes if isinstance(index._rows, CompiledIndex)]
+    if len(rows) < len(indexes):
+        found = ids_N.clone()
+        for part in parts:
+            own = ids_N[part.begin : part.end]
+            keys = own if part.mix_seed is None else naive.mix(own, part.mix_seed)
+            found[part.begin : part.end] = part.owner.find(keys + part.first)
+        return found, [int((found[part.begin : part.end] < 0).sum()) for part in parts]
+    place = {id(index): number for number, index in enumerate(indexes)}
+    mixes = [part.mix_seed for part in parts if part.mix_seed is not None]
+    slots, absent = torch.ops.meshrec.index_find_parts.default(
+        [tensor for each in rows for tensor in each.memory],
+        [each.seed for each in rows],
+        ids_N,
+        [part.begin for part in parts],
+        [part.end for part in parts],
+        [place[id(part.owner)] for part in parts],
+        [part.first for part in parts],
+        mixes,
+    )
+    return slots, absent.tolist()

@@ -106,6 +106,53 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     return slots
 
 
+def index_mix_parts(ids_N: Tensor, begins: list[int], ends: list[int], seeds: list[int]) -> Tensor:
+    """Return IDs of which some parts are mixed, each with a seed of its own, and the others as they are.
+
+    Args:
+        ids_N: int64.
+        begins: where each part begins, ascending.
+        ends: where it ends.
+        seeds: the seed of its mix.
+    """
+    found = ids_N.clone()
+    for begin, end, seed in zip(begins, ends, seeds, strict=True):
+        found[begin:end] = mix(ids_N[begin:end], seed)
+    return found
+
+
+def index_find_parts(
+    memory: list[Tensor],
+    seeds: list[int],
+    ids_N: Tensor,
+    begins: list[int],
+    ends: list[int],
+    indexes: list[int],
+    firsts: list[int],
+    mixes: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Return IDs of which some parts are replaced by their slots, and how many of each part have none.
+
+    Args:
+        memory: the four tensors of each index, see ``index_find``.
+        seeds: the seed of each index.
+        ids_N: int64.
+        begins: where each part begins, ascending.
+        ends: where it ends.
+        indexes: the index that has its IDs.
+        firsts: what is added to its IDs.
+        mixes: the seed with which its IDs are mixed before; empty: they are not.
+    """
+    found, absent = ids_N.clone(), ids_N.new_zeros(len(begins))
+    for part, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        own = mix(ids_N[begin:end], mixes[part]) if mixes else ids_N[begin:end]
+        index = indexes[part]
+        slots = index_find(memory[4 * index : 4 * index + 4], own + firsts[part], seeds[index])
+        found[begin:end] = slots
+        absent[part] = (slots < 0).sum()
+    return found, absent
+
+
 def _scaled(fractions: Tensor, sizes: Tensor) -> Tensor:
     """Return floor(fraction * size / 2^64) of unsigned fractions."""
     low = (fractions & 0xFFFFFFFF) * sizes
@@ -195,4 +242,4 @@ class NaiveIndex:
         return torch.tensor(ids, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
 
 
-implement([index_mix, index_unique, index_find])
+implement([index_mix, index_unique, index_find, index_mix_parts, index_find_parts])

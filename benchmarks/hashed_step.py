@@ -1,0 +1,348 @@
+"""Training steps of tables with hashed keys, beside fixed tables of the same rows, and TorchRec's managed
+collisions before FBGEMM's tables.
+
+All arms of a part see the same batches and alternate. Each part is verified first: where all IDs are known, a
+hashed table equals the fixed table with the same rows.
+"""
+
+import gc
+import importlib.util
+import multiprocessing
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import meshrec
+from benchmarks.harness import Bar, Effort, Result, Timing, measure, table
+from meshrec.ops.index import unique
+from meshrec.optim import RowWiseAdagrad
+from meshrec.tables import LRU, Hashed
+
+FIXED, HASHED, PEER = "fixed tables", "hashed tables", "TorchRec's MCH and FBGEMM"
+PARTS = ("known64", "known128", "new", "eviction", "adversarial", "growth", "peer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """``num_tables`` tables of ``num_rows`` x ``dim``, and batches of ``batch`` samples with ``bag`` IDs."""
+
+    num_tables: int = 8
+    num_rows: int = 1_000_000
+    dim: int = 64
+    batch: int = 2048
+    bag: int = 20
+
+    @property
+    def num_ids(self) -> int:
+        """The IDs of a table in a batch."""
+        return self.batch * self.bag
+
+
+class Arm:
+    """Tables that are trained. ``raw`` has the ID of each row of each table, ``keys`` those of the tables."""
+
+    def __init__(self, size: Size, keys: Hashed | None = None, raw: Sequence[Tensor] = ()) -> None:
+        self.size = size
+        self._features = [f"f{t}" for t in range(size.num_tables)]
+        rows = {"num_embeddings": size.num_rows} if keys is None else {"keys": keys}
+        configs = [
+            meshrec.EmbeddingBagConfig(name=f"t{t}", embedding_dim=size.dim, feature_names=[name], **rows)
+            for t, name in enumerate(self._features)
+        ]
+        self.module = meshrec.EmbeddingBagCollection(configs)
+        generator = torch.Generator().manual_seed(1)
+        for t in range(size.num_tables if keys is None or raw else 0):
+            weight = torch.empty(size.num_rows, size.dim).uniform_(-0.1, 0.1, generator=generator)
+            own = self.module.embedding_bags[f"t{t}"]
+            if keys is None:
+                own.weight.data.copy_(weight)
+            else:
+                own.load({"weight": weight, "ids": raw[t]}, "")
+        meshrec.fuse(self.module, optimizer=RowWiseAdagrad(lr=0.02))
+        self._offsets = torch.arange(size.num_tables * size.batch + 1) * size.bag
+        self._grad = torch.randn(size.batch, size.num_tables * size.dim, generator=generator)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        features = meshrec.KeyedJaggedTensor(self._features, ids, offsets=self._offsets)
+        return self.module(features).values()
+
+    def step(self, ids: Tensor) -> Tensor:
+        found = self.forward(ids)
+        found.backward(self._grad)
+        return found
+
+    @torch.no_grad()
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self.forward(ids)
+
+
+def distinct(num: int, seed: int) -> Tensor:
+    """Return distinct random IDs in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = unique(torch.randint(-(2**63), 2**63 - 1, (num + num // 50 + 100,), generator=generator))[0]
+    return drawn[torch.randperm(len(drawn), generator=generator)[:num]]
+
+
+def batches(size: Size, num: int = 4) -> list[Tensor]:
+    """Return the rows that batches read, int64 [num_tables, num_ids] each."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (size.num_tables, size.num_ids)
+    return [torch.randint(0, size.num_rows, shape, generator=generator) for _ in range(num)]
+
+
+def in_turns(call: Callable[[Tensor], Any], batches: Sequence[Tensor]) -> Callable[[], Any]:
+    """Return a function that calls with the next batch."""
+    number = -1
+
+    def turn() -> Any:
+        nonlocal number
+        number = (number + 1) % len(batches)
+        return call(batches[number])
+
+    return turn
+
+
+def known(size: Size, effort: Effort, step_bar: float) -> tuple[dict[str, Timing], list[Bar]]:
+    """Compare steps and lookups where every ID has a row."""
+    raw = [distinct(size.num_rows, t) for t in range(size.num_tables)]
+    fixed, hashed = Arm(size), Arm(size, Hashed(max_rows=size.num_rows + 64), raw)
+    rows = batches(size)
+    ids = [torch.cat([raw[t][own[t]] for t in range(size.num_tables)]) for own in rows]
+    rows = [own.flatten() for own in rows]
+    for own, other in zip(rows[:2], ids[:2], strict=True):
+        assert torch.equal(fixed.step(own), hashed.step(other)), "hashed and fixed tables differ"
+    timings = measure({FIXED: in_turns(fixed.step, rows), HASHED: in_turns(hashed.step, ids)}, effort)
+    reads = measure({FIXED: in_turns(fixed.look_up, rows), HASHED: in_turns(hashed.look_up, ids)}, effort)
+    timings |= {f"{name}, evaluation": each for name, each in reads.items()}
+    bars = [
+        at_most(f"step, all IDs known, width {size.dim}", timings, HASHED, step_bar),
+        at_most(f"lookup in evaluation, width {size.dim}", reads, HASHED, 1.25),
+    ]
+    return timings, bars
+
+
+def at_most(name: str, timings: dict[str, Timing], arm: str, asked: float, other: str = FIXED) -> Bar:
+    return Bar(name=name, figure=timings[arm].median / timings[other].median, asked=asked, at_most=True)
+
+
+def new(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
+    """Compare steps in which every ID is new."""
+    effort = replace(effort, calls=1, warm_ups=1)
+    fixed, hashed = Arm(size), Arm(size, Hashed(max_rows=100_000_000))
+    num = size.num_tables * size.num_ids
+    turn = 0
+
+    def fresh() -> None:
+        nonlocal turn
+        turn += 1
+        hashed.step(torch.arange(turn * num, (turn + 1) * num) * 0x9E3779B97F4A7C15)
+
+    rows = [own.flatten() for own in batches(size)]
+    timings = measure({FIXED: in_turns(fixed.step, rows), HASHED: fresh}, effort)
+    tables = hashed.module.hashed_tables().values()
+    assert all(each.num_alive == turn * size.num_ids for each in tables), "an ID has no row"
+    return timings, [at_most("step, 100 % new IDs", timings, HASHED, 2.5)]
+
+
+def eviction(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
+    """Compare steps of full tables in which 1 % of the rows go."""
+    raw = [distinct(size.num_rows, t) for t in range(size.num_tables)]
+    fixed, hashed = Arm(size), Arm(size, Hashed(max_rows=size.num_rows, evict=LRU()), raw)
+    num_new = size.num_rows // 100
+    rows = batches(size, 8)
+    turn = 0
+
+    def step() -> None:
+        nonlocal turn
+        ids = torch.stack([raw[t][own] for t, own in enumerate(rows[turn % len(rows)])])
+        turn += 1
+        ids[:, :num_new] = torch.arange(turn * num_new, (turn + 1) * num_new)
+        hashed.step(ids.flatten())
+
+    turns = [own.flatten() for own in rows]
+    timings = measure({FIXED: in_turns(fixed.step, turns), HASHED: step}, effort)
+    for each in hashed.module.hashed_tables().values():
+        assert each.num_alive <= size.num_rows
+        assert each.report.evicted >= turn * num_new, "rows stayed"
+    return timings, [at_most("step, eviction of 1 % of the rows", timings, HASHED, 1.5)]
+
+
+def adversarial(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
+    """Compare IDs that a table without a mix would have in few buckets with random ones."""
+    size = replace(size, num_tables=2)
+    kinds = {
+        "random IDs": [distinct(size.num_rows, t) for t in range(2)],
+        "multiples of 2^32": [torch.arange(size.num_rows) << 32] * 2,
+        "multiples of the rows' power of two": [torch.arange(size.num_rows) << 20] * 2,
+    }
+    rows = batches(size)
+    calls = {}
+    for kind, raw in kinds.items():
+        arm = Arm(size, Hashed(max_rows=size.num_rows + 64), raw)
+        ids = [torch.cat([raw[t][own[t]] for t in range(2)]) for own in rows]
+        calls[kind] = in_turns(arm.step, ids)
+    timings = measure(calls, effort)
+    names = [name for name in kinds if name != "random IDs"]
+    return timings, [at_most(f"step, {name}", timings, name, 1.2, "random IDs") for name in names]
+
+
+def growth(num_rows: int, dim: int, threads: int) -> dict[str, float]:
+    """Let a table grow from 1,000 rows, in a process of its own; return times of steps and memory."""
+    torch.set_num_threads(threads)
+    size = Size(num_tables=1, dim=dim, batch=2048, bag=20)
+    arm = Arm(size, Hashed(max_rows=num_rows + size.num_ids))
+    arm.step(torch.arange(size.num_ids) % 1000)
+    table_ = arm.module.hashed_tables()["t0"]
+    next_id, seconds = 1000, []
+    half = size.num_ids // 2
+    while table_.num_alive < num_rows:
+        known_ids = torch.randint(0, next_id, (size.num_ids - half,))
+        ids = torch.cat([known_ids, torch.arange(next_id, next_id + half)])
+        next_id += half
+        start = time.perf_counter()
+        arm.step(ids)
+        seconds.append(time.perf_counter() - start)
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    peak, end = (float(status[name].split()[0]) for name in ("VmHWM", "VmRSS"))
+    later = seconds[len(seconds) // 50 :]  # what any first steps take
+    return {
+        "slowest": max(later),
+        "median": statistics.median(later),
+        "peak": peak,
+        "end": end,
+        "steps": len(seconds),
+    }
+
+
+def run_growth(num_rows: int, dim: int) -> tuple[dict[str, float], list[Bar]]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(growth, (num_rows, dim, torch.get_num_threads()))
+    slowest, peak = found["slowest"] / found["median"], found["peak"] / found["end"]
+    return found, [
+        Bar(name="growth: slowest step over the median", figure=slowest, asked=4, at_most=True),
+        Bar(name="growth: peak memory over the end's", figure=peak, asked=1.15, at_most=True),
+    ]
+
+
+class ManagedCollisions:
+    """TorchRec's managed collisions, unsharded, before FBGEMM's tables on the CPU.
+
+    Rows change every ten steps. Its rows are as many as ours.
+    """
+
+    def __init__(self, size: Size) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+            from fbgemm_gpu.split_embedding_configs import EmbOptimType
+            from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+            from torchrec import EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
+            from torchrec.modules import mc_modules
+
+        self._jagged, self._keyed = JaggedTensor, KeyedJaggedTensor
+        self._features = [f"f{t}" for t in range(size.num_tables)]
+        configs = [
+            EmbeddingBagConfig(
+                name=f"t{t}", embedding_dim=size.dim, num_embeddings=size.num_rows, feature_names=[name]
+            )
+            for t, name in enumerate(self._features)
+        ]
+        modules = {
+            config.name: mc_modules.MCHManagedCollisionModule(
+                zch_size=size.num_rows,
+                device=torch.device("cpu"),
+                eviction_policy=mc_modules.LRU_EvictionPolicy(),
+                eviction_interval=10,
+            )
+            for config in configs
+        }
+        self._collisions = mc_modules.ManagedCollisionCollection(modules, configs)
+        place = (size.num_rows, size.dim, EmbeddingLocation.HOST, training.ComputeDevice.CPU)
+        self._tables = training.SplitTableBatchedEmbeddingBagsCodegen(
+            [place] * size.num_tables,
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=0.02,
+            device=torch.device("cpu"),
+        )
+        self._lengths = torch.full((size.num_tables * size.batch,), size.bag)
+        self._grad = torch.randn(size.batch, size.num_tables * size.dim)
+
+    def step(self, ids: Tensor) -> None:
+        features = self._keyed(keys=self._features, values=ids, lengths=self._lengths)
+        remapped = self._collisions(features)
+        self._collisions.evict()
+        self._tables(remapped.values(), remapped.offsets()).backward(self._grad)
+
+
+def peer(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
+    """Compare full tables on a stream in which 1 % of the IDs are new."""
+    if importlib.util.find_spec("fbgemm_gpu") is None or importlib.util.find_spec("torchrec") is None:
+        print(f"{PEER} is skipped: they are not installed")
+        return {}, []
+    effort = replace(effort, rounds=min(effort.rounds, 3), calls=10, warm_ups=0)
+    hashed, other = Arm(size, Hashed(max_rows=size.num_rows, evict=LRU())), ManagedCollisions(size)
+    raw = [distinct(size.num_rows, t) for t in range(size.num_tables)]
+    num_new = size.num_ids // 100
+    rows = batches(size, 10)
+
+    def steps(step: Callable[[Tensor], Any]) -> Callable[[], None]:
+        turn = 0
+
+        def call() -> None:
+            nonlocal turn
+            ids = torch.stack([raw[t][own] for t, own in enumerate(rows[turn % len(rows)])])
+            turn += 1
+            ids[:, :num_new] = torch.arange(turn * num_new, (turn + 1) * num_new)
+            step(ids.flatten())
+
+        return call
+
+    found: dict[str, list[float]] = {HASHED: [], PEER: []}
+    for name, call in {HASHED: steps(hashed.step), PEER: steps(other.step)}.items():
+        for _ in range(10 * effort.rounds):  # whole intervals of its eviction
+            start = time.perf_counter()
+            call()
+            found[name].append(time.perf_counter() - start)
+    timings = {name: Timing(1e3 * statistics.mean(each), 1e3 * min(each)) for name, each in found.items()}
+    figure = timings[PEER].median / timings[HASHED].median
+    return timings, [Bar(name=f"steps, as fast as {PEER}", figure=figure, asked=10)]
+
+
+def run(effort: Effort, parts: Sequence[str] = PARTS, *, tiny: bool = False) -> Result:
+    """Verify and time. ``tiny`` shrinks the tables, which only shows that the benchmark works."""
+    full = Size(num_rows=2000, batch=16) if tiny else Size()
+    few = replace(effort, calls=1, warm_ups=2)
+    runs: dict[str, Callable[[], tuple[Any, list[Bar]]]] = {
+        "known64": lambda: known(full, few, 1.3),
+        "known128": lambda: known(replace(full, dim=128), few, 1.2),
+        "new": lambda: new(full, few),
+        "eviction": lambda: eviction(full, few),
+        "adversarial": lambda: adversarial(full, few),
+        "growth": lambda: run_growth(200_000 if tiny else 20_000_000, 16),
+        "peer": lambda: peer(full if tiny else replace(full, num_tables=2), few),
+    }
+    figures, bars = {}, []
+    for part in [name for name in PARTS if name in parts]:
+        found, own = runs[part]()
+        gc.collect()
+        bars += own
+        figures[part] = {
+            name: each._asdict() if isinstance(each, Timing) else each for name, each in found.items()
+        }
+        rows = [
+            [name, f"{each.median:.1f}", f"{each.min:.1f}"]
+            for name, each in found.items()
+            if isinstance(each, Timing)
+        ]
+        if rows:
+            print(table([f"{part}: ms", "median", "least"], rows), end="\n\n", flush=True)
+    figures["size"] = asdict(full) | {"cores": os.cpu_count()}
+    return Result(figures, bars)

@@ -1,0 +1,132 @@
+"""Managed collisions by hash against a model in plain Python."""
+
+import random
+
+import pytest
+import torch
+
+from meshrec.compat.bridge import hash_managed_collisions as hmc
+from meshrec.compat.bridge import mc_embeddings
+from meshrec.compat.bridge.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
+from meshrec.compat.bridge.managed_collisions import ManagedCollisionCollection
+from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor
+
+CPU = torch.device("cpu")
+TTL, BY_FEATURE, LRU = hmc.HashZchEvictionPolicyName
+
+
+def module(size=10, policy=None, hours=None, by_feature=None, **more):
+    config = hmc.HashZchEvictionConfig(["a", "b"], hours, by_feature)
+    return hmc.HashZchManagedCollisionModule(
+        size, CPU, 2, eviction_policy_name=policy, eviction_config=config, **more
+    )
+
+
+def rows(collision, ids, weights=None, lengths=None):
+    lengths = torch.ones(len(ids), dtype=torch.int64) if lengths is None else torch.tensor(lengths)
+    jagged = JaggedTensor(values=torch.tensor(ids, dtype=torch.int64), lengths=lengths, weights=weights)
+    return collision({"t": jagged})["t"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """``clock(hours)`` sets the time."""
+    now = [0]
+    monkeypatch.setattr(hmc.time, "time", lambda: 3600.0 * now[0] + 7)
+
+    def to(hours):
+        now[0] = hours
+
+    return to
+
+
+@pytest.mark.parametrize("policy", [None, LRU, TTL])
+def test_the_ids_with_rows_are_those_of_a_plain_model(clock, policy):
+    draw, size, hours = random.Random(0), 20, 3
+    collision, until = module(size, policy, hours), {}
+    rows_before = collision._hash_zch_identities.clone()
+    for step in range(200):
+        clock(step)
+        ids = [draw.choice([-1, 0, 2**63 - 1, -(2**63), *range(step // 4, step // 4 + 30)]) for _ in range(9)]
+        found = rows(collision, ids).values().tolist()
+        new = sorted(set(ids) - until.keys())
+        free = size - len(until)
+        if len(new) > free and policy is not None:
+            due = [each for each in until if each not in ids and (policy is LRU or until[each] < step)]
+            by_row = {int(i): r for r, i in enumerate(rows_before[:, 0])}
+            due.sort(key=lambda each: (until[each], by_row[each]))
+            for each in due[: len(new) - free]:
+                del until[each]
+            evicted = collision.evict()
+            assert (0 if evicted is None else len(evicted)) == len(due[: len(new) - free])
+        for each in new[: size - len(until)]:
+            until[each] = 0
+        for each in set(ids) & until.keys():
+            until[each] = step + (hours if policy is not None else 0)
+        rows_before = collision._hash_zch_identities.clone()
+        own = {each: row for each, row in zip(ids, found, strict=True) if each in until}
+        assert len(set(own.values())) == len(own)
+        assert all(int(rows_before[row]) == each for each, row in own.items())
+        assert int(collision.open_slots()) == size - len(until)
+        assert all(0 <= row < size for row in found)
+    before = {name: each.clone() for name, each in collision.state_dict().items()}
+    found = rows(collision.eval(), [*until, 10**9]).values()
+    assert all(torch.equal(before[name], each) for name, each in collision.state_dict().items())
+    other = module(size, policy, hours).eval()
+    other.load_state_dict(before)
+    assert torch.equal(rows(other, [*until, 10**9]).values(), found)
+
+
+def test_hours_of_each_feature(clock):
+    collision = module(4, BY_FEATURE, by_feature=[1, 10])
+    rows(collision, [1, 2, 3, 4], weights=torch.tensor([2, 2]))
+    clock(5)
+    rows(collision, [7], weights=torch.tensor([0, 1]))
+    assert int(collision.open_slots()) == 0
+    kept = set(collision._hash_zch_identities[:, 0].tolist())
+    assert kept == {7, 3, 4, 2}
+    with pytest.raises(ValueError, match=r"has 2 features, and the weights .* 3"):
+        rows(collision, [7], weights=torch.tensor([0, 1, 0]))
+
+
+def test_ids_without_a_row_are_left_out_where_that_is_asked():
+    collision = module(2, disable_fallback=True)
+    found = rows(collision, [5, 6, 5, 7], lengths=[1, 3, 0])
+    assert found.values().tolist() == [0, 1, 0]
+    assert found.lengths().tolist() == [1, 2, 0]
+    readonly = collision({"t_readonly": JaggedTensor(values=torch.tensor([9]), lengths=torch.tensor([1]))})
+    assert readonly["t_readonly"].values().tolist() == []
+
+
+def test_a_collection_trains_behind_it(clock):
+    tables = [EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["a", "b"])]
+    collision = ManagedCollisionCollection({"t": module(10, BY_FEATURE, by_feature=[1, 2])}, tables)
+    model = mc_embeddings.ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=tables), collision, return_remapped_features=True
+    )
+    features = KeyedJaggedTensor(
+        ["a", "b"], torch.tensor([10**12, -5, 10**12]), lengths=torch.tensor([1, 0, 1, 1])
+    )
+    values, remapped = model(features)
+    assert values.values().shape == (2, 8)
+    assert remapped.values().tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"opt_in_prob": 50}, "has no opt_in_prob, got 50"),
+        ({"track_id_freq": True}, "has no track_id_freq"),
+        ({"policy": LRU}, "LRU_EVICTION needs eviction_config with single_ttl"),
+        (
+            {"policy": BY_FEATURE, "by_feature": [1]},
+            "needs eviction_config with per_feature_ttl for each feature",
+        ),
+        ({"size": 3}, "zch_size must be a multiple of total_num_buckets, got 3 and 2"),
+    ],
+)
+def test_what_is_not_supported_is_said(options, match):
+    with pytest.raises(ValueError, match=match):
+        module(**options)
+    with pytest.raises(TypeError, match="no argument 'colour'"):
+        module(colour="red")
