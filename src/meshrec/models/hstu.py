@@ -131,7 +131,8 @@ class HSTU(HistoryModel):
         sample_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
         place_N = torch.arange(len(sample_N), device=lengths_B.device) - history.offsets()[sample_N]
         ids = history.values()[place_N + 1 >= kept_B[sample_N]]
-        times = self._times(lengths_B, self._times_of(sparse_features, history.lengths()))
+        given = self._times_of(sparse_features, history.lengths())
+        times = self._times(lengths_B, given, history.values().shape[0])
         none = torch.zeros_like(items_B)
         wanted = KeyedJaggedTensor(
             [*self.features[:2]], ids, lengths=torch.cat([items_B, none]), stride=len(items_B)
@@ -156,7 +157,7 @@ class HSTU(HistoryModel):
         num_tokens = history.values().shape[0] + num_samples
         offsets_B1 = torch.cat([first_B, first_B.new_full((1,), num_tokens)])
         tokens = self._tokens(history, torch.zeros_like(lengths_B), num_samples)
-        times_of_tokens = self._times(lengths_B, times)
+        times_of_tokens = self._times(lengths_B, times, history.values().shape[0])
         for block in self.blocks:
             tokens = block(tokens, offsets_B1, times_of_tokens)
         return EncodedHistories(tokens, first_B)
@@ -183,14 +184,15 @@ class HSTU(HistoryModel):
         moved: Tensor = self.drop(tokens + self.positions(place))
         return moved
 
-    def _times(self, lengths_B: Tensor, times: JaggedTensor | None) -> Tensor | None:
+    def _times(self, lengths_B: Tensor, times: JaggedTensor | None, num_items: int) -> Tensor | None:
         """Return the times of all tokens. The start has that of the first item, before which nothing is
         known.
         """
         if times is None:
             return None
+        # An exported program knows the number of items from the histories alone.
         values, num_samples = times.values().long(), lengths_B.shape[0]
-        num_tokens = values.shape[0] + num_samples
+        num_tokens = num_items + num_samples
         sample = torch.repeat_interleave(
             torch.arange(num_samples, device=lengths_B.device), lengths_B + 1, output_size=num_tokens
         )
