@@ -1,4 +1,4 @@
-"""Training steps of small sharded modules, to whose phases a profile is fitted.
+"""Trials of a calibration: training steps of small sharded modules, whose phases are timed.
 
 They run everything that a training step runs: routing, exchanges, lookups and fused updates, on all ranks at
 once.

@@ -51,7 +51,7 @@ class Encoding(ABC):
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """Names of the dense columns, where they are known."""
+        """Names of the dense columns; none if the source does not name them."""
         return ()
 
     @property

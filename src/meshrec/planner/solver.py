@@ -38,8 +38,8 @@ _SQUEEZES = (1.1, 1.4, np.inf)
 Larger pieces leave the other ranks idle. The final T is unknown.
 """
 _OF_OTHER_WAYS = 2
-"""Number of starts and manners tried with other sets of collectives, since the best ones with one set are
-nearly best with others.
+"""Number of starts that are tried again with other sets of collectives: the best starts of one set are nearly
+the best of any.
 """
 _FITTING_SECONDS = 5.0
 """Seconds to look for a first plan that fits. It may exceed the time limit, because the search would fail

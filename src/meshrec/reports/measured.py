@@ -16,7 +16,7 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 
 PHASES_FILE = "phases.jsonl"
 WHOLE_PHASES_FILE = "phases_whole.jsonl"
-"""The file of a pipelined run with steps in which exchanges do not overlap, as estimates assume."""
+"""The file with the steps of a pipelined run in which no exchange overlaps, for comparison with estimates."""
 DENSE = "dense"
 
 

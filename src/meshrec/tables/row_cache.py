@@ -106,11 +106,11 @@ class RowCache:
         return Misses(keys, slots, old_keys, old_rows)
 
     def forget(self, misses: Misses) -> None:
-        """Take the slots of rows back that could not be read; their pins stay until the batch is gone."""
+        """Free the slots of rows that could not be read. Their pins stay until the batch is done."""
         self.drop(misses.keys[self.keys[misses.slots] == misses.keys])
 
     def drop(self, keys: Tensor) -> None:
-        """Take the slots of some keys back, as far as they have some, without writing their rows."""
+        """Free the slots of those keys that have one, without writing their rows to the file."""
         slots = self.find(keys)
         here = slots >= 0
         self._index.remove(keys[here])

@@ -149,7 +149,7 @@ class LFU_EvictionPolicy(MCHEvictionPolicy):
         super().__init__([_COUNTS], threshold_filtering_func)
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
-        """Return the counts."""
+        """Return how often each ID was read: the smallest number goes first."""
         return numbers["counts"]
 
 

@@ -63,7 +63,7 @@ class Cross(IdFeature):
         return self.columns_crossed
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return what is wrong with the kinds of its columns: lists cannot be crossed."""
+        """Return why columns of these kinds cannot be crossed, such as a list; None if they can."""
         for at, each in enumerate(self.columns_crossed):
             found = None if self.found_crossed is None else self.found_crossed[at]
             if (kinds[each], found) == ("number", "integer"):  # for their nulls
