@@ -24,7 +24,7 @@ class KeptTokens(NamedTuple):
     """The keys and values of the first tokens of B histories: of the start, and then of items."""
 
     rows: Tensor
-    """[K, layers, S]: those of the first sample first."""
+    """Keys and values [K, L, S] of K tokens in L layers. The tokens of the first sample come first."""
     lengths_B: Tensor
     """The number of kept tokens of each sample, int64; at most the number of its items."""
 
