@@ -145,7 +145,7 @@ class Exported(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """What a rank has of a table that changed: rows, and the IDs that went; None for fixed tables."""
+    """A rank's part of a changed table: its rows, and the IDs that were evicted (None for a fixed table)."""
 
     pieces: list[_Piece]
     gone: Tensor | None
