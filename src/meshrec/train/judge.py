@@ -71,7 +71,7 @@ class Judge:
         self.weights_step = weights_step
 
     def prefer_first(self) -> None:
-        """Ask later weights for more than the AUC of the current ones: they must differ by more than chance.
+        """Give the current weights a lead: later ones must be better by more than chance.
 
         Call it after the current weights were evaluated on the validation data, if there is any.
         """
