@@ -55,7 +55,7 @@ def test_a_run_searches_as_long_as_its_tables_need(small, monkeypatch):
     monkeypatch.setattr("meshrec.train.planning.EmbeddingShardingPlanner", Planner)
     brief = planned(small())
     long = planned(small(), effort=DEFAULT_EFFORT._replace(max_work=1e8))
-    assert found == [3 * 5e6, 1e8]
+    assert found == [3 * 2e6, 1e8]
     assert brief.seconds == long.seconds
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
 
 _GIB, _MIB = 1024**3, 1024**2
-_WORK_PER_TABLE = 5e6
+_WORK_PER_TABLE = 2e6
 """Work of the planner's search per table, if nothing else is asked for. The best plan of four tables is found
 with a fiftieth of the default work; the rest only tries to prove that no plan is faster.
 """
