@@ -39,7 +39,7 @@ class Sent(NamedTuple):
     across_N: Floats
 
 
-class Routes(NamedTuple):
+class GroupRoutes(NamedTuple):
     """The links between the ranks of a group, and the shares of a batch that take them."""
 
     outer: Link
@@ -60,14 +60,14 @@ class Routes(NamedTuple):
     """Factor of work other than transfers. In half duplex, `shared_loads` adds the mean of a phase again."""
 
 
-def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across: bool) -> Routes:
+def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across: bool) -> GroupRoutes:
     """Return the links of a group of ranks, whose nodes have ``node_size`` of them."""
     profile = topology.profile
     multi_node = topology.world_size > topology.local_size
     crosses_nodes = num_ranks >= topology.local_size and multi_node
     same_node, other_nodes = (node_size - 1) / num_ranks, (num_ranks - node_size) / num_ranks
     outer = profile.inter if num_ranks > node_size else profile.intra
-    return Routes(
+    return GroupRoutes(
         outer=outer,
         replicas=profile.inter if crosses_nodes else profile.intra,
         all_ranks=profile.inter if multi_node else profile.intra,
