@@ -61,7 +61,7 @@ class Tally:
             with open(_TABLE, "a") as file:
                 file.write(json.dumps(row) + "\n")
         assert self.tried
-        assert self.failures == []
+        assert not self.failures, "\n".join([f"{len(self.failures)} failed:", *self.failures[:20]])
 
 
 @contextlib.contextmanager
