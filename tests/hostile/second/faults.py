@@ -63,6 +63,17 @@ class Place(NamedTuple):
             return 0, repr(error)
         return status, body.decode()
 
+    def load_sound(self) -> None:
+        """Load the package that the link leads to. Raises AssertionError if it is not loaded."""
+        status, said = self.load("load")
+        assert status == 200, (status, said)
+
+    def mend(self) -> None:
+        """After a fault that was not held: serve a sound package again."""
+        self.turn(self.packages[0])
+        self.load("load")
+        self.steady.recover()
+
 
 def workers(program: Program) -> list[int]:
     """The processes that answer."""
@@ -161,7 +172,7 @@ def trial_killed(place: Place, draw: random.Random) -> None:
         _kill([pid], draw)
     status, said = ask()
     assert status == 200 or (status == 400 and "ended" in said), (status, said)
-    assert place.load("load")[0] == 200
+    place.load_sound()
 
 
 def weights_cut(place: Place, draw: random.Random) -> None:
@@ -181,15 +192,17 @@ def _served_copy_is_damaged(place: Place, draw: random.Random, damage: Callable[
     """The model is taken away with a reason, until a sound package is loaded."""
     copy = place.copy(draw)
     place.turn(copy)
-    assert place.load("load")[0] == 200
-    place.steady.pause()  # between the write and the next look, scores are of the damaged file
-    weights = copy / "weights.bin"
-    damage(weights, weights.stat().st_size)
-    place.program.wait_until(lambda: place.steady.once().status == 503, "the end of a damaged model")
-    assert b"weights.bin" in place.program.ask("POST", "/v2/repository/index")[1]
-    place.turn(draw.choice(place.packages))
-    assert place.load("load")[0] == 200
-    place.steady.go_on()
+    place.load_sound()
+    with place.steady.paused():  # between the write and the next look, scores are of the damaged file
+        weights = copy / "weights.bin"
+        damage(weights, weights.stat().st_size)
+        place.program.wait_until(lambda: place.steady.once().status == 503, "the end of a damaged model")
+        # Each worker looks for itself, and any of them may answer.
+        place.program.wait_until(
+            lambda: b"weights.bin" in place.program.ask("POST", "/v2/repository/index")[1], "the reason"
+        )
+        place.turn(draw.choice(place.packages))
+        place.load_sound()
 
 
 def bad_package(place: Place, draw: random.Random) -> None:
@@ -215,7 +228,7 @@ def package_vanishes(place: Place, draw: random.Random) -> None:
     status, said = ask()
     assert status in (200, 400), (status, said)
     place.turn(draw.choice(place.packages))
-    assert place.load("load")[0] == 200
+    place.load_sound()
 
 
 def disk_full(place: Place, draw: random.Random) -> None:
@@ -233,7 +246,7 @@ def disk_full(place: Place, draw: random.Random) -> None:
             assert seen.status == 200, seen
     finally:
         filler.unlink()
-    assert place.load("load")[0] == 200
+    place.load_sound()
 
 
 def no_descriptors(place: Place, draw: random.Random) -> None:
@@ -278,7 +291,7 @@ def many_reloads(place: Place, draw: random.Random) -> None:
         place.turn(draw.choice(place.packages))
         os.kill(place.program.process.pid, signal.SIGHUP)
         time.sleep(draw.uniform(0, 0.2))
-    assert place.load("load")[0] == 200
+    place.load_sound()
 
 
 def worker_killed_while_loading(place: Place, draw: random.Random) -> None:
@@ -292,11 +305,10 @@ def worker_killed_while_loading(place: Place, draw: random.Random) -> None:
 
 def unloaded(place: Place, draw: random.Random) -> None:
     """By a client, and loaded again."""
-    place.steady.pause()
-    assert place.load("unload")[0] == 200
-    assert place.steady.once().status == 404
-    assert place.load("load")[0] == 200
-    place.steady.go_on()
+    with place.steady.paused():
+        assert place.load("unload")[0] == 200
+        assert place.steady.once().status == 404
+        place.load_sound()
 
 
 FAULTS: list[Callable[[Place, random.Random], None]] = [
@@ -306,6 +318,8 @@ FAULTS: list[Callable[[Place, random.Random], None]] = [
 ]
 MAY_BREAK = {worker_killed, worker_killed_while_loading, no_descriptors}
 """Faults during which connections may be cut."""
+MAY_REFUSE = {*MAY_BREAK, package_vanishes}
+"""Faults during which requests may be refused, with a reason."""
 
 
 def _in_thread(call: Callable[[], tuple]) -> Callable[[], tuple]:

@@ -170,13 +170,11 @@ class Steady:
 
         self._program.wait_until(enough, "ten right answers in a row")
 
-    def pause(self) -> None:
-        """Ask no more, once the present answer is there."""
-        self._asks.acquire()
-
-    def go_on(self) -> None:
-        """Ask again."""
-        self._asks.release()
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ask nothing within the context, which begins once the present answer is there."""
+        with self._asks:
+            yield
 
     def _run(self) -> None:
         while not self._ends:
