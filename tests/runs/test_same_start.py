@@ -161,7 +161,7 @@ def test_ranks_with_another_source_or_plan_do_not_train(tmp_path):
         folder.mkdir()
         (folder / "mine.py").write_text("from neighbour import small\n")
         source = (ROOT / SMALL.partition(":")[0]).read_text()
-        (folder / "neighbour.py").write_text(source.replace("(8,)", "(8,)  # changed") if rank else source)
+        (folder / "neighbour.py").write_text(source + rank * "# changed\n")
         (folder / "plan.json").write_text(f'{{"version": 1, "rank": {rank}}}')
         arguments.append([f"{folder}/mine.py:small", "--placement.plan", f"{folder}/plan.json"])
     codes, errors = by_hand(tmp_path, *arguments)

@@ -31,7 +31,7 @@ from tests.hostile.second.test_joints import package
 from tests.serve.conftest import samples, scores_of
 
 SEED = int(os.environ.get("MESHREC_SEED", "0")) + 3300
-NUM_FAULTS = max(3, NUMBER * 50 // 1000)
+NUM_FAULTS = max(2, NUMBER * 50 // 1000)
 GIVEN = samples(3, 5)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -56,11 +56,11 @@ def place(tmp_path):
 
 
 def check(place, fault, draw):
-    """Let it happen, and come back. Meanwhile answers are right, or there is none for a reason."""
+    """Let it happen, and wait until all is as before. Meanwhile answers are right, or say why not."""
     place.steady.take()
     fault(place, draw)
     place.steady.recover()
-    assert len(workers(place.program)) == 2
+    place.program.wait_until(lambda: len(workers(place.program)) == 2, "another worker")
     bad = []
     for seen in place.steady.take():
         if seen.status == 200:
