@@ -56,7 +56,7 @@ class _Placed(NamedTuple):
         )
 
     def grid(self, bags: int) -> tuple[int, int]:
-        """The launch grid: a program for some bags of each lookup."""
+        """Return the launch grid: a program for some bags of each lookup."""
         return -(-self.most_bags // bags), len(self.tables)
 
 
