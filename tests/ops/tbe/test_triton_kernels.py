@@ -14,7 +14,7 @@ warnings.simplefilter("ignore")
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from meshrec.ops.tbe import triton_kernels as kernels
+from meshrec.ops.tbe import triton_kernels as kernels, triton_update_kernels
 from meshrec.ops.tbe.formulas import FORMULAS
 
 FLOATS_AT = {"sample_weights", "factors", "grad", "row_stats", "parts", "out"}
@@ -45,7 +45,7 @@ for dense in (False, True):
     compiled(kernels.sum_runs, DENSE=dense, ALIGN=4, RUNS=8, BLOCK=128)
 for optimizer, dtype in itertools.product(range(len(FORMULAS)), (tl.float32, tl.float16, tl.bfloat16)):
     options = dict(OPTIMIZER=optimizer, DECAY=optimizer % 3, STOCHASTIC=True, WEIGHT=dtype, BLOCK=64)
-    compiled(kernels.update_runs, STATS=True, ALIGN=4, RUNS=16, **options)
+    compiled(triton_update_kernels.update_runs, STATS=True, ALIGN=4, RUNS=16, **options)
 print("compiled")
 """
 

@@ -8,7 +8,6 @@ check. Without pooling, it also relies on the sizes that the caller gives.
 Triton comes with PyTorch's builds for GPUs. Without it, the plain torch versions run.
 """
 
-import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
@@ -19,125 +18,17 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.library import implement
-from meshrec.ops.sending import kept_on, sent_to, stream_of
+from meshrec.ops.sending import kept_on, sent_to
 from meshrec.ops.tbe import naive
 from meshrec.ops.tbe.formulas import Hyper, RowSum, formula_of
-from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
+from meshrec.ops.tbe.layout import Lookups
+from meshrec.ops.tbe.triton_places import PlacedLookups, placed_lookups
 
 # F features, K keys, R blocks, L = R * F lookups, T tables, N ids, E entries
 
 _logger = logging.getLogger("meshrec")
 _LISTED_BAGS, _LISTED_IDS = 8, 16
 """Bags, and IDs of each of them, that a program lists at once."""
-
-
-class _Placed(NamedTuple):
-    """The lookups of a batch that take part, R per feature that has a table."""
-
-    fields: Tensor
-    """int64 [L, 7] on the device: ``triton_kernels.LOOKUP_FIELDS``."""
-    features: list[int]
-    """[L]"""
-    tables: list[int]
-    """[L]"""
-    most_bags: int
-    shape: list[int]
-    """Shape of the output."""
-
-    def of_tables(self, wanted: set[int]) -> "_Placed":
-        """Return the lookups in some tables."""
-        chosen = [at for at, table in enumerate(self.tables) if table in wanted]
-        if len(chosen) == len(self.tables):
-            return self
-        return self._replace(
-            fields=self.fields[kept_on(self.fields.device, chosen)],
-            features=[self.features[at] for at in chosen],
-            tables=[self.tables[at] for at in chosen],
-        )
-
-    def grid(self, bags: int) -> tuple[int, int]:
-        """Return the launch grid: a program for some bags of each lookup."""
-        return -(-self.most_bags // bags), len(self.tables)
-
-
-def _placed(batch: Lookups, size: int | None = None) -> _Placed:
-    """Find the place of each lookup's bags and output rows, without reading the device.
-
-    Args:
-        batch: The lookups.
-        size: The number of elements of a flat output, which depends on the IDs if nothing is pooled.
-    """
-    offsets, segments, device = batch.offsets, batch.segments, batch.offsets.device
-    placed, bounds = _places(
-        offsets.numel() - 1,
-        None if segments is None else tuple(segments.tolist()),
-        batch.num_keys,
-        *(tuple(each) for each in (batch.keys, batch.tables, batch.pooling, batch.dims)),
-        flat=batch.flat,
-        device=device,
-        stream=stream_of(device),
-    )
-    if NONE in batch.pooling:
-        fields = placed.fields.clone()
-        fields[:, 4] = _first_elements(batch, bounds, fields)
-        placed = placed._replace(fields=fields, shape=placed.shape if size is None else [size])
-    taking_part = [at for at, table in enumerate(placed.tables) if table >= 0]
-    return placed if len(taking_part) == len(placed.tables) else placed.of_tables(set(batch.tables) - {-1})
-
-
-@functools.lru_cache(maxsize=256)
-def _places(
-    num_bags: int,
-    segments: tuple[int, ...] | None,
-    num_keys: int,
-    keys: tuple[int, ...],
-    tables: tuple[int, ...],
-    pooling: tuple[int, ...],
-    dims: tuple[int, ...],
-    *,
-    flat: bool,
-    device: torch.device,
-    stream: int,
-) -> tuple[_Placed, Tensor]:
-    """Return all lookups and, on the device, the first bag of each segment. Kept for batches of one form, of
-    which a training run has few. Without pooling, the caller sets the places in the output.
-    """
-    if NONE in pooling and not flat:
-        raise ValueError("lookups that are not pooled have a flat output.")
-    bounds = torch.tensor(
-        segment_bounds(num_bags, None if segments is None else torch.tensor(segments), num_keys)
-    )
-    chosen = list(keys)
-    first_RF, end_RF = bounds[:-1].view(-1, num_keys)[:, chosen], bounds[1:].view(-1, num_keys)[:, chosen]
-    bags_RF, width_F, pooling_F = end_RF - first_RF, torch.tensor(dims), torch.tensor(pooling)
-    if flat:
-        sizes = (bags_RF * width_F).flatten()
-        out_RF = (sizes.cumsum(0) - sizes).view_as(bags_RF)
-        shape, stride_F = [int(sizes.sum())], width_F
-    else:
-        block_R = bounds.diff().view(-1, num_keys)[:, 0]
-        if bool((bags_RF != block_R[:, None]).any()):
-            raise ValueError(
-                "features have different batch sizes; one output matrix needs one. Ask for a flat output."
-            )
-        shape = [int(block_R.sum()), sum(dims)]
-        out_RF = (block_R.cumsum(0) - block_R)[:, None] * shape[1] + (width_F.cumsum(0) - width_F)
-        stride_F = torch.full_like(width_F, shape[1])
-    columns = (torch.tensor(tables), width_F, first_RF, bags_RF, out_RF, stride_F, pooling_F)
-    fields = torch.stack([column.expand(bags_RF.shape).flatten() for column in columns], 1)
-    features = list(range(len(keys))) * len(bags_RF)
-    most_bags = int(bags_RF.max()) if bags_RF.numel() else 0
-    of_lookups = [tables[feature] for feature in features]
-    placed = _Placed(sent_to(fields, device), features, of_lookups, most_bags, shape)
-    return placed, sent_to(bounds, device)
-
-
-def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
-    """Return the first output element of each lookup. Without pooling, a lookup has one row for each ID."""
-    starts, keys = batch.offsets[bounds].long(), kept_on(bounds.device, batch.keys)
-    num_ids = starts.diff().view(-1, batch.num_keys)[:, keys].flatten()
-    sizes = torch.where(fields[:, 6] == NONE, num_ids, fields[:, 3]) * fields[:, 1]
-    return sizes.cumsum(0) - sizes
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
@@ -164,7 +55,7 @@ def look_up(
     """
     from meshrec.ops.tbe import triton_kernels
 
-    lookups, values = _placed(batch, out_size), batch.values
+    lookups, values = placed_lookups(batch, out_size), batch.values
     if lookups.shape[0] != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {lookups.shape[0]}.")
     num_ids, device = values.numel(), values.device
@@ -261,7 +152,7 @@ class _Entries(NamedTuple):
 
 def _entries(
     grad: Tensor,
-    lookups: _Placed,
+    lookups: PlacedLookups,
     batch: Lookups,
     table_fields: Tensor,
     *,
@@ -316,26 +207,18 @@ def _entries(
 
 def tbe_update(grad: Tensor, *arguments: Any) -> None:
     """Compute ``naive.tbe_update`` with Triton kernels."""
-    from meshrec.ops.tbe import triton_kernels
-
     batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
     runs, mean_squares, row_keys = (*sorted_runs, None, None, None)[:3]
     if row_keys is not None:
         raise ValueError("row_keys are for tables whose rows come and go, which are on the CPU.")
     device, num_ids = batch.values.device, batch.values.numel()
     h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), len(formula_of(optimizer).slots)
-    if len(state) != num_state * num_tables:
-        raise ValueError(
-            f"got {len(state)} state tensors for {num_tables} tables of an optimizer with {num_state} state "
-            "slots. Pass slot 0 of all tables, then slot 1."
-        )
-    if any(not tensor.is_contiguous() for tensor in (*weights, *state)):
-        raise ValueError("tables and their state must be contiguous: they are updated in place.")
+    _check_updated(weights, state, num_state)
     corrections = hyper.new_tensor([1 - h.beta1**h.step, 1 - h.beta2**h.step])
     if mean_squares is not None:
         hyper = h._replace(row_dim=1).as_tensor()  # the statistic is a mean already
     hyper_on_device = sent_to(torch.cat([hyper, corrections]), device)
-    lookups = _placed(batch, grad.numel())
+    lookups = placed_lookups(batch, grad.numel())
     slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
     num_rows = [weight.shape[0] for weight in weights]
     fields = _table_fields(
@@ -365,25 +248,48 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
             stats = row_stats.repeat(num_entries // num_ids, 1)
         if runs is not None and mean_squares is not None:
             stats = _stats_of_runs(runs, mean_squares)
-        block = _block(weights[table].shape[1] for table in wanted)
-        runs_at_once = _runs_at_once(block)
-        triton_kernels.update_runs[(-(-num_entries // runs_at_once),)](
-            *entries[:6],
+        _update_runs(
+            entries,
             fields,
-            entries.parts(fields, block),
-            None if stats is None else stats.contiguous(),
-            num_entries,
-            entries.end_of_rows,
+            stats,
             hyper_on_device,
             OPTIMIZER=optimizer,
             DECAY=h.decay_mode,
-            STATS=stats is not None,
             STOCHASTIC=h.seed != 0,
             WEIGHT=_element(dtype),
             ALIGN=align,
-            RUNS=runs_at_once,
-            BLOCK=block,
+            BLOCK=_block(weights[table].shape[1] for table in wanted),
         )
+
+
+def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -> None:
+    if len(state) != num_state * len(weights):
+        raise ValueError(
+            f"got {len(state)} state tensors for {len(weights)} tables of an optimizer with {num_state} "
+            "state slots. Pass slot 0 of all tables, then slot 1."
+        )
+    if any(not tensor.is_contiguous() for tensor in (*weights, *state)):
+        raise ValueError("tables and their state must be contiguous: they are updated in place.")
+
+
+def _update_runs(
+    entries: _Entries, fields: Tensor, stats: Tensor | None, hyper: Tensor, **constants: Any
+) -> None:
+    from meshrec.ops.tbe import triton_update_kernels
+
+    num_entries, runs_at_once = entries.rows.numel(), _runs_at_once(constants["BLOCK"])
+    triton_update_kernels.update_runs[(-(-num_entries // runs_at_once),)](
+        *entries[:6],
+        fields,
+        entries.parts(fields, constants["BLOCK"]),
+        None if stats is None else stats.contiguous(),
+        num_entries,
+        entries.end_of_rows,
+        hyper,
+        STATS=stats is not None,
+        RUNS=runs_at_once,
+        **constants,
+    )
 
 
 def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
@@ -416,7 +322,7 @@ def _summed_rows(
     """Return each table's touched rows and gradients, the entries, and the number of each entry's run."""
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
-    lookups = _placed(batch, grad.numel())
+    lookups = placed_lookups(batch, grad.numel())
     width_of = dict(zip(batch.tables, batch.dims, strict=True))
     widths = [width_of.get(table, 0) for table in range(num_tables)]
     nowhere = [[0] * num_tables]
@@ -448,7 +354,7 @@ def _summed_rows(
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
     """Compute ``naive.tbe_dense_grad`` with Triton kernels."""
     batch = Lookups(*arguments)
-    lookups = _placed(batch, grad.numel())
+    lookups = placed_lookups(batch, grad.numel())
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     widths, num_rows = [weight.shape[1] for weight in weights], [weight.shape[0] for weight in weights]
     targets = [[total.data_ptr() for total in totals]]
