@@ -10,7 +10,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from typing_extensions import override
 from meshrec.ops.dist import wire_naive as ops
 
 # N rows, D values of a row, U units of an encoded row
+
+AcrossNodes = Literal["sums", "rows"]
+"""The exchange between nodes, see [Note: two levels] in distributed/node_rows.py."""
 
 
 class WireFormat(ABC):
