@@ -7,6 +7,8 @@ from meshrec.metrics import auc_interval
 from meshrec.train import SquaredError, Trainer, WideDeepConfig, join
 from meshrec.train.linear import columns, first_samples, regression
 from meshrec.train.observers import Evaluated
+from tests.train.raw_ids import recipe as visits_recipe
+from tests.train.raw_ids import write_visits
 
 
 def test_numbers_that_cannot_be_are_refused():
@@ -91,3 +93,13 @@ def test_later_weights_must_be_better_by_more_than_chance(small):
     positive = float(batch.labels.sum())
     low, high = auc_interval(first, positive, 400 - positive)
     assert trainer.judge.early.best_auc == pytest.approx(first + 0.02 * (high - low))
+
+
+def test_hashed_tables_are_left_out_of_the_fit(tmp_path):
+    write_visits(tmp_path, 600)
+    recipe = visits_recipe()
+    data = replace(recipe.data, train=(str(tmp_path / "all.parquet"),))
+    recipe = replace(recipe, data=data, model=WideDeepConfig(fit_wide=True))
+    trainer = Trainer(recipe, data.load(), join("cpu"))
+    trainer.run()
+    assert trainer.judge.early.best_auc > 0.5
