@@ -19,6 +19,7 @@ from tests.hostile.damage import NUMBER, Tally
 from tests.hostile.second.faults import (
     FAULTS,
     MAY_BREAK,
+    MAY_LOG,
     MAY_REFUSE,
     SMALL_DISK,
     Place,
