@@ -319,8 +319,8 @@ FAULTS: list[Callable[[Place, random.Random], None]] = [
 ]
 MAY_BREAK = {worker_killed, worker_killed_while_loading, no_descriptors}
 """Faults during which connections may be cut."""
-MAY_LOG = {no_descriptors, no_memory}
-"""Faults of which the log has a traceback: asyncio's, of connections that cannot be accepted."""
+MAY_LOG = {no_descriptors, no_memory, package_vanishes}
+"""Faults of which asyncio or torch write a traceback to the log."""
 MAY_REFUSE = {*MAY_BREAK, package_vanishes}
 """Faults during which requests may be refused, with a reason."""
 
