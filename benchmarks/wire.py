@@ -260,43 +260,63 @@ def _decoding_seconds(gather: _Gather) -> float:
     return max(gather.seconds - statistics.median(seconds), 0.0)
 
 
-def kernel_bars(effort: Effort, *, tiny: bool) -> tuple[dict[str, float], list[Bar]]:
-    """Compare the kernels with a copy of the same rows, in bytes read and written per second."""
-    from meshrec.comms.wire import FORMATS
+def kernel_bars(effort: Effort, *, tiny: bool) -> tuple[dict[int, dict[str, float]], list[Bar]]:
+    """Measure the bytes that the kernels read and write per second, on one thread and on all, over those of a
+    copy of the same rows.
+    """
     from meshrec.ops.memory import keep_freed_memory
 
     keep_freed_memory()
-    # Larger than the caches, and small enough that the allocator keeps the memory of results.
-    rows = torch.randn(1 << (10 if tiny else 17), 64)
-    target = torch.empty_like(rows)
-    messages = {name: FORMATS[name].encode(rows) for name in ("int8", "int4", "int8+stochastic")}
-    for name, message in messages.items():
-        bound = FORMATS[name].error_bound(float(rows.abs().max()))
-        assert float((FORMATS[name].decode(message, 64) - rows).abs().max()) <= bound
-    calls: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(rows)}
-    for name, message in messages.items():
-        calls[f"encode {name}"] = lambda name=name: FORMATS[name].encode(rows)
-        calls[f"decode {name}"] = lambda name=name, message=message: FORMATS[name].decode(message, 64)
-    times = measure(calls, effort)
-    found = {"copy": 2 * rows.nbytes / times["copy"].median / 1e6}
-    for name, message in messages.items():
-        for way in ("encode", "decode"):
-            found[f"{way} {name}"] = (rows.nbytes + message.nbytes) / times[f"{way} {name}"].median / 1e6
-    print(
-        table(
-            ["kernel", "GB/s", "of a copy"],
-            [[n, f"{x:.1f}", f"{x / found['copy']:.2f}x"] for n, x in found.items()],
-        )
-    )
-    bars = [
-        Bar(
-            name=f"{way} int8, bytes per second over a copy",
-            figure=found[f"{way} int8"] / found["copy"],
-            asked=0.8,
-        )
-        for way in ("encode", "decode")
-    ]
+    # Pieces that the allocator keeps the memory of, and together four times as large as a cache of 32 MiB.
+    pieces = torch.randn(4, 1 << (10 if tiny else 17), 64).unbind()
+    threads, found, bars = torch.get_num_threads(), {}, []
+    for number in sorted({1, threads}):
+        torch.set_num_threads(number)
+        speeds = _kernel_speeds(pieces, effort)
+        torch.set_num_threads(threads)
+        found[number] = speeds
+        of_copy = {name: speed / speeds["copy"] for name, speed in speeds.items()}
+        rows = [[name, f"{speeds[name]:.1f}", f"{share:.2f}x"] for name, share in of_copy.items()]
+        print(table([f"kernel, {number} threads", "GB/s", "of a copy"], rows))
+        bars += [
+            Bar(
+                name=f"{way} int8, {number} threads, bytes per second over a copy",
+                figure=of_copy[f"{way} int8"],
+                asked=0.8,
+            )
+            for way in ("encode", "decode")
+        ]
     return found, bars
+
+
+def _kernel_speeds(pieces: Sequence[Tensor], effort: Effort) -> dict[str, float]:
+    """Return GB/s of a copy, and of the kernels of each format. Every call goes through all pieces."""
+    from meshrec.comms.wire import FORMATS
+
+    results: list[Any] = [torch.empty_like(piece) for piece in pieces]
+    targets = [torch.empty_like(piece) for piece in pieces]
+    calls: dict[str, Callable[[int], Any]] = {"copy": lambda k: targets[k].copy_(pieces[k])}
+    num_bytes = {"copy": 2 * sum(piece.nbytes for piece in pieces)}
+    for name in ("int8", "int4", "int8+stochastic"):
+        format = FORMATS[name]
+        messages = [format.encode(piece) for piece in pieces]
+        for piece, message in zip(pieces, messages, strict=True):
+            error = (format.decode(message, piece.shape[1]) - piece).abs().max()
+            assert float(error) <= format.error_bound(float(piece.abs().max()))
+        calls[f"encode {name}"] = lambda k, format=format: format.encode(pieces[k])
+        calls[f"decode {name}"] = lambda k, format=format, messages=messages: format.decode(messages[k], 64)
+        both = sum(each.nbytes for each in (*pieces, *messages))
+        num_bytes |= {f"encode {name}": both, f"decode {name}": both}
+
+    def through(call: Callable[[int], Any]) -> Callable[[], None]:
+        def run_all() -> None:
+            for k in range(len(pieces)):
+                results[k] = call(k)
+
+        return run_all
+
+    times = measure({name: through(call) for name, call in calls.items()}, effort)
+    return {name: num_bytes[name] / timing.median / 1e6 for name, timing in times.items()}
 
 
 def verified(by_rank: Sequence[Sequence[Found]], contenders: Sequence[tuple[str, str]]) -> None:

@@ -40,7 +40,7 @@ LONGER_FUNCTIONS = {
     "export.package.export",
     "ops.dist.triton.route_ids",  # kernels with their launch
     "ops.dist.wire_triton_kernels.encode_rows",
-    "ops.tbe.triton_kernels.update_runs",
+    "ops.tbe.triton_update_kernels.update_runs",
 }
 
 # From the ground up. A room imports rooms below it, and of its own floor those that do not import it back.

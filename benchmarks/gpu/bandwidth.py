@@ -134,17 +134,18 @@ class Fbgemm:
         self.look_up().backward(grad)
 
 
-def seconds(call: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
-    """Return the median time of a call, after a few that are not timed."""
+def seconds(call: Callable[[], Any], device: torch.device, rounds: int = 9, calls: int = 10) -> float:
+    """Return the time of a call among several in a row, as in training: the median of some rounds."""
     for _ in range(3):
         call()
     times = []
-    for _ in range(calls):
+    for _ in range(rounds):
         _finish(device)
         started = time.perf_counter()
-        call()
+        for _ in range(calls):
+            call()
         _finish(device)
-        times.append(time.perf_counter() - started)
+        times.append((time.perf_counter() - started) / calls)
     return statistics.median(times)
 
 

@@ -10,6 +10,8 @@ from meshrec import distributed as md
 from meshrec.distributed.pieces import as_tensor, local_spans, pieces_of, rank_spans
 from meshrec.distributed.routing import RoutedTable, compile_plan
 from meshrec.ops.dist import naive as dist_naive
+from meshrec.ops.dist import wire_naive
+from meshrec.ops.dist.wire_naive import BFLOAT16, HALF, INT4, INT8, STOCHASTIC
 from meshrec.ops.nbit import naive as nbit_naive
 from meshrec.ops.tbe.formulas import FORMULAS, Hyper
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
@@ -42,12 +44,15 @@ class Call(NamedTuple):
 def lookups(
     batch: int, pooling: list[int], *, weighted: bool, dtype: torch.dtype, longest: int = 300
 ) -> tuple[Any, ...]:
-    """Return the arguments that table-batched ops share, from values to flat. One bag is huge, some empty."""
+    """Return the arguments that table-batched ops share, from values to flat. One bag is huge, most of it one
+    ID; some are empty.
+    """
     lengths = torch.randint(0, 6, (NUM_KEYS * batch,))
     lengths[-1] = longest
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     limit = torch.tensor([ROWS[1], 1, min(ROWS[0], ROWS[1]), ROWS[2]]).repeat_interleave(batch)
     values = (torch.rand(int(lengths.sum())) * limit.repeat_interleave(lengths)).to(dtype)
+    values[-longest * 3 // 4 :] = 5
     weights = torch.rand(values.numel()) if weighted else None
     return values, offsets.to(dtype), weights, None, NUM_KEYS, KEYS, TABLES, pooling, NONE in pooling
 
@@ -119,6 +124,19 @@ def nbit_calls(*, quick: bool = False) -> Iterator[Call]:
         ]
         options = (output_shape(shared)[0], torch.float32, True, NAMES)
         yield Call(f"quantised lookup, {bits}", "nbit_forward", (rows, bits, *shared, dims, *options))
+
+
+def wire_calls() -> Iterator[Call]:
+    """Calls that encode and decode rows of every format, alone and side by side."""
+    for dim in (1, 16, 77, 130):
+        formats = [HALF, BFLOAT16, INT8, INT4, INT8 | STOCHASTIC, INT4 | STOCHASTIC]
+        count, columns = [40, 3], 2 * len(formats)
+        values = torch.randn(sum(count) * len(formats) * dim) * 10.0 ** torch.randint(-3, 3, (1,))
+        layout = (count, [0, len(formats), columns], [dim] * columns, 2 * formats)
+        noise = (list(range(columns)), [3] * columns, [1 << 40] * columns, torch.arange(sum(count)) * 3, 7)
+        yield Call(f"encoding, width {dim}", "wire_encode", (values, *layout, *noise))
+        message, _ = wire_naive.wire_encode(values, *layout, *noise)
+        yield Call(f"decoding, width {dim}", "wire_decode", (message, *layout))
 
 
 def dist_calls(*, ragged: bool, weighted: bool, wide: bool, batch: int = 64) -> Iterator[Call]:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshrec
-from benchmarks.gpu.cases import Call, dist_calls, moved, nbit_calls, tbe_calls
+from benchmarks.gpu.cases import Call, dist_calls, moved, nbit_calls, tbe_calls, wire_calls
 from meshrec import distributed as md
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.ops.dist import naive as dist_naive
 from meshrec.ops.dist import triton as dist_triton
+from meshrec.ops.dist import wire_naive, wire_triton
 from meshrec.ops.nbit import naive as nbit_naive
 from meshrec.ops.nbit import triton as nbit_triton
 from meshrec.ops.tbe import naive as tbe_naive
@@ -25,8 +26,9 @@ from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdagr
 from meshrec.pipeline import TrainPipeline
 from meshrec.pipeline.stages import DeviceLink, Staged
 
-NAIVE = {**vars(dist_naive), **vars(tbe_naive), **vars(nbit_naive)}
-TRITON = {op.__name__: op for module in (dist_triton, tbe_triton, nbit_triton) for op in module.OPS}
+NAIVE = {**vars(dist_naive), **vars(wire_naive), **vars(tbe_naive), **vars(nbit_naive)}
+MODULES = (dist_triton, wire_triton, tbe_triton, nbit_triton)
+TRITON = {op.__name__: op for module in MODULES for op in module.OPS}
 
 
 def flat(value: Any) -> list[Tensor]:
@@ -61,7 +63,7 @@ def kernels(device: torch.device) -> str:
     """Compare every Triton kernel with its plain torch version."""
     torch.manual_seed(0)
     quick = device.type != "cuda"  # Triton's interpreter takes seconds where a GPU takes none
-    calls: list[Iterable[Call]] = [tbe_calls(quick=quick), nbit_calls(quick=quick)]
+    calls: list[Iterable[Call]] = [tbe_calls(quick=quick), nbit_calls(quick=quick), wire_calls()]
     for ragged, weighted, wide in itertools.product((False, True), repeat=3):
         if not quick or wide == (ragged != weighted):  # every pair of two options
             batch = 4 if quick else 64
@@ -160,6 +162,11 @@ def pipelines(device: torch.device) -> str:
     plain, overlapped = trained(device, pipelined=False), trained(device, pipelined=True)
     for one, other in zip(overlapped, plain, strict=True):
         torch.testing.assert_close(one, other)
+    return f"the pipeline equals the plain loop over 6 batches; {stages(device)}"
+
+
+def stages(device: torch.device) -> str:
+    """Compare two stages on two streams with the whole model, and dropout with the same cut elsewhere."""
     torch.manual_seed(3)
     layers = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)]
     model, x = nn.Sequential(*layers).to(device), torch.randn(96, 32, device=device)
@@ -173,7 +180,16 @@ def pipelines(device: torch.device) -> str:
     torch.testing.assert_close(found, expected)
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
-    return "the pipeline equals the plain loop over 6 batches; two stages equal the whole model"
+    dropped = []
+    for cut in ("2", "4"):
+        drops = nn.Sequential(*layers[:2], nn.Dropout(0.5), *layers[2:4], nn.Dropout(0.2), layers[4]).to(
+            device
+        )
+        torch.manual_seed(4)
+        stages = Staged(drops, cuts=[cut], split_size=32, devices=[device, device], link=DeviceLink())
+        dropped.append(stages(x))
+    torch.testing.assert_close(*dropped)
+    return "two stages equal the whole model, and draw the same numbers wherever they are cut"
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor> wire_encode(Tensor values, Ints rows, Ints begins, In
         b, piece.num_rows, scratch, [&](int64_t column, WireRowsArgs& args, int64_t element, int64_t byte) {
           args.rows = from + first_element + element, args.message = to + first_byte + byte;
           args.seed = uint64_t(seeds[column]), args.step = uint64_t(step);
-          args.first_column = origins[column];
+          args.first_column = origins[column], args.to_l1 = prefetch_to_l1();
           args.first_key = uint64_t(first_keys[b] + piece.first_row);
           args.keys = row_keys == nullptr ? nullptr : row_keys + layout.first_row[b] + piece.first_row;
           int64_t first = 0;

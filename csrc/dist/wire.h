@@ -17,6 +17,7 @@ struct WireRowsArgs {
   int64_t message_stride;
   int format;
   bool stochastic;
+  bool to_l1;  // whether rows are prefetched to L1 (see prefetch_to_l1), only to encode
   uint64_t seed, step;
   int64_t first_column;  // of the rows in their whole table
   const int64_t* keys;   // by row, or null: first_key + row

@@ -59,27 +59,6 @@ struct WireParams {
   float scale, middle;
 };
 
-// The parameters of kLanes rows. Row by row, the divisions would take as long as all the rest.
-struct WireParamsOfRows {
-  float scale[kLanes], middle[kLanes], inverse[kLanes];
-
-  WireParamsOfRows(const float* least_of_rows, const float* most_of_rows, int top) {
-    const Vec least = load(least_of_rows), most = load(most_of_rows), range = most - least;
-    const Bits magnitude = (Bits)range & 0x7fffffff;
-    const Vec steps = to_vector(float(2 * top)), at_least = to_vector(kWireLeastScale);
-    const auto fits = magnitude < Bits{} + 0x7f800000;
-    Vec scales = fits ? range / steps : most / steps - least / steps;
-    scales = scales > at_least ? scales : at_least;
-    scales = (Vec)(((Bits)scales + 0xff) & ~0xffu);
-    const Vec middles = fits ? least + range * 0.5f : least * 0.5f + most * 0.5f;
-    // Half of a subnormal number is not exact, with and without a fused instruction alike.
-    const Bits far = (Bits)middles & 0x7fffffff;
-    store(scale, scales);
-    store(middle, far < (Bits)at_least ? Vec{} : middles);
-    store(inverse, 1.0f / scales);
-  }
-};
-
 inline bool any_lane(WireInts mask) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)mask) != 0;
@@ -92,25 +71,53 @@ inline bool any_lane(WireInts mask) {
 #endif
 }
 
+// The parameters of kLanes rows. Row by row, the divisions would take as long as all the rest.
+struct WireParamsOfRows {
+  float scale[kLanes], middle[kLanes], inverse[kLanes];
+
+  void set(const float* least_of_rows, const float* most_of_rows, int top) {
+    const Vec least = load(least_of_rows), most = load(most_of_rows), range = most - least;
+    const Bits magnitude = (Bits)range & 0x7fffffff;
+    const Vec steps = to_vector(float(2 * top)), at_least = to_vector(kWireLeastScale);
+    const auto fits = magnitude < Bits{} + 0x7f800000;
+    Vec scales = range / steps;
+    if (any_lane((WireInts)~fits)) scales = fits ? scales : most / steps - least / steps;
+    scales = scales > at_least ? scales : at_least;
+    scales = (Vec)(((Bits)scales + 0xff) & ~0xffu);
+    const Vec middles = fits ? least + range * 0.5f : least * 0.5f + most * 0.5f;
+    // Half of a subnormal number is not exact, with and without a fused instruction alike.
+    const Bits far = (Bits)middles & 0x7fffffff;
+    store(scale, scales);
+    store(middle, far < (Bits)at_least ? Vec{} : middles);
+    store(inverse, 1.0f / scales);
+  }
+};
+
 // The codes of kLanes numbers.
+template <bool kStochastic>
 struct WireRounding {
   Vec middle, inverse;
   WireInts top;
-  bool stochastic;
   uint32_t low = 0, high = 0;  // the row's noise
 
-  WireRounding(float row_middle, float row_inverse, int top_code, bool is_stochastic)
+  WireRounding(float row_middle, float row_inverse, int top_code)
       : middle(to_vector(row_middle)),
-        inverse(to_vector(row_inverse * (is_stochastic ? 65536.0f : 1.0f))),
-        top(WireInts{} + top_code),
-        stochastic(is_stochastic) {}
+        inverse(to_vector(row_inverse * (kStochastic ? 65536.0f : 1.0f))),
+        top(WireInts{} + top_code) {}
 
   WireInts operator()(Vec numbers, int64_t column) const {
+    const WireInts codes = unclamped(numbers, column), below = codes > top ? top : codes;
+    return below < -top ? -top : below;
+  }
+
+  // Rounding may lead one step beyond the range. What is not finite gives any code.
+  WireInts unclamped(Vec numbers, int64_t column) const {
     WireInts codes = rounded_to_ints((numbers - middle) * inverse);
-    if (stochastic) {
-      Bits lane;
-      for (int j = 0; j < kLanes; ++j) lane[j] = uint32_t(j);
-      Bits x = (lane + uint32_t(column)) * 0x9E3779B9u + low;
+    if constexpr (kStochastic) {
+      constexpr uint32_t kColumn = 0x9E3779B9u;
+      Bits x;
+      for (int j = 0; j < kLanes; ++j) x[j] = uint32_t(j) * kColumn;
+      x += uint32_t(column) * kColumn + low;
       x ^= x >> 16;
       x *= 0x7feb352du;
       x ^= x >> 15;
@@ -119,8 +126,7 @@ struct WireRounding {
       x ^= x >> 16;
       codes = (codes + (WireInts)(x & 0xffff)) >> 16;
     }
-    codes = codes > top ? top : codes;
-    return codes < -top ? -top : codes;
+    return codes;
   }
 };
 
@@ -151,6 +157,10 @@ inline WireRange wire_range_slowly(const float* row, int64_t dim) {
 inline Vec lesser(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__x86_64__)
+  return (Vec)_mm_min_ps((__m128)a, (__m128)b);
 #else
   return a < b ? a : b;
 #endif
@@ -158,23 +168,66 @@ inline Vec lesser(Vec a, Vec b) {
 inline Vec greater(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__x86_64__)
+  return (Vec)_mm_max_ps((__m128)a, (__m128)b);
 #else
   return a > b ? a : b;
 #endif
 }
 
-inline WireRange wire_range(const float* row, int64_t dim) {
-  if (dim < kLanes) return wire_range_slowly(row, dim);
-  Vec least = load(row), most = least, check{};
-  const auto add = [&](Vec v) {
-    least = lesser(v, least), most = greater(v, most);
-    check += v * Vec{};  // NaN from a number that is not finite on
-  };
-  for (int64_t d = 0; d + kLanes <= dim; d += kLanes) add(load(row + d));
-  if (dim % kLanes) add(load(row + dim - kLanes));
-  if (any_lane(check != check)) return wire_range_slowly(row, dim);
-  const auto [below, above] = folded(-least, most, greater);
-  return {-below, above, 0};
+// Lane kLane of the result is part kFrom / (kWidth / 2), a half, of kWidth lanes of a or, in the other half
+// of the lanes, of b.
+template <int kWidth, int kFrom, size_t... kLane>
+inline Vec halves_of(Vec a, Vec b, std::index_sequence<kLane...>) {
+  constexpr int kHalf = kWidth / 2;
+  return __builtin_shufflevector(a, b,
+                                 (int(kLane) / kWidth * kWidth + int(kLane) % kHalf + kFrom +
+                                  (int(kLane) % kWidth < kHalf ? 0 : kLanes))...);
+}
+
+// Reduces the lanes of each of kLanes rows to one number: lane i of the result is that of rows[i].
+template <int kWidth = kLanes, typename Pick>
+inline Vec reduced(Vec* rows, const Pick& pick) {
+  constexpr int kHalf = kWidth / 2;
+  constexpr std::make_index_sequence<kLanes> kAll;
+#pragma GCC unroll 16
+  for (int i = 0; i < kHalf; ++i)
+    rows[i] = pick(halves_of<kWidth, 0>(rows[i], rows[i + kHalf], kAll),
+                   halves_of<kWidth, kHalf>(rows[i], rows[i + kHalf], kAll));
+  if constexpr (kHalf > 1) return reduced<kHalf>(rows, pick);
+  return rows[0];
+}
+
+// The extremes of up to kLanes rows. Returns false if some number is not finite. dim >= kLanes.
+inline bool wire_ranges(const WireRowsArgs& a, int64_t first, int64_t ahead, float* least, float* most) {
+  // Several checks: a single one would be a chain of additions, each waiting for the last.
+  Vec below[kLanes], above[kLanes], checks[4] = {};
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const float* row = a.rows + std::min(first + i, a.num_rows - 1) * a.row_stride;
+    if (a.to_l1) {
+      prefetch_row<kToL1()>(row + ahead, a.dim);
+    } else {
+      prefetch_row(row + ahead, a.dim);
+    }
+    below[i] = above[i] = load(row);
+    const auto add = [&](const float* p, Vec& check) {
+      const Vec v = load(p);
+      below[i] = lesser(v, below[i]), above[i] = greater(v, above[i]);
+      check += v * Vec{};  // NaN from a number that is not finite on
+    };
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= a.dim; d += 4 * kLanes) {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) add(row + d + k * kLanes, checks[k]);
+    }
+    for (; d + kLanes <= a.dim; d += kLanes) add(row + d, checks[0]);
+    if (a.dim % kLanes) add(row + a.dim - kLanes, checks[1]);
+  }
+  store(least, reduced(below, lesser)), store(most, reduced(above, greater));
+  const Vec check = checks[0] + checks[1] + (checks[2] + checks[3]);
+  return !any_lane(check != check);
 }
 
 // Writes the codes of kLanes numbers, of 4 bits as code + 8.
@@ -193,12 +246,47 @@ inline void store_codes(WireInts codes, uint8_t* out) {
   }
 }
 
-template <int kBits>
-void encode_row(const WireRowsArgs& a, const float* row, const WireRounding& round, uint32_t others,
-                uint8_t* out) {
+// Writes the codes of 4 * kLanes numbers in 8 bits each. The packs clamp them from above.
+inline void store_four(WireInts a, WireInts b, WireInts c, WireInts d, uint8_t* out) {
+  constexpr int kLeast = -WireCodes<8>::kTop;
+#if defined(__AVX512F__)
+  const __m512i least = _mm512_set1_epi16(kLeast);
+  const __m512i ab = _mm512_max_epi16(_mm512_packs_epi32((__m512i)a, (__m512i)b), least);
+  const __m512i cd = _mm512_max_epi16(_mm512_packs_epi32((__m512i)c, (__m512i)d), least);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(out, _mm512_maskz_permutexvar_epi32(0xffff, order, _mm512_packs_epi16(ab, cd)));
+#elif defined(__AVX2__)
+  const __m256i least = _mm256_set1_epi16(kLeast);
+  const __m256i ab = _mm256_max_epi16(_mm256_packs_epi32((__m256i)a, (__m256i)b), least);
+  const __m256i cd = _mm256_max_epi16(_mm256_packs_epi32((__m256i)c, (__m256i)d), least);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(ab, cd), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bytes);
+#elif defined(__x86_64__)
+  const __m128i least = _mm_set1_epi16(kLeast);
+  const __m128i ab = _mm_max_epi16(_mm_packs_epi32((__m128i)a, (__m128i)b), least);
+  const __m128i cd = _mm_max_epi16(_mm_packs_epi32((__m128i)c, (__m128i)d), least);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(ab, cd));
+#else
+  for (WireInts codes : {a, b, c, d}) {
+    codes = codes > -kLeast ? WireInts{} - kLeast : codes;
+    store_bytes(codes < kLeast ? WireInts{} + kLeast : codes, out);
+    out += kLanes;
+  }
+#endif
+}
+
+template <int kBits, bool kStochastic>
+void encode_row(const WireRowsArgs& a, const float* row, const WireRounding<kStochastic>& round,
+                uint32_t others, uint8_t* out) {
   using Codes = WireCodes<kBits>;
   uint8_t* codes = out + kWireParamBytes;
   int64_t d = 0;
+  if constexpr (kBits == 8) {
+    const auto at = [&](int64_t e) { return round.unclamped(load(row + e), a.first_column + e); };
+    for (; d + 4 * kLanes <= a.dim; d += 4 * kLanes)
+      store_four(at(d), at(d + kLanes), at(d + 2 * kLanes), at(d + 3 * kLanes), codes + d);
+  }
   for (; d + kLanes <= a.dim; d += kLanes)
     store_codes<kBits>(round(load(row + d), a.first_column + d), codes + d * kBits / 8);
   if (d < a.dim) {
@@ -221,26 +309,37 @@ void encode_row(const WireRowsArgs& a, const float* row, const WireRounding& rou
   }
 }
 
-// Blocks of kLanes rows: their extremes while they come to the cache, their parameters together, their codes.
-template <int kBits>
-int64_t encode_rows(const WireRowsArgs& a) {
-  using Codes = WireCodes<kBits>;
+// Some rows at a time: their extremes while they come to the cache, their parameters, their codes. Each of
+// these waits for all of the one before, so there are more rows than lanes, as long as they stay in the L1
+// cache.
+template <int kBits, bool kStochastic>
+int64_t encode_rows(const WireRowsArgs& args) {
+  constexpr int64_t kBytes = 8192, kMost = 32;
+  const WireRowsArgs a = args;  // a copy, which no byte of the message can be part of
+  const int64_t in_cache = kBytes / (a.dim * int64_t(sizeof(float)));
+  const int64_t at_once = in_cache < kMost ? kLanes : kMost;
+  const int64_t ahead = std::max(at_once, in_cache) * a.row_stride;
+  float least[kMost] = {}, most[kMost] = {};
+  WireParamsOfRows params[kMost / kLanes];
   int64_t num_bad = 0;
-  for (int64_t first = 0; first < a.num_rows; first += kLanes) {
-    const int64_t n = a.num_rows - first < kLanes ? a.num_rows - first : kLanes;
-    float least[kLanes] = {}, most[kLanes] = {};
-    uint32_t others[kLanes] = {};
-    for (int64_t i = 0; i < n; ++i) {
-      const float* row = a.rows + (first + i) * a.row_stride;
-      prefetch_row(row + kLanes * a.row_stride, a.dim);  // of the next block
-      const WireRange range = wire_range(row, a.dim);
-      least[i] = range.least, most[i] = range.most, others[i] = range.others;
+  for (int64_t first = 0; first < a.num_rows; first += at_once) {
+    const int64_t n = std::min(a.num_rows - first, at_once);
+    uint32_t others[kMost] = {};
+    for (int64_t i = 0; i < n; i += kLanes) {
+      if (a.dim < kLanes || !wire_ranges(a, first + i, ahead, least + i, most + i)) {
+        for (int64_t j = i; j < std::min<int64_t>(n, i + kLanes); ++j) {
+          const WireRange range = wire_range_slowly(a.rows + (first + j) * a.row_stride, a.dim);
+          least[j] = range.least, most[j] = range.most, others[j] = range.others;
+        }
+      }
     }
-    const WireParamsOfRows params(least, most, Codes::kTop);
+    for (int64_t i = 0; i < n; i += kLanes)
+      params[i / kLanes].set(least + i, most + i, WireCodes<kBits>::kTop);
     for (int64_t i = 0; i < n; ++i) {
-      const float scale = params.scale[i], middle = params.middle[i];
-      WireRounding round(middle, params.inverse[i], Codes::kTop, a.stochastic);
-      if (a.stochastic) {
+      const WireParamsOfRows& of = params[i / kLanes];
+      const float scale = of.scale[i % kLanes], middle = of.middle[i % kLanes];
+      WireRounding<kStochastic> round(middle, of.inverse[i % kLanes], WireCodes<kBits>::kTop);
+      if constexpr (kStochastic) {
         const uint64_t key =
             a.keys != nullptr ? uint64_t(a.keys[first + i]) : a.first_key + uint64_t(first + i);
         round.low = random_bits(a.seed, a.step, key, as_bits(scale));
@@ -325,8 +424,8 @@ void uncast_row(const uint8_t* in, int64_t dim, float* row) {
 }
 
 int64_t encode_wire(const WireRowsArgs& a) {
-  if (a.format == kWireInt8) return encode_rows<8>(a);
-  if (a.format == kWireInt4) return encode_rows<4>(a);
+  if (a.format == kWireInt8) return a.stochastic ? encode_rows<8, true>(a) : encode_rows<8, false>(a);
+  if (a.format == kWireInt4) return a.stochastic ? encode_rows<4, true>(a) : encode_rows<4, false>(a);
   for (int64_t i = 0; i < a.num_rows; ++i) {
     const float* row = a.rows + i * a.row_stride;
     uint8_t* out = a.message + i * a.message_stride;

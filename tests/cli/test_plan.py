@@ -172,3 +172,25 @@ def test_wire_auto_takes_what_the_bound_allows(task, tmp_path):
         run(PlanOptions(source=task, wire="int8", wire_error=0.1, **FAST))
     with pytest.raises(ValueError, match="must be at least 0"):
         run(PlanOptions(source=task, wire="auto", wire_error=-0.1, **FAST))
+
+
+def test_rows_across_nodes_and_packed_ids_are_priced(tmp_path, capsys):
+    table = {"name": "t", "num_embeddings": 1_000_000, "embedding_dim": 64, "pooling_factors": [8.0]}
+    task, path = tmp_path / "task.json", tmp_path / "plan.json"
+    task.write_text(json.dumps({"task": "mine", "global_batch_size": 8192, "tables": [table]}))
+    options = {**FAST, "ranks": 4, "ranks_per_node": 2, "source": task, "out": path, "wire": "auto"}
+    options["memory_gib"] = 0.2  # too little for the table on every rank
+    sent, seconds = [], []
+    for between in ({}, {"across_nodes": "rows"}, {"across_nodes": "rows", "packed_ids": True}):
+        run(PlanOptions(**options, **between))
+        plan = load_plan(path)
+        sent.append(plan.estimate().sent_bytes["ids"])
+        seconds.append(plan.seconds)
+    assert sent[2] < sent[1] != sent[0]
+    assert len(set(seconds)) == 3
+    assert "of IDs" in capsys.readouterr().out
+    for option, value in {"across_nodes": "rows", "packed_ids": True}.items():
+        with pytest.raises(ValueError, match=f"leave --{option.replace('_', '-')} out"):
+            run(PlanOptions(source=path, **{option: value}))
+    with pytest.raises(ValueError, match="only with across_nodes='rows'"):
+        run(PlanOptions(**options, packed_ids=True))

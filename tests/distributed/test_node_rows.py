@@ -25,6 +25,8 @@ PLANS = {
     "column_wise": (md.column_wise(ranks=[3, 0]), md.column_wise(ranks=[0, 1])),
     "table_wise": (md.table_wise(rank=2), md.table_wise(rank=1)),
     "grid_shard": (md.grid_shard(), md.row_wise(ranks=[2, 1])),
+    "one_rank": (md.table_wise(rank=0), md.table_wise(rank=0)),
+    "data_parallel": (md.data_parallel(), md.data_parallel()),
     "mixed": (md.table_row_wise(node=1), md.data_parallel()),
 }
 
@@ -192,3 +194,44 @@ def test_rows_need_nodes(ranks):
     assert ranks(2).run(refused) == [True, True]
     with pytest.raises(ValueError, match="across_nodes must be 'sums' or 'rows'"):
         md.EmbeddingBagCollectionSharder(across_nodes="bags")
+
+
+def refused_batches(packs, kind):
+    """The errors of a bad first batch and of a bad batch after a good one, and what good batches gave."""
+    measured = id_exchange.pays
+    id_exchange.pays = lambda *_: packs
+    try:
+        env, (sequence, _) = environment(True), kind
+        collection = collection_of(sequence, False)
+        plan = md.construct_module_sharding_plan(
+            collection, {"t0": md.row_wise(), "t1": md.row_wise()}, world_size=4, local_size=2
+        )
+        sharder = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
+        module = sharder(RowWiseAdagrad(lr=0.1), across_nodes="rows").shard(collection, plan, env)
+        errors, good = [], []
+        for step in range(2):
+            features, _ = features_of(env.shard.rank, step, False)
+            bad = features
+            if env.shard.rank == 2:
+                bad = KeyedJaggedTensor(["a", "b", "c"], features.values() + ROWS, lengths=features.lengths())
+            try:
+                module(bad)
+            except ValueError as error:
+                errors.append(str(error))
+            output = module(features)
+            good.append(torch.cat([x.values() for x in output.values()]) if sequence else output.values())
+        return errors, [each.detach() for each in good]
+    finally:
+        id_exchange.pays = measured
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("kind", [(False, False), (True, False)])
+def test_every_rank_raises_the_same_error_and_goes_on(ranks, kind, packs):
+    found = ranks(4).run(refused_batches, packs, kind)
+    errors = found[0][0]
+    assert len(errors) == 2
+    assert all("rank 2" in error and f"{ROWS}" in error for error in errors)
+    assert all(each == errors for each, _ in found)
+    for (_, good), (_, plain) in zip(found, ranks(4).run(refused_batches, False, kind), strict=True):
+        assert all(map(torch.equal, good, plain))

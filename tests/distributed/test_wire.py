@@ -18,6 +18,7 @@ from meshrec import (
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
 from meshrec.comms.wire import FORMATS, WireFormat
+from meshrec.distributed import id_exchange
 from meshrec.optim import SGD
 from meshrec.planner import Topology
 from meshrec.planner.evaluate import evaluate
@@ -125,8 +126,9 @@ KINDS = {
 WIRES["int4"] = FORMATS["int4"]
 PAIRS = [(each, each) for each in WIRES if each != "int4"]
 PAIRS += [("fp16", "scaled"), ("scaled", "bf16"), ("int4", "int8")]
-NUM_ROWS, BATCH = 16, 4
+NUM_ROWS, BATCH, REPEATS = 16, 4, 20
 SENT = {
+    "ids": ("ids", "ids between nodes"),
     "output": ("embeddings", "embeddings between nodes"),
     "gradient": ("gradients of embeddings", "gradients between nodes"),
 }
@@ -148,21 +150,37 @@ def plan_of(kind, sequence, num_ranks, local_size):
     )
 
 
-def sent(sequence, in_nodes):
-    """Bytes that this rank sends in a step of every kind and pair of formats: embeddings and gradients."""
+def sent(sequence, level):
+    """Bytes that this rank sends in a step of every kind and pair of formats, see ``SENT``."""
     env = default_env()
-    if in_nodes:
+    if level != "one level":
         env = md.ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
-    # Every row as often as any other, so that parts of equal heights have equally many IDs.
+    # Every row as often as any other, so that parts of equal heights have equally many IDs, and so often that
+    # even drawn IDs would contain every row.
     features = KeyedJaggedTensor(
-        ["a", "b"], torch.arange(NUM_ROWS).repeat(2), lengths=torch.full((2 * BATCH,), NUM_ROWS // BATCH)
+        ["a", "b"],
+        torch.arange(NUM_ROWS).repeat(2 * REPEATS),
+        lengths=torch.full((2 * BATCH,), REPEATS * NUM_ROWS // BATCH),
     )
+    across_nodes = "rows" if level in ("rows", "packed") else "sums"
+    measured = id_exchange.pays
+    id_exchange.pays = lambda *_: level == "packed"
+    try:
+        return _sent(sequence, env, features, across_nodes)
+    finally:
+        id_exchange.pays = measured
+
+
+def _sent(sequence, env, features, across_nodes):
     found = {}
     for kind, (forward, backward) in itertools.product(KINDS, PAIRS):
         plan = plan_of(kind, sequence, env.shard.size, env.local_size)
         sharder = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
         precision = md.CommsPrecision(WIRES[forward], WIRES[backward])
-        module = sharder(SGD(lr=0.1), precision=precision).shard(collection_of(sequence), plan, env)
+        module = sharder(SGD(lr=0.1), precision=precision, across_nodes=across_nodes).shard(
+            collection_of(sequence), plan, env
+        )
+        module(features)  # decides whether IDs are packed
         with md.measure_traffic() as traffic:
             output = module(features)
             values = [each.values() for each in output.values()] if sequence else [output.values()]
@@ -172,24 +190,29 @@ def sent(sequence, in_nodes):
     return found
 
 
-@pytest.mark.parametrize("in_nodes", [False, True])
+@pytest.mark.parametrize("level", ["one level", "sums", "rows", "packed"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_predicted_bytes_are_those_that_are_sent(ranks, sequence, in_nodes):
-    num_ranks, local_size = (4, 2) if in_nodes else (2, 2)
-    by_rank = ranks(num_ranks).run(sent, sequence, in_nodes)
-    bag = float(NUM_ROWS // BATCH)
+def test_predicted_bytes_are_those_that_are_sent(ranks, sequence, level):
+    num_ranks, local_size = (2, 2) if level == "one level" else (4, 2)
+    by_rank = ranks(num_ranks).run(sent, sequence, level)
+    bag = float(REPEATS * NUM_ROWS // BATCH)
     constraints = {
         "t0": ParameterConstraints(pooling_factors=[bag, bag]),
         "t1": ParameterConstraints(pooling_factors=[bag]),
     }
     topology = Topology(
-        world_size=num_ranks, local_world_size=local_size, compute_device="cpu", sum_in_node=in_nodes
+        world_size=num_ranks,
+        local_world_size=local_size,
+        compute_device="cpu",
+        sum_in_node=level == "sums",
+        across_nodes="rows" if level in ("rows", "packed") else "sums",
+        packed_ids=level == "packed",
     )
     for (kind, forward, backward), counts in by_rank[0].items():
         wire = md.CommsPrecision(WIRES[forward], WIRES[backward]).formats
         tables = tables_of_model(collection_of(sequence), None, constraints, default_wire=wire)
         plan = {"": plan_of(kind, sequence, num_ranks, local_size)}
         predicted = evaluate(plan, tables, topology, batch_size=BATCH).sent_bytes
-        measured = [sum(each[kind, forward, backward][way] for each in by_rank) for way in range(2)]
-        assert measured == [predicted["output"], predicted["gradient"]], (kind, forward, backward)
+        measured = [sum(each[kind, forward, backward][way] for each in by_rank) for way in range(len(SENT))]
+        assert dict(zip(SENT, measured, strict=True)) == predicted, (kind, forward, backward)
         assert any(counts) == (kind != "data_parallel")

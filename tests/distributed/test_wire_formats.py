@@ -1,6 +1,7 @@
 """Coded wire formats in sharded modules: by table, at random, with feedback, the same on every plan."""
 
 import logging
+import os
 import random
 
 import pytest
@@ -24,6 +25,7 @@ from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD, RowWiseAdagrad
 
 ROWS = 12
+SEED = int(os.environ.get("MESHREC_SEED", "0"))
 
 
 def environment(in_nodes):
@@ -33,7 +35,7 @@ def environment(in_nodes):
 
 
 def collection_of(sequence=False):
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     kind = EmbeddingConfig if sequence else EmbeddingBagConfig
     configs = [
         kind(name="t0", num_embeddings=ROWS, embedding_dim=6, feature_names=["a", "b"]),
@@ -43,7 +45,7 @@ def collection_of(sequence=False):
 
 
 def features_of(rank, step, batch=4):
-    generator = torch.Generator().manual_seed(100 * step + rank)
+    generator = torch.Generator().manual_seed(10_000 * SEED + 100 * step + rank)
     lengths = torch.randint(0, 4, (2 * batch,), generator=generator)
     return KeyedJaggedTensor(
         ["a", "b"], torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator), lengths=lengths
@@ -85,7 +87,7 @@ def same(one, other):
 
 def plans_of_equal_rectangles(number, num_ranks=4):
     """Plans that differ only in the rank of each rectangle: row parts, column parts, a whole table."""
-    draw, found = random.Random(0), []
+    draw, found = random.Random(SEED), []
     for turn in range(number):
         rows, columns = draw.sample(range(num_ranks), num_ranks), draw.sample(range(num_ranks), 2)
         kinds = {
@@ -151,6 +153,65 @@ def test_a_resumed_run_rounds_as_the_first_did(ranks, tmp_path, backward):
 
 def test_residuals_between_nodes_are_in_checkpoints(ranks, tmp_path):
     assert all(ranks(4).run(resumed, tmp_path / "rows", "int8+stochastic+feedback", True))
+
+
+FED = md.CommsPrecision("int8", "int8+feedback")
+
+
+def with_feedback(rank_of_t0):
+    env = default_env()
+    builders = {"t0": md.table_wise(rank=rank_of_t0), "t1": md.table_wise(rank=0)}
+    plan = md.construct_module_sharding_plan(collection_of(), builders, world_size=env.shard.size)
+    sharder = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1), precision=FED)
+    return DistributedModelParallel(
+        collection_of(), env, plan=md.ShardingPlan({"": plan}), sharders=[sharder]
+    )
+
+
+def steps(model, numbers):
+    for step in numbers:
+        model(features_of(default_env().shard.rank, step)).values().square().sum().backward()
+
+
+def saved_with_residuals(folder):
+    model = with_feedback(rank_of_t0=0)  # all tables: only the other ranks have residuals
+    steps(model, range(3))
+    checkpoint.save(folder, {"model": model, "tables": model.fused_optimizer})
+
+
+def loaded_elsewhere(folder, rank_of_t0):
+    """The log of a load into a model with residuals, and whether this model then goes on as a new one."""
+    used, new = with_feedback(rank_of_t0), with_feedback(rank_of_t0)
+    steps(used, [7, 8])
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("meshrec").addHandler(handler)
+    try:
+        checkpoint.load(folder, {"model": used, "tables": used.fused_optimizer})
+    finally:
+        logging.getLogger("meshrec").removeHandler(handler)
+    checkpoint.load(folder, {"model": new, "tables": new.fused_optimizer})
+    found = []
+    for model in (used, new):
+        steps(model, [0, 1])
+        found.append(whole_weights(model.module, False))
+    return messages, all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rank_of_t0", "lines"), [(2, 0, 0), (2, 1, 1), (4, 0, 1)], ids=["same", "plan", "ranks"]
+)
+def test_feedback_begins_anew_under_another_plan_and_one_line_says_so(
+    ranks, tmp_path, num_ranks, rank_of_t0, lines
+):
+    ranks(2).run(saved_with_residuals, tmp_path / "saved")
+    found = ranks(num_ranks).run(loaded_elsewhere, tmp_path / "saved", rank_of_t0)
+    assert all(is_same for _, is_same in found)
+    messages = [message for each, _ in found for message in each]
+    assert len(messages) == lines
+    assert all("belong to another plan or number of ranks" in message for message in messages)
+    assert all("feedback begins anew" in message for message in messages)
 
 
 def by_table(precision):

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 
 from meshrec.comms.wire import FP16, WireFormats
 from meshrec.planner.estimators import PHASES, CostModel, Usage
+from meshrec.planner.travel import packed_id_bytes
 from meshrec.planner.types import OptimizerKind, Table, Topology
 from tests.distributed.test_wire import SCALED
 
@@ -166,6 +168,35 @@ def test_sequences_send_one_row_per_id(profile):
     assert phase(sequence, "output") == pytest.approx(10 * phase(bags, "output"))
 
 
+def test_distinct_rows_across_nodes_by_hand(profile):
+    def model(**options):
+        topology = Topology(
+            world_size=4, local_world_size=2, hardware=profile, across_nodes="rows", **options
+        )
+        return CostModel([one_table(weighted=True, wire=WireFormats(FP16, FP16))], topology, batch_size=100)
+
+    plain, packed = model(), model(packed_ids=True)
+    args = np.array([0]), np.array([1000]), np.array([64]), NO
+    ids, bags = 4 * 100 * 10, 4 * 100
+    distinct = 1000 * -math.expm1(-ids / 2 / 1000)  # of a node
+    sent = plain.sent_bytes(*args)
+    # Inside a node: half of all IDs with their weights and lengths, and half of all bags in fp32.
+    assert sent["ids"].inside_N == pytest.approx((ids * 8 + bags * 4) / 2)
+    assert sent["output"].inside_N == sent["gradient"].inside_N == bags * 64 * 4 / 2
+    # Across: what the other node asks for.
+    assert sent["ids"].across_N == pytest.approx(distinct * 4)
+    assert sent["output"].across_N == sent["gradient"].across_N == pytest.approx(distinct * 64 * 2)
+    few = packed.sent_bytes(*args)
+    assert few["ids"].across_N == pytest.approx(distinct * packed_id_bytes(1000, distinct))
+    assert few["output"] == sent["output"]
+    saved = (sent["ids"].across_N - few["ids"].across_N).item() / 2.5e8
+    work = 2 * 2 * distinct * profile.scan_id_seconds
+    assert phase(load(plain), "ids") - phase(load(packed), "ids") == pytest.approx(saved - work)
+    # The search cuts tables by rows, and relies on costs in proportion to them.
+    for each in (plain, packed):
+        assert load(each, rows=800) + load(each, rows=0) == pytest.approx(2 * load(each, rows=400), rel=1e-3)
+
+
 def test_each_way_is_priced_with_its_wire_format(profile):
     topology = Topology(world_size=4, hardware=profile, sum_in_node=False)
     elements = 4 * 100 * 64
@@ -185,7 +216,12 @@ def test_each_way_is_priced_with_its_wire_format(profile):
     args = np.array([0]), np.array([1000]), np.array([64])
     freed = full.rectangle_bytes(*args) - mixed.rectangle_bytes(*args)
     assert freed == 4 * 100 * (64 * 2 - row)  # the encoded gradient lies beside the other
-    assert mixed.sent_bytes(*args, NO).tolist() == [[3 * 100 * 64 * 2, 3 * 100 * row]]
+    sent = mixed.sent_bytes(*args, NO)
+    assert [sent[way].inside_N.tolist() for way in ("output", "gradient")] == [
+        [3 * 100 * 64 * 2],
+        [3 * 100 * row],
+    ]
+    assert not any(each.across_N.any() for each in sent.values())
 
 
 def test_sequences_take_one_hop_also_in_nodes(profile):

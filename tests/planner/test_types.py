@@ -76,6 +76,9 @@ def test_topology_from_a_mesh():
     [
         ({"world_size": 0}, "world_size is 0; it must be at least 1"),
         ({"world_size": 4, "local_world_size": 0}, "local_world_size is 0; it must be at least 1"),
+        ({"world_size": 4, "across_nodes": "bags"}, "across_nodes is 'bags'; use 'sums' or 'rows'"),
+        ({"world_size": 4, "across_nodes": "rows", "replicate": (1, 2)}, "only without replication"),
+        ({"world_size": 4, "packed_ids": True}, "only with across_nodes='rows'. Give both"),
         ({"world_size": 4, "compute_device": "tpu"}, "compute_device is 'tpu'; use 'cpu' or 'cuda'"),
         ({"world_size": 12}, "world_size 12 is not a multiple of local_world_size 8"),
         ({"world_size": 4, "reserve": 1.0}, r"reserve is 1.0; it is a fraction of the memory in \[0, 1\)"),

@@ -5,13 +5,13 @@ import torch
 
 from meshrec.comms.wire import FORMATS, FULL_PRECISION
 from meshrec.planner import Topology
+from meshrec.planner.travel import packed_id_bytes
 from meshrec.planner.types import Table
 from meshrec.planner.wire_choice import (
     AUC_LOSS,
     WireBound,
     bytes_across_nodes,
     choose_wires,
-    packed_id_bytes,
 )
 
 TABLES = [
@@ -64,7 +64,7 @@ def test_the_bytes_of_packed_ids_are_predicted(num_rows, num_ids):
     counts = torch.searchsorted(ids, bounds).diff().tolist()
     ids -= bounds[:-1].repeat_interleave(torch.tensor(counts))
     message, _ = torch.ops.meshrec.pack_ids(ids, counts)
-    predicted = packed_id_bytes(num_rows, num_ids, parts=parts)
+    predicted = packed_id_bytes(num_rows / parts, num_ids / parts)
     assert len(message) / num_ids == pytest.approx(predicted, rel=0.1)
     assert predicted < 4
 

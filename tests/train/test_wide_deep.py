@@ -3,7 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshrec.train import Trainer, WideDeepConfig, join
+from meshrec.train import SquaredError, Trainer, WideDeepConfig, join
+from meshrec.train.linear import columns, first_samples, regression
+from meshrec.train.observers import Evaluated
 
 
 def test_numbers_that_cannot_be_are_refused():
@@ -32,3 +34,46 @@ def test_members_learn_and_score_as_one(small, members):
     assert trainer.validation["auc"] > 0.6
     scored = next(iter(trainer.predict(trainer.dataset.validation)))
     assert scored.logits_B.dim() == 1
+
+
+def fitted(recipe):
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    assert recipe.model.start(trainer.built.model, recipe, trainer.dataset, trainer.ranks)
+    logits = [each.logits_B for each in trainer.predict(trainer.dataset.validation)]
+    return torch.cat(logits)
+
+
+def test_a_fitted_model_begins_as_the_regression_that_was_fitted(small, ranks):
+    recipe = replace(small(), model=WideDeepConfig(fit_wide=True, wide_scale=2.0, members=2))
+    dataset = recipe.data.load()
+    train, validation = first_samples(dataset.train), first_samples(dataset.validation)
+    data = [
+        (columns(dataset, each, torch.cat([each.dense, each.dense], 1)), each.labels.double().numpy())
+        for each in (train, validation)  # a number without bins is encoded as it is
+    ]
+    expected = torch.from_numpy(data[1][0] @ regression(*data)).float()
+    alone = fitted(replace(recipe, placement=replace(recipe.placement, sharded=False)))
+    assert torch.allclose(alone, expected, atol=1e-4)
+    parts = ranks(2).run(fitted, recipe)
+    assert torch.allclose(torch.cat(parts).sort()[0], expected.sort()[0], atol=1e-4)
+
+
+def test_the_fitted_weights_are_kept_unless_training_finds_better_ones(small):
+    recipe = replace(small(epochs=2), model=WideDeepConfig(fit_wide=True))
+    steps = []
+
+    def observer(event):
+        if isinstance(event, Evaluated):
+            steps.append((event.line["kind"], event.line["step"], event.line["auc"]))
+
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"), observer=observer)
+    validation = trainer.run()
+    assert steps[0][:2] == ("validation", 0)
+    assert validation["auc"] == max(auc for kind, _, auc in steps if kind == "validation")
+
+
+def test_only_a_label_of_0_and_1_is_fitted(small):
+    recipe = replace(small(), model=WideDeepConfig(fit_wide=True), loss=SquaredError())
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    with pytest.raises(ValueError, match=r"model\.fit_wide is True, and the loss is SquaredError"):
+        trainer.run()

@@ -177,7 +177,7 @@ def _residuals(
     names = _saved_names(manifest).get(RANDOM, set())
     if manifest.plans.get(entry) == model.plan.to_json() and manifest.world_size == model.env.world.size:
         return {name: _empty(manifest, name) for name in saved_residuals(entry, rank, names)}
-    if rank == 0 and saved_residuals(entry, 0, names):
+    if rank == 0 and any(saved_residuals(entry, each, names) for each in range(manifest.world_size)):
         tell_that_feedback_begins_anew(entry)
     return {}
 

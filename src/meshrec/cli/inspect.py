@@ -192,6 +192,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     kinds = sorted({type(each).__name__ for each in features.features} | {"Features", "Label"})
     labels = ", ".join(map(call_of, features.labels)) + ("," if len(features.labels) == 1 else "")
     loss, names = _loss(features.labels)
+    fit = "" if loss else "fit_wide=True"
     # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 4)
@@ -231,7 +232,7 @@ def recipe() -> Recipe:
             features=FEATURES,
         ),
         # Tables begin near zero: a row that training never meets adds nothing to a score.
-        model=WideDeepConfig(),{loss}
+        model=WideDeepConfig({fit}),{loss}
         tables=Adam(lr=2e-3, weight_decay=2.0, decoupled_weight_decay=True),
         dense=DenseOptimizer(kind="adamw", lr=1e-3, weight_decay=0.1),
         schedule=Schedule(decay="linear"),

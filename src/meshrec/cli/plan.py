@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
-from meshrec.comms.wire import TableWires
+from meshrec.comms.wire import AcrossNodes, TableWires
 from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.plan.text import read_json
@@ -33,6 +33,11 @@ from meshrec.train.run_folder import CONFIG, PLAN, RunFolder, run_or_path
 from meshrec.train.yaml_recipes import SUFFIXES
 
 _RANKS = 8
+_OF_NEW_PLANS = (
+    *("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib", "wire"),
+    *("across_nodes", "packed_ids"),
+)
+"""Options of the machine and of the exchange, which a saved plan has already."""
 _MAX_WORK = 1e9
 
 
@@ -68,6 +73,10 @@ class PlanOptions:
     """
     wire_error: float | None = None
     """For --wire auto: largest error of a value over its row's largest value."""
+    across_nodes: AcrossNodes | None = None
+    """Exchange between nodes to price: sums of bags, or distinct rows; if none, sums."""
+    packed_ids: bool = False
+    """Price IDs between nodes as packed, if the log of a run with rows across nodes says so."""
     time_limit: float = 30.0
     """Seconds after which the search stops and returns its best plan."""
     max_work: float | None = None
@@ -207,8 +216,8 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
             f"one of {', '.join(RECIPES)}."
         )
     if "planner" in read_json(source, "a task file or a saved plan"):
-        for name in ("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib", "wire"):
-            if getattr(options, name) is not None:
+        for name in _OF_NEW_PLANS:
+            if getattr(options, name) not in (None, False):
                 raise ValueError(
                     f"{source} is a saved plan, which is explained as it is: leave "
                     f"--{name.replace('_', '-')} out. To plan again, give its recipe or task "
@@ -226,6 +235,7 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         hardware=hardware,
         hbm_cap=memory,
         ddr_cap=memory,
+        **_between_nodes(options),
     )
     tables = task.tables
     if options.wire == AUTO:
@@ -262,8 +272,13 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
         local_size=options.ranks_per_node or ranks,
         device=get_profile(hardware).device,
     )
+    topology = replace(topology, **_between_nodes(options))
     effort = _effort(options, DEFAULT_EFFORT.max_work)
     return make_plan(recipe, recipe.model.build(dataset), dataset, topology, effort=effort)
+
+
+def _between_nodes(options: PlanOptions) -> dict[str, Any]:
+    return {"across_nodes": options.across_nodes or "sums", "packed_ids": options.packed_ids}
 
 
 def _print_layouts(source: Path, options: PlanOptions) -> None:

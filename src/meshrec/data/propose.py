@@ -276,7 +276,7 @@ def _ids(column: Column) -> ColumnChoice:
         why += f": keys with rows of their own from the second read on, {_cost(rows)}"
         return ColumnChoice(name, "id", why, (feature,), rows)
     features: list[ColumnFeature] = [Vocabulary(name=name, min_count=3 if distinct > _FEW_VALUES else 1)]
-    if column.kind == "integer" and distinct > _FEW_VALUES and not _named_like_an_id(name):
+    if column.kind in ("integer", "number") and distinct > 2 and not _named_like_an_id(name):
         missing = column.quantiles[3] if column.num_missing else None
         features.append(
             Number(name=f"{name}_number", column=name, standardize=True, missing=missing, num_bins=_BINS)

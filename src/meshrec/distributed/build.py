@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.same_plan import verify_same_plan
-from meshrec.comms.wire import FULL_WIRES, TableWires
+from meshrec.comms.wire import FULL_WIRES, AcrossNodes, TableWires
 from meshrec.distributed.hashed_shards import HashedParts, check_hashed, turnovers_of
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.node_rows import inside_node
@@ -42,9 +42,6 @@ from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, Updat
 from meshrec.tables.rule import UpdateRule, rules_of
 from meshrec.tables.storage import RowStorage, SideRows, cut
 from meshrec.tables.table import LazyRows, Rectangle, RowBlock, Span
-
-AcrossNodes = Literal["sums", "rows"]
-"""The exchange between nodes, see [Note: two levels] in node_rows.py."""
 
 
 class SourceTable(NamedTuple):

@@ -174,6 +174,8 @@ class LookupTables:
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
         """Return the touched rows of each of the rectangles, with their gradients."""
+        if not rectangles:
+            return []
         lookups = self.lookups(ids).of_tables(rectangles)
         return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from meshrec.comms.mesh import ShardingEnv, default_env, group_device
-from meshrec.comms.wire import CommsPrecision
-from meshrec.distributed.build import AcrossNodes, BuildOptions, ModuleParts, build, source_tables
+from meshrec.comms.wire import AcrossNodes, CommsPrecision
+from meshrec.distributed.build import BuildOptions, ModuleParts, build, source_tables
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection

@@ -53,6 +53,11 @@ class PiecewiseLinear(nn.Module):
         for name, value in (("first", first), ("scale", scale), ("low", low), ("high", high)):
             self.register_buffer(name, value.to(device), persistent=False)
 
+    @property
+    def widths(self) -> Tensor:
+        """The widths of all bins, [N, T]: 1 for a number without edges, 0 for a bin that a number lacks."""
+        return torch.where(self.scale > 0, 1.0 / self.scale, 0.0)
+
     def forward(self, numbers: Tensor) -> Tensor:
         """Encode numbers [B, N] as shares [B, N, T]; bins that a number does not have are 0."""
         reached = (numbers.unsqueeze(-1) - self.first) * self.scale

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from meshrec.comms.wire import FP32
 from meshrec.planner.hardware import Link
 from meshrec.planner.table_arrays import arrays_of
+from meshrec.planner.travel import Hops, RowOnWire, Sent, packed_id_bytes, routes_of
 from meshrec.planner.types import STATE_BYTES, Bools, Floats, Table, Topology
 
 PHASES = ("ids", "lookup", "output", "gradient", "row_stats", "replicas", "data_parallel", "update")
@@ -52,61 +53,6 @@ class Usage(NamedTuple):
     data_parallel: bool
 
 
-class RowOnWire(NamedTuple):
-    """N rows of embeddings or gradients, as they travel."""
-
-    wire_bytes: Floats
-    """Bytes of the encoded row."""
-    kernel_bytes: Floats
-    """Bytes of one value as kernels write it."""
-    is_cast: Bools
-    """Whether kernels write the values as they travel, without encoding afterwards."""
-
-
-class Hops(NamedTuple):
-    """The path of the rows of N rectangles to the ranks that asked for them."""
-
-    two_N: Bools
-    """Whether the rows take two hops: first inside a node, then between nodes."""
-    summed_N: Bools
-    """Whether all ranks of the node hold parts of the rows, so that only their sum takes the second hop."""
-
-
-class _Routes(NamedTuple):
-    """The links between the ranks of a group, and the shares of a batch that take them."""
-
-    outer: Link
-    """The slowest link between two ranks of the group."""
-    replicas: Link
-    """The slowest link between ranks with the same rectangles."""
-    all_ranks: Link
-    """The slowest link between any two ranks."""
-    same_node: float
-    """Share of a rank's rows that other ranks of its node hold."""
-    other_nodes: float
-    """Share of a rank's rows that ranks of other nodes hold."""
-    wire: float
-    """Seconds per byte of an all-to-all, over both kinds of links."""
-    once: float
-    """Factor of work other than transfers. In half duplex, `shared_loads` adds the mean of a phase again."""
-
-
-def _routes(topology: Topology, num_ranks: int, node_size: int) -> _Routes:
-    profile = topology.profile
-    multi_node = topology.world_size > topology.local_size
-    crosses_nodes = num_ranks >= topology.local_size and multi_node
-    same_node, other_nodes = (node_size - 1) / num_ranks, (num_ranks - node_size) / num_ranks
-    return _Routes(
-        outer=profile.inter if num_ranks > node_size else profile.intra,
-        replicas=profile.inter if crosses_nodes else profile.intra,
-        all_ranks=profile.inter if multi_node else profile.intra,
-        same_node=same_node,
-        other_nodes=other_nodes,
-        wire=same_node / profile.intra.all_to_all + other_nodes / profile.inter.all_to_all,
-        once=1.0 if profile.full_duplex else 0.5,
-    )
-
-
 class CostModel:
     """The cost of rectangles, in seconds and bytes.
 
@@ -133,10 +79,21 @@ class CostModel:
         self.profile = topology.profile
         self.num_ranks = topology.world_size // replicas
         self.node_size = min(topology.local_size, self.num_ranks)
-        self.sum_in_node = topology.sum_in_node and 1 < self.node_size < self.num_ranks
+        sums = topology.sum_in_node and not self.rows_across
+        self.sum_in_node = sums and 1 < self.node_size < self.num_ranks
         self.memory_cap = topology.memory_cap
         self.arrays = arrays_of(self.tables, batch_size)
-        self._routes = _routes(topology, self.num_ranks, self.node_size)
+        self._routes = routes_of(topology, self.num_ranks, self.node_size, rows_across=self.rows_across)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of a group of ranks."""
+        return self.num_ranks // self.node_size
+
+    @property
+    def rows_across(self) -> bool:
+        """Whether distinct rows cross the network, in place of sums."""
+        return self.topology.across_nodes == "rows" and self.num_nodes > 1
 
     def rectangle_loads(
         self,
@@ -163,24 +120,29 @@ class CostModel:
         loads[:, _IDS] = self.id_travel_seconds(table, share)
         per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
         loads[:, _IDS] += self._routes.once * ids * per_id
-        read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
+        fetched = self._fetched(table, ids, share)
+        looked_up, encoded = (fetched, fetched) if self.rows_across else (ids, outputs)
+        read = looked_up * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         elements = outputs * columns
         hops = self._hops(table, in_node_N)
         for way, phase in ((_FORWARD_WAY, _OUTPUT), (_BACKWARD_WAY, _GRADIENT)):
             row = self._row_on_wire(table, columns, way)
-            loads[:, phase] = self._embedding_seconds(outputs * row.wire_bytes, hops)
+            sent = self._sent_rows(outputs, fetched, columns, row, hops)
+            loads[:, phase] = self._embedding_seconds(sent, hops)
             # The receiver puts results into table order, and the sender takes gradients apart. A rank
             # copies its own part instead of sending it. The batch is spread evenly, so this work is
             # counted on the rank that holds the rectangle.
-            kernel = elements * row.kernel_bytes
+            kernel = encoded * columns * row.kernel_bytes
             passes = elements * VALUE_BYTES + kernel + 2 * kernel / self.num_ranks
             # Formats that are more than a cast take another pass at both ends.
-            passes += np.where(row.is_cast, 0.0, 2 * (kernel + outputs * row.wire_bytes))
+            passes += np.where(row.is_cast, 0.0, 2 * (kernel + encoded * row.wire_bytes))
             loads[:, phase] += self._routes.once * passes / p.stream_bandwidth
             if way == _FORWARD_WAY:
                 loads[:, _LOOKUP] = read + kernel / p.stream_bandwidth
         loads[:, _LOOKUP] += self._index_seconds(table, ids, share)
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, share, self.replicas)
+        if self.rows_across:
+            self._add_node_work(loads, ids, fetched, columns)
         if self.replicas > 1:
             loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
         distinct = self._distinct(table, ids, share)
@@ -219,6 +181,8 @@ class CostModel:
         parameters = parameters * self.arrays.in_memory_T[table]
         # IDs as they arrived, and unpacked.
         buffers = 2 * ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
+        if self.rows_across:
+            outputs = outputs + self._fetched(table, ids, rows / a.rows_T[table])
         return parameters + buffers + outputs * self._row_buffers(table, columns)
 
     def received_bytes(
@@ -244,21 +208,26 @@ class CostModel:
         rows_N: npt.NDArray[np.number],
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
-    ) -> Floats:
-        """Return the bytes [N, 2] that leave ranks in a step for rectangles: embeddings, and their gradients.
+    ) -> dict[str, Sent]:
+        """Return the bytes that leave ranks in a step for rectangles: ``"ids"``, embeddings (``"output"``)
+        and their gradients (``"gradient"``), as they are encoded.
 
-        They are summed over all ranks that send a part of them, in the wire formats of the tables.
+        They are summed over all ranks that send a part of them. Sizes of messages are not among them.
         """
         a = self.arrays
         table, columns = np.asarray(table_N), np.asarray(columns_N, np.float64)
         share = np.asarray(rows_N, np.float64) / a.rows_T[table]
-        outputs = np.where(a.pooled_T[table], a.bags_T[table], a.ids_T[table] * share) * self.num_ranks
-        found = np.zeros((len(table), 2))
-        for way in (_FORWARD_WAY, _BACKWARD_WAY):
+        ids = a.ids_T[table] * self.num_ranks * share
+        outputs = np.where(a.pooled_T[table], a.bags_T[table] * self.num_ranks, ids)
+        fetched, hops = self._fetched(table, ids, share), self._hops(table, in_node_N)
+        found = {"ids": self._sent_ids(table, share)}
+        for way, name, counts in (
+            (_FORWARD_WAY, "output", np.ones(len(table))),
+            (_BACKWARD_WAY, "gradient", a.trained_T[table]),
+        ):
             row = self._row_on_wire(table, columns, way)
-            inside, across = self._sent(outputs * row.wire_bytes, self._hops(table, in_node_N))
-            found[:, way] = inside + across
-        found[:, _BACKWARD_WAY] *= a.trained_T[table]
+            sent = self._sent_rows(outputs, fetched, columns, row, hops)
+            found[name] = Sent(*(counts * each for each in sent))
         return found
 
     def replicated_loads(self, table_N: npt.NDArray[np.integer]) -> Floats:
@@ -298,15 +267,15 @@ class CostModel:
         """Return the seconds [N] that IDs travel to rectangles with `share_N` of their table's rows. Other
         work can hide this time.
         """
-        a = self.arrays
-        ids, bags = a.ids_T[table_N] * self.num_ranks * share_N, a.bags_T[table_N] * self.num_ranks
-        travel: Floats = (ids * a.id_bytes_T[table_N] + bags * LENGTH_BYTES) * self._routes.wire
+        sent = self._sent_ids(np.asarray(table_N), share_N)
+        intra, inter = self.profile.intra, self.profile.inter
+        travel: Floats = sent.inside_N / intra.all_to_all + sent.across_N / inter.all_to_all
         return travel
 
     @property
     def id_latency_seconds(self) -> float:
         """Seconds of latency of the two all-to-alls of sizes and of IDs."""
-        return 2 * self._routes.outer.latency if self.num_ranks > 1 else 0.0
+        return 2 * self._routes.latency if self.num_ranks > 1 else 0.0
 
     def shared_loads(self, mean_loads: Floats) -> Floats:
         """Return the seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles'
@@ -323,9 +292,9 @@ class CostModel:
         fixed[[_LOOKUP, _UPDATE]] = p.kernel_seconds
         fixed[_IDS] = a.ids_T.sum() * p.scan_id_seconds + a.bags_T.sum() * p.scan_bag_seconds
         if self.num_ranks > 1:  # all-to-alls run even if nothing travels
-            latency = self._routes.outer.latency
+            latency = self._routes.latency
             fixed[[_IDS, _OUTPUT, _GRADIENT]] += self.id_latency_seconds, latency, latency
-            fixed[_ROW_STATS] = latency if usage.row_stats else 0.0
+            fixed[_ROW_STATS] = self._routes.outer.latency if usage.row_stats else 0.0
         if self.replicas > 1 and usage.sharded:
             fixed[_REPLICAS] = 2 * self._routes.replicas.latency
         if self.topology.world_size > 1 and usage.data_parallel:
@@ -339,19 +308,54 @@ class CostModel:
         two = self.arrays.pooled_T[table] & self.sum_in_node
         return Hops(two, two & in_node_N)
 
-    def _sent(self, bytes_N: Floats, hops: Hops) -> tuple[Floats, Floats]:
-        """Return the bytes of rectangles' rows that leave a rank: within its node, and across the network."""
+    def _sent_rows(
+        self, outputs: Floats, fetched: Floats, columns: Floats, row: RowOnWire, hops: Hops
+    ) -> Sent:
+        """Return the bytes of rectangles' rows, one way."""
+        if self.rows_across:  # inside a node, all is fp32
+            inside = outputs * columns * VALUE_BYTES * (self.node_size - 1) / self.node_size
+            return Sent(inside, fetched * row.wire_bytes * (self.num_nodes - 1) / self.num_nodes)
         # The first of two hops goes to the rank of this node with the receiver's local rank. If all its ranks
         # hold a part of each row, only the sum of the parts takes the second hop.
+        bytes_N = outputs * row.wire_bytes
         inside = bytes_N * np.where(hops.two_N, (self.node_size - 1) / self.node_size, self._routes.same_node)
-        across = bytes_N * self._routes.other_nodes / np.where(hops.summed_N, self.node_size, 1)
-        return inside, across
+        return Sent(inside, bytes_N * self._routes.other_nodes / np.where(hops.summed_N, self.node_size, 1))
 
-    def _embedding_seconds(self, bytes_N: Floats, hops: Hops) -> Floats:
-        inside, across = self._sent(bytes_N, hops)
+    def _sent_ids(self, table: npt.NDArray[np.integer], share: Floats) -> Sent:
+        """Return the bytes of IDs on their way to rectangles with `share` of their table's rows."""
+        a = self.arrays
+        ids = a.ids_T[table] * self.num_ranks * share
+        message = ids * a.id_bytes_T[table] + a.bags_T[table] * self.num_ranks * LENGTH_BYTES
+        if not self.rows_across:
+            return Sent(message * self._routes.same_node, message * self._routes.other_nodes)
+        distinct = self._fetched(table, ids, share) / self.num_nodes
+        id_bytes: Floats | float = a.bare_id_bytes
+        if self.topology.packed_ids:
+            id_bytes = packed_id_bytes(a.rows_T[table] * share, distinct)
+        inside = message * (self.node_size - 1) / self.node_size
+        return Sent(inside, (self.num_nodes - 1) * distinct * id_bytes)
+
+    def _fetched(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
+        """Return the rows that nodes fetch with ``across_nodes="rows"``: the distinct ones of each node."""
+        return self.num_nodes * self._distinct(table, ids / self.num_nodes, share)
+
+    def _add_node_work(self, loads: Floats, ids: Floats, fetched: Floats, columns: Floats) -> None:
+        """Add the work of the ranks that stand for owners on other nodes, with ``across_nodes="rows"``.
+
+        It is counted on the owner, as if all nodes had equal loads: duplicates are removed, bags are pooled
+        from fetched rows, and the gradients of these are summed a second time.
+        """
+        p = self.profile
+        loads[:, _IDS] += self._routes.once * ids * p.route_id_seconds
+        if self.topology.packed_ids:
+            loads[:, _IDS] += self._routes.once * 2 * fetched * p.scan_id_seconds
+        loads[:, _LOOKUP] += ids * columns * VALUE_BYTES / p.stream_bandwidth
+        loads[:, _UPDATE] += fetched * (p.update_id_seconds + columns * VALUE_BYTES / p.stream_bandwidth)
+
+    def _embedding_seconds(self, sent: Sent, hops: Hops) -> Floats:
         intra = self.profile.intra
         speed = np.where(hops.summed_N, intra.reduce_scatter, intra.all_to_all)
-        result: Floats = inside / speed + across / self.profile.inter.all_to_all
+        result: Floats = sent.inside_N / speed + sent.across_N / self.profile.inter.all_to_all
         return result
 
     def _update_seconds(

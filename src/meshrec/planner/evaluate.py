@@ -18,6 +18,7 @@ from meshrec.plan.sharding_plan import (
 from meshrec.planner.estimators import NUM_PHASES, PHASES, CostModel, Usage
 from meshrec.planner.problem import Layout, Problem, Scope
 from meshrec.planner.state import Parts
+from meshrec.planner.travel import Sent
 from meshrec.planner.types import (
     Bools,
     Floats,
@@ -41,7 +42,7 @@ class StepEstimate:
         bytes_R: memory of each rank: tables, optimizer state, buffers.
         memory_cap: bytes that a rank may use.
         sent_bytes: bytes that leave ranks in a step, summed over ranks, in the tables' wire formats: of
-            embeddings (``"output"``) and of their gradients (``"gradient"``).
+            ``"ids"``, of embeddings (``"output"``) and of their gradients (``"gradient"``).
         id_travel_seconds: the part of the phase of IDs that passes until the IDs have arrived. A train
             pipeline can hide it, but not the computation of that phase.
     """
@@ -120,7 +121,11 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
         data_parallel=len(whole) > 0,
     )
     phase_F = model.fixed_seconds(usage) + load_RF.max(axis=0)
-    sent_N2 = model.sent_bytes(table_N, rows_N, columns_N, in_node_N) * model.replicas
+    sent = model.sent_bytes(table_N, rows_N, columns_N, in_node_N)
+    # Rectangles with the same rows on one rank, or behind one that stands for their ranks, get IDs once.
+    stands_N = rank_N % model.node_size if model.rows_across else rank_N
+    inside_N, across_N = sent["ids"]
+    sent["ids"] = Sent(inside_N / _sharing(placements, stands_N), across_N / _sharing(placements, rank_N))
     travel_R = np.zeros(model.num_ranks)
     shares_N = rows_N / model.arrays.rows_T[table_N]
     np.add.at(travel_R, rank_N, model.id_travel_seconds(table_N, shares_N))
@@ -130,9 +135,20 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
         load_RF=load_RF,
         bytes_R=bytes_R,
         memory_cap=model.memory_cap,
-        sent_bytes=dict(zip(("output", "gradient"), map(float, sent_N2.sum(axis=0)), strict=True)),
+        sent_bytes={
+            name: model.replicas * float(inside.sum() + across.sum())
+            for name, (inside, across) in sent.items()
+        },
         id_travel_seconds=model.id_latency_seconds + float(travel_R.max()),
     )
+
+
+def _sharing(placements: Placements, place_N: Ints) -> Ints:
+    """Return, for each rectangle, the number of those at its place with the same rows of the same table."""
+    key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, place_N), axis=1)
+    _, group_N, count_G = np.unique(key_N4, axis=0, return_inverse=True, return_counts=True)
+    found: Ints = count_G[group_N.ravel()]
+    return found
 
 
 def _summed_in_node(placements: Placements, model: CostModel) -> Bools:

@@ -34,6 +34,8 @@ class TableArrays(NamedTuple):
     trained_T: Bools
     id_bytes_T: Floats
     """Bytes of an ID on the wire, with its per-sample weight."""
+    bare_id_bytes: int
+    """Bytes of an ID on the wire without a weight."""
     state_per_column_T: Floats
     state_per_row_T: Floats
     wires_T: Ints
@@ -69,6 +71,7 @@ def arrays_of(tables: Sequence[Table], batch_size: int) -> TableArrays:
         id_bytes_T=np.array(
             [id_bytes + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64
         ),
+        bare_id_bytes=id_bytes,
         state_per_column_T=np.array([table.optimizer.state_per_row[0] for table in tables], np.float64),
         state_per_row_T=np.array([table.optimizer.state_per_row[1] for table in tables], np.float64),
         wires_T=np.array([wires.index(table.wire) for table in tables], np.int64),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_PRECISION, AcrossNodes, WireFormats
 from meshrec.ops.tbe.formulas import OptimizerKind as OptimizerKind  # tables name their optimizer by it
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.hardware import Disk, HardwareProfile, get_profile, with_memory
@@ -168,6 +168,9 @@ class Topology:
         replicate: sizes of the ``replicate`` axis to choose from; 1 is no replication.
         sum_in_node: whether partial rows are summed inside a node before they cross the network. The mesh
             then has the axes ``node`` and ``local``.
+        across_nodes: the option of the sharders, see ``EmbeddingBagCollectionSharder``: ``"sums"`` or
+            ``"rows"``.
+        packed_ids: whether the IDs between nodes travel packed, as the log of a run with ``"rows"`` says.
         disk: the disk of each node, for tables in files; see ``planner.disk.place_rows``.
     """
 
@@ -183,6 +186,8 @@ class Topology:
     dense_bytes: int = 0
     replicate: tuple[int, ...] = (1,)
     sum_in_node: bool = True
+    across_nodes: AcrossNodes = "sums"
+    packed_ids: bool = False
     disk: Disk | None = None
 
     def __post_init__(self) -> None:
@@ -199,6 +204,15 @@ class Topology:
             )
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve is {self.reserve}; it is a fraction of the memory in [0, 1).")
+        if self.across_nodes not in ("sums", "rows"):
+            raise ValueError(f"across_nodes is {self.across_nodes!r}; use 'sums' or 'rows'.")
+        if self.across_nodes == "rows" and self.replicate != (1,):
+            raise ValueError(
+                f"across_nodes is 'rows' and replicate is {self.replicate}; rows cross nodes only without "
+                "replication. Use replicate=(1,) or across_nodes='sums'."
+            )
+        if self.packed_ids and self.across_nodes != "rows":
+            raise ValueError("packed_ids is set; IDs are packed only with across_nodes='rows'. Give both.")
         for size in self.replicate:
             if size < 1 or self.world_size % size:
                 raise ValueError(

@@ -6,14 +6,24 @@ The choice is made before the search, on whole tables: a rectangle's exchange is
 and columns, but for the few bytes of each row's scale.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 
-from meshrec.comms.wire import BF16, FORMATS, FP16, FP32, INT4, INT8, TableWires, WireFormat, WireFormats
-from meshrec.ops.dist.ids_naive import GROUP
+from meshrec.comms.wire import (
+    BF16,
+    FORMATS,
+    FP16,
+    FP32,
+    INT4,
+    INT8,
+    AcrossNodes,
+    TableWires,
+    WireFormat,
+    WireFormats,
+)
 from meshrec.planner.estimators import PHASES, CostModel
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.types import Table, Topology
@@ -92,43 +102,20 @@ def bytes_across_nodes(
 ) -> dict[str, float]:
     """Return the bytes that leave a node in a step under each value of the sharders' ``across_nodes``.
 
-    The tables are taken to be split by rows over all ranks. ``"sums"``: a row for each bag and node, both
-    ways. ``"rows"``: the distinct rows of a node with their IDs, both ways. ``packed_ids``: whether the run
-    packs sorted IDs, as its log says (``distributed/id_exchange.py``). Packed IDs are priced as if they were
-    spread evenly over the table; hot IDs that lie together take fewer bytes.
+    The tables are taken to be split by rows over all ranks. ``"sums"``: all IDs, and a row for each bag and
+    node, both ways. ``"rows"``: the distinct rows of a node with their IDs, both ways. ``packed_ids``:
+    whether the run packs sorted IDs, as its log says (``distributed/id_exchange.py``). Packed IDs are priced
+    as if they were spread evenly over the table; hot IDs that lie together take fewer bytes.
     """
-    model = CostModel(tables, topology, batch_size=batch_size)
-    a, found = model.arrays, {"sums": 0.0, "rows": 0.0}
-    nodes = model.num_ranks // model.node_size
-    for t, table in enumerate(tables):
-        row = sum(format.row_bytes(table.embedding_dim) for format in table.wire[: 1 + table.trained])
-        bags, ids = a.outputs_T[t] * model.node_size, a.ids_T[t] * model.node_size
-        rows = a.effective_rows_T[t] * -np.expm1(-ids / a.effective_rows_T[t])
-        found["sums"] += bags * (nodes - 1) * row
-        id_bytes = a.id_bytes_T[t]
-        if packed_ids:
-            id_bytes = packed_id_bytes(table.num_embeddings, rows, parts=model.num_ranks)
-        found["rows"] += rows * (nodes - 1) / nodes * (row + id_bytes)
+    found = {}
+    for name in get_args(AcrossNodes):
+        chosen = replace(topology, across_nodes=name, packed_ids=packed_ids and name == "rows")
+        model = CostModel(tables, chosen, batch_size=batch_size)
+        table = np.arange(len(tables)).repeat(model.num_ranks)
+        rows, columns = model.arrays.rows_T[table] / model.num_ranks, model.arrays.columns_T[table]
+        sent = model.sent_bytes(table, rows, columns, np.full(len(table), model.sum_in_node))
+        found[name] = sum(float(each.across_N.sum()) for each in sent.values()) / model.num_nodes
     return found
-
-
-def packed_id_bytes(num_rows: int, num_ids: float, *, parts: int) -> float:
-    """Return the expected bytes of a packed ID, see ``ops/dist/ids_naive.py``.
-
-    Gaps between random IDs have a geometric distribution, and the largest of a group sets the bits of all.
-
-    Args:
-        num_rows: the rows of the table.
-        num_ids: the distinct IDs, evenly spread.
-        parts: the number of runs in which they travel.
-    """
-    group = max(min(float(GROUP), num_ids / parts), 1.0)
-    used = min(num_ids / num_rows, 1.0)
-    if used >= 1.0:
-        return 1.0 / group
-    largest = (math.log(group) + 0.5772) / -math.log1p(-used)  # Euler's constant
-    bits = max(math.log2(max(largest, 0.5)) + 0.5, 0.0)
-    return bits / 8 + 1.0 / group
 
 
 def _relative_error(format: WireFormat) -> float:

@@ -92,7 +92,7 @@ def _report(report: PlanReport) -> RenderableType:
     if any(sent.values()):
         lines.append(
             f"a step sends {size_text(sent['output'])} of embeddings and {size_text(sent['gradient'])} of "
-            f"gradients, encoded as {', '.join(report.wire)}"
+            f"gradients, encoded as {', '.join(report.wire)}, and {size_text(sent['ids'])} of IDs"
         )
     lines += [f"[yellow]warning:[/yellow] {warning}" for warning in report.warnings]
     lines.append(

@@ -16,7 +16,7 @@ from meshrec.train.trainer import Trainer
 from meshrec.train.wide_deep import WideDeepConfig
 
 MODELS: dict[str, ModelConfig] = {
-    "wide_deep": WideDeepConfig(),
+    "wide_deep": WideDeepConfig(fit_wide=True),
     "dlrm": DLRMConfig(table_std=0.001, bottom=(32,), top=(128, 64)),
     "dcn": DLRMDCNConfig(table_std=0.001, bottom=(32,), top=(128, 64)),
     "deepfm": DeepFMConfig(table_std=0.001, bottom=(32,), deep=(128, 64)),

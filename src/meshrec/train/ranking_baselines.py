@@ -10,7 +10,8 @@ from meshrec.data import Batch
 from meshrec.metrics import place_metrics
 from meshrec.models.next_item import ItemChunk, judge_targets, last_ids
 from meshrec.sparse import JaggedTensor
-from meshrec.train.baselines import Baseline, Tell
+from meshrec.train.baselines import Baseline
+from meshrec.train.linear import Tell
 from meshrec.train.losses import NextItem
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from meshrec.train.schedule import Schedule
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Split
     from meshrec.data.features import Features
+    from meshrec.train.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,14 @@ class ModelConfig(ABC):
 
         Called as ``model(dense, sparse)``, it returns logits, [B] or [B, 1]; for T labels, [B, T].
         """
+
+    def start(self, model: nn.Module, recipe: "Recipe", dataset: "Dataset", ranks: "Ranks") -> bool:
+        """Give a new model, which may be sharded, first weights that depend on the data. Collective.
+
+        Returns:
+            Whether there are such weights: they are then evaluated before the first step.
+        """
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,9 +120,10 @@ class Trainer:
             LossError: the loss of a step is NaN or infinite on one of the ranks; raised on every rank.
         """
         self._tell(self._started())
+        is_fitted = self._begins_with_fitted_weights()
         self.keeper.start()
         with self._steps.profiled():
-            if self._owes_an_evaluation():
+            if is_fitted or self._owes_an_evaluation():
                 self._evaluate()
             while not self._is_over():
                 self._epoch()
@@ -150,6 +151,10 @@ class Trainer:
         exhausted.
         """
         return score(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
+
+    def _begins_with_fitted_weights(self) -> bool:
+        start = self.recipe.model.start
+        return self.progress.step == 0 and start(self.built.model, self.recipe, self.dataset, self.ranks)
 
     def _owes_an_evaluation(self) -> bool:
         """Return whether a resumed run was stopped between the end of an epoch and the evaluation of that

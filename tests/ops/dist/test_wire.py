@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.ops.dist.wire_cases import FORMATS, drawn_rows, messages
+from tests.ops.dist.wire_cases import FORMATS, drawn_rows, long_messages, messages
 
 from meshrec.comms import wire
 from meshrec.distributed.pieces import Span, as_tensor, pieces_of
@@ -30,6 +30,26 @@ def test_messages_and_values_equal_naive_bit_for_bit():
         assert torch.equal(report, told)
         layout = arguments[1:5]
         assert same_bits(OPS.wire_decode(message, *layout), naive.wire_decode(message, *layout))
+
+
+RUN = """
+import sys
+import torch
+from meshrec.ops import dist
+calls = torch.load(sys.argv[1])
+torch.save([torch.ops.meshrec.wire_encode(*call) for call in calls], sys.argv[2])
+"""
+
+
+def test_instruction_sets_make_equal_messages(tmp_path):
+    calls = list(long_messages())
+    expected = [naive.wire_encode(*call) for call in calls]
+    torch.save(calls, tmp_path / "calls.pt")
+    for isa in ("baseline", "avx2", "avx512"):
+        command = [sys.executable, "-c", RUN, str(tmp_path / "calls.pt"), str(tmp_path / f"{isa}.pt")]
+        subprocess.run(command, check=True, env={**os.environ, "MESHREC_ISA": isa})
+        for call, found, wanted in zip(calls, torch.load(tmp_path / f"{isa}.pt"), expected, strict=True):
+            assert all(map(torch.equal, found, wanted)), (isa, call[3:5])
 
 
 def test_messages_do_not_depend_on_threads():

@@ -1,6 +1,7 @@
 """Messages of drawn rows, as both test_wire.py and the program that it interprets make them."""
 
 import itertools
+import os
 
 import torch
 
@@ -25,6 +26,17 @@ def drawn_rows(num_rows, dim, seed=0):
     rows[8::37] = torch.inf
     rows[9::37, 0], rows[9::37, -1] = torch.inf, -torch.inf
     return rows
+
+
+def long_messages():
+    """Arguments of ``wire_encode``: more rows than a kernel encodes at once, and wide ones; in each half of the
+    rows, some or no values are not finite.
+    """
+    seed = int(os.environ.get("MESHREC_SEED", "0"))
+    for format, dim in itertools.product(FORMATS[3:], (4, 31, 64, 100, 128, 300, 1100)):
+        rows = drawn_rows(150, dim, seed=seed + dim)
+        rows[:75] = rows[:75].nan_to_num(1.0, 2.0, 3.0)
+        yield rows.flatten(), [97, 0, 53], [0, 1, 2, 3], [dim] * 3, [format] * 3, [5] * 3, [3] * 3, [7] * 3, None, 1
 
 
 def messages():

@@ -53,6 +53,7 @@ SHAPES = {
     "blocks of any size, flat": {"num_bags": VARIABLE, "flat": True, "weighted": True},
     "sequences": {"num_bags": VARIABLE, "flat": True, "pooling": (NONE,) * 4},
     "types": {"num_bags": ONE_BLOCK, "dtype": (torch.float32, torch.bfloat16, torch.float16)},
+    "rows in every sample": {"num_bags": ONE_BLOCK, "longest": 100},
     "no samples": {"num_bags": ((0,) * 4,)},
     "no ids": {"num_bags": ONE_BLOCK, "longest": 0},
 }

@@ -14,12 +14,12 @@ warnings.simplefilter("ignore")
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from meshrec.ops.tbe import triton_kernels as kernels
+from meshrec.ops.tbe import triton_kernels as kernels, triton_update_kernels
 from meshrec.ops.tbe.formulas import FORMULAS
 
-FLOATS_AT = {"sample_weights", "factors", "grad", "row_stats", "out"}
+FLOATS_AT = {"sample_weights", "factors", "grad", "row_stats", "parts", "out"}
 NUMBERS = {"tables_of": "*i32", "is_bad": "*i32", "num_entries": "i32", "end_of_rows": "i64"}
-NUMBERS |= {"hyper": "*fp64", "num_ids": "i32"}
+NUMBERS |= {"hyper": "*fp64", "num_ids": "i32", "num_bags": "i32"}
 
 def type_of(name):
     if name in FLOATS_AT:
@@ -33,17 +33,19 @@ def compiled(kernel, **constants):
         target = GPUTarget("cuda", capability, 32)
         assert triton.compile(ASTSource(kernel, signature, values), target=target).asm["cubin"]
 
-compiled(kernels.check, WEIGHTED=True)
-compiled(kernels.list_entries, WEIGHTED=False, sample_weights=None)
+compiled(kernels.check_offsets, BLOCK=1024)
+compiled(kernels.list_entries, WEIGHTED=False, sample_weights=None, BAGS=8, IDS=16)
+checked = dict(WEIGHTED=True, CHECK=True, ALIGN=4, BAGS=8, BLOCK=64)
 for dtype in (tl.float32, tl.float16, tl.bfloat16):
-    compiled(kernels.look_up, WEIGHT=dtype, BITS=0, WEIGHTED=True, BLOCK=64)
+    compiled(kernels.look_up, WEIGHT=dtype, BITS=0, **checked)
 for bits in (8, 4, 2):
-    compiled(kernels.look_up, WEIGHT=tl.uint8, BITS=bits, WEIGHTED=True, BLOCK=64)
+    compiled(kernels.look_up, WEIGHT=tl.uint8, BITS=bits, **checked)
+compiled(kernels.sum_parts, ALIGN=1, PARTS=8, BLOCK=128)
 for dense in (False, True):
-    compiled(kernels.sum_runs, DENSE=dense, BLOCK=128)
+    compiled(kernels.sum_runs, DENSE=dense, ALIGN=4, RUNS=8, BLOCK=128)
 for optimizer, dtype in itertools.product(range(len(FORMULAS)), (tl.float32, tl.float16, tl.bfloat16)):
     options = dict(OPTIMIZER=optimizer, DECAY=optimizer % 3, STOCHASTIC=True, WEIGHT=dtype, BLOCK=64)
-    compiled(kernels.update_runs, STATS=True, **options)
+    compiled(triton_update_kernels.update_runs, STATS=True, ALIGN=4, RUNS=16, **options)
 print("compiled")
 """
 

@@ -9,7 +9,7 @@ import meshrec
 from meshrec.data import Batch
 from meshrec.models.dlrm import DLRM, DLRMTrain
 from meshrec.optim import Adam, RowWiseAdagrad
-from meshrec.pipeline.stages import Staged, StageError, split_seed
+from meshrec.pipeline.stages import Staged, StageError, split_seed, threads
 
 NUM_ROWS, WIDTH = 30, 8
 
@@ -149,6 +149,17 @@ def test_skips_nests_and_branches_on_data():
         torch.testing.assert_close(gradients(staged)[name], gradient, rtol=1e-12, atol=1e-15)
 
 
+def test_backward_passes_may_run_in_one_thread_as_on_gpus(monkeypatch):
+    monkeypatch.setattr(threads, "has_own_backward_threads", lambda devices: True)
+    plain = chain()
+    staged = Staged(copy.deepcopy(plain), cuts=["4", "7"], split_size=3)
+    x, y = torch.randn(2, 16, 12, dtype=torch.float64)
+    for model in (plain, staged):
+        train_step(model, x, y)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(staged)[name], gradient, rtol=1e-12, atol=1e-15)
+
+
 def test_random_numbers_are_those_of_each_split_alone():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 2))
@@ -167,13 +178,39 @@ def test_random_numbers_are_those_of_each_split_alone():
     assert not torch.equal(again[0], again[1])
 
 
-def test_what_cannot_be_drawn_per_split_is_refused():
-    class Mask(nn.Module):
+def test_fused_dropout_draws_from_the_generator_of_its_split():
+    class Fused(nn.Module):
         def forward(self, x):
-            return torch.ops.aten.native_dropout(x, 0.5, True)[0]
+            return torch.ops.aten.native_dropout(x, 0.25, True)[0]
 
-    staged = Staged(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Mask()), cuts=["1"], split_size=2)
-    with pytest.raises(StageError, match=r"stage 1 \(1\), forward of split 0 of 2: .*aten.*generator"):
+    model = nn.Sequential(nn.Linear(40, 40), Fused(), nn.Linear(40, 40), Fused(), nn.Linear(40, 40), Fused())
+    outputs = []
+    for cuts in (["2"], ["4"]):
+        staged = Staged(copy.deepcopy(model), cuts=cuts, split_size=3)
+        torch.manual_seed(5)
+        outputs.append(staged(torch.ones(6, 40, requires_grad=True)))
+    assert torch.equal(*outputs)
+    assert 0.1 < (outputs[0] == 0).float().mean() < 0.4
+    assert not torch.equal(outputs[0][:3] == 0, outputs[0][3:] == 0)
+
+
+def test_attention_without_dropout_draws_nothing():
+    class Attention(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 8))
+    x = torch.randn(6, 2, 5, 8)
+    torch.testing.assert_close(Staged(model, cuts=["2"], split_size=2)(x), model(x))
+
+
+def test_what_cannot_be_drawn_per_split_is_refused():
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + torch.ops.aten.randn_like(x.detach(), out=torch.empty_like(x))
+
+    staged = Staged(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Noise()), cuts=["1"], split_size=2)
+    with pytest.raises(StageError, match=r"stage 1 \(1 to add\), forward of split 0 of 2: .*aten.*generator"):
         staged(torch.randn(4, 4))
 
 

@@ -411,8 +411,8 @@ class Features(Encoding):
         """Make features from what `to_json` gave. ValueError for another version or unknown features."""
         if saved.get("version") != _VERSION:
             raise ValueError(
-                f"these features were saved in version {saved.get('version')}, not {_VERSION}. Fit them "
-                "again."
+                f"these features were saved in version {saved.get('version')!s:.100}, not {_VERSION}. Fit "
+                "them again."
             )
         return Features(
             labels=tuple(Label(**each) for each in saved["labels"]),

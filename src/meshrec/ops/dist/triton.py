@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshrec.ops.dist.naive import SequenceRows
 from meshrec.ops.library import implement
-from meshrec.ops.sending import on_device, sent_to
+from meshrec.ops.sending import kept_on, on_device, sent_to
 from meshrec.ops.dist.triton_plans import (
     ColumnGroups,
     PlanRoutes,
@@ -128,9 +128,9 @@ def route_ids(
     for rank in range(num_ranks):
         first, end = (routes.first_of_rank[min(at, len(routes.first_of_rank) - 1)] for at in (rank, rank + 1))
         words = slots.first[end] - slots.first[first] + (end - first if batch < 0 else 0)
-        ranks.append([slots.first[first], slots.first[end], words, before, batch])
+        ranks.append((slots.first[first], slots.first[end], words, before, batch))
         before += words
-    rank_fields = on_device(ranks, device)
+    rank_fields = kept_on(device, ranks)
     # Keys hold distinct IDs, so together their routes send at most what the busiest key sends for all IDs.
     of_key: dict[int, int] = {}
     for key, most in zip(keys, routes.most_routes, strict=True):
@@ -394,12 +394,12 @@ def gather_weight_grads(
     for route, use in enumerate(routes.uses):
         of_key.setdefault(keys[use], []).append(route)
     firsts = accumulate(map(len, of_key.values()), initial=0)
-    fields = [[first, len(own)] for first, own in zip(firsts, of_key.values(), strict=False)]
+    fields = [(first, len(own)) for first, own in zip(firsts, of_key.values(), strict=False)]
     out = torch.zeros(values.numel(), dtype=torch.float32, device=device)
     if num_sent:
         triton_kernels.sum_weight_grads[slots.grid(len(fields))](
-            on_device(fields, device),
-            on_device([q for own in of_key.values() for q in own], device),
+            kept_on(device, fields),
+            kept_on(device, [q for own in of_key.values() for q in own]),
             slots.fields,
             slots.starts,
             values,
@@ -413,7 +413,7 @@ def gather_weight_grads(
 
 
 def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
-    return on_device(list(accumulate(dims, initial=0)), device)
+    return kept_on(device, list(accumulate(dims, initial=0)))
 
 
 def _first_bags(
@@ -428,7 +428,7 @@ def _first_bags(
     if not groups.has_means:
         return None
     assert offsets is not None
-    return sent_to(torch.tensor(UseBags.of(offsets, segments, num_keys, keys).first), device)
+    return kept_on(device, UseBags.of(offsets, segments, num_keys, keys).first)
 
 
 OPS: list[Callable[..., Any]] = [

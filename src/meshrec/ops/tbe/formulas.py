@@ -4,8 +4,8 @@ needs.
 Everything else is derived from ``FORMULAS``: the specs' state (``optim/optimizers.py``), the exchange of row
 statistics (``distributed/row_stats.py``), the planner's bytes, Triton's constants, and the C++ kernels'
 ``formulas.inc``, which setup.py writes from here. A new optimizer needs an ``OptimizerKind`` and an entry
-here, a spec, a ``step_row`` in ``csrc/tbe/formulas.inl``, and a function in ``triton_kernels.py``; a kernel
-without it fails to compile. This file imports torch alone, because setup.py runs it by itself.
+here, a spec, a ``step_row`` in ``csrc/tbe/formulas.inl``, and a function in ``triton_update_kernels.py``; a
+kernel without it fails to compile. This file imports torch alone, because setup.py runs it by itself.
 
 Every formula works in fp32 on the touched rows only. ``g`` is the summed gradient of a row, and ``w`` is the
 row. With L2 decay, ``g += weight_decay * w`` comes first. With decoupled decay, ``w *= 1 - lr *
@@ -33,7 +33,7 @@ class Hyper(NamedTuple):
     """The parameters of one update. Each formula reads those that it knows, by name.
 
     The kernels get them as a float64 tensor in this order, and know the names as well (``formulas.inc``,
-    ``triton_kernels.py``). A formula with a parameter of its own adds a field here.
+    ``triton_update_kernels.py``). A formula with a parameter of its own adds a field here.
     """
 
     lr: float

@@ -18,100 +18,17 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.library import implement
-from meshrec.ops.sending import on_device, sent_to
+from meshrec.ops.sending import kept_on, sent_to
 from meshrec.ops.tbe import naive
 from meshrec.ops.tbe.formulas import Hyper, RowSum, formula_of
-from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
+from meshrec.ops.tbe.layout import Lookups
+from meshrec.ops.tbe.triton_places import PlacedLookups, placed_lookups
 
 # F features, K keys, R blocks, L = R * F lookups, T tables, N ids, E entries
 
 _logger = logging.getLogger("meshrec")
-
-
-class _Placed(NamedTuple):
-    """The lookups of a batch that take part, R per feature that has a table."""
-
-    fields: Tensor
-    """int64 [L, 7] on the device: ``triton_kernels.LOOKUP_FIELDS``."""
-    features: list[int]
-    """[L]"""
-    tables: list[int]
-    """[L]"""
-    most_bags: int
-    shape: list[int]
-    """Shape of the output."""
-
-    def of_tables(self, wanted: set[int]) -> "_Placed":
-        """Return the lookups in some tables."""
-        chosen = [at for at, table in enumerate(self.tables) if table in wanted]
-        if len(chosen) == len(self.tables):
-            return self
-        return self._replace(
-            fields=self.fields[on_device(chosen, self.fields.device)],
-            features=[self.features[at] for at in chosen],
-            tables=[self.tables[at] for at in chosen],
-        )
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """The launch grid: a program for each bag of each lookup."""
-        return self.most_bags, len(self.tables)
-
-
-def _placed(batch: Lookups, size: int | None = None) -> _Placed:
-    """Find the place of each lookup's bags and output rows, without reading the device.
-
-    Args:
-        batch: The lookups.
-        size: The number of elements of a flat output, which depends on the IDs if nothing is pooled.
-    """
-    _, offsets, _, segments, num_keys, keys, tables, pooling, flat, dims = batch
-    if NONE in pooling and not flat:
-        raise ValueError("lookups that are not pooled have a flat output.")
-    bounds = torch.tensor(segment_bounds(offsets.numel() - 1, segments, num_keys))
-    first_RF, end_RF = bounds[:-1].view(-1, num_keys)[:, keys], bounds[1:].view(-1, num_keys)[:, keys]
-    bags_RF, width_F, pooling_F = end_RF - first_RF, torch.tensor(dims), torch.tensor(pooling)
-    if flat:
-        sizes = (bags_RF * width_F).flatten()
-        out_RF = (sizes.cumsum(0) - sizes).view_as(bags_RF)
-        shape, stride_F = [int(sizes.sum())], width_F
-        if NONE in pooling:
-            shape = shape if size is None else [size]
-    else:
-        block_R = bounds.diff().view(-1, num_keys)[:, 0]
-        if bool((bags_RF != block_R[:, None]).any()):
-            raise ValueError(
-                "features have different batch sizes; one output matrix needs one. Ask for a flat output."
-            )
-        shape = [int(block_R.sum()), sum(dims)]
-        out_RF = (block_R.cumsum(0) - block_R)[:, None] * shape[1] + (width_F.cumsum(0) - width_F)
-        stride_F = torch.full_like(width_F, shape[1])
-    columns = (torch.tensor(tables), width_F, first_RF, bags_RF, out_RF, stride_F, pooling_F)
-    fields = torch.stack([column.expand(bags_RF.shape).flatten() for column in columns], 1)
-    features = list(range(len(keys))) * len(bags_RF)
-    taking_part = [at for at, feature in enumerate(features) if tables[feature] >= 0]
-    fields_on_device = sent_to(fields, offsets.device)
-    if NONE in pooling:
-        fields_on_device[:, 4] = _first_elements(batch, bounds, fields_on_device)
-    if len(taking_part) < len(features):
-        fields_on_device = fields_on_device[on_device(taking_part, offsets.device)]
-    features = [features[at] for at in taking_part]
-    return _Placed(
-        fields_on_device,
-        features,
-        [tables[feature] for feature in features],
-        int(bags_RF.max()) if bags_RF.numel() else 0,
-        shape,
-    )
-
-
-def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
-    """Return the first output element of each lookup. Without pooling, a lookup has one row for each ID."""
-    device = batch.offsets.device
-    starts = batch.offsets[sent_to(bounds, device)].long()
-    num_ids = starts.diff().view(-1, batch.num_keys)[:, on_device(batch.keys, device)].flatten()
-    sizes = torch.where(fields[:, 6] == NONE, num_ids, fields[:, 3]) * fields[:, 1]
-    return sizes.cumsum(0) - sizes
+_LISTED_BAGS, _LISTED_IDS = 8, 16
+"""Bags, and IDs of each of them, that a program lists at once."""
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
@@ -138,47 +55,50 @@ def look_up(
     """
     from meshrec.ops.tbe import triton_kernels
 
-    lookups, values = _placed(batch, out_size), batch.values
+    lookups, values = placed_lookups(batch, out_size), batch.values
     if lookups.shape[0] != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {lookups.shape[0]}.")
-    if check_ids and _is_bad(lookups, weights, batch):
-        return None
-    out = torch.empty(lookups.shape, dtype=out_dtype, device=values.device)
-    addresses = on_device([weight.data_ptr() for weight in weights], values.device)
+    num_ids, device = values.numel(), values.device
+    is_bad = torch.zeros(1, dtype=torch.int32, device=device) if check_ids else values
+    num_bags = batch.offsets.numel() - 1
+    if check_ids and num_bags:
+        block = triton_kernels.OFFSETS_AT_ONCE
+        triton_kernels.check_offsets[(-(-num_bags // block),)](
+            batch.offsets, num_bags, num_ids, is_bad, BLOCK=block
+        )
+    out = torch.empty(lookups.shape, dtype=out_dtype, device=device)
+    addresses = [weight.data_ptr() for weight in weights]
+    num_rows = kept_on(device, [weight.shape[0] for weight in weights])
     for (dtype, num_bits), wanted in _by_kind(weights, bits).items():
         some = lookups.of_tables(wanted)
-        if 0 in some.grid:
+        block = _block(batch.dims[feature] for feature in some.features)
+        bags = max(1, min(16, 512 // block))
+        if 0 in some.grid(bags):
             continue
-        triton_kernels.look_up[some.grid](
+        triton_kernels.look_up[some.grid(bags)](
             some.fields,
-            addresses,
+            kept_on(device, addresses),
+            num_rows,
             *batch[:3],
+            num_ids,
+            is_bad,
             out,
             WEIGHT=_element(dtype),
             BITS=num_bits,
             WEIGHTED=batch.per_sample_weights is not None,
-            BLOCK=_block(batch.dims[feature] for feature in some.features),
+            CHECK=check_ids,
+            ALIGN=_alignment(batch.dims, addresses),
+            BAGS=bags,
+            BLOCK=block,
         )
-    return out
+    # This is the only place that waits for the GPU.
+    return None if check_ids and bool(is_bad) else out
 
 
-def _is_bad(lookups: _Placed, weights: list[Tensor], batch: Lookups) -> bool:
-    """Return whether offsets or IDs are invalid. This is the only place that waits for the GPU."""
-    from meshrec.ops.tbe import triton_kernels
-
-    values, offsets = batch[:2]
-    bad = (offsets[:1] != 0) | (offsets[-1:] != values.numel()) | (offsets[1:] < offsets[:-1]).any()
-    is_bad = bad.to(torch.int32)
-    if 0 not in lookups.grid:
-        triton_kernels.check[lookups.grid](
-            lookups.fields,
-            on_device([weight.shape[0] for weight in weights], values.device),
-            *batch[:3],
-            values.numel(),
-            is_bad,
-            WEIGHTED=batch.per_sample_weights is not None,
-        )
-    return bool(is_bad)
+def _alignment(widths: Sequence[int], addresses: Sequence[int]) -> int:
+    """Return 4 if rows of these widths, at these addresses, begin at multiples of 16 bytes; 1 otherwise."""
+    is_aligned = all(width % 4 == 0 for width in widths) and all(at % 16 == 0 for at in addresses)
+    return 4 if is_aligned else 1
 
 
 class _Entries(NamedTuple):
@@ -189,7 +109,7 @@ class _Entries(NamedTuple):
     grad: Tensor
     """The flat gradient, fp32."""
     rows: Tensor
-    """int64 [E]: the rows, ascending, numbered through all tables."""
+    """int32 or int64 [E]: the rows, ascending, numbered through all tables."""
     order: Tensor
     """int64 [E]: the entries in the order of ``rows``. The other fields are in the order of entries."""
     starts: Tensor
@@ -200,16 +120,39 @@ class _Entries(NamedTuple):
     """The table of each entry, int32 [E]."""
     first_rows: list[int]
     """The first row of each table, numbered through all tables, and the end: [T + 1]."""
+    align: int
+    """The ``ALIGN`` of the gradient's rows."""
 
     @property
     def end_of_rows(self) -> int:
         """The row number of fillers."""
         return self.first_rows[-1]
 
+    def parts(self, fields: Tensor, block: int) -> Tensor:
+        """Return the sums of the parts of long runs, fp32 [parts, block]. Others are not written."""
+        from meshrec.ops.tbe import triton_kernels
+
+        num_entries = self.rows.numel()
+        num_parts = -(-num_entries // triton_kernels.PART)
+        sums = torch.empty(num_parts, block, dtype=torch.float32, device=self.rows.device)
+        if num_parts > 1:
+            at_once = _runs_at_once(block)
+            triton_kernels.sum_parts[(-(-(num_parts - 1) // at_once),)](
+                *self[:6],
+                fields,
+                sums,
+                num_entries,
+                self.end_of_rows,
+                ALIGN=self.align,
+                PARTS=at_once,
+                BLOCK=block,
+            )
+        return sums
+
 
 def _entries(
     grad: Tensor,
-    lookups: _Placed,
+    lookups: PlacedLookups,
     batch: Lookups,
     table_fields: Tensor,
     *,
@@ -230,14 +173,18 @@ def _entries(
     num_ids, device = batch.values.numel(), batch.values.device
     num_entries = num_ids * max(rounds.values(), default=0)
     first_rows = list(accumulate(num_rows, initial=0))
-    rows = torch.full([num_entries], first_rows[-1], dtype=torch.int64, device=device)
+    # Sorting takes half the time for half the bits.
+    row_type = torch.int32 if first_rows[-1] < 2**31 else torch.int64
+    rows = torch.full([num_entries], first_rows[-1], dtype=row_type, device=device)
     starts = torch.empty(num_entries, dtype=torch.int64, device=device)
     factors = torch.empty(num_entries, dtype=torch.float32, device=device)
     tables_of = torch.empty(num_entries, dtype=torch.int32, device=device)
-    if num_entries and 0 not in lookups.grid:
-        triton_kernels.list_entries[lookups.grid](
+    grid = lookups.grid(_LISTED_BAGS)
+    if num_entries and 0 not in grid:
+        triton_kernels.list_entries[grid](
             lookups.fields,
-            on_device([round_of[feature] * num_ids for feature in lookups.features], device),
+            kept_on(device, [round_of[feature] for feature in lookups.features]),
+            num_ids,
             table_fields,
             *batch[:3],
             rows,
@@ -245,37 +192,33 @@ def _entries(
             factors,
             tables_of,
             WEIGHTED=batch.per_sample_weights is not None,
+            BAGS=_LISTED_BAGS,
+            IDS=_LISTED_IDS,
         )
     if runs is None:
         rows, order = rows.sort(stable=True)
     else:
         rows, order, _ = runs.view(3, -1)
     grad = grad.float().contiguous().view(-1)
-    return _Entries(grad, rows, order, starts, factors, tables_of, first_rows)
+    return _Entries(
+        grad, rows, order, starts, factors, tables_of, first_rows, align=_alignment(batch.dims, [])
+    )
 
 
 def tbe_update(grad: Tensor, *arguments: Any) -> None:
     """Compute ``naive.tbe_update`` with Triton kernels."""
-    from meshrec.ops.tbe import triton_kernels
-
     batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
     runs, mean_squares, row_keys = (*sorted_runs, None, None, None)[:3]
     if row_keys is not None:
         raise ValueError("row_keys are for tables whose rows come and go, which are on the CPU.")
     device, num_ids = batch.values.device, batch.values.numel()
     h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), len(formula_of(optimizer).slots)
-    if len(state) != num_state * num_tables:
-        raise ValueError(
-            f"got {len(state)} state tensors for {num_tables} tables of an optimizer with {num_state} state "
-            "slots. Pass slot 0 of all tables, then slot 1."
-        )
-    if any(not tensor.is_contiguous() for tensor in (*weights, *state)):
-        raise ValueError("tables and their state must be contiguous: they are updated in place.")
+    _check_updated(weights, state, num_state)
     corrections = hyper.new_tensor([1 - h.beta1**h.step, 1 - h.beta2**h.step])
     if mean_squares is not None:
         hyper = h._replace(row_dim=1).as_tensor()  # the statistic is a mean already
     hyper_on_device = sent_to(torch.cat([hyper, corrections]), device)
-    lookups = _placed(batch, grad.numel())
+    lookups = placed_lookups(batch, grad.numel())
     slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
     num_rows = [weight.shape[0] for weight in weights]
     fields = _table_fields(
@@ -285,6 +228,10 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         num_rows=num_rows,
         origins=origins,
         device=device,
+    )
+    align = _alignment(
+        [*batch.dims, *(weight.shape[1] for weight in weights)],
+        [tensor.data_ptr() for tensor in (*weights, *state)],
     )
     kinds = _by_kind(weights, [0] * num_tables)
     for (dtype, _), wanted in kinds.items():
@@ -301,20 +248,48 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
             stats = row_stats.repeat(num_entries // num_ids, 1)
         if runs is not None and mean_squares is not None:
             stats = _stats_of_runs(runs, mean_squares)
-        triton_kernels.update_runs[(num_entries,)](
-            *entries[:6],
+        _update_runs(
+            entries,
             fields,
-            None if stats is None else stats.contiguous(),
-            num_entries,
-            entries.end_of_rows,
+            stats,
             hyper_on_device,
             OPTIMIZER=optimizer,
             DECAY=h.decay_mode,
-            STATS=stats is not None,
             STOCHASTIC=h.seed != 0,
             WEIGHT=_element(dtype),
+            ALIGN=align,
             BLOCK=_block(weights[table].shape[1] for table in wanted),
         )
+
+
+def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -> None:
+    if len(state) != num_state * len(weights):
+        raise ValueError(
+            f"got {len(state)} state tensors for {len(weights)} tables of an optimizer with {num_state} "
+            "state slots. Pass slot 0 of all tables, then slot 1."
+        )
+    if any(not tensor.is_contiguous() for tensor in (*weights, *state)):
+        raise ValueError("tables and their state must be contiguous: they are updated in place.")
+
+
+def _update_runs(
+    entries: _Entries, fields: Tensor, stats: Tensor | None, hyper: Tensor, **constants: Any
+) -> None:
+    from meshrec.ops.tbe import triton_update_kernels
+
+    num_entries, runs_at_once = entries.rows.numel(), _runs_at_once(constants["BLOCK"])
+    triton_update_kernels.update_runs[(-(-num_entries // runs_at_once),)](
+        *entries[:6],
+        fields,
+        entries.parts(fields, constants["BLOCK"]),
+        None if stats is None else stats.contiguous(),
+        num_entries,
+        entries.end_of_rows,
+        hyper,
+        STATS=stats is not None,
+        RUNS=runs_at_once,
+        **constants,
+    )
 
 
 def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
@@ -338,7 +313,7 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
     summed, entries, numbers = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
     counts = torch.tensor([len(each) for each in squares], dtype=torch.int64)
-    return torch.cat(squares), counts, torch.cat([entries.rows, entries.order, numbers])
+    return torch.cat(squares), counts, torch.cat([entries.rows.long(), entries.order, numbers])
 
 
 def _summed_rows(
@@ -347,7 +322,7 @@ def _summed_rows(
     """Return each table's touched rows and gradients, the entries, and the number of each entry's run."""
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
-    lookups = _placed(batch, grad.numel())
+    lookups = placed_lookups(batch, grad.numel())
     width_of = dict(zip(batch.tables, batch.dims, strict=True))
     widths = [width_of.get(table, 0) for table in range(num_tables)]
     nowhere = [[0] * num_tables]
@@ -357,7 +332,8 @@ def _summed_rows(
     is_first[1:] = entries.rows[1:] != entries.rows[:-1]
     is_first &= entries.rows < entries.end_of_rows
     runs_before = torch.cat([is_first.new_zeros(1, dtype=torch.int64), is_first.cumsum(0)])
-    first_of_table = torch.searchsorted(entries.rows, on_device(entries.first_rows, device))
+    first_rows = kept_on(device, entries.first_rows).to(entries.rows.dtype)
+    first_of_table = torch.searchsorted(entries.rows, first_rows)
     first_runs = runs_before[first_of_table]
     counts: list[int] = first_runs.diff().tolist()
     result: list[Tensor] = []
@@ -369,7 +345,7 @@ def _summed_rows(
         fields = _table_fields(
             [0] * num_tables, targets, widths, num_rows=num_rows, origins=[], device=device
         )
-        table_of = torch.searchsorted(on_device(entries.first_rows, device), entries.rows, right=True) - 1
+        table_of = torch.searchsorted(first_rows, entries.rows, right=True) - 1
         numbers = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
         _sum_runs(entries, fields, numbers, widths, dense=False)
     return result, entries, runs_before[1:] - 1
@@ -378,7 +354,7 @@ def _summed_rows(
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
     """Compute ``naive.tbe_dense_grad`` with Triton kernels."""
     batch = Lookups(*arguments)
-    lookups = _placed(batch, grad.numel())
+    lookups = placed_lookups(batch, grad.numel())
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     widths, num_rows = [weight.shape[1] for weight in weights], [weight.shape[0] for weight in weights]
     targets = [[total.data_ptr() for total in totals]]
@@ -393,17 +369,26 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
 def _sum_runs(entries: _Entries, fields: Tensor, numbers: Tensor, widths: list[int], *, dense: bool) -> None:
     from meshrec.ops.tbe import triton_kernels
 
-    num_entries = entries.rows.numel()
+    num_entries, block = entries.rows.numel(), _block(widths)
     if num_entries:
-        triton_kernels.sum_runs[(num_entries,)](
+        runs_at_once = _runs_at_once(block)
+        triton_kernels.sum_runs[(-(-num_entries // runs_at_once),)](
             *entries[:6],
             fields,
+            entries.parts(fields, block),
             numbers,
             num_entries,
             entries.end_of_rows,
             DENSE=dense,
-            BLOCK=_block(widths),
+            ALIGN=entries.align,
+            RUNS=runs_at_once,
+            BLOCK=block,
         )
+
+
+def _runs_at_once(block: int) -> int:
+    """Return how many runs a program sums side by side: rows of 1024 numbers together, and at most 32."""
+    return max(1, min(32, 1024 // block))
 
 
 def _table_fields(
@@ -420,7 +405,7 @@ def _table_fields(
     first_rows = list(accumulate(num_rows, initial=0))[:-1]
     both = [*slots, nothing, nothing][:2]
     columns = [weights, *both, widths, first_rows, origins[::2] or nothing, origins[1::2] or nothing]
-    return sent_to(torch.tensor(columns, dtype=torch.int64).T.contiguous(), device)
+    return kept_on(device, list(zip(*columns, strict=True)))
 
 
 def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, int], set[int]]:

@@ -8,6 +8,7 @@ the split's samples after ``torch.manual_seed(seed)``.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -23,8 +24,10 @@ class SplitRandomness(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _has_no_dropout(func, args, kwargs):
             self.drew = True
+            if func is torch.ops.aten.native_dropout.default:
+                return _dropout(*args, **kwargs, generator=self._generator)
             if not any(argument.name == "generator" for argument in func._schema.arguments):
                 func, kwargs = _with_generator(func), kwargs
             if kwargs.get("generator") is None:
@@ -32,11 +35,29 @@ class SplitRandomness(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def _has_no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call draws nothing: attention whose dropout is 0."""
+    names = [argument.name for argument in func._schema.arguments]
+    return (
+        "dropout_p" in names
+        and ({**dict(zip(names, args, strict=False)), **kwargs}).get("dropout_p", 0.0) == 0.0
+    )
+
+
+def _dropout(x: Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Compute ``aten::native_dropout``, the fused dropout of GPUs, which takes no generator."""
+    kept = torch.ones_like(x, dtype=torch.bool)
+    if train is False:
+        return x.clone(), kept
+    kept.bernoulli_(1 - p, generator=generator)
+    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+
 def _with_generator(func: Any) -> Any:
     """Return the overload of ``func`` that takes a generator.
 
     Raises:
-        RuntimeError: there is none, as for fused dropout.
+        RuntimeError: there is none.
     """
     packet = func.overloadpacket
     name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"

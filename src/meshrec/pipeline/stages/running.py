@@ -36,13 +36,14 @@ class Mode(NamedTuple):
     """Whether to keep what a backward pass needs."""
     seed: int | None
     """Seed of random numbers; None: none are drawn."""
-    autocast: tuple[bool, torch.dtype]
-    """Whether autocast is on, and its dtype."""
+    autocast: dict[str, torch.dtype]
+    """The type of each kind of device that autocast is on for."""
 
     @classmethod
     def now(cls, *, grad: bool, seed: int | None) -> "Mode":
         """Return a mode with the caller's autocast, which worker threads do not see by themselves."""
-        return cls(grad, seed, (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return cls(grad, seed, {kind: torch.get_autocast_dtype(kind) for kind in kinds})
 
 
 class _Kept(NamedTuple):
@@ -115,7 +116,8 @@ class StageRun:
                 argument, leaves[name] = _detached(value, self._mode.grad)
                 arguments.append(entered(argument) if self._mode.grad else argument)
             num_arguments = len(program.takes)
-            with self._context(k):
+            tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+            with self._context(k, tensors[0].device if tensors else torch.device("cpu")):
                 given = dict(zip(program.gives, self._call("split", arguments[:num_arguments]), strict=True))
             carried = dict(zip(takes[num_arguments:], arguments[num_arguments:], strict=True))
             values.results.update({(name, k): value for name, value in carried.items()})
@@ -165,26 +167,26 @@ class StageRun:
                 torch.autograd.backward(ends, gradients)
 
     @contextmanager
-    def _context(self, k: int) -> Iterator[None]:
+    def _context(self, k: int, device: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._mode.grad))
-            enabled, dtype = self._mode.autocast
-            if enabled:
-                stack.enter_context(torch.autocast("cpu", dtype=dtype))
+            for kind, dtype in self._mode.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
             if self._mode.seed is None:
                 yield
                 return
             # A split's generator goes from stage to stage with it.
-            index, generator, exchange = self.stage.index, torch.Generator(), self.values.exchange
-            if index == 0:
-                generator.manual_seed(split_seed(self._mode.seed, k))
-            else:
-                generator.set_state(exchange.get(GENERATOR, k, index - 1, index))
+            index, generator, exchange = self.stage.index, torch.Generator(device), self.values.exchange
+            generator.manual_seed(split_seed(self._mode.seed, k))
+            if index > 0:
+                kind, state = exchange.get(GENERATOR, k, index - 1, index)
+                if kind == device.type:  # numbers of another kind of device would differ anyway
+                    generator.set_state(state)
             randomness = stack.enter_context(SplitRandomness(generator))
             yield
             self.drew |= randomness.drew
             if not self._flow.is_last:
-                exchange.put(GENERATOR, k, generator.get_state(), index, index + 1)
+                exchange.put(GENERATOR, k, (device.type, generator.get_state()), index, index + 1)
 
     @contextmanager
     def _recorded(self, kind: Kind, k: int) -> Iterator[None]:

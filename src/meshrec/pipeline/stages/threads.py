@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from meshrec.pipeline.stages.links import StageLink
 from meshrec.pipeline.stages.programs import StageFlow, StageProgram, Staging
-from meshrec.pipeline.stages.running import Caller, Mode, StageError, StageRun
+from meshrec.pipeline.stages.running import GENERATOR, Caller, Mode, StageError, StageRun
 from meshrec.pipeline.stages.timeline import Timeline
 from meshrec.pipeline.stages.values import Exchange, Gradients, Inputs, StageValues, added
 
@@ -31,8 +31,19 @@ class Workers:
         for pool in self._pools:
             pool.submit(torch.set_num_threads, num_threads).result()
 
-    def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None]) -> None:
-        """Run the jobs in the stages' threads. Raises the first error after calling ``failed``."""
+    def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None], *, here: bool) -> None:
+        """Run the jobs in the stages' threads, or one after the other in this thread.
+
+        Raises the first error after calling ``failed``.
+        """
+        if here:
+            try:
+                for job in jobs.values():
+                    job()
+            except BaseException:
+                failed()
+                raise
+            return
         errors: list[BaseException] = []
 
         def guarded(job: Callable[[], None]) -> None:
@@ -79,7 +90,12 @@ class ThreadExchange(Exchange):
         self._broken = False
 
     def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
-        self._send(self._future(name, k, source, destination, "value"), value, source, destination, k)
+        future = self._future(name, k, source, destination, "value")
+        if name == GENERATOR:  # its state is on the host, whatever the device
+            if not future.cancelled():
+                future.set_result(lambda: value)
+            return
+        self._send(future, value, source, destination, k)
 
     def get(self, name: str, k: int, source: int, destination: int) -> Any:
         return self._future(name, k, source, destination, "value").result()()
@@ -164,7 +180,7 @@ class ThreadedBatch:
         devices: Sequence[torch.device],
         link: StageLink | None,
     ) -> None:
-        self._workers, self._sizes = workers, inputs.sizes
+        self._workers, self._sizes, self._devices = workers, inputs.sizes, devices
         self.timeline = Timeline()
         self._exchange = ThreadExchange(workers, devices, link, self.timeline)
         flows = [StageFlow(staging, stage.index) for stage in staging.stages]
@@ -192,7 +208,7 @@ class ThreadedBatch:
             for k in range(self.num_splits):
                 run.forward(k)
 
-        self._all(job, self.runs)
+        self._all(job, self.runs, here=False)
 
     def result(self, name: str, k: int) -> Any:
         """Return a value that the model returns for a split, with its graph."""
@@ -214,16 +230,17 @@ class ThreadedBatch:
             run.deliver()
             run.values.collect()
 
-        self._all(job, self.runs[::-1])
+        here = has_own_backward_threads(self._devices)
+        self._all(job, self.runs[::-1], here=here)
         # Tables are updated after everything else went well.
-        self._all(lambda run: run.tables_backward(), self.runs)
+        self._all(lambda run: run.tables_backward(), self.runs, here=here)
         found: dict[tuple[str, int], Gradients] = {}
         for run in self.runs:
             for key, own in run.values.input_gradients.items():
                 found[key] = added(found.get(key), own) or []
         return found
 
-    def _all(self, job: Callable[[StageRun], None], runs: Sequence[StageRun]) -> None:
+    def _all(self, job: Callable[[StageRun], None], runs: Sequence[StageRun], *, here: bool) -> None:
         def named(run: StageRun) -> None:
             try:
                 job(run)
@@ -233,7 +250,17 @@ class ThreadedBatch:
                     f"stage {stage.index} ({stage.name}), {run.where}: {type(error).__name__}: {error}"
                 ) from error
 
-        self._workers.run({run.stage.index: lambda r=run: named(r) for run in runs}, self._exchange.stop)  # type: ignore[misc]
+        jobs = {run.stage.index: lambda r=run: named(r) for run in runs}
+        self._workers.run(jobs, self._exchange.stop, here=here)
+
+
+def has_own_backward_threads(devices: Sequence[torch.device]) -> bool:
+    """Return whether autograd runs backward passes in threads of its own, as it does for every GPU.
+
+    Such a thread calls `ThreadedBatch.backward`. Stages in other threads would wait for it, and it for them.
+    It can run their passes itself: it only launches kernels, and the devices work side by side.
+    """
+    return any(device.type == "cuda" for device in devices)
 
 
 def _flagged(value: Any, flags: Sequence[bool]) -> Any:
