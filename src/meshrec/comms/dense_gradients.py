@@ -124,7 +124,8 @@ class DenseGradients:
             average(buffer, [buffer, other] if rank == 0 else [other, buffer], size)
             return self._in_flight(buffer, None)
         sizes = self._sizes(buffer)
-        mean, own = torch.ops.meshrec.new_buffer.default(buffer, sizes[rank]), [sizes[rank]] * size
+        own = [sizes[rank]] * size
+        mean: Tensor = torch.ops.meshrec.new_buffer.default(buffer, sizes[rank])
         if self._link is None:
             average(mean, list(bucket.terms.wait().view(size, -1)), size)
             return all_to_all(mean, Splits(own, sizes), self._axis, DENSE_GRADIENTS, same=True)
