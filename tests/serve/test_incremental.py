@@ -98,7 +98,10 @@ def test_kept_histories_change_no_answer(folder, most):
             values = {name: [each[name] for each in asked] for name in FEATURES}
             expected = predictor(
                 torch.zeros(len(asked), 0),
-                {n: torch.tensor(sum(v, []), dtype=torch.int64) for n, v in values.items()},
+                {
+                    n: torch.tensor([x for each in v for x in each], dtype=torch.int64)
+                    for n, v in values.items()
+                },
                 {n: torch.tensor([len(each) for each in v]) for n, v in values.items()},
             )
             torch.testing.assert_close(torch.tensor(found["vectors"]), expected, rtol=1e-5, atol=1e-5)

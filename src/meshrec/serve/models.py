@@ -155,12 +155,16 @@ class Served:
         """Compute scores [B], or vectors [B, V], in this thread.
 
         Raises:
-            RequestError: with status 503, where the package's file of weights was cut short.
+            RequestError: with status 503, where the package's file of weights was cut short; with 400, where
+                a history is too long or its times do not fit.
         """
         try:
             if self._incremental is None:
                 return VersionedScores(scores_of(self._predictor, request), self.version)
-            queries, found = self._incremental(request)
+            try:
+                queries, found = self._incremental(request)
+            except ValueError as error:
+                raise RequestError(str(error)) from error
             if self._is_warm:
                 self._metrics.kept(self.name, found)
             return VersionedScores(queries, self.version)
