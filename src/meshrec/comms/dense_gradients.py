@@ -25,7 +25,7 @@ _NAME = "gradients of dense parameters"
 
 
 class _Bucket(NamedTuple):
-    """One bucket under way. ``parts``: of all ranks, the elements whose mean this rank takes."""
+    """A bucket of gradients under way. ``parts``: the elements that this rank averages, of all ranks."""
 
     buffer: Tensor
     parts: InFlight

@@ -41,7 +41,7 @@ NUMBERS = ("loss", "rmse", "mae", "r2")
 
 
 def metric_of(name: str) -> Metric:
-    """Return what is known of a metric; a metric of a user's own is called by its name."""
+    """Return the entry of a metric. A metric of yours gets an entry with its name as the title."""
     return METRICS.get(name.partition("@")[0], Metric(name, 0))
 
 

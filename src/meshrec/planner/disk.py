@@ -217,7 +217,7 @@ class _Place:
         return self._distinct * (more - self._rate) / (self.step * self.row_bytes)
 
     def grow(self) -> float:
-        """Cache one step more; return the bytes."""
+        """Enlarge the cache by one step, and return the bytes that this takes."""
         before = self.cached
         self.cached = min(self.table.num_embeddings, self.cached + self.step)
         self._rate = self._law.hit_rate(self.cached, self._draws)

@@ -32,7 +32,7 @@ class FiledForm(Protocol):
 
     @property
     def file(self) -> FileRows | None:
-        """Where the file is."""
+        """The options of the file: its folder and the size of the cache."""
 
     @property
     def name(self) -> str:

@@ -119,7 +119,7 @@ class RowCache:
 
     @property
     def trace(self) -> int:
-        """A number that differs, as good as always, where other slots were given out."""
+        """A fingerprint of the slots that the cache has given out so far."""
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:

@@ -74,7 +74,7 @@ class Trees:
         }
         data = lightgbm.Dataset(
             self.matrix(train),
-            train.labels.numpy(),
+            train.labels.contiguous().numpy(),
             categorical_feature=list(range(first, first + len(singles))),
             params={"verbosity": -1},
         )
