@@ -62,12 +62,13 @@ class FileTables:
         specs: the optimizers by name. The first of each mapping is the default.
         longest: the largest number of IDs of a bag.
         cached: the least and the largest number of cached rows that programs draw.
+        updates: when tables are updated; programs draw one.
     """
 
-    def __init__(self, configs, draw_ids, specs, *, longest, cached):
+    def __init__(self, configs, draw_ids, specs, *, longest, cached, updates=("in_backward",)):
         self.configs, self.specs = configs, specs
         self.names = list(next(iter(configs.values())))
-        self._draw_ids, self._longest, self._cached = draw_ids, longest, cached
+        self._draw_ids, self._longest, self._cached, self._updates = draw_ids, longest, cached, updates
 
     def plan_of(self, kind, keys, world_size):
         kind = "one" if world_size == 1 else kind
@@ -124,7 +125,7 @@ class FileTables:
         size = default_env().world.size
         spec, kind, keys = (draw.choice(list(each)) for each in (self.specs, BUILDERS, self.configs))
         data_type = draw.choice([DataType.FP32, DataType.FP32, DataType.BF16, DataType.FP16])
-        update = draw.choice(["in_backward", "in_backward", "on_step"])
+        update = draw.choice(self._updates)
         options = {"spec": spec, "kind": kind, "keys": keys, "data_type": data_type, "update": update}
         side = self.make(f"{folder}/rows", cached=draw.randint(*self._cached) * size, **options)
         plain = self.make(None, **options)
@@ -234,6 +235,7 @@ HASHED = FileTables(
     {"adam": Adam(lr=0.1), "rowwise": RowWiseAdagrad(lr=0.1), "sgd": SGD(lr=0.1)},
     longest=4,
     cached=(50, 90),
+    updates=("in_backward", "in_backward", "on_step"),
 )
 KINDS = {"fixed": FIXED, "hashed": HASHED}
 

@@ -28,6 +28,9 @@ class CheckpointManager:
             saved again.
         keep_every: also keep checkpoints whose step is a multiple of this.
         group: the ranks (default: all of the default process group).
+
+    Raises:
+        ValueError: ``keep_last`` or ``keep_every`` is below 1.
     """
 
     def __init__(

@@ -64,8 +64,9 @@ def leading_text(metrics: Mapping[str, float]) -> str:
 
 
 def quality(metrics: Mapping[str, float]) -> float | None:
-    """Return the value that selects the best weights, larger is better: AUC, NDCG, or else the negative
-    loss of numbers.
+    """Return the value that selects the best weights: AUC, NDCG, or for numbers the negative loss.
+
+    Larger is better. None: no metric selects weights.
     """
     name = leading_metric(metrics)
     if name is not None:

@@ -38,14 +38,14 @@ _MOST_WRITES = 4
 
 
 class RowPartStart(NamedTuple):
-    """A part of rows, and its value in a row without first values."""
+    """A part of rows, with its initial value (for rows without first values of their own)."""
 
     part: RowPart
     value: float
 
 
 class _Leaving(NamedTuple):
-    """Rows that are neither in slots nor in the file: as a rule, on their way to the file."""
+    """Rows that have left memory and are not in the file yet."""
 
     keys: Tensor
     """int64 [N], ascending."""
@@ -60,7 +60,7 @@ class _Leaving(NamedTuple):
         )
 
     def plus(self, keys: Tensor, rows: Sequence[Tensor]) -> "_Leaving":
-        """Return these rows and others, which replace those of the same keys."""
+        """Return the rows with others added, which replace rows with the same keys."""
         both = self.without(keys)
         ascending, order = torch.cat([both.keys, keys]).sort()
         joined = [torch.cat(pair)[order] for pair in zip(both.rows, rows, strict=True)]

@@ -1,4 +1,4 @@
-"""The rows of a table that are in memory, and which ones leave when others come."""
+"""The cache of a table's rows in memory, and the choice of rows to evict."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def slot_bytes(part_bytes: int) -> int:
 
 
 class Misses(NamedTuple):
-    """The rows that come, and those that make room for them."""
+    """The rows that enter the cache, and the evicted rows that make room for them."""
 
     keys: Tensor
     """int64 [M], ascending: the keys whose rows were not in memory."""

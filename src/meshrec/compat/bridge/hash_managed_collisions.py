@@ -33,7 +33,7 @@ _NOT_HERE = {
 
 
 class HashZchEvictionPolicyName(Enum):
-    """The policies that say which IDs lose their rows."""
+    """The policies that choose which IDs lose their rows."""
 
     SINGLE_TTL_EVICTION = "SINGLE_TTL_EVICTION"
     """Evicts IDs that were not read for ``single_ttl`` hours."""
