@@ -101,7 +101,7 @@ def _first_loss(rank: int) -> float:
 
 
 def measured(size: int, folder: Path) -> dict[str, Any]:
-    """Calibrate and measure with a rank on each of ``size`` hosts, unless the folder has the results."""
+    """Calibrate and measure on ``size`` hosts with a rank each, unless the folder has the results."""
     for out in (folder / f"{size}{_PROFILE}", folder / f"{size}.json"):
         if not out.exists():
             _on_hosts(size, folder, out)

@@ -127,8 +127,9 @@ class Features(Encoding):
                 mine, theirs = getattr(each, name), getattr(other, name)
                 if mine != theirs:
                     raise ValueError(
-                        f"vocabularies that share a table need the same options: {name} is {mine} of feature {each.name!r}, "
-                        f"and {theirs} of {other.name!r}. Give both the same, or tables of their own."
+                        f"vocabularies that share a table need the same options: {name} is {mine} for feature "
+                        f"{each.name!r}, and {theirs} for {other.name!r}. Give both the same, or tables of their "
+                        "own."
                     )
 
     @property
