@@ -127,9 +127,8 @@ class Features(Encoding):
                 mine, theirs = getattr(each, name), getattr(other, name)
                 if mine != theirs:
                     raise ValueError(
-                        f"vocabularies that share a table need the same options: {name} is {mine} for feature "
-                        f"{each.name!r}, and {theirs} for {other.name!r}. Give both the same, or tables of their "
-                        "own."
+                        f"vocabularies that share a table need the same {name}: feature {each.name!r} has "
+                        f"{mine}, and {other.name!r} has {theirs}. Give both the same, or tables of their own."
                     )
 
     @property
