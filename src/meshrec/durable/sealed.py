@@ -1,6 +1,7 @@
 """JSON objects that carry a checksum of themselves, and checks of what they say."""
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from meshrec.durable.files import DamageError
 SEAL = "crc32"
 """The field that holds the checksum."""
 _LARGEST = (1 << 63) - 1
+_SURROGATE = re.compile(rb"\\u[dD]")
 
 
 def sealed(said: Mapping[str, Any]) -> bytes:
@@ -40,13 +42,17 @@ def unsealed(content: bytes, what: str, *, required: bool) -> dict[str, Any]:
 
 
 def parse(content: bytes, what: str) -> Any:
-    """Parse JSON in which every name of an object occurs once.
+    """Parse JSON in which every name of an object occurs once, and every text can be written as UTF-8.
 
     Raises:
         DamageError: for anything else.
     """
     try:
-        return json.loads(content, object_pairs_hook=_unique)
+        found = json.loads(content, object_pairs_hook=_unique)
+        if _SURROGATE.search(content):
+            # Half of a pair, such as "\ud800" alone, is JSON, but would fail where the text is written.
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except (ValueError, RecursionError) as error:
         raise DamageError(f"{what} is not JSON ({error})") from error
 

@@ -128,7 +128,7 @@ class Features(Encoding):
                 if mine != theirs:
                     raise ValueError(
                         f"vocabularies that share a table need the same {name}: feature {each.name!r} has "
-                        f"{mine}, and {other.name!r} has {theirs}. Give both the same, or tables of their own."
+                        f"{mine}, and {other.name!r} {theirs}. Give both the same, or tables of their own."
                     )
 
     @property
@@ -411,8 +411,8 @@ class Features(Encoding):
         """Make features from what `to_json` gave. ValueError for another version or unknown features."""
         if saved.get("version") != _VERSION:
             raise ValueError(
-                f"these features were saved in version {saved.get('version')}, not {_VERSION}. Fit them "
-                "again."
+                f"these features were saved in version {saved.get('version')!s:.100}, not {_VERSION}. Fit "
+                "them again."
             )
         return Features(
             labels=tuple(Label(**each) for each in saved["labels"]),
