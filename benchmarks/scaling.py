@@ -48,7 +48,7 @@ _PROFILE = ".profile.json"
 
 
 def worker(out: Path) -> None:
-    """Measure as one rank, or calibrate if ``out`` ends so; rank 0 writes what was found."""
+    """Measure as one rank, or calibrate if ``out`` is a profile. Rank 0 writes the result to ``out``."""
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
     if out.name.endswith(_PROFILE):

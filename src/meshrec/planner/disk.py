@@ -224,7 +224,7 @@ class _Place:
         return (self.cached - before) * self.row_bytes
 
     def placed(self) -> PlacedTable:
-        """Return the choice."""
+        """Return how the table's rows are split between memory and file."""
         table = self.table
         if self.cached >= table.num_embeddings:
             return PlacedTable(table.name, None, table.num_bytes, 0, 1.0, 0.0)
