@@ -45,7 +45,7 @@ class Waiting(Protocol):
         """Return the estimated share of new IDs that are admitted too early."""
 
 
-class Nobody:
+class Nobody(Waiting):
     """The store of policies without counts: IDs are admitted at once, or with a probability."""
 
     def __init__(self, admission: Probability | None, seed: int) -> None:
@@ -74,7 +74,7 @@ class Nobody:
         return 0.0
 
 
-class ExactCounts:
+class ExactCounts(Waiting):
     """A count for each ID that waits."""
 
     def __init__(self, k: int, seed: int, name: str) -> None:
@@ -129,7 +129,7 @@ class ExactCounts:
         self._counts[slots] += counts
 
 
-class Sketch:
+class Sketch(Waiting):
     """Counts in cells of a byte: ``num_cells`` of them for each bucket of keys, up to four for an ID."""
 
     def __init__(self, k: int, seed: int, *, rows: Span, max_rows: int, num_cells: int) -> None:
