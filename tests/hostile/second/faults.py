@@ -155,7 +155,8 @@ def reader_stopped(place: Place, draw: random.Random) -> None:
     """Small requests are answered meanwhile, and the large one afterwards."""
     with contextlib.ExitStack() as stack:
         for pid in readers(place.program):
-            stack.enter_context(_stopped(pid))
+            with contextlib.suppress(ProcessLookupError):  # of a reader that ends, the request tells
+                stack.enter_context(_stopped(pid))
         ask = _in_thread(lambda: place.program.ask("POST", "/predict/clicks", place.large, 60))
         for _ in range(20):
             seen = place.steady.once()
@@ -318,6 +319,8 @@ FAULTS: list[Callable[[Place, random.Random], None]] = [
 ]
 MAY_BREAK = {worker_killed, worker_killed_while_loading, no_descriptors}
 """Faults during which connections may be cut."""
+MAY_LOG = {no_descriptors, no_memory, package_vanishes}
+"""Faults of which asyncio or torch write a traceback to the log."""
 MAY_REFUSE = {*MAY_BREAK, package_vanishes}
 """Faults during which requests may be refused, with a reason."""
 

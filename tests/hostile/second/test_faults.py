@@ -19,6 +19,7 @@ from tests.hostile.damage import NUMBER, Tally
 from tests.hostile.second.faults import (
     FAULTS,
     MAY_BREAK,
+    MAY_LOG,
     MAY_REFUSE,
     SMALL_DISK,
     Place,
@@ -58,9 +59,12 @@ def place(tmp_path):
 def check(place, fault, draw):
     """Let it happen, and wait until all is as before. Meanwhile answers are right, or say why not."""
     place.steady.take()
+    logged = place.program.log.stat().st_size
     fault(place, draw)
     place.steady.recover()
     place.program.wait_until(lambda: len(workers(place.program)) == 2, "another worker")
+    told = place.program.log.read_text(errors="replace")[logged:]
+    assert fault in MAY_LOG or "Traceback" not in told, told
     bad = []
     for seen in place.steady.take():
         if seen.status == 200:
