@@ -1,6 +1,6 @@
 """Next-item models that recipes choose from, sized by the dataset."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,8 +28,8 @@ _COSINES = SampledSoftmax(similarity="cosine", temperature=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextItemConfig(ModelConfig):
-    """A next-item model of histories; a subclass adds the options of its layers."""
+class NextItemConfig(ABC):
+    """The options that all next-item models of histories share. A config adds those of its layers."""
 
     embedding_dim: int = 64
     """Width of the item table."""
@@ -64,7 +64,7 @@ class NextItemConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SASRecConfig(NextItemConfig):
+class SASRecConfig(NextItemConfig, ModelConfig):
     """SASRec: self-attention over a history predicts the next item; see `meshrec.models.SASRec`."""
 
     num_blocks: int = 2
@@ -78,7 +78,7 @@ class SASRecConfig(NextItemConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HSTUConfig(NextItemConfig):
+class HSTUConfig(NextItemConfig, ModelConfig):
     """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
 
     softmax: SampledSoftmax = _COSINES
@@ -101,7 +101,7 @@ class HSTUConfig(NextItemConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BERT4RecConfig(NextItemConfig):
+class BERT4RecConfig(NextItemConfig, ModelConfig):
     """BERT4Rec: bidirectional attention predicts hidden items of a history and the next one; see
     `meshrec.models.BERT4Rec`.
     """
@@ -120,7 +120,7 @@ class BERT4RecConfig(NextItemConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRU4RecConfig(NextItemConfig):
+class GRU4RecConfig(NextItemConfig, ModelConfig):
     """GRU4Rec: a recurrent network over a history predicts the next item; see `meshrec.models.GRU4Rec`."""
 
     num_layers: int = 1

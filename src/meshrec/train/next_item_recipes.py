@@ -8,6 +8,7 @@ the test items. All windows of a user's items are trained on, not only the last 
 share their negatives. Adam has its usual betas.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from meshrec.train.next_item_configs import (
     BERT4RecConfig,
     GRU4RecConfig,
     HSTUConfig,
-    NextItemConfig,
     SASRecConfig,
 )
 from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Recipe, Training
@@ -133,17 +133,17 @@ def _next_item(name: str, model: ModelConfig) -> Recipe:
     )
 
 
-def _ml_1m(name: str, config: type[NextItemConfig], **options: Any) -> Recipe:
+def _ml_1m(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
     model = config(embedding_dim=50, softmax=_cosines(128), **options)
     return _published(name, _movielens("ml-1m", 1_000_209), model, epochs=101)
 
 
-def _ml_20m(name: str, config: type[NextItemConfig], **options: Any) -> Recipe:
+def _ml_20m(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
     model = config(embedding_dim=256, softmax=_cosines(128), **options)
     return _published(name, _movielens("ml-20m", 20_000_263), model, epochs=101)
 
 
-def _books(name: str, config: type[NextItemConfig], **options: Any) -> Recipe:
+def _books(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
     model = config(dropout=0.5, softmax=_cosines(512), **options)
     return _published(name, BooksRatings(path=Path("books")), model, epochs=201)
 

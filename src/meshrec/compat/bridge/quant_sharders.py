@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.compat.bridge.plans import module_to_own
@@ -15,7 +14,7 @@ from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 
 
-class _QuantAnswers(SharderAnswers):
+class _QuantAnswers:
     """The common part of both sharders: TorchRec's arguments, and the kernel ``quant``."""
 
     def __init__(
@@ -34,12 +33,11 @@ class _QuantAnswers(SharderAnswers):
         super().__init__()
         self.fused_params = fused_params
 
-    @override
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return [EmbeddingComputeKernel.QUANT.value]
 
 
-class QuantEmbeddingBagCollectionSharder(_QuantAnswers, own.EmbeddingBagCollectionSharder):
+class QuantEmbeddingBagCollectionSharder(_QuantAnswers, own.EmbeddingBagCollectionSharder, SharderAnswers):
     """MeshRec's sharder for quantised collections.
 
     Args:
@@ -60,7 +58,7 @@ class QuantEmbeddingBagCollectionSharder(_QuantAnswers, own.EmbeddingBagCollecti
         return ShardedEmbeddingBagCollection(module, built)
 
 
-class QuantEmbeddingCollectionSharder(_QuantAnswers, own.EmbeddingCollectionSharder):
+class QuantEmbeddingCollectionSharder(_QuantAnswers, own.EmbeddingCollectionSharder, SharderAnswers):
     """MeshRec's sharder for quantised collections; see ``QuantEmbeddingBagCollectionSharder``."""
 
     def shard(
