@@ -141,7 +141,7 @@ def run_serve_hashed(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 
 def run_serve_hostile(arguments: argparse.Namespace, effort: Effort) -> Result:
-    return serve_hostile.run(effort, tiny=arguments.tiny)
+    return serve_hostile.run(effort, tiny=arguments.tiny, only=arguments.only or ())
 
 
 def run_serve_mlserver(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -196,7 +196,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        help="contenders of dlrm_step whose name contains this: table_wise, torchrec",
+        help="contenders of dlrm_step or ways of serve_hostile whose name contains this: table_wise, silent",
     )
     parser.add_argument(
         "--part",

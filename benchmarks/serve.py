@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -150,6 +151,13 @@ class Running(NamedTuple):
 
     process: "subprocess.Popen[bytes]"
     port: int
+    log: Path
+
+    def state(self) -> str:
+        """Describe whether the process runs, and how its log ends."""
+        code = self.process.poll()
+        how = "runs" if code is None else f"ended with {code}"
+        return f"the server {how}; its log ends with {self.log.read_text(errors='replace')[-2000:]!r}"
 
     def cpu_seconds(self) -> float:
         words = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -170,10 +178,10 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def serving(package: Path, *options: str) -> Iterator[Running]:
-    port = free_port()
     module = [sys.executable, "-W", "ignore", "-m", "meshrec"]
-    command = [*module, "serve", f"model={package}", "--port", str(port), *options]
-    with started(command, port) as server:
+    # Not a port that was free a moment ago: another program may have it when the server starts.
+    command = [*module, "serve", f"model={package}", "--port", "0", *options]
+    with started(command, re.compile(r" at http://127\.0\.0\.1:(\d+)")) as server:
         yield server
 
 
@@ -183,24 +191,40 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(command: list[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
+def started(
+    command: list[str], port: int | re.Pattern[str], environment: Mapping[str, str] | None = None
+) -> Iterator[Running]:
     """Start a server of the Open Inference Protocol with one thread, wait until it is ready, and stop it at
     the end.
+
+    Args:
+        command: the command of the server.
+        port: its port, or what finds the port in its log.
+        environment: further environment variables.
     """
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
-    process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5).close()
-                break
-            if process.poll() is not None:
-                raise AssertionError(f"the server ended with {process.returncode}")
-            time.sleep(0.05)
-        yield Running(process, port)
-    finally:
-        process.terminate()
-        process.wait(60)
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=log)
+        server = Running(process, port if isinstance(port, int) else 0, Path(log.name))
+        try:
+            while not _is_ready(server.port):
+                if process.poll() is not None:
+                    raise AssertionError(server.state())
+                if not isinstance(port, int) and (found := port.search(server.log.read_text())):
+                    server = server._replace(port=int(found[1]))
+                time.sleep(0.05)
+            yield server
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _is_ready(port: int) -> bool:
+    if port:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5).close()
+            return True
+    return False
 
 
 def _lost_over_reloads(packages: list[Path], inputs: Inputs, folder: Path) -> float:

@@ -12,14 +12,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.harness import Bar, Effort, Result, table
-from benchmarks.serve import TINY, Inputs, Shape, inputs_of, package_of, percentile, request_of, serving
+from benchmarks.serve import (
+    TINY,
+    Inputs,
+    Running,
+    Shape,
+    inputs_of,
+    package_of,
+    percentile,
+    request_of,
+    serving,
+)
 from benchmarks.serve_load import Outcome, open_loop
 from benchmarks.serve_misbehave import WAYS
 from meshrec.export import Predictor
@@ -30,6 +40,8 @@ _AT_A_TIME = 1 << 22
 _CONNECTIONS = 64
 """Connections of the good client. When a machine stalls, requests pile up, and the server refuses a client
 that opens more than 256 connections for them."""
+START = "verified start"
+"""Name of the measurement of the verified start, beside the ways to misbehave."""
 
 
 class Sizes(NamedTuple):
@@ -45,43 +57,65 @@ class Sizes(NamedTuple):
 _TINY = Sizes(TINY, 0.001, 1, 50.0, 0.2)
 
 
-def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify the answers of a server under attack, then time them; then time the start."""
-    sizes = _TINY if tiny else Sizes(rounds=effort.rounds if effort.rounds < 3 else 3)
+def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Result:
+    """Verify the answers of a server under attack, then time them; then time the start.
+
+    Args:
+        effort: the number of rounds.
+        tiny: whether to measure for an instant only.
+        only: names, or parts of names, of ways to misbehave and of `START`; all if there are none.
+
+    Raises:
+        ValueError: ``only`` names nothing.
+    """
+    sizes = _TINY if tiny else Sizes(rounds=effort.rounds)
+    chosen = [name for name in (*WAYS, START) if not only or any(word in name for word in only)]
+    if not chosen:
+        raise ValueError(f"--only {' '.join(only)} names nothing of {[*WAYS, START]}.")
+    ways = [name for name in chosen if name != START]
     figures: dict[str, float] = {}
-    for part in (_attacked, _start):
-        with tempfile.TemporaryDirectory() as folder:
-            found = part(sizes, Path(folder))
-        print(table(["measured", ""], [[name, f"{value:.3f}"] for name, value in found.items()]), flush=True)
-        figures |= found
-    asked = {f"p99, {way}, over none": 2.0 for way in WAYS} | {"verified start over reading": 1.3}
+    with tempfile.TemporaryDirectory() as folder:
+        if ways:
+            figures |= _attacked(sizes, Path(folder), ways)
+        if START in chosen:
+            figures |= _start(sizes, _large_package(sizes, Path(folder) / "large"))
+    print(table(["measured", ""], [[name, f"{value:.3f}"] for name, value in figures.items()]), flush=True)
+    asked = {f"p99, {way}, over none": 2.0 for way in WAYS} | {f"{START} over reading, cold": 1.3}
     bars = [
-        Bar(name=name, figure=figures[name], asked=bar, unit="x", at_most=True) for name, bar in asked.items()
+        Bar(name=name, figure=figures[name], asked=bar, unit="x", at_most=True)
+        for name, bar in asked.items()
+        if name in figures
     ]
     return Result(figures, bars)
 
 
-def _attacked(sizes: Sizes, folder: Path) -> dict[str, float]:
+def _attacked(sizes: Sizes, folder: Path, ways: Sequence[str]) -> dict[str, float]:
     """Measure the p99 latency of good requests while a client misbehaves, over that without one."""
-    package = package_of(sizes.served, folder / "package")
+    package = package_of(sizes.served, folder / "served")
     predictor = Predictor(package)
     inputs = inputs_of(sizes.served, predictor.features, 1)
     expected = predictor(*inputs).numpy().tobytes()
     found: dict[str, float] = {}
     with serving(package) as server:
-        _good(server.port, inputs, expected, sizes)
-        for name in WAYS:
+        _good(server, inputs, expected, sizes, "nobody")
+        for name in ways:
             ratios = []
-            for _ in range(sizes.rounds):
-                calm = _good(server.port, inputs, expected, sizes)
+            for number in range(sizes.rounds):
+                calm = _good(server, inputs, expected, sizes, "nobody")
                 with _misbehaving(server.port, name):
-                    ratios.append(_good(server.port, inputs, expected, sizes) / calm)
+                    hostile = _good(server, inputs, expected, sizes, name)
+                ratios.append(hostile / calm)
+                print(f"{name}, round {number}: p99 {1e3 * hostile:.2f} ms over {1e3 * calm:.2f}", flush=True)
             found[f"p99, {name}, over none"] = statistics.median(ratios)
     return found
 
 
-def _good(port: int, inputs: Inputs, expected: bytes, sizes: Sizes) -> float:
-    """Return the p99 latency in seconds of requests that must all get the right scores."""
+def _good(server: Running, inputs: Inputs, expected: bytes, sizes: Sizes, beside: str) -> float:
+    """Return the p99 latency in seconds of requests that must all get the right scores.
+
+    Raises:
+        AssertionError: not all did; the message has the first failures and the end of the server's log.
+    """
     wrong = 0
 
     def check(body: bytes) -> None:
@@ -90,7 +124,7 @@ def _good(port: int, inputs: Inputs, expected: bytes, sizes: Sizes) -> float:
 
     outcome: Outcome = asyncio.run(
         open_loop(
-            port,
+            server.port,
             request_of(inputs),
             rate=sizes.rate,
             seconds=sizes.seconds,
@@ -98,8 +132,11 @@ def _good(port: int, inputs: Inputs, expected: bytes, sizes: Sizes) -> float:
             on_body=check,
         )
     )
-    assert set(outcome.statuses) == {200}, outcome.statuses
-    assert wrong == 0
+    if set(outcome.statuses) != {200} or wrong:
+        raise AssertionError(
+            f"beside {beside}: answers by status {dict(outcome.statuses)}, {wrong} with wrong scores; first "
+            f"failures {outcome.failures}; {server.state()}"
+        )
     return percentile(outcome.seconds[200], 99)
 
 
@@ -116,34 +153,32 @@ def _misbehaving(port: int, name: str):  # type: ignore[no-untyped-def]
             process.kill()
 
 
-def _start(sizes: Sizes, folder: Path) -> dict[str, float]:
+def _large_package(sizes: Sizes, folder: Path) -> Path:
+    """Export a package of ``sizes.gib`` GiB."""
+    row_bytes = 4 * sizes.served.dim * sizes.served.num_features
+    return package_of(sizes.served._replace(num_rows=int(sizes.gib * _GIB / row_bytes) + 1), folder)
+
+
+def _start(sizes: Sizes, package: Path) -> dict[str, float]:
     """Measure how long a package takes to open with all files compared, over reading its weights.
 
-    Both begin with a file that is not in the page cache.
+    Cold: both begin with a file that is not in the page cache. Warm: all of it is in the page cache.
     """
-    row_bytes = 4 * sizes.served.dim * sizes.served.num_features
-    shape = sizes.served._replace(num_rows=int(sizes.gib * _GIB / row_bytes) + 1)
-    package = package_of(shape, folder / "package")
-    reading: list[float] = []
-    starting: list[float] = []
-    both: list[tuple[list[float], Callable[[], object]]] = [
-        (reading, lambda: _read(package / WEIGHTS)),
-        (starting, lambda: Predictor(package)),
-    ]
-    for number in range(2 * sizes.rounds):
-        for seconds, work in both if number % 2 else both[::-1]:
-            _forget(package)
-            begin = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - begin)
-    return {
-        "package, GiB": (package / WEIGHTS).stat().st_size / _GIB,
-        "reading, s": statistics.median(reading),
-        "verified start, s": statistics.median(starting),
-        "verified start over reading": statistics.median(
-            start / read for start, read in zip(starting, reading, strict=True)
-        ),
-    }
+    found = {"package, GiB": (package / WEIGHTS).stat().st_size / _GIB}
+    for state, prepare in {"cold": _forget, "warm": lambda package: _read(package / WEIGHTS)}.items():
+        works: list[Callable[[], object]] = [lambda: _read(package / WEIGHTS), lambda: Predictor(package)]
+        seconds: list[list[float]] = [[], []]
+        for number in range(sizes.rounds):
+            for which in (0, 1) if number % 2 else (1, 0):
+                prepare(package)
+                begin = time.perf_counter()
+                works[which]()
+                seconds[which].append(time.perf_counter() - begin)
+        ratios = [start / read for read, start in zip(*seconds, strict=True)]
+        found[f"reading, {state}, s"] = statistics.median(seconds[0])
+        found[f"{START}, {state}, s"] = statistics.median(seconds[1])
+        found[f"{START} over reading, {state}"] = statistics.median(ratios)
+    return found
 
 
 def _read(path: Path) -> None:

@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Outcome:
-    """Answers by status (0: the connection broke), and the seconds that each took."""
+    """Answers by status (0: the connection broke), the seconds that each took, and the first failures."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     bodies: list[bytes] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
-    def add(self, status: int, seconds: float) -> None:
+    def add(self, status: int, seconds: float, body: bytes) -> None:
         self.statuses[status] += 1
         self.seconds.setdefault(status, []).append(seconds)
+        if status != 200 and len(self.failures) < 5:
+            self.failures.append(f"{status} after {seconds:.3f} s: {body[:300]!r}")
 
 
 def http(path: str, body: bytes, headers: dict[str, str]) -> bytes:
@@ -69,9 +72,9 @@ async def closed(
         while (start := time.perf_counter()) < end:
             try:
                 status, body = await connection.ask(request)
-            except (OSError, asyncio.IncompleteReadError):
-                status, body = 0, b""
-            outcome.add(status, time.perf_counter() - start)
+            except (OSError, asyncio.IncompleteReadError) as error:
+                status, body = 0, repr(error).encode()
+            outcome.add(status, time.perf_counter() - start, body)
             if keep_bodies:
                 outcome.bodies.append(body)
             if on_body is not None and status == 200:
@@ -105,9 +108,9 @@ async def open_loop(
             try:
                 status, body = await connection.ask(request)
                 free.append(connection)
-            except (OSError, asyncio.IncompleteReadError):
-                status, body = 0, b""
-        outcome.add(status, time.perf_counter() - due)
+            except (OSError, asyncio.IncompleteReadError) as error:
+                status, body = 0, repr(error).encode()
+        outcome.add(status, time.perf_counter() - due, body)
         if on_body is not None and status == 200:
             on_body(body)
 

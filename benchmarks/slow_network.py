@@ -31,6 +31,7 @@ _COLLECTIVES = (
     "reduce_scatter_single",
     "scatter",
 )
+_SPLIT_COLLECTIVE = "all_to_all_single"
 # What torch before 2.13 calls them.
 _OLDER = {
     "all_gather_single": "_allgather_base",
@@ -61,7 +62,8 @@ def set_network(*, latency_seconds: float = 0.0, bytes_per_second: float = float
     """Set the least duration of all later collectives of this process in "slow_gloo" groups.
 
     Call this on every rank. An all-reduce counts twice its tensor, as in a ring; other collectives count the
-    larger of input and output. Both are reduced by this rank's own share.
+    larger of input and output. Both are reduced by this rank's own share, which is that of the splits if
+    there are any.
 
     Args:
         latency_seconds: latency of a collective.
@@ -169,10 +171,19 @@ class _SlowGloo(dist.ProcessGroup):
     def run(self, name: str, *args: Any, **options: Any) -> _SlowWork:
         """Run a collective of gloo."""
         results = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
-        num_bytes = max(_num_bytes(args[0]), _num_bytes(args[1]) if len(args) > 1 else 0)
-        rounds = 2 if name == "allreduce" else 1
         work = getattr(self._gloo, name, None) or getattr(self._gloo, _OLDER[name])
-        return _SlowWork(self, work(*args, **options), results, rounds * num_bytes * (1 - 1 / self.size()))
+        if name == _SPLIT_COLLECTIVE or _OLDER.get(_SPLIT_COLLECTIVE) == name:
+            num_bytes: float = max(map(self._bytes_of_others, args[:2], args[2:4]))
+        else:
+            largest = max(_num_bytes(args[0]), _num_bytes(args[1]) if len(args) > 1 else 0)
+            num_bytes = (2 if name == "allreduce" else 1) * largest * (1 - 1 / self.size())
+        return _SlowWork(self, work(*args, **options), results, num_bytes)
+
+    def _bytes_of_others(self, tensor: Tensor, splits: Sequence[int]) -> float:
+        """Return the bytes of an all-to-all's tensor that are not this rank's; no splits mean equal ones."""
+        if not splits:
+            return tensor.nbytes * (1 - 1 / self.size())
+        return tensor.nbytes * (1 - splits[self.rank()] / max(sum(splits), 1))
 
     def fulfil(self, work: _SlowWork, future: Any, result: list[Tensor]) -> None:
         """Fulfil ``future`` when ``work`` has finished. Futures are fulfilled in the order of these calls."""

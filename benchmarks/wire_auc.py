@@ -10,7 +10,10 @@ from typing import Any
 
 from benchmarks.harness import Bar, Result, table
 
-FORMATS = ("fp32", "fp16", "bf16", "int8/bf16", "int8", "int4/int8")
+FORMATS = (
+    *("fp32", "fp16", "bf16", "int8/bf16", "int8"),
+    *("int8+stochastic/int8+stochastic+feedback", "int4/int8"),
+)
 SEEDS = (1, 2, 3, 4, 5)
 RECIPES: dict[str, list[str]] = {
     "movielens_dlrm": [],

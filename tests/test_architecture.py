@@ -86,6 +86,7 @@ INDEX_TESTS = ["tests/ops/index/test_kernels.py", "tests/ops/index/test_naive.py
 CPP_TESTS = {
     "attention.cpp": ["tests/ops/attention/test_jagged_attention.py"],
     "anneal.cpp": ["tests/ops/test_planning.py"],
+    "average.cpp": ["tests/ops/dist/test_average.py"],
     "batch.cpp": TBE_TESTS,
     "choose.cpp": TBE_TESTS,
     "crc32.cpp": ["tests/ops/test_checksums.py"],

@@ -204,7 +204,7 @@ Tensor gathered(const Pooled& pooled, const Tensor& received, const std::optiona
       gather_chunk<T>(pooled, sources, own_rows, own_dim, rows, out_dim, first, end);
     });
   });
-  if (sources.failed) throw std::runtime_error("the memory of a peer could not be read: it has ended");
+  if (sources.failed) throw std::runtime_error(kPeerLost);
   return out;
 }
 

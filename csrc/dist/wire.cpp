@@ -72,24 +72,25 @@ std::tuple<Tensor, Tensor> wire_encode(Tensor values, Ints rows, Ints begins, In
   const auto* from = numbers.const_data_ptr<float>();
   auto* to = static_cast<uint8_t*>(message.mutable_data_ptr());
   std::atomic<int64_t> bad{0}, first_bad{INT64_MAX};
-  layout.for_pieces([&](const Piece& piece, int64_t first_element, int64_t first_byte,
-                        std::vector<uint8_t>& scratch) {
+  const auto encode_piece = [&](const Piece& piece, int64_t first_element, int64_t first_byte,
+                                std::vector<uint8_t>& scratch) {
     const int64_t b = piece.block;
-    layout.for_each(
-        b, piece.num_rows, scratch, [&](int64_t column, WireRowsArgs& args, int64_t element, int64_t byte) {
-          args.rows = from + first_element + element, args.message = to + first_byte + byte;
-          args.seed = uint64_t(seeds[column]), args.step = uint64_t(step);
-          args.first_column = origins[column], args.to_l1 = prefetch_to_l1();
-          args.first_key = uint64_t(first_keys[b] + piece.first_row);
-          args.keys = row_keys == nullptr ? nullptr : row_keys + layout.first_row[b] + piece.first_row;
-          int64_t first = 0;
-          args.first_bad = &first;
-          const int64_t found = kernels().encode_wire(args);
-          if (found == 0) return;
-          bad += found;
-          atomic_min(first_bad, first_element + element + first * args.row_stride);
-        });
-  });
+    const auto encode = [&](int64_t column, WireRowsArgs& args, int64_t element, int64_t byte) {
+      args.rows = from + first_element + element, args.message = to + first_byte + byte;
+      args.seed = uint64_t(seeds[column]), args.step = uint64_t(step);
+      args.first_column = origins[column], args.to_l1 = prefetch_to_l1();
+      args.first_key = uint64_t(first_keys[b] + piece.first_row);
+      args.keys = row_keys == nullptr ? nullptr : row_keys + layout.first_row[b] + piece.first_row;
+      int64_t first = 0;
+      args.first_bad = &first;
+      const int64_t found = kernels().encode_wire(args);
+      if (found == 0) return;
+      bad += found;
+      atomic_min(first_bad, first_element + element + first * args.row_stride);
+    };
+    layout.for_each(b, piece.num_rows, scratch, true, encode);
+  };
+  layout.for_pieces(encode_piece);
   auto* told = report.mutable_data_ptr<int64_t>();
   told[0] = bad, told[1] = bad == 0 ? -1 : first_bad.load();
   return {message, report};

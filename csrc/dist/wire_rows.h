@@ -32,6 +32,9 @@ inline int64_t wire_bytes(int64_t format, int64_t dim) {
 struct WireColumns {
   const std::vector<int64_t>&begins, &widths, &formats;
   std::vector<int64_t> row_elements, row_bytes;  // by block
+  // Whether all columns of a block have one width and one format that draws nothing. Each column of a row may
+  // then be taken for a row of its own, so that memory is read and written in one go.
+  std::vector<char> is_uniform;
 
   WireColumns(size_t num_blocks, const std::vector<int64_t>& block_begins,
               const std::vector<int64_t>& column_widths, const std::vector<int64_t>& column_formats)
@@ -42,24 +45,29 @@ struct WireColumns {
            " blocks and the number of columns, ", widths.size(), "; formats one entry for each column.");
     for (size_t b = 0; b < num_blocks; ++b) {
       int64_t elements = 0, bytes = 0;
+      bool uniform = begins[b] < begins[b + 1] && (formats[begins[b]] & kWireStochastic) == 0;
       for (int64_t c = begins[b]; c < begins[b + 1]; ++c) {
+        uniform = uniform && widths[c] == widths[begins[b]] && formats[c] == formats[begins[b]];
         if (widths[c] < 0) fail("a column has ", widths[c], " numbers.");
         elements += widths[c], bytes += wire_bytes(formats[c], widths[c]);
       }
-      row_elements.push_back(elements), row_bytes.push_back(bytes);
+      row_elements.push_back(elements), row_bytes.push_back(bytes), is_uniform.push_back(uniform);
     }
   }
 
   // Calls work(column, args, first element of the column in its row, first byte) for each column of a block
-  // of rows that is not empty.
+  // of rows that is not empty; once for all if they are uniform and all are wanted.
   template <typename Work>
-  void for_each(int64_t block, int64_t num_rows, std::vector<uint8_t>& scratch, const Work& work) const {
-    int64_t element = 0, byte = 0;
-    for (int64_t c = begins[block]; c < begins[block + 1]; ++c) {
+  void for_each(int64_t block, int64_t num_rows, std::vector<uint8_t>& scratch, bool all,
+                const Work& work) const {
+    int64_t element = 0, byte = 0, first = begins[block], end = begins[block + 1];
+    const int64_t together = all && is_uniform[block] ? end - first : 1;
+    for (int64_t c = first; c < end; c += together) {
       WireRowsArgs args{};
-      args.row_stride = row_elements[block], args.num_rows = num_rows, args.dim = widths[c];
+      args.row_stride = row_elements[block] / together, args.num_rows = num_rows * together;
+      args.dim = widths[c];
       if (int64_t(scratch.size()) <= widths[c]) scratch.resize(widths[c] + 1);
-      args.message_stride = row_bytes[block], args.scratch = scratch.data();
+      args.message_stride = row_bytes[block] / together, args.scratch = scratch.data();
       args.format = int(formats[c] & ~kWireStochastic), args.stochastic = (formats[c] & kWireStochastic) != 0;
       if (widths[c] > 0) work(c, args, element, byte);
       element += widths[c], byte += wire_bytes(formats[c], widths[c]);
@@ -69,7 +77,8 @@ struct WireColumns {
   // Decodes the columns that have numbers in [first, end) of a row; the others are left as they are.
   void decode(int64_t block, int64_t num_rows, const uint8_t* message, float* rows,
               std::vector<uint8_t>& scratch, int64_t first, int64_t end) const {
-    for_each(block, num_rows, scratch, [&](int64_t, WireRowsArgs& args, int64_t element, int64_t byte) {
+    const bool all = first <= 0 && end >= row_elements[block];
+    for_each(block, num_rows, scratch, all, [&](int64_t, WireRowsArgs& args, int64_t element, int64_t byte) {
       if (element + args.dim <= first || element >= end) return;
       args.decoded = rows + element, args.message = const_cast<uint8_t*>(message) + byte;
       kernels().decode_wire(args);

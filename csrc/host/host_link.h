@@ -10,4 +10,7 @@ namespace meshrec {
 const void* read_from_link(int64_t link, int64_t exchange, int64_t rank, int64_t offset, int64_t bytes,
                            void* copy);
 
+// The error of a kernel whose read returned null; comms/host_link.py knows its first words.
+constexpr const char* kPeerLost = "the memory of a peer could not be read: it has ended";
+
 }  // namespace meshrec

@@ -1,4 +1,5 @@
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from meshrec.comms.dense_gradients import DenseGradients, average_gradients
 from meshrec.comms.host_link import links
 from meshrec.comms.mesh import Axis, default_env
+from meshrec.ops.dist.average_naive import average_ranks
 from meshrec.testing import RankError, RankPool
 
 
@@ -47,6 +49,41 @@ def test_gradients_are_those_of_gloo(ranks, world_size, view):
             if world_size == 2:
                 assert torch.equal(gradient, reference)
             torch.testing.assert_close(gradient, reference)
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def drawn_buffers(rank):
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [0, 1, 5, 100_003]
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes for dtype in DTYPES]
+
+
+def averaged(with_link, is_late):
+    group = dist.new_group()
+    if not with_link:
+        links[group] = None
+    axis = Axis(size=dist.get_world_size(), rank=dist.get_rank(), group=group)
+    state = DenseGradients.for_axis(axis)
+    buffers = drawn_buffers(axis.rank)
+    with state.late() if is_late else nullcontext():
+        futures = [state.start(buffer) for buffer in buffers]
+    state.finish()
+    assert all(future.value() is buffer for future, buffer in zip(futures, buffers, strict=True))
+    return buffers
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bits_are_those_of_adding_in_the_order_of_ranks(ranks, world_size):
+    for expected in (buffers := drawn_buffers(0)):
+        expected.zero_()
+    terms = zip(*map(drawn_buffers, range(world_size)), strict=True)
+    for expected, of_ranks in zip(buffers, terms, strict=True):
+        average_ranks(expected, list(of_ranks), world_size)
+    for ways in ((True, False), (False, False), (True, True), (False, True)):
+        for found in ranks(world_size).run(averaged, *ways):
+            assert all(map(torch.equal, found, buffers)), ways
 
 
 def fewer_elements_than_ranks():

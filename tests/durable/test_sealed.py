@@ -11,6 +11,7 @@ SAID = {"a": 1, "b": [0.1, None, "é"], "c": {"z": 1, "y": -2}}
 def test_there_and_back():
     assert unsealed(sealed(SAID), "it", required=True) == SAID
     assert unsealed(json.dumps(SAID).encode(), "it", required=False) == SAID
+    assert parse(b'["\\ud83d\\ude00 \\ud7ff"]', "it") == ["\U0001f600 \ud7ff"]
     reordered = dict(reversed(json.loads(sealed(SAID)).items()))
     assert unsealed(json.dumps(reordered).encode(), "it", required=True) == SAID
 
@@ -32,6 +33,8 @@ def test_every_flipped_bit_is_seen_or_changes_nothing():
         (b"", "is not JSON"),
         (b"[1]", "is not a JSON object"),
         (b'{"a": 1, "a": 2}', "has a name twice"),
+        (b'{"a": "\\ud800"}', "is not JSON"),
+        (b'{"\\uDFff": 1}', "is not JSON"),
         (b"\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"9" * 5000, "is not JSON"),

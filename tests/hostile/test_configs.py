@@ -6,11 +6,12 @@ import random
 import pytest
 
 from meshrec.runs import load_recipe
-from meshrec.train.recipes import resolve
+from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, to_json
-from tests.hostile.damage import Tally, crafted, harm, number
+from tests.hostile.damage import NUMBER, Tally, crafted, harm, number
 
 SOURCE = "movielens_dlrm"
+LONG, HUGE = "a" * 10_000, 10**4000
 
 
 @pytest.fixture
@@ -54,3 +55,28 @@ def test_crafted_configs(run, sealed):
         may_differ = not (isinstance(changed, dict) and "crc32" in changed)
         tally.attempt(what, lambda may_differ=may_differ: check(run, may_differ=may_differ))
     tally.finish()
+
+
+@pytest.mark.parametrize("source", ["dlrm_benchmark", "sasrec"] if not NUMBER else sorted(RECIPES))
+def test_errors_do_not_repeat_huge_values(tmp_path, source):
+    """Each value of a config becomes a huge one; the error must still fit on a screen."""
+    folder, recipe = RunFolder(tmp_path), to_json(resolve(source))
+    for name, place in leaves(recipe):
+        for huge in (LONG, [LONG], {LONG: 1}, HUGE, f"int8,{LONG}:fp32", f"{LONG}/fp16"):
+            changed = json.loads(json.dumps(recipe))
+            place(changed)[name] = huge
+            said = {"source": source, "code": None, "recipe": changed, "ranks": 2}
+            (tmp_path / CONFIG).write_text(json.dumps(said))
+            try:
+                load_recipe(folder)
+            except ValueError as error:
+                assert len(str(error)) < 2000, (name, str(error)[:200])  # noqa: PT017
+
+
+def leaves(value, place=lambda changed: changed):
+    """The keys of values that are neither lists nor objects, each with what finds its parent in a copy."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(inner, dict | list):
+            yield from leaves(inner, lambda changed, place=place, key=key: place(changed)[key])
+        else:
+            yield key, place

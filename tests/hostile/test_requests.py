@@ -11,7 +11,7 @@ import pytest
 from meshrec.serve import ConnectionLimits, Limits
 from tests.hostile.damage import NUMBER, Tally
 from tests.serve.conftest import Client, running, samples, scores_of
-from tests.serve.test_mutations import mutated, served  # noqa: F401 - a fixture
+from tests.serve.test_mutations import mutated, raw_columns, served  # noqa: F401 - a fixture
 from tests.serve.toys import Toy, check_toy, make_toy, open_with
 
 SEED = 31
@@ -75,6 +75,19 @@ def test_bad_requests_are_refused_with_words(served):  # noqa: F811
             tally.attempt(f"the good one after {number}", lambda: check_good(server, expected))
     client.close()
     tally.finish()
+
+
+@pytest.mark.parametrize("change", [{"user": "\ud800"}, {"item": ["a", "\udfff"]}, {"\ud800": 1}])
+def test_half_of_a_pair_of_surrogates_is_refused_with_words(served, change):  # noqa: F811
+    """JSON has it, and UTF-8 does not."""
+    server, _ = served
+    columns = raw_columns(GIVEN)
+    raw = {name: values[0] for name, values in columns.items()}
+    client = Client(server.url)
+    for path, sample in (("/predict/raw", raw), ("/predict/clicks", GIVEN[0])):
+        status, _, said = client("POST", path, [{**sample, **change}])
+        assert (status, len(said["error"]) > 10) == (400, True), (path, said)
+    client.close()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Ranks that were not started alike do not train together."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tests.runs.differing import compare_with_a_change
 from tests.train.clicks import Clicks, write_clicks
 
 ROOT = Path(__file__).parents[2]
-
+SMALL = "tests/train/small.py:small"
 
 KINDS = [
     "version of meshrec",
@@ -96,15 +97,15 @@ def test_loaded_data_is_described(small):
     assert found != describe_dataset(SyntheticClicks(num_samples=101, num_validation=50).load())
 
 
-def by_hand(tmp_path, recipe, *options):
-    """Two ranks as users start them on two terminals: their exit codes and errors."""
+def by_hand(tmp_path, *arguments):
+    """Two ranks as users start them on two terminals, each with arguments of its own: codes, errors."""
     with socket.socket() as each:
         each.bind(("127.0.0.1", 0))
         port = each.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "meshrec", "train", recipe, "--runs", str(tmp_path / "runs"), *mine],
+            [sys.executable, "-m", "meshrec", "train", *mine, "--runs", str(tmp_path / "runs")],
             cwd=ROOT,
             env={
                 **environment,
@@ -120,7 +121,7 @@ def by_hand(tmp_path, recipe, *options):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, mine in enumerate(options)
+        for rank, mine in enumerate(arguments)
     ]
     errors = [process.communicate(timeout=300)[1] for process in processes]
     return [process.returncode for process in processes], errors
@@ -128,7 +129,7 @@ def by_hand(tmp_path, recipe, *options):
 
 def test_ranks_with_other_options_do_not_train(tmp_path):
     other = ["--tables.lr", "0.2", "--training.batch-size", "50"]
-    codes, errors = by_hand(tmp_path, "tests/train/small.py:small", [], other)
+    codes, errors = by_hand(tmp_path, [SMALL], [SMALL, *other])
     assert codes == [1, 1], errors
     for text in errors:
         assert "tables.lr is 0.1 on rank 0 and 0.2 on rank 1" in text.replace("'", "")
@@ -144,9 +145,30 @@ def test_ranks_with_other_data_do_not_train(tmp_path):
         folder.mkdir()
         write_clicks(folder / "train.parquet", 600, seed=rank)
         write_clicks(folder / "test.parquet", 100)
-        options.append(["--data.folder", str(folder)])
-    codes, errors = by_hand(tmp_path, "tests/train/clicks.py:recipe", *options)
+        options.append(["tests/train/clicks.py:recipe", "--data.folder", str(folder)])
+    codes, errors = by_hand(tmp_path, *options)
     assert codes == [1, 1], errors
     for text in errors:
         assert "the ranks were not started alike: data.folder: train.parquet is " in text
+        assert "Traceback" not in text
+
+
+def test_ranks_with_another_source_or_plan_do_not_train(tmp_path):
+    """The recipe's own file is the same; one that it imports differs, and so does the plan."""
+    arguments = []
+    for rank in range(2):
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        (folder / "mine.py").write_text("from neighbour import small\n")
+        source = (ROOT / SMALL.partition(":")[0]).read_text()
+        (folder / "neighbour.py").write_text(source + rank * "# changed\n")
+        (folder / "plan.json").write_text(f'{{"version": 1, "rank": {rank}}}')
+        arguments.append([f"{folder}/mine.py:small", "--placement.plan", f"{folder}/plan.json"])
+    codes, errors = by_hand(tmp_path, *arguments)
+    assert codes == [1, 1], errors
+    for text in errors:
+        assert re.search(r"source neighbour.py is '\w{16}' on rank 0 and '\w{16}' on rank 1", text), text
+        plan = r"placement.plan is '\d+ bytes \w{16}' on rank 0 and '\d+ bytes \w{16}' on rank 1"
+        assert re.search(plan, text), text
+        assert "mine.py is" not in text
         assert "Traceback" not in text

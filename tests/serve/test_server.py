@@ -1,5 +1,6 @@
 """Everything through a socket."""
 
+import asyncio
 import json
 import re
 import socket
@@ -396,6 +397,29 @@ def test_reloads_and_the_end_lose_no_request(packages, predictors, tmp_path):
             assert not thread.is_alive()
     assert wrong == []
     assert seen == expected.keys()
+
+
+def test_reloads_that_wait_are_one(packages, monkeypatch):
+    """Otherwise a hundred signals would have the server load for minutes."""
+    begun, goes_on = [], threading.Event()
+
+    async def load_all():
+        begun.append(1)
+        await asyncio.to_thread(goes_on.wait, 60)
+
+    async def reload_often(server):
+        for _ in range(10):
+            server.reload()
+            await asyncio.sleep(0)
+        goes_on.set()
+        while server._tasks:
+            await asyncio.sleep(0.01)
+
+    with running({"clicks": packages[0]}) as server:
+        monkeypatch.setattr(server.repository, "load_all", load_all)
+        loop = server._uvicorn.servers[0].get_loop()
+        asyncio.run_coroutine_threadsafe(reload_often(server), loop).result(60)
+    assert len(begun) == 2  # the one that ran, and one for all that came meanwhile
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,21 @@
 """Whole programs: signals, and several processes."""
 
 import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from meshrec.serve import ServerOptions, serve
+from meshrec.serve import ServerOptions, serve, workers
 from tests.hostile.sockets import listening
 from tests.serve import toys
 from tests.serve.conftest import Client, free_port, link, samples, scores_of
@@ -170,3 +173,39 @@ def test_workers_listen_on_loopback_only(packages):
 def test_the_number_of_workers_is_checked(packages):
     with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
         serve({"clicks": packages[0]}, ServerOptions(port=0), workers=0)
+
+
+class Pipe:
+    """The parent's end of a worker's pipe, which keeps what is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send_bytes(self, content):
+        self.sent.append(json.loads(content))
+
+    def close(self):
+        pass
+
+
+def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monkeypatch):
+    """Tickets begin anew in each worker: the answer would be taken for that of another request."""
+    ended = SimpleNamespace(join=lambda: None, exitcode=-9, is_alive=lambda: True, pid=None)
+
+    def start(self, index):
+        self._workers[index] = workers._Worker(ended, Pipe(), time.monotonic() - 60)
+
+    monkeypatch.setattr(workers._Supervisor, "_start", start)
+    with socket.socket() as bound:
+        supervisor = workers._Supervisor({"clicks": packages[0]}, ServerOptions(), bound, 2)
+        for index in range(2):
+            start(supervisor, index)
+        wish = {"action": "load", "model": "clicks", "delta": None}
+        supervisor._tasks[1] = workers._Task(wish, {0, 1}, [], 0, 0)
+        supervisor._ended(0)
+        supervisor._done(1, 1, None)
+        assert supervisor._tasks == {}
+        assert supervisor._workers[0].pipe.sent == []
+        supervisor._tasks[2] = workers._Task(wish, {0}, [], 1, 5)
+        supervisor._done(2, 0, None)
+        assert supervisor._workers[1].pipe.sent == [{"ticket": 5, "error": None}]

@@ -3,15 +3,16 @@ from dataclasses import replace
 import pytest
 
 from meshrec.plan.sharding_plan import ShardingType
-from meshrec.planner import save_plan
+from meshrec.planner import EmbeddingShardingPlanner, save_plan
+from meshrec.planner.optimize import DEFAULT_EFFORT
 from meshrec.train import Placement
 from meshrec.train.planning import constraints_of, make_plan, topology_of
 
 
-def planned(recipe, **machine):
+def planned(recipe, effort=None, **machine):
     dataset = recipe.data.load()
     topology = topology_of(recipe, **{"world_size": 2, "local_size": 2, "device": "cpu", **machine})
-    return make_plan(recipe, recipe.model.build(dataset), dataset, topology)
+    return make_plan(recipe, recipe.model.build(dataset), dataset, topology, effort=effort)
 
 
 def test_the_plan_holds_what_the_recipe_says(tmp_path, small):
@@ -41,6 +42,21 @@ def test_no_plan_is_one_clear_error(tmp_path, small):
         planned(small(placement=Placement(plan=tmp_path / "none.json")))
     with pytest.raises(ValueError, match=r"memory"):
         planned(small(placement=Placement(memory_gib=1e-6)))
+
+
+def test_a_run_searches_as_long_as_its_tables_need(small, monkeypatch):
+    found = []
+
+    class Planner(EmbeddingShardingPlanner):
+        def __init__(self, **options):
+            found.append(options["max_work"])
+            super().__init__(**options)
+
+    monkeypatch.setattr("meshrec.train.planning.EmbeddingShardingPlanner", Planner)
+    brief = planned(small())
+    long = planned(small(), effort=DEFAULT_EFFORT._replace(max_work=1e8))
+    assert found == [3 * 2e6, 1e8]
+    assert brief.seconds == long.seconds
 
 
 def test_large_tables_are_not_copied(small):

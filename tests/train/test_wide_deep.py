@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshrec.metrics import auc_interval
 from meshrec.train import SquaredError, Trainer, WideDeepConfig, join
 from meshrec.train.linear import columns, first_samples, regression
 from meshrec.train.observers import Evaluated
@@ -77,3 +78,16 @@ def test_only_a_label_of_0_and_1_is_fitted(small):
     trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
     with pytest.raises(ValueError, match=r"model\.fit_wide is True, and the loss is SquaredError"):
         trainer.run()
+
+
+def test_later_weights_must_be_better_by_more_than_chance(small):
+    recipe = replace(small(), model=WideDeepConfig(fit_wide=True))
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    trainer.judge.validate(0)
+    first = trainer.validation["auc"]
+    assert trainer.judge.early.best_auc == first
+    trainer.judge.prefer_first()
+    (batch,) = trainer.dataset.validation.batches(400)
+    positive = float(batch.labels.sum())
+    low, high = auc_interval(first, positive, 400 - positive)
+    assert trainer.judge.early.best_auc == pytest.approx(first + 0.02 * (high - low))

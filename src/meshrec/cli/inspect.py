@@ -25,6 +25,22 @@ if TYPE_CHECKING:
     from meshrec.data.propose import Proposal
 
 _ROWS = 1 << 16
+_MANY_ROWS = 400_000
+# Model, optimizers, and epochs of few rows: without a linear part that is fitted, and with it.
+_MODELS = (
+    (
+        "WideDeepConfig()",
+        "Adam(lr=2e-3, weight_decay=2.0, decoupled_weight_decay=True)",
+        'DenseOptimizer(kind="adamw", lr=1e-3, weight_decay=0.1)',
+        4,
+    ),
+    (
+        "WideDeepConfig(fit_wide=True, shrinkage=3.0, dropout=0.1)",
+        "Adam(lr=2e-3)",
+        "DenseOptimizer(lr=3e-3)",
+        12,
+    ),
+)
 _OF_LOGS = ("user", "item", "action", "actions", "rating", "min_rating")
 
 
@@ -128,7 +144,7 @@ def _log_columns(options: InspectOptions) -> LogColumns:
 
 
 def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
-    """Return what the columns of the data hold, and what to make of them."""
+    """Return the profile of the data's columns, and the proposed features."""
     from meshrec.data.profile import profile
     from meshrec.data.propose import propose
 
@@ -192,10 +208,11 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     kinds = sorted({type(each).__name__ for each in features.features} | {"Features", "Label"})
     labels = ", ".join(map(call_of, features.labels)) + ("," if len(features.labels) == 1 else "")
     loss, names = _loss(features.labels)
-    fit = "" if loss else "fit_wide=True"
+    model, tables, dense, epochs = _MODELS[not loss]
+    epochs = epochs if num_rows < _MANY_ROWS else 4
     # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
-    every = max(1, num_rows * 8 // 10 // batch // 4)
+    every = max(1, num_rows * 8 // 10 // batch // 2)
     split = 'split_by="random"'
     if options.query is not None:
         split = f'split_by="hash",\n            split_column={text_of(options.query)}'
@@ -232,11 +249,11 @@ def recipe() -> Recipe:
             features=FEATURES,
         ),
         # Tables begin near zero: a row that training never meets adds nothing to a score.
-        model=WideDeepConfig({fit}),{loss}
-        tables=Adam(lr=2e-3, weight_decay=2.0, decoupled_weight_decay=True),
-        dense=DenseOptimizer(kind="adamw", lr=1e-3, weight_decay=0.1),
+        model={model},{loss}
+        tables={tables},
+        dense={dense},
         schedule=Schedule(decay="linear"),
-        training=Training(batch_size={batch}, epochs=4, evaluate_every={every}, patience=8),
+        training=Training(batch_size={batch}, epochs={epochs}, evaluate_every={every}, patience={epochs}),
     )
 '''
 

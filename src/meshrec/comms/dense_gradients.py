@@ -1,9 +1,10 @@
 """Averages the gradients of dense parameters: a communication hook of DDP.
 
-Each rank averages a part of the elements, in the order of ranks, and sends its means to all. So the bits
-depend neither on where ranks run nor on whether they read each other's memory (``host_link``); gloo's
-all-reduce adds in another order. The hook may finish after the backward pass, when a pipeline has started
-the next lookup.
+Gradients are added in the order of ranks. So the bits depend neither on where ranks run nor on whether they
+read each other's memory (``host_link``); gloo's all-reduce adds in another order. Each rank averages a part
+of the elements and sends its means to all. Two ranks without a link send each other everything instead: as
+many bytes, in one exchange instead of two. The hook may finish after the backward pass, when a pipeline has
+started the next lookup.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,16 @@ from meshrec.comms.mesh import Axis
 
 # R ranks
 
-_NAME = "gradients of dense parameters"
+DENSE_GRADIENTS = "gradients of dense parameters"
+"""The name of this collective in errors and in ``measure_traffic``."""
 
 
 class _Bucket(NamedTuple):
-    """One bucket under way. ``parts``: of all ranks, the elements whose mean this rank takes."""
+    """A bucket of gradients under way."""
 
     buffer: Tensor
-    parts: InFlight
+    terms: InFlight
+    """The elements of other ranks that this rank averages; without ``adds_in_order``, the means."""
     future: Any
 
 
@@ -84,52 +87,63 @@ class DenseGradients:
             # What DistributedDataParallel does without a hook, in its order.
             buffer.mul_(1 / self._axis.size)
             work = dist.all_reduce(buffer, group=self._axis.group, async_op=True)
-            parts = self._in_flight(buffer, work)
-        elif self._link is None:
-            parts = all_to_all(buffer, Splits(sizes, own), self._axis, _NAME)
+            terms = self._in_flight(buffer, work)
+        elif self._link is not None:
+            terms = self._in_flight(None, self._link.start(buffer, sizes, None, own, same=False))
+        elif self._axis.size == 2:
+            sizes = [0, buffer.numel()] if self._axis.rank == 0 else [buffer.numel(), 0]
+            terms = all_to_all(buffer, Splits(sizes, sizes), self._axis, DENSE_GRADIENTS)
         else:
-            received = buffer.new_empty(sum(own))
-            reading = self._link.start(buffer, sizes, received, own, same=False)
-            parts = self._in_flight(received, reading)
-        self._under_way.append(_Bucket(buffer, parts, future))
+            terms = all_to_all(buffer, Splits(sizes, own), self._axis, DENSE_GRADIENTS)
+        self._under_way.append(_Bucket(buffer, terms, future))
         if self.is_late:
             future.set_result(buffer)  # which DistributedDataParallel takes for the mean already
         return future
 
     def finish(self) -> None:
-        """Wait for every bucket: each rank averages its part, in the order of ranks, and all get all parts.
+        """Wait for every bucket, and fill it with the means over all ranks.
 
         Raises:
             CollectiveError: when a rank does not answer.
         """
         under_way, self._under_way = self._under_way, []
-        means = [self._means(bucket) if self.adds_in_order else bucket.parts for bucket in under_way]
+        means = [self._means(bucket) if self.adds_in_order else bucket.terms for bucket in under_way]
         for bucket, in_flight in zip(under_way, means, strict=True):
             mean = in_flight.wait()
-            if mean.data_ptr() != bucket.buffer.data_ptr():
+            if mean is not bucket.buffer:
                 bucket.buffer.copy_(mean)
-                mean = bucket.buffer
             if not bucket.future.done():
-                bucket.future.set_result(mean)
+                bucket.future.set_result(bucket.buffer)
 
     def _means(self, bucket: _Bucket) -> InFlight:
-        terms = bucket.parts.wait().view(self._axis.size, -1)
-        mean = terms[0] / self._axis.size
-        for term in terms[1:]:
-            mean.add_(term, alpha=1 / self._axis.size)
-        sizes = [mean.numel()] * self._axis.size
+        """Compute the means that this rank computes, and start to exchange them unless it has them all."""
+        size, rank, buffer = self._axis.size, self._axis.rank, bucket.buffer
+        average = torch.ops.meshrec.average_ranks.default
+        if self._link is None and size == 2:
+            other = bucket.terms.wait()
+            average(buffer, [buffer, other] if rank == 0 else [other, buffer], size)
+            return self._in_flight(buffer, None)
+        sizes = self._sizes(buffer)
+        own = [sizes[rank]] * size
+        mean: Tensor = torch.ops.meshrec.new_buffer.default(buffer, sizes[rank])
         if self._link is None:
-            return all_to_all(mean, Splits(sizes, self._sizes(bucket.buffer)), self._axis, _NAME, same=True)
-        # Of this rank's buffer everybody has read what is now overwritten: it is in their means.
-        reading = self._link.start(mean, sizes, bucket.buffer, self._sizes(bucket.buffer), same=True)
-        return self._in_flight(bucket.buffer, reading)
+            average(mean, list(bucket.terms.wait().view(size, -1)), size)
+            return all_to_all(mean, Splits(own, sizes), self._axis, DENSE_GRADIENTS, same=True)
+
+        def read(_: Tensor, link: int, exchange: int) -> Tensor:
+            average(mean, [], size, link, exchange)
+            return mean
+
+        bucket.terms.use(read)
+        # All ranks that fill the buffer below have read what they need of it: they send means of it.
+        return self._in_flight(buffer, self._link.start(mean, own, buffer, sizes, same=True))
 
     def _sizes(self, buffer: Tensor) -> list[int]:
         """Return [R], the number of elements that each rank averages."""
         return [part.numel() for part in buffer.tensor_split(self._axis.size)]
 
-    def _in_flight(self, result: Tensor, work: object) -> InFlight:
-        return InFlight(result, work, _NAME, self._axis.group)
+    def _in_flight(self, result: Tensor | None, work: object) -> InFlight:
+        return InFlight(result, work, DENSE_GRADIENTS, self._axis.group)
 
 
 def average_gradients(

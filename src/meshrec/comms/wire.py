@@ -203,7 +203,7 @@ def wire_format(given: Wire) -> WireFormat:
         found = FORMATS.get(given) if isinstance(given, str) else None
     if found is None:
         raise ValueError(
-            f"wire format {given!r} is unknown. Embeddings and gradients travel as {', '.join(FORMATS)}."
+            f"wire format {given!r:.100} is unknown. Embeddings and gradients travel as {', '.join(FORMATS)}."
         )
     return found
 
@@ -223,8 +223,8 @@ class WireFormats(NamedTuple):
         names = text.split("/") if isinstance(text, str) else []
         if not 1 <= len(names) <= 2:
             raise ValueError(
-                f"wire formats {text!r}: give one of {', '.join(FORMATS)}, or two as FORWARD/BACKWARD, such "
-                "as fp16/bf16."
+                f"wire formats {text!r:.100}: give one of {', '.join(FORMATS)}, or two as FORWARD/BACKWARD, "
+                "such as fp16/bf16."
             )
         return cls(wire_format(names[0]), wire_format(names[-1])).checked()
 
@@ -273,8 +273,8 @@ class TableWires(NamedTuple):
             name, colon, formats = each.strip().rpartition(":")
             if not colon or not name or name in tables:
                 raise ValueError(
-                    f"wire formats {text!r}: after the formats of all tables, give TABLE:FORMATS for each "
-                    f"exception once, such as int8/bf16,users:fp32; got {each.strip()!r}."
+                    f"wire formats {text!r:.100}: after the formats of all tables, give TABLE:FORMATS for "
+                    f"each exception once, such as int8/bf16,users:fp32; got {each.strip()!r:.100}."
                 )
             tables[name] = WireFormats.parse(formats)
         return cls(WireFormats.parse(first.strip()), tables)

@@ -40,9 +40,7 @@ AUC_LOSS: dict[WireFormats, float] = {
     WireFormats(FORMATS["int8+stochastic"], FORMATS["int8+stochastic+feedback"]): 5e-4,
     WireFormats(INT4, INT8): 2e-3,
 }
-"""The AUC that each pair of formats may cost, estimated from above after docs/guides/fewer-bytes.md. Pairs
-of fp16 and bf16 rest on one and two seeds.
-"""
+"""The AUC that each pair of formats may cost, estimated from above after docs/guides/fewer-bytes.md."""
 
 
 @dataclass(frozen=True, kw_only=True)

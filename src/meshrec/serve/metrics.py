@@ -2,6 +2,7 @@
 
 import functools
 import os
+from pathlib import Path
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,12 +21,24 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _SAMPLES = tuple(2.0**power for power in range(13))
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable with the folder in which workers share their metrics."""
+_KINDS = ("counter", "histogram")
+_BYTES_PER_MODEL = 1 << 16
+"""Room for the metrics of a model: about 60 values, whose names take up to 600 bytes each."""
 
 
 class Metrics:
-    """The metrics of a server, by model."""
+    """The metrics of a server, by model.
 
-    def __init__(self) -> None:
+    Args:
+        num_models: the number of models.
+
+    Raises:
+        OSError: there is no room for the metrics that workers share.
+    """
+
+    def __init__(self, num_models: int = 1) -> None:
+        if SHARED in os.environ:
+            _reserve(Path(os.environ[SHARED]), (1 + num_models) * _BYTES_PER_MODEL)
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "meshrec_requests", "Requests by outcome.", ["model", "outcome"], registry=self._registry
@@ -106,3 +119,22 @@ class Metrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+def _reserve(folder: Path, num_bytes: int) -> None:
+    """Reserve this process's files of metrics on the disk, before prometheus_client opens them.
+
+    It would make files with holes and map them. On a full disk, the first write to a hole ends the process by
+    SIGBUS.
+    """
+    for kind in _KINDS:
+        path = folder / f"{kind}_{os.getpid()}.db"
+        try:
+            with path.open("ab") as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise OSError(
+                f"there is no room for {num_bytes} bytes of metrics in {folder} ({error.strerror}). Make "
+                "room there, or set TMPDIR to a folder on another disk."
+            ) from error

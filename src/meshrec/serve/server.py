@@ -46,7 +46,7 @@ class Server:
     ) -> None:
         self._options, self._bound, self._peers = options, bound, peers
         self._reader, self._trial = BodyReader(), PackageTrial(Predictor)  # before there are threads
-        metrics = Metrics()
+        metrics = Metrics(len(models))
         self.repository = Repository(
             models,
             options.limits,
@@ -92,6 +92,7 @@ class Server:
         )
         self._uvicorn = _Graceful(config, self._guard, options.linger, options.connections.header_seconds)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reloading, self._reload_waits = asyncio.Lock(), False
 
     @property
     def url(self) -> str:
@@ -116,8 +117,13 @@ class Server:
         self._uvicorn.should_exit = True
 
     def reload(self) -> None:
-        """Load all models anew. Call it from the event loop's thread."""
-        self._start(self._load())
+        """Load all models anew, once if it is called again before that begins.
+
+        Call it from the event loop's thread.
+        """
+        if not self._reload_waits:
+            self._reload_waits = True
+            self._start(self._load())
 
     async def change(self, action: str, model: str, delta: int | None = None) -> None:
         """Load or unload a model in this process."""
@@ -139,7 +145,9 @@ class Server:
         return self.repository.refusal or self._connections.refusal
 
     async def _load(self) -> None:
-        await self.repository.load_all()
+        async with self._reloading:
+            self._reload_waits = False
+            await self.repository.load_all()
         if self._peers is not None:
             self._peers.say_loaded()
 

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable with the folder in which workers share their metrics."""
 _SECONDS_OF_A_BAD_START = 5.0
+_NOBODY = -1
+"""The index of a worker that has ended."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -200,6 +202,8 @@ class _Supervisor:
         worker.process.join()
         worker.pipe.close()
         for number, task in list(self._tasks.items()):
+            if task.asker == index:  # the next worker of this index has tickets of its own
+                self._tasks[number] = task._replace(asker=_NOBODY)
             if index in task.left:
                 self._done(number, index, "a worker ended meanwhile. Try again.")
         if self._is_stopping:

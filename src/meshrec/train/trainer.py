@@ -125,6 +125,8 @@ class Trainer:
         with self._steps.profiled():
             if is_fitted or self._owes_an_evaluation():
                 self._evaluate()
+            if is_fitted:
+                self.judge.prefer_first()
             while not self._is_over():
                 self._epoch()
         if self._stop.finish().failed:

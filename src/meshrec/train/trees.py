@@ -1,6 +1,7 @@
 """LightGBM as a baseline: gradient-boosted trees on what the model reads."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 _ROUNDS = 2000
 _PATIENCE = 50
 _MOST_IDS = 64
-"""Frequent IDs of a list that become columns of their own."""
+"""Number of frequent IDs of a list that become columns of their own."""
 _MOST_CATEGORIES = 10_000
-"""Categories of a column; rarer IDs are one category, as the trees' own limits would make them."""
+"""Largest number of categories of a column. All rarer IDs are one more category."""
 
 
 def has_trees() -> bool:
@@ -67,14 +68,15 @@ class Trees:
         options = {
             "objective": "binary",
             "metric": "auc",
-            "learning_rate": 0.05,
-            "num_threads": torch.get_num_threads(),
+            "learning_rate": 0.1,
+            # One rank alone computes baselines, while the others wait: it takes all cores.
+            "num_threads": os.cpu_count() or 1,
             "seed": 0,
             "verbosity": -1,
         }
         data = lightgbm.Dataset(
             self.matrix(train),
-            train.labels.numpy(),
+            train.labels.contiguous().numpy(),  # LightGBM refuses a column of several labels
             categorical_feature=list(range(first, first + len(singles))),
             params={"verbosity": -1},
         )

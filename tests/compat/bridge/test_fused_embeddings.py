@@ -33,6 +33,29 @@ def test_the_backward_pass_is_the_optimizers_step(optimizer):
     assert fused.optimizer_kwargs() == {"lr": 0.1}
 
 
+@pytest.mark.parametrize("lengths", [[3, 1], [1, 2, 0, 1]])
+def test_shared_features_and_tables_in_batches_of_one_and_two(lengths):
+    batch = KeyedJaggedTensor(["a", "b"], torch.tensor([0, 0, 1, 1]), lengths=torch.tensor(lengths))
+    shared = [
+        embeddings.EmbeddingBagConfig(3, 4, "s", feature_names=["a"]),
+        embeddings.EmbeddingBagConfig(3, 4, "t", feature_names=["a", "b"]),
+    ]
+    fused = fused_embeddings.FusedEmbeddingBagCollection(shared, torch.optim.SGD, {"lr": 0.1})
+    plain = embeddings.EmbeddingBagCollection(shared)
+    plain.load_state_dict(fused.state_dict())
+    steps = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        found, expected = fused(batch), plain(batch)
+        assert found.keys() == expected.keys() == ["a@s", "a@t", "b"]
+        torch.testing.assert_close(found.values(), expected.values())
+        steps.zero_grad()
+        found.values().square().sum().backward()
+        expected.values().square().sum().backward()
+        steps.step()
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(fused.state_dict()[name], weight)
+
+
 def test_collections_in_a_model_are_replaced_and_keep_their_weights():
     sequence = embeddings.EmbeddingCollection([embeddings.EmbeddingConfig(3, 4, "a")], need_indices=True)
     model = torch.nn.ModuleDict({"bags": embeddings.EmbeddingBagCollection(tables()), "rows": sequence})

@@ -36,7 +36,7 @@ def long_messages():
     for format, dim in itertools.product(FORMATS[3:], (4, 31, 64, 100, 128, 300, 1100)):
         rows = drawn_rows(150, dim, seed=seed + dim)
         rows[:75] = rows[:75].nan_to_num(1.0, 2.0, 3.0)
-        yield rows.flatten(), [97, 0, 53], [0, 1, 2, 3], [dim] * 3, [format] * 3, [5] * 3, [3] * 3, [7] * 3, None, 1
+        yield rows.flatten(), [50, 0, 50], [0, 2, 2, 3], [dim] * 3, [format] * 3, [5] * 3, [3] * 3, [7] * 3, None, 1
 
 
 def messages():

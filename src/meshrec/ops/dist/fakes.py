@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-import meshrec.ops.dist.naive  # noqa: F401 - the ops must exist before fakes are registered for them
+import meshrec.ops.dist.average_naive  # noqa: F401 - the ops must exist before fakes are registered for them
+import meshrec.ops.dist.naive  # noqa: F401
 from meshrec.ops.dist import wire_naive
 
 # R ranks, Q routes, U uses
@@ -135,3 +136,8 @@ def _wire_decode(
 ) -> Tensor:
     size = sum(n * sum(widths[begins[b] : begins[b + 1]]) for b, n in enumerate(rows))
     return message.new_empty(size, dtype=torch.float32)
+
+
+@_register_fake("meshrec::average_ranks")
+def _average_ranks(mean: Tensor, *rest: Any) -> None:
+    return None

@@ -1,0 +1,42 @@
+"""The files in which workers share their metrics."""
+
+import os
+import resource
+
+import pytest
+from prometheus_client.mmap_dict import MmapedDict
+
+from meshrec.serve.metrics import SHARED, Metrics
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    monkeypatch.setenv(SHARED, str(tmp_path))
+    return tmp_path
+
+
+def test_room_is_reserved_before_files_are_mapped(shared):
+    """A worker that wrote to a hole on a full disk was ended by SIGBUS."""
+    Metrics(num_models=3)
+    files = sorted(shared.iterdir())
+    assert [path.name for path in files] == [f"{kind}_{os.getpid()}.db" for kind in ("counter", "histogram")]
+    for path in files:
+        size = path.stat().st_size
+        assert path.stat().st_blocks * 512 >= size >= 4 << 16
+        values = MmapedDict(str(path))
+        for model in range(3):
+            for number in range(60):  # as many as a model has, with the longest name that a folder can have
+                values.write_value(f"{model}{'m' * 255}{'h' * 250}{number}", 1.0, 0.0)
+        values.close()
+        assert path.stat().st_size == size
+
+
+def test_a_disk_without_room_is_named(shared):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"no room for 131072 bytes of metrics in {shared}"):
+            Metrics()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(shared.iterdir()) == []
