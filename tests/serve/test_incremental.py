@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshrec import EmbeddingCollection, EmbeddingConfig
-from meshrec.export import Predictor, export
-from meshrec.export.incremental import Encoder
+from meshrec.export import PackageError, Predictor, export
+from meshrec.export.incremental import Encoder, IncrementalQueries
 from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.models import HSTU, GRU4Rec, HistoryFeatures, SampledSoftmax
 from tests.export.conftest import torchs_own_warnings
@@ -132,3 +132,8 @@ def test_weights_of_another_form_are_refused(folder):
     predictor = Predictor(folder / "hstu")
     encoder = predictor.items.encoder
     assert Encoder.from_json(encoder.to_json()) == encoder
+    other = encoder._replace(sizes={**encoder.sizes, "num_blocks": encoder.sizes["num_blocks"] + 1})
+    with pytest.raises(PackageError, match="Export it again"):
+        IncrementalQueries(other, predictor.weights, normalise=True)
+    with pytest.raises(PackageError, match="describes its encoder wrongly"):
+        Encoder.from_json(encoder.to_json().replace("HSTU", "LSTM"))

@@ -26,8 +26,6 @@ from meshrec.sparse import KeyedJaggedTensor
 
 # B samples, N items of all histories
 
-_KINDS = {"HSTU": HSTU}
-
 
 class Encoder(NamedTuple):
     """The form of a next-item model that continues from kept keys and values."""
@@ -44,14 +42,13 @@ class Encoder(NamedTuple):
     @staticmethod
     def of(model: nn.Module) -> "Encoder | None":
         """Return the form of a model; None if it keeps nothing, or its table is not one of float32 rows."""
-        kind = type(model).__name__
-        if not isinstance(model, _KINDS.get(kind, ())):
+        if not isinstance(model, HSTU):
             return None
         ((config, _),) = model.embedding_collection.tables().values()
         if config.storage is not None or config.keys is not None or config.data_type is not DataType.FP32:
             return None
         table = (config.name, config.num_embeddings, config.embedding_dim)
-        return Encoder(kind, model.features, table, model.sizes)
+        return Encoder(HSTU.__name__, model.features, table, model.sizes)
 
     def to_json(self) -> str:
         """Return a text that `from_json` takes."""
@@ -67,7 +64,7 @@ class Encoder(NamedTuple):
         try:
             said: dict[str, Any] = json.loads(text)
             found = Encoder(**{**said, "features": HistoryFeatures(**said["features"])})
-            if found.kind not in _KINDS:
+            if found.kind != HSTU.__name__:
                 raise ValueError(f"there is no model {found.kind!r}")
         except (ValueError, TypeError, KeyError) as error:
             raise PackageError(
@@ -94,7 +91,7 @@ class IncrementalQueries:
             name=table, num_embeddings=num_rows, embedding_dim=width, feature_names=[*names[:2]]
         )
         meta = torch.device("meta")
-        model = _KINDS[encoder.kind](
+        model = HSTU(
             EmbeddingCollection(tables=[config], device=meta),
             names,
             softmax=SampledSoftmax(similarity="cosine" if normalise else "dot"),

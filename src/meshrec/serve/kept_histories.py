@@ -21,7 +21,7 @@ _OVERHEAD = 512
 """Bytes that an entry takes beside its rows."""
 
 
-class Found(NamedTuple):
+class KeptCounts(NamedTuple):
     """Counts of a batch's histories, and the bytes that are kept after it."""
 
     hits: int
@@ -125,7 +125,7 @@ class IncrementalScores:
         """Remove everything that is kept, as when weights change."""
         self._kept.clear()
 
-    def __call__(self, request: Request) -> tuple[Floats, Found]:
+    def __call__(self, request: Request) -> tuple[Floats, KeptCounts]:
         """Return the queries [B, V] of a request, and what was found.
 
         Raises:
@@ -141,14 +141,14 @@ class IncrementalScores:
             torch.cat([nothing, *(each for each in rows if each is not None)]),
             torch.tensor([0 if each is None else len(each) for each in rows], dtype=torch.int64),
         )
-        found = self._advance(*([torch.from_numpy(each) for each in of] for of in (values, lengths)), kept)
+        found = self._advance([*map(torch.from_numpy, values)], [*map(torch.from_numpy, lengths)], kept)
         own = found.kept.rows.split(found.kept.lengths_B.tolist())
         for each, encoded in zip(digests, own, strict=True):
             if each:
                 self._kept.keep(each, encoded)
         hits = sum(each is not None for each in rows)
         misses = sum(bool(each) for each in digests) - hits
-        return found.query_BV.numpy(), Found(hits, misses, self._kept.num_bytes)
+        return found.query_BV.numpy(), KeptCounts(hits, misses, self._kept.num_bytes)
 
     @staticmethod
     def _digests(values: list[Ints], lengths: list[Ints]) -> list[list[bytes]]:

@@ -15,7 +15,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from meshrec.serve.batching import Batched
-from meshrec.serve.kept_histories import Found
+from meshrec.serve.kept_histories import KeptCounts
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SAMPLES = tuple(2.0**power for power in range(13))
@@ -106,7 +106,7 @@ class Metrics:
         for wait in batch.waits:
             queue.observe(wait)
 
-    def kept(self, model: str, found: Found) -> None:
+    def kept(self, model: str, found: KeptCounts) -> None:
         """Count the histories of a batch, and record the bytes that are kept."""
         self._histories.labels(model, "hit").inc(found.hits)
         self._histories.labels(model, "miss").inc(found.misses)

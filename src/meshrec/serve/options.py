@@ -77,7 +77,8 @@ class ServerOptions:
     """Copy the weights into memory of each worker, instead of mapping the files that all workers share."""
     keep_histories: int = 0
     """Largest size, in bytes, of what each worker keeps of histories between requests for recommendations,
-    for each model that can continue from it; 0 keeps nothing."""
+    for each model that can continue from it; 0 keeps nothing.
+    """
     tls_cert: Path | None = None
     """PEM file of a certificate: serve HTTPS."""
     tls_key: Path | None = None
