@@ -82,7 +82,7 @@ class BuildKernels(build_ext):
         self.spawn([*compiler(), *link, *shlex.split(os.environ.get("LDFLAGS", ""))])
 
     def write_formulas(self) -> Path:
-        """``formulas.inc``: the optimizers, as Python lists them. Left alone where nothing changed."""
+        """Write ``formulas.inc``, the optimizers as Python lists them. An equal file is left alone."""
         target = Path(self.build_temp).absolute() / "meshrec" / "formulas.inc"
         target.parent.mkdir(parents=True, exist_ok=True)
         text = runpy.run_path(str(FORMULAS))["as_cpp"]()

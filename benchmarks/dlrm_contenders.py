@@ -1,4 +1,4 @@
-"""The same DLRM in each library, built and trained for `benchmarks.dlrm_step`."""
+"""A DLRM in each library with equal sizes, built and trained for `benchmarks.dlrm_step`."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class Prefetch(NamedTuple):
-    """How the loop prefetches rows. Which way is fastest depends on the machine."""
+    """A way in which the loop prefetches rows. Which one is fastest depends on the machine."""
 
     rows: int
     """Prefetch distance in IDs."""

@@ -48,7 +48,7 @@ _PROFILE = ".profile.json"
 
 
 def worker(out: Path) -> None:
-    """Measure as one rank, or calibrate if ``out`` ends so; rank 0 writes what was found."""
+    """Measure as one rank, or calibrate if ``out`` is a profile. Rank 0 writes the result to ``out``."""
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
     if out.name.endswith(_PROFILE):
@@ -101,7 +101,7 @@ def _first_loss(rank: int) -> float:
 
 
 def measured(size: int, folder: Path) -> dict[str, Any]:
-    """Calibrate and measure with a rank on each of ``size`` hosts, but for results that are in the folder."""
+    """Calibrate and measure on ``size`` hosts with a rank each, unless the folder has the results."""
     for out in (folder / f"{size}{_PROFILE}", folder / f"{size}.json"):
         if not out.exists():
             _on_hosts(size, folder, out)

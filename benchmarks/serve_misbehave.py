@@ -13,7 +13,7 @@ _LARGE = json.dumps({"shared": {"f0": list(range(100)) * 18_000}, "samples": [{"
 
 
 class Way(NamedTuple):
-    """How a client misbehaves: what it sends on each connection, and how often it opens one.
+    """A kind of misbehaviour of a client: what it sends on each connection, and how often it opens one.
 
     Attributes:
         content: the bytes it sends.

@@ -158,7 +158,7 @@ def _run(*command: str) -> None:
 
 
 def _main(task: str, target: str, backend: str) -> None:
-    """Be one rank."""
+    """Run one rank of the measurement."""
     import torch
     import torch.distributed as dist
 

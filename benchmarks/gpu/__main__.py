@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
     python: str
     problem: str | None
-    """Why it cannot check a GPU; None if it can."""
+    """The reason why it cannot check a GPU; None if it can."""
     torch: str = ""
     devices: tuple[str, ...] = ()
     has: tuple[str, ...] = ()

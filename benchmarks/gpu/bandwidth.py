@@ -1,4 +1,4 @@
-"""How much of the memory bandwidth lookups, updates and steps reach: `python -m benchmarks.gpu.bandwidth`.
+"""Share of the memory bandwidth that lookups, updates and steps reach: `python -m benchmarks.gpu.bandwidth`.
 
 Every figure is the bytes that the operation must move at least, per second, as a share of what a plain copy
 of a large tensor reaches on the same device. Results are compared before anything is timed.
@@ -33,11 +33,11 @@ class Shape:
 
     @property
     def lookup_bytes(self) -> int:
-        """Every row is read for each of its IDs, and every pooled row is written."""
+        """Return the bytes of a lookup: a row is read for each ID, and each pooled row is written."""
         return 4 * self.num_tables * self.batch * self.dim * (self.bag + 1)
 
     def update_bytes(self, num_touched: int) -> int:
-        """The gradient is read for each ID, and each touched row is read and written."""
+        """Return the bytes of an update, which reads a gradient per ID, and reads and writes touched rows."""
         return 4 * self.dim * (self.num_tables * self.batch * self.bag + 2 * num_touched)
 
 

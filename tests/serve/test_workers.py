@@ -22,14 +22,12 @@ from tests.serve.conftest import Client, free_port, link, samples, scores_of
 
 
 @contextlib.contextmanager
-def program(*arguments, code=0):
+def program(*arguments, code=0, command=(toys.__file__,)):
     """``meshrec serve``, ready; and a way to ask it. It ends with ``code``, and so do all its processes."""
     port = free_port()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", toys.__file__, "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, *map(str, arguments)], env=environment, stderr=subprocess.PIPE, text=True
-    )
+    started = [sys.executable, "-W", "ignore", *command, "--port", str(port), *map(str, arguments)]
+    process = subprocess.Popen(started, env=environment, stderr=subprocess.PIPE, text=True)
     log = []
     reader = threading.Thread(target=lambda: log.extend(process.stderr))
     reader.start()

@@ -1,8 +1,8 @@
 """A program whose training is killed again and again: prints how often, and whether the end is that of a run
-that was left alone. Its arguments: a folder, the number of kills, a seed, and the tests whose model trains.
+that was left alone. Its arguments: a folder, the number of kills, a seed, and the kind of tables (fixed or
+hashed).
 """
 
-import importlib
 import os
 import random
 import shutil
@@ -14,15 +14,17 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from file_tables import KINDS, same, whole
+
 from meshrec import checkpoint
 
 STEPS, EVERY = 60, 4
-programs = importlib.import_module(sys.argv[4])
+tables = KINDS[sys.argv[4]]
 
 
 def live(folder: Path, pace: float) -> None:
     """Go on from the last checkpoint, to the end."""
-    model = programs.alone(folder / "rows", spec="adam", cached=60)
+    model = tables.alone(folder / "rows", spec="adam", cached=60)
     state = {"model": model, "tables": model.fused_optimizer}
     saved = sorted(folder.glob("saved-*/manifest.json"))
     step = 0
@@ -31,7 +33,7 @@ def live(folder: Path, pace: float) -> None:
         step = int(saved[-1].parent.name.removeprefix("saved-"))
     pending = None
     for number in range(step, STEPS):
-        programs.train(model, [number])
+        tables.train(model, [number])
         time.sleep(pace)
         if (number + 1) % EVERY == 0:
             if pending is not None:
@@ -39,7 +41,7 @@ def live(folder: Path, pace: float) -> None:
             pending = checkpoint.async_save(folder / f"saved-{number + 1:04d}", state)
     if pending is not None:
         pending.wait()
-    torch.save(programs.whole(model), folder / "end.part")
+    torch.save(whole(model), folder / "end.part")
     os.replace(folder / "end.part", folder / "end")
 
 
@@ -81,7 +83,7 @@ def main() -> None:
         while forked(killed, 0.005, draw.uniform(0.05, 0.8) if done < kills else None):
             done += 1
         found = torch.load(killed / "end")
-        if not programs.same(found, expected):
+        if not same(found, expected):
             raise SystemExit(f"after {done} kills the end is another one")
         left = [path.name for path in killed.glob("rows/*") if path.suffix != ".rows"]
         if left:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -19,172 +18,30 @@ from meshrec import (
     KeyedJaggedTensor,
     checkpoint,
 )
-from meshrec import distributed as md
 from meshrec.checkpoint.snapshot import shared_memory
-from meshrec.comms.mesh import default_env
 from meshrec.export.whole_tables import with_whole_tables
-from meshrec.model_parallel import DistributedModelParallel
 from meshrec.ops import records
-from meshrec.optim import SGD, Adam, PartialRowWiseLAMB, RowWiseAdagrad
-from meshrec.pipeline import TrainPipeline
 from meshrec.tables import row_file
 from meshrec.tables.row_file import RowFileError
 from meshrec.testing import RankError
+from tests.tables.file_tables import (
+    FIXED,
+    SIZES,
+    check_drawn_programs,
+    fails_on_one_rank,
+    same,
+    tables_of,
+    too_small,
+    whole,
+)
 
-SIZES = {"t0": (400, 8), "t1": (90, 64), "t2": (50, 12)}
-SPECS = {
-    "rowwise": RowWiseAdagrad(lr=0.1),
-    "adam": Adam(lr=0.1),
-    "sgd": SGD(lr=0.1),
-    "lamb": PartialRowWiseLAMB(lr=0.1),
-}
-BUILDERS = {
-    "one": (lambda: md.table_wise(rank=0), md.data_parallel, lambda: md.table_wise(rank=0)),
-    "rows": (md.row_wise, md.row_wise, md.row_wise),
-    "columns": (lambda: md.column_wise(ranks=[0, 1]), lambda: md.table_wise(rank=1), md.column_wise),
-    "grid": (md.grid_shard, md.data_parallel, md.row_wise),
-}
-
-
-class Model(torch.nn.Module):
-    def __init__(self, folder, cached, data_type):
-        super().__init__()
-        torch.manual_seed(0)
-        self.ebc = EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(
-                    name=name,
-                    num_embeddings=rows,
-                    embedding_dim=dim,
-                    feature_names=[f"f_{name}"],
-                    data_type=data_type,
-                    storage=None if folder is None else FileRows(path=folder, cache_rows=cached),
-                )
-                for name, (rows, dim) in SIZES.items()
-            ],
-            device="meta",
-        )
-
-    def forward(self, features):
-        loss = self.ebc(features).values().square().sum()
-        return loss, loss.detach()
-
-
-def plan_of(kind, world_size):
-    kind = "one" if world_size == 1 else kind
-    builders = dict(zip(SIZES, [builder() for builder in BUILDERS[kind]], strict=True))
-    ebc = Model(None, 1, DataType.FP32).ebc
-    made = md.construct_module_sharding_plan(ebc, builders, world_size=world_size, local_size=1)
-    return md.ShardingPlan({"ebc": made})
-
-
-def make(folder, spec="rowwise", kind="one", cached=70, data_type=DataType.FP32, env=None):
-    env = env or default_env()
-    return DistributedModelParallel(
-        Model(folder, cached, data_type),
-        env,
-        plan=plan_of(kind, env.shard.size),
-        sharders=[md.EmbeddingBagCollectionSharder(SPECS[spec])],
-        init_data_parallel=False,
-    )
-
-
-def batches(steps, rank=None):
-    rank = default_env().world.rank if rank is None else rank
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        lengths = torch.randint(0, 4, (3, 5), generator=generator)
-        ids = [
-            (rows * torch.rand(int(own.sum()), generator=generator) ** 2).long()
-            for (rows, _), own in zip(SIZES.values(), lengths, strict=True)
-        ]
-        yield KeyedJaggedTensor([f"f_{name}" for name in SIZES], torch.cat(ids), lengths=lengths.view(-1))
-
-
-def train(model, steps):
-    for batch in batches(steps):
-        model(batch)[0].backward()
-
-
-def full(value):
-    if not isinstance(value, torch.Tensor):
-        return torch.as_tensor(value)
-    return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-
-
-def whole(model):
-    found = {name: full(value) for name, value in model.state_dict().items()}
-    for name, slots in model.fused_optimizer.state_dict()["state"].items():
-        found |= {f"{name}.{slot}": full(value) for slot, value in slots.items()}
-    return found
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-def tables_of(model):
-    return [table for shards in model.module.ebc.built.shards.values() for table in shards.tables]
-
-
-def alone(folder, **options):
-    return make(folder, env=md.ShardingEnv.single_process(), **options)
-
-
-def drawn_program(folder, number):
-    """Trains, evaluates, loads, moves, saves in the background; beside it the same in memory."""
-    draw = random.Random(number)
-    size = default_env().world.size
-    spec, kind = draw.choice(list(SPECS)), draw.choice(list(BUILDERS))
-    data_type = draw.choice([DataType.FP32, DataType.FP32, DataType.BF16, DataType.FP16])
-    options = {"spec": spec, "kind": kind, "data_type": data_type}
-    side = make(f"{folder}/rows", cached=draw.randint(65, 100) * size, **options)
-    plain = make(None, **options)
-    saved, step = None, 0
-    for turn in range(draw.randint(3, 7)):
-        action = draw.choice(["train", "train", "ahead", "evaluate", "save", "load", "move"])
-        steps = range(step, step + draw.randint(1, 4))
-        step = steps.stop
-        if action == "move" and size > 1:
-            kind = draw.choice(list(BUILDERS))
-        for name, model in (("side", side), ("plain", plain)):
-            state = {"model": model, "tables": model.fused_optimizer}
-            if action == "ahead":
-                pipeline, feed = TrainPipeline(model, model.fused_optimizer), batches(steps)
-                for _ in steps:
-                    pipeline.progress(feed)
-            elif action == "evaluate":
-                with torch.no_grad():
-                    for batch in batches(steps):
-                        model(batch)
-            elif action == "save":
-                pending = checkpoint.async_save(f"{folder}/{name}-{turn}", state)
-                train(model, steps)
-                pending.wait()
-            elif action == "load" and saved is not None:
-                # What one kind of storage saved, the other loads.
-                other = {"side": "plain", "plain": "side"}[name]
-                checkpoint.load(f"{folder}/{other}-{saved}", state)
-            elif action == "move" and size > 1:
-                model.reshard(plan_of(kind, size))
-            train(model, steps)
-        if action == "save":
-            saved = turn
-    return same(whole(side), whole(plain))
-
-
+alone, batches, train = FIXED.alone, FIXED.batches, FIXED.train
 DRAWS = int(os.environ.get("MESHREC_DRAWS", "16"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_drawn_programs_give_the_bits_of_memory(ranks, tmp_path, world_size):
-    pool = ranks(world_size)
-    for number in range(DRAWS // 2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert pool.run(drawn_program, str(folder), number) == [True] * world_size, number
-    assert not list(tmp_path.glob("*/rows/*.log-*"))
+    check_drawn_programs(ranks(world_size), "fixed", tmp_path, DRAWS // 2)
 
 
 def test_the_number_of_requests_in_flight_does_not_matter(tmp_path, monkeypatch):
@@ -305,31 +162,9 @@ def test_a_full_disk_refuses_the_step_and_loses_nothing(tmp_path, monkeypatch):
     assert all(torch.equal(whole(side)[name], expected[name]) for name in names)
 
 
-def too_small(folder):
-    model = make(folder, kind="rows", cached=4)
-    train(model, range(1))
-
-
 def test_a_cache_that_is_too_small_is_named_on_every_rank(ranks, tmp_path):
     with pytest.raises(RankError, match=r"rank 0: table 't\d': a batch needs .* cache_rows"):
         ranks(2).run(too_small, str(tmp_path))
-
-
-def fails_on_one_rank(folder):
-    model = make(folder, kind="rows", cached=60)
-    train(model, range(2))
-    if default_env().world.rank == 1:
-        for table in tables_of(model):
-            table._workers.error = RowFileError("the disk is gone")
-            table._last_read = table._workers.reader.submit(table._bring, None, [])
-    found = []
-    pipeline, feed = TrainPipeline(model, model.fused_optimizer), batches(range(2, 6))
-    for _ in range(4):
-        try:
-            pipeline.progress(feed)
-        except RowFileError as error:
-            found.append(str(error))
-    return found
 
 
 def test_an_error_of_one_rank_is_raised_on_all_of_them(ranks, tmp_path):
@@ -340,8 +175,8 @@ def test_an_error_of_one_rank_is_raised_on_all_of_them(ranks, tmp_path):
 
 def test_files_of_killed_processes_are_removed(tmp_path):
     program = (
-        "import sys, torch; sys.path.insert(0, sys.argv[1]); import test_file_rows as t; "
-        "m = t.alone(sys.argv[2]); print('made', flush=True); import time; time.sleep(60)"
+        "import sys, torch; sys.path.insert(0, sys.argv[1]); import file_tables as t; "
+        "m = t.FIXED.alone(sys.argv[2]); print('made', flush=True); import time; time.sleep(60)"
     )
     arguments = [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
@@ -415,7 +250,7 @@ def test_runs_that_are_killed_end_as_if_they_had_not_been(tmp_path):
     program = Path(__file__).with_name("killed_file_rows.py")
     kills = os.environ.get("MESHREC_KILLS", "4")
     found = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), kills, "1", "test_file_rows"],
+        [sys.executable, str(program), str(tmp_path), kills, "1", "fixed"],
         capture_output=True,
         text=True,
         check=False,

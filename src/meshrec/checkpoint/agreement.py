@@ -41,9 +41,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Axis:
-    """Return the ranks of a group (None: the default group) as an axis; one rank if there is no group at
-    all.
-    """
+    """Return the ranks of a group as an axis: of the default group for None, or one rank if there is none."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return Axis()

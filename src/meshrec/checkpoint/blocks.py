@@ -66,7 +66,7 @@ class FileWriter:
         self._flushed = 0
 
     def write(self, content: memoryview | bytes) -> None:
-        """Append all of it."""
+        """Write all bytes at the end of the file."""
         rest = memoryview(content)
         while rest:
             written = os.write(self._descriptor, rest)

@@ -138,7 +138,7 @@ class RowTracker:
 
 
 class Exported(NamedTuple):
-    """The number of rows that were written, and of IDs that went, by table; ``gone`` names hashed tables."""
+    """The number of written rows of each table, and of evicted IDs (``gone``) of each hashed table."""
 
     rows: dict[str, int]
     gone: dict[str, int]

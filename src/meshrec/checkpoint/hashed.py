@@ -36,13 +36,13 @@ class HashedPlace(NamedTuple):
     path: str
     """The name of the module that holds it."""
     tables: Sequence[HashedTable]
-    """The rectangles that are here."""
+    """The rectangles of this rank."""
     storage: HashedRows
     changed: Callable[[], object]
     """Tells all ranks that rows were loaded. Collective."""
 
     def names(self) -> list[str]:
-        """Return the names of the parts of its rows, and of what is beside them."""
+        """Return the names of all parts that a state dict has of the table."""
         return whole_names(self.storage)
 
 

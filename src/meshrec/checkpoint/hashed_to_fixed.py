@@ -55,7 +55,7 @@ class FixedPlace(NamedTuple):
     path: str
     """The name of the module that holds it."""
     tables: Sequence[LoadableRows]
-    """The rectangles that are here."""
+    """The rectangles of this rank."""
     num_rows: int
     dim: int
     changed: Callable[[], object]

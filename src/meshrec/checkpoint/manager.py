@@ -28,6 +28,9 @@ class CheckpointManager:
             saved again.
         keep_every: also keep checkpoints whose step is a multiple of this.
         group: the ranks (default: all of the default process group).
+
+    Raises:
+        ValueError: ``keep_last`` or ``keep_every`` is below 1.
     """
 
     def __init__(
@@ -103,8 +106,7 @@ class CheckpointManager:
         load(path, state, group=self._group)
 
     def load_latest(self, state: Mapping[str, Any]) -> int | None:
-        """Load the newest checkpoint whose data is intact, and return its step; None if there is no
-        checkpoint.
+        """Load the newest intact checkpoint and return its step, or None if there is no checkpoint.
 
         If a checkpoint turns out to be damaged, a warning names it, and the one before it is loaded.
 

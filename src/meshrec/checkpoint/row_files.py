@@ -114,9 +114,9 @@ class _FilledTable(NamedTuple):
     tables: Sequence[Any]
     dim: int
     most: int
-    """The number of rows that it may have, or has."""
+    """The number of rows of a fixed table; the largest number of a hashed one."""
     seed: int | None
-    """The seed of its keys; None: it is fixed."""
+    """The seed of a hashed table's keys; None for a fixed table."""
     columns: dict[str, bool]
     """The parts to read, ``weight`` first, and whether each is one value per row."""
     changed: Any
@@ -245,7 +245,7 @@ def _array_of(pa: Any, values: Tensor, kind: Any) -> Any:
 
 
 def _prefix_of(manifest: Manifest, table: str) -> str:
-    """Return what begins the names of a table's parts in a checkpoint."""
+    """Return the prefix of the names of a table's parts in a checkpoint."""
     end = ".weight"
     found = {
         name.removesuffix(end)

@@ -16,7 +16,7 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import fields, integer, integers, mapping, parse, text
 
 METADATA = "__metadata__"
-"""The name in a header under which the format keeps text; no tensor may have it."""
+"""The key of free text in a header, which no tensor may have as its name."""
 _MOST_HEADER_BYTES = 100_000_000  # as in the format's own library
 _MOST_DIMS = 64
 
@@ -77,7 +77,7 @@ def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
 
 
 def _check_before_reading(descriptor: int, size: int, path: str) -> None:
-    """Check the header of an open file, before there is memory for all that the file says it has."""
+    """Check the header of an open file before memory is allocated for the sizes that it states."""
     first = bytearray(min(8, size))
     read_into(descriptor, memoryview(first), 0, path)
     header = bytearray(_header_length(first, size, path))
@@ -86,7 +86,7 @@ def _check_before_reading(descriptor: int, size: int, path: str) -> None:
 
 
 def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
-    """Return the bytes of the header's JSON, as the first 8 bytes of a file of ``size`` bytes say."""
+    """Return the number of bytes of the header's JSON, which the first 8 bytes of the file state."""
     length = int.from_bytes(first, "little") if size >= 8 else 0
     if length + 8 > size or not 2 <= length <= _MOST_HEADER_BYTES:
         raise DamageError(f"{path} is no safetensors file: its header would be longer than the file")

@@ -113,7 +113,7 @@ class Snapshot:
         return self._status is None
 
     def wait(self) -> None:
-        """Wait for the end.
+        """Wait until the writer has ended.
 
         Raises:
             CheckpointError: the file could not be written; the error says why.
@@ -141,7 +141,10 @@ class Snapshot:
 
 
 class FrozenParts:
-    """The parts of a file with what a fork does not freeze frozen; see the module's docstring."""
+    """The parts of a file, with snapshots of those that a fork would not keep as they are.
+
+    See the module's docstring.
+    """
 
     def __init__(self, parts: Sequence[TensorPart]) -> None:
         self._snapshots: dict[int, RowsSnapshot] = {}
@@ -164,7 +167,7 @@ class FrozenParts:
         return found.clone() if is_shared and found is tensor else found
 
     def close(self) -> None:
-        """Give the snapshots of tables up."""
+        """Close the snapshots of tables."""
         while self._snapshots:
             self._snapshots.popitem()[1].close()
 

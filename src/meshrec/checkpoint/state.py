@@ -188,18 +188,18 @@ class _Hashed(NamedTuple):
     places: dict[str, HashedPlace]
     """The tables, by the prefix of their names."""
     fixed: dict[str, FixedPlace]
-    """The fixed tables whose rows the checkpoint has as those of hashed ones."""
+    """The fixed tables that are hashed tables in the checkpoint."""
     slots: dict[str, dict[str, str]]
-    """The names of their optimizer's state, by slot, by that prefix."""
+    """The names of the tables' optimizer state by slot, by that prefix."""
     apart: dict[str, set[str]]
-    """The names of all their tensors, by entry."""
+    """The names of all tensors of these tables, by entry."""
 
     def names(self, entry: str) -> set[str]:
         """Return the names of an entry's tensors that DCP does not load."""
         return self.apart.get(entry, set())
 
     def fill(self, folder: Path, manifest: Manifest) -> None:
-        """Read the rows."""
+        """Read the rows from the checkpoint."""
         for prefix, place in self.places.items():
             load_hashed(place, folder, manifest, prefix, self.slots.get(prefix, {}))
         for prefix, fixed in self.fixed.items():

@@ -189,7 +189,7 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing."""
+        """Do nothing, because the manifest was read before."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

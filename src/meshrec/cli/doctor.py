@@ -32,7 +32,7 @@ class DoctorOptions:
     """
 
     recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
-    """Recipe whose data is looked at."""
+    """Recipe whose data is checked."""
     out: str = str(RUNS)
     """Folder of runs that all hosts reach, or the address of an object store."""
     timeout: float = 60.0

@@ -63,9 +63,7 @@ class ExportOptions:
     require_signature: Path | None = None
     """PEM file of the ed25519 public key that must have signed the package to compile anew."""
     triton: Path | None = None
-    """Also write a model repository for NVIDIA's Triton server to this folder, which may hold other
-    models.
-    """
+    """Add the model to this folder, a model repository of NVIDIA's Triton server with or without others."""
 
 
 def main(arguments: Sequence[str]) -> int:

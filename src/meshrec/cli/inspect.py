@@ -144,7 +144,7 @@ def _log_columns(options: InspectOptions) -> LogColumns:
 
 
 def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
-    """Return what the columns of the data hold, and what to make of them."""
+    """Return the profile of the data's columns, and the proposed features."""
     from meshrec.data.profile import profile
     from meshrec.data.propose import propose
 

@@ -81,6 +81,10 @@ class ServeOptions:
     """
     copy_weights: bool = False
     """Copy the weights into the memory of each worker instead of mapping them from the package."""
+    keep_histories: int = ServerOptions.keep_histories
+    """Largest size, in bytes, of what each worker keeps of histories between requests to /recommend; a
+    request then encodes only the items that are new. 0: keep nothing.
+    """
     tls_cert: Path | None = None
     """PEM file of a certificate: serve HTTPS."""
     tls_key: Path | None = None
@@ -120,6 +124,7 @@ def main(arguments: Sequence[str]) -> int:
         verify=options.verify,
         public_key=options.require_signature,
         copy_weights=options.copy_weights,
+        keep_histories=options.keep_histories,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         access_log=options.access_log,

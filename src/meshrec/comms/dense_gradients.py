@@ -27,7 +27,7 @@ DENSE_GRADIENTS = "gradients of dense parameters"
 
 
 class _Bucket(NamedTuple):
-    """One bucket under way."""
+    """A bucket of gradients under way."""
 
     buffer: Tensor
     terms: InFlight

@@ -26,7 +26,7 @@ class Columns(NamedTuple):
     names: tuple[str, ...]
     """The names of the columns in warnings, such as "table 't0', feature 'a'"."""
     uses: tuple[int, ...]
-    """The uses whose rows they are."""
+    """The use (a feature read in a table) of each column."""
 
     @property
     def width(self) -> int:

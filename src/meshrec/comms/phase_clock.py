@@ -1,4 +1,4 @@
-"""Seconds of each phase of a training step, on this rank, while somebody asks for them."""
+"""Seconds of each phase of a training step on this rank, measured while a recorder is in use."""
 
 import time
 from collections.abc import Iterator

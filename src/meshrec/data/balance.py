@@ -45,10 +45,11 @@ def balanced_shares(lengths_B: Ints, world_size: int) -> list[Ints]:
 
 
 def balanced_reader(dataset: Dataset) -> Reader:
-    """Return the reader of the training samples, balanced by their histories where it can be.
+    """Return the reader of the training samples, balanced by the lengths of their histories.
 
-    A reader of samples in memory knows the lengths of all histories of a step. Samples that are streamed from
-    files keep their ranks, because a rank reads its own part of the files only; a log line says so.
+    This needs samples in memory, where the lengths of all histories of a step are known. Samples that
+    are streamed from files keep their ranks, because a rank reads its own part of the files only; a log line
+    says so.
     """
     histories = [each.name for each in dataset.features if each.sequence]
     if not histories:

@@ -48,7 +48,7 @@ class Items:
         return raw
 
     def rows(self, raw: Ints, key: int) -> Ints:
-        """Return what the model reads for raw IDs."""
+        """Return the model's input for raw IDs: the IDs themselves, or rows of a vocabulary or a hash."""
         if self.known:
             known = self.known[key]
             at = np.minimum(np.searchsorted(known, raw), len(known) - 1)

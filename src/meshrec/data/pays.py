@@ -19,7 +19,7 @@ Vector = npt.NDArray[np.float64]
 _SMOOTHING = 10.0
 _ROUNDS = 6
 _LEAST = 0.002
-"""The least share of the loss that something proposed has to save."""
+"""The smallest share of the loss that a proposed feature must save."""
 _DEVIATIONS = 3.0
 _MOST_COLUMNS = 10
 _BINS = 16

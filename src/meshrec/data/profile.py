@@ -86,7 +86,7 @@ class _Sketch:
         self._rises = True
 
     def add(self, chunks: Any) -> None:
-        """Takes the next rows."""
+        """Add the values of the next rows to the summary."""
         column = self.column
         array, offsets = values_of(chunks)
         num = len(offsets) - 1
@@ -153,10 +153,10 @@ _SEPARATED = 0.1
 
 
 def _find_separator(column: Column, texts: Any) -> None:
-    """Texts hold several values where a tenth of them has the separator and parts come again elsewhere.
+    """Set the separator of a column whose texts hold several values.
 
-    There are then at most half as many parts as whole texts; sentences have commas, too, but parts of their
-    own.
+    A tenth of the texts must have the separator, and there must be at most half as many different parts as
+    whole texts: sentences have commas, too, but their parts rarely repeat.
     """
     if pa.types.is_dictionary(texts.type):
         texts = texts.dictionary_decode()

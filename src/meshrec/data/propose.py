@@ -33,7 +33,7 @@ _LARGEST_TABLE = 20_000_000
 _FEW_VALUES = 64
 _BINS = 16
 _RARE = 0.02
-"""Share of a class of the label below which a warning tells so."""
+"""Share of the rows below which a class of the label is rare, and a warning says so."""
 
 
 class Proposal(NamedTuple):
@@ -97,7 +97,7 @@ def propose(
 
 
 def _with_names_for_tables(choices: list[ColumnChoice]) -> list[ColumnChoice]:
-    """Features bear their columns' names, but for what no table can be called."""
+    """Rename the features whose column's name no table can have."""
     taken = {feature.name for choice in choices for feature in choice.features}
 
     def named(feature: ColumnFeature) -> ColumnFeature:
@@ -211,7 +211,7 @@ def _choice(column: Column, num_rows: int) -> ColumnChoice:
 
 
 def _is_code(column: Column) -> bool:
-    """Floats that are integers with nulls, as pandas writes them: few whole values."""
+    """Return whether floats are codes: few whole values, as pandas writes integers with nulls."""
     return (
         column.distinct <= _FEW_VALUES
         and all(float(each).is_integer() for each in column.quantiles)
@@ -220,9 +220,9 @@ def _is_code(column: Column) -> bool:
 
 
 def _is_magnitude(column: Column) -> bool:
-    """Integers whose size means something: counts and prices, not numbers of things.
+    """Return whether integers are magnitudes, such as counts and prices, and not IDs.
 
-    Things are few, or frequent; counts crowd at the small end of a long range.
+    IDs are few, or repeat often; counts crowd at the small end of a long range.
     """
     if column.kind != "integer" or column.distinct <= _FEW_VALUES or _named_like_an_id(column.name):
         return False

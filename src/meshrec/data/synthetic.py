@@ -165,7 +165,7 @@ class Drift(Protocol):
         """Return the raw IDs of a feature's IDs [n, ids per feature] in samples with these numbers [n]."""
 
     def rows(self, raw: Ints, key: int) -> Ints:
-        """Return what the model reads for raw IDs."""
+        """Return the model's input for raw IDs, in the same shape."""
 
 
 def zipf(uniform: Doubles, num_rows: int, exponent: float) -> Ints:

@@ -343,7 +343,7 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
 
 
 def _check_side_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raises ValueError for a table with rows of its own whose gradients would go to its parameter."""
+    """Raise ValueError for a table with rows of its own whose gradients would go to its parameter."""
     for source, rule in zip(sources, rules, strict=True):
         if not isinstance(source.storage, SideRows) or not source.weight.requires_grad:
             continue

@@ -43,14 +43,14 @@ class HashedParts:
         self.storage: HashedRows = turnover.storages[number]
         """The layout of the rows, and the options of the table."""
         self.tables = [table for table in shards.tables if isinstance(table, HashedTable)]
-        """The rectangles that are here."""
+        """The rectangles of this rank."""
 
     def whole_state(self, slot: StateSlot) -> Tensor:
         """Return a state of the table's rows, in the order of their keys, without a copy."""
         return self._at_rest()(slot.name, torch.float32, slot.per_row)
 
     def part_names(self) -> list[str]:
-        """Return the names of the parts of a row, and of what is beside them."""
+        """Return the names of all parts that a state dict has of the table: of rows, IDs and waiting IDs."""
         return whole_names(self.storage)
 
     def whole_parts(self) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ class HashedParts:
 
 
 class ShardRanks:
-    """The ranks of the shard axis, as ``Turnover`` asks them."""
+    """The ranks of the shard axis, with the interface that ``Turnover`` needs."""
 
     def __init__(self, routing: Routing, axis: Axis) -> None:
         self._routing, self._axis = routing, axis
@@ -177,7 +177,7 @@ class ShardRanks:
 def turnovers_of(
     routing: Routing, storages: Sequence[RowStorage], env: ShardingEnv, split: Holdings, local: Holdings
 ) -> tuple[Turnover | None, Turnover | None]:
-    """Make what lets IDs come and go: for the split tables, and for the data-parallel ones."""
+    """Make the turnovers of the split tables and of the data-parallel ones; None without hashed tables."""
     found: list[Turnover | None] = []
     for replicated, held in ((False, split), (True, local)):
         if env.devices and not replicated:  # they are not trained

@@ -14,6 +14,7 @@ additional ``.item()`` or ``.tolist()`` in the forward pass costs a wait per ste
 read happens during the backward pass of the previous batch, and costs nothing.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from meshrec.modules.input_checks import (
     with_own_keys,
 )
 from meshrec.ops.dist import naive
+from meshrec.ops.sending import read_together
 from meshrec.ops.tbe.lookup import BATCH_TENSORS
 from meshrec.ops.tbe.reporting import report_clamped
 from meshrec.ops.versions import check_unchanged, versions_of
@@ -44,6 +46,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 _HEADER = 4  # status, words, ids, bags per route (-1: they differ)
 _STATUS, _WORDS = 0, 1
+_words_of, _elements_of = operator.itemgetter(_WORDS), operator.itemgetter(_HEADER)
 # The bits of a rank's status.
 _BAD_INPUT, _TRAINS, _WANTS_WEIGHT_GRADS = 1, 2, 4
 
@@ -234,7 +237,7 @@ class InputDist:
             source, error, status = None, caught, _BAD_INPUT
             routed = self._nothing_routed()
         # On a GPU the op reports bad input in the status, which needs no wait.
-        routed.header[:, _STATUS] |= status
+        routed.header.select(1, _STATUS).bitwise_or_(status)
         one_group = self._env.replicate.size == 1
         rows = routed.header[:-1].reshape(-1) if one_group else self._world_rows(routed.header)
         sizes = all_to_all(rows, self._size_splits, self._env.world, "sizes of ids")
@@ -250,30 +253,33 @@ class InputDist:
             ValueError: the input of a rank was invalid; raised on every rank.
         """
         routed = started.routed
-        unread = (started.sizes.wait(), routed.header.view(-1), routed.counts, routed.num_bad)
         # The single read, see [Note: why sizes are read once per forward pass].
-        found = torch.cat(unread).cpu().split(list(map(len, unread)))
+        found = read_together((started.sizes.wait(), routed.header.view(-1), routed.counts, routed.num_bad))
         fields = routed.header.shape[1]
         rows, own = found[0].view(-1, fields), found[1].view(-1, fields)
+        # Lists, as each look into a tensor takes longer than all of this.
+        received, asked = rows.tolist(), own.tolist()
         status = 0
-        for each in rows[:, _STATUS].tolist():
-            status |= each
+        for each in received:
+            status |= each[_STATUS]
         if status & _BAD_INPUT:
-            self._raise(started, int(own[0, _STATUS]))
+            self._raise(started, asked[0][_STATUS])
         assert started.source is not None
         if self._bounds_check is BoundsCheckMode.WARN:
             report_clamped(self._num_clamped, found[3], self._routing.names)
         wants_weight_grads = bool(status & _WANTS_WEIGHT_GRADS)
         wishes = Wishes(wants_weight_grads or bool(status & _TRAINS), wants_weight_grads)
-        rows = rows[self._first : self._first + self._env.shard.size]
-        header, own_header = rows[:, :_HEADER], own[:, :_HEADER]
-        *sent, local_words = own_header[:, _WORDS].tolist()
+        if self._env.replicate.size > 1:
+            peers = slice(self._first, self._first + self._env.shard.size)
+            rows, received = rows[peers], received[peers]
+        header, own_header = (rows[:, :_HEADER], own[:, :_HEADER]) if self._sequence else (rows, own)
+        *sent, local_words = map(_words_of, asked)
         words, local = routed.payload[: sum(sent)], routed.payload[sum(sent) : sum(sent) + local_words]
-        payload = all_to_all(words, Splits(sent, header[:, _WORDS].tolist()), self._env.shard, "ids")
+        payload = all_to_all(words, Splits(sent, list(map(_words_of, received))), self._env.shard, "ids")
         elements: tuple[int, ...] = ()
         local_elements: tuple[int, ...] = ()
         if self._sequence:
-            elements, local_elements = tuple(rows[:, _HEADER].tolist()), (int(own[-1, _HEADER]),)
+            elements, local_elements = tuple(map(_elements_of, received)), (asked[-1][_HEADER],)
         return IdsInFlight(
             started.source._replace(counts=found[2]),
             PackedIds(local, own_header[-1:], local_elements),
@@ -294,7 +300,7 @@ class InputDist:
         values, offsets, weights, segments = torch.ops.meshrec.unpack_ids.default(
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
         )
-        batches = message.header[blocks, 3].tolist()
+        batches = list(map(message.header[:, 3].tolist().__getitem__, blocks))
         elements = tuple(map(message.elements.__getitem__, blocks)) if message.elements else ()
         return LookupIds(
             values,
@@ -316,9 +322,10 @@ class InputDist:
             features = _expanded(features)
         if self._own_keys:
             features, positions = with_own_keys(features, positions, self._own_keys)
+            keys = features.keys()
         weights = sample_weights(features, is_weighted=True) if self._weighted else None
         values, offsets = features.values(), features.offsets()
-        num_keys = len(features.keys())
+        num_keys = len(keys)
         if self._seeds:
             seeds = {positions[use]: seed for use, seed in self._seeds.items()}
             values = mixed(values, key_bounds(offsets, features.segments_or_none(), num_keys), seeds)

@@ -206,17 +206,17 @@ class Codecs(NamedTuple):
 
 
 class TableParts(NamedTuple):
-    """The parts of tables that the columns of each source are."""
+    """The parts of tables that each source's columns belong to."""
 
     spans: Sequence[Sequence[Span]]
-    """Their places in the result."""
+    """The columns of the result that each source's parts fill."""
     first_rows: Sequence[Sequence[int]]
     order: Sequence[Sequence[int]]
     """The order in which the parts of a table are added."""
 
     @classmethod
     def of(cls, routing: Routing, ranks: Sequence[int]) -> "TableParts":
-        """Return those of some ranks."""
+        """Return the parts of some ranks as sources."""
         return cls(
             [rank_spans(routing, rank) for rank in ranks],
             [first_rows(routing, rank) for rank in ranks],

@@ -315,7 +315,7 @@ class _Move:
     def _exchange(
         self, sent: Sequence[tuple[_BlockHeader, RowBlock]], headers: Sequence[Sequence[_BlockHeader]]
     ) -> None:
-        """Send one round, and load what arrives. Blocks lie by the other rank, then in order."""
+        """Send the blocks of one round, ordered by target rank, and load the blocks that arrive."""
         rank, everyone = self._axis.rank, range(self._axis.size)
         by_target = sorted(sent, key=lambda item: item[0].target)
         arriving = [header for own in headers for header in own if header.target == rank]

@@ -22,7 +22,7 @@ class SequenceOutput:
     """The exchange of one row for each ID, in the order of the caller's IDs."""
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
-        self._routing, self._axis, self._codecs = routing, env.shard, codecs
+        self._routing, self._axis = routing, env.shard
         self.blocks = list(range(env.shard.size))
         lookups, first_route = [], 0
         for work in routing.work:

@@ -31,7 +31,7 @@ class SpreadHashed(TableHolder):
             self.register_parameter(f"part{number}", each.parameter)
 
     def part_names(self) -> list[str]:
-        """Return the names of the parts of a row, and of what is beside them."""
+        """Return the names of all parts that a state dict has of the table: of rows, IDs and waiting IDs."""
         return whole_names(self.storage)
 
     def whole_parts(self) -> dict[str, Tensor]:

@@ -41,8 +41,8 @@ class TouchedRows:
                 yield rows, (marks > since).nonzero()[:, 0] + rows.rectangle.r0
 
     def gone(self, table: int, since: int, now: int) -> Iterator[tuple[HashedTable, Tensor]]:
-        """Yield, for each local rectangle of a hashed table, the keys of rows that went after ``since`` and
-        have not come back. Those that went earlier are forgotten. ``now`` is the number of the last update.
+        """Yield, for each local rectangle of a hashed table, the keys that were evicted after ``since`` and
+        have no row again. Earlier ones are forgotten. ``now`` is the number of the last update.
         """
         for _, marks in self._of(table):
             if isinstance(marks, _HashedMarks):
@@ -86,7 +86,7 @@ class TouchedRows:
 
 
 class _HashedMarks:
-    """The marks of a hashed table, by slot, and those of the keys that went.
+    """The marks of a hashed table, by slot, and those of evicted keys.
 
     A slot keeps its mark when another key gets it: that key comes alive in a later update, which marks it.
     """
@@ -113,7 +113,7 @@ class _HashedMarks:
         return self.table.keys_of(slots).sort().values
 
     def gone(self, since: int, now: int) -> Tensor:
-        """Return the keys that went after ``since`` and are not alive, ascending; forget the earlier ones."""
+        """Return the keys evicted after ``since`` that are not alive, ascending; forget the earlier ones."""
         self._drain(now)
         late = self._gone_marks > since
         self._gone, self._gone_marks = self._gone[late], self._gone_marks[late]

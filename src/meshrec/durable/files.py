@@ -31,7 +31,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file under another name, and rename it once it is on the disk; a failure leaves none behind."""
+    """Yield a temporary file, and rename it to ``path`` once it is on disk. Remove it after an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -46,7 +46,7 @@ def durable_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def durable_folder(folder: Path) -> Iterator[Path]:
-    """Give a scratch folder beside ``folder``, and rename it once all its files are on the disk.
+    """Yield a scratch folder beside ``folder``, and rename it once all its files are on disk.
 
     After an error the scratch folder is removed.
     """
@@ -68,7 +68,7 @@ def durable_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,7 +78,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Open a regular file for reading, and give its descriptor.
+    """Open a regular file for reading, and yield its descriptor.
 
     A pipe that nobody writes to would hang whoever opens it, and a device may have no end.
 

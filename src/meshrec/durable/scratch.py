@@ -16,7 +16,7 @@ _SECONDS_TO_LOCK = 60.0
 
 @contextmanager
 def scratch_folder(kind: str) -> Iterator[Path]:
-    """Give a private folder (mode 0700) below the system's folder for temporary files; remove it at the end.
+    """Yield a private folder (mode 0700) among the system's temporary files; remove it at the end.
 
     A process that gets SIGKILL removes nothing. So the owner holds a lock on its folder, which ends with the
     process and all that it forked. A later call for the same kind first removes the folders without a lock. A

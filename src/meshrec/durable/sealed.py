@@ -58,14 +58,14 @@ def parse(content: bytes, what: str) -> Any:
 
 
 def integer(value: Any, what: str, low: int = 0, high: int = _LARGEST) -> int:
-    """Check that a value is a whole number in ``[low, high]``, and give it."""
+    """Check that a value is a whole number in ``[low, high]``, and return it."""
     if type(value) is not int or not low <= value <= high:
         raise DamageError(f"{what} is {_short(value)}; a whole number in [{low}, {high}] was expected")
     return value
 
 
 def text(value: Any, what: str, *, allowed: Sequence[str] | None = None) -> str:
-    """Check that a value is text, one of those ``allowed``, and give it."""
+    """Check that a value is text, one of those ``allowed``, and return it."""
     if not isinstance(value, str) or (allowed is not None and value not in allowed):
         expected = "text" if allowed is None else f"one of {list(allowed)}"
         raise DamageError(f"{what} is {_short(value)}; {expected} was expected")
@@ -73,7 +73,7 @@ def text(value: Any, what: str, *, allowed: Sequence[str] | None = None) -> str:
 
 
 def items(value: Any, what: str, length: int | None = None) -> list[Any]:
-    """Check that a value is a list, of this length, and give it."""
+    """Check that a value is a list, of this length, and return it."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         expected = "a list" if length is None else f"a list of {length}"
         raise DamageError(f"{what} is {_short(value)}; {expected} was expected")
@@ -81,7 +81,7 @@ def items(value: Any, what: str, length: int | None = None) -> list[Any]:
 
 
 def texts(value: Any, what: str) -> list[str]:
-    """Check that a value is a list of texts that all differ, and give it."""
+    """Check that a value is a list of texts that all differ, and return it."""
     found = [text(each, f"a part of {what}") for each in items(value, what)]
     if len(set(found)) != len(found):
         raise DamageError(f"{what} names something twice: {_short(found)}")
@@ -89,12 +89,12 @@ def texts(value: Any, what: str) -> list[str]:
 
 
 def integers(value: Any, what: str, length: int | None = None) -> tuple[int, ...]:
-    """Check that a value is a list of whole numbers from 0 on, and give them."""
+    """Check that a value is a list of whole numbers from 0 on, and return them."""
     return tuple(integer(each, f"a part of {what}") for each in items(value, what, length))
 
 
 def fields(value: Any, what: str, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Check that a value is an object with these fields and no others, and give it."""
+    """Check that a value is an object with these fields and no others, and return it."""
     if not isinstance(value, dict):
         raise DamageError(f"{what} is {_short(value)}; an object was expected")
     missing = [name for name in names if name not in value]
@@ -105,7 +105,7 @@ def fields(value: Any, what: str, names: Sequence[str], optional: Sequence[str] 
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
-    """Check that a value is an object, and give it."""
+    """Check that a value is an object, and return it."""
     if not isinstance(value, dict):
         raise DamageError(f"{what} is {_short(value)}; an object was expected")
     return value

@@ -63,7 +63,7 @@ _FIELDS = (
 _OPTIONAL = ("hashed", "any_ids")
 """Fields of packages with hashed tables."""
 _FORMULA = ("seed", "max_rows", "dim", "first_seed", "low", "high")
-"""What is said of the keys and the first rows of a hashed table."""
+"""Fields of a hashed table's keys and first rows."""
 _INTERFACE = ("features", "num_dense", "outputs", "shared", "rows", "quantised", "rounding")
 _WHAT_TO_DO = "Copy the package again from where it was exported, or export the model again."
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshrec.data.faults import needs
 from meshrec.data.samples import Floats, Ints
+from meshrec.export.incremental import Encoder
 from meshrec.models import DotProduct, HistoryModel
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -17,7 +18,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 ITEMS = "items.arrow"
 """The file of a package that lists the items."""
-_WEIGHT, _NORMALISE, _SCALE = b"weight", b"normalise", b"scale"
+_WEIGHT, _NORMALISE, _SCALE, _ENCODER = b"weight", b"normalise", b"scale", b"encoder"
 
 
 class NextItemQuery(nn.Module):
@@ -38,6 +39,7 @@ class NextItemQuery(nn.Module):
                 "vector for each history. Train with the similarity dot or cosine."
             )
         self.similarity = model.similarity
+        self._encoder = Encoder.of(model)
         self.model = copy.copy(model)
         self.model._modules = {name: each for name, each in model._modules.items() if name != "draws"}
 
@@ -49,6 +51,11 @@ class NextItemQuery(nn.Module):
     def reads_times(self) -> bool:
         """Whether the model reads the times of the items."""
         return self.model.features.times is not None
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """The form of the model, if it continues from kept keys and values."""
+        return self._encoder
 
     def table(self) -> str:
         """Return the name of the weight with the rows of the items."""
@@ -76,12 +83,14 @@ class RankedItems(NamedTuple):
     """Whether rows are scaled to length 1."""
     scale: float
     """Factor that makes scores of dot products."""
+    encoder: Encoder | None = None
+    """The form of the model, if it continues from kept keys and values."""
 
     @staticmethod
     def of(query: NextItemQuery, ids_I: Ints, values: Any) -> "RankedItems":
         """Return the items of a model."""
         normalise, temperature = query.similarity.options
-        return RankedItems(ids_I, values, query.table(), normalise, 1 / temperature)
+        return RankedItems(ids_I, values, query.table(), normalise, 1 / temperature, query.encoder)
 
     def vectors(self, weights: dict[str, Tensor]) -> Tensor:
         """Return the vectors [I, V] of the items by the weights of a package."""
@@ -119,6 +128,8 @@ class RankedItems(NamedTuple):
         """Write the items into a package."""
         pa, feather = needs("pyarrow", "data"), needs("pyarrow.feather", "data")
         about = {_WEIGHT: self.weight, _NORMALISE: str(int(self.normalise)), _SCALE: repr(self.scale)}
+        if self.encoder is not None:
+            about[_ENCODER] = self.encoder.to_json()
         table = pa.table({"id": self.ids_I, "value": self.values}).replace_schema_metadata(about)
         feather.write_feather(table, str(folder / ITEMS), compression="uncompressed")
 
@@ -133,4 +144,5 @@ class RankedItems(NamedTuple):
             about[_WEIGHT].decode(),
             about[_NORMALISE] == b"1",
             float(about[_SCALE]),
+            Encoder.from_json(about[_ENCODER]) if _ENCODER in about else None,
         )

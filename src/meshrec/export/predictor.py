@@ -13,6 +13,7 @@ from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the operators must exist
 from meshrec.export.archive import PackageError, load_compiled, load_exported
+from meshrec.export.incremental import IncrementalQueries
 from meshrec.export.manifest import (
     COMPILED,
     EXPORTED,
@@ -29,6 +30,7 @@ from meshrec.export.package import isa, operators
 from meshrec.export.program import DENSE
 from meshrec.export.raw_values import FITTED, RawValues
 from meshrec.export.weights import Weights
+from meshrec.models import AdvancedHistories, KeptTokens
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +130,29 @@ class Predictor:
         """The items that the package recommends; None if it recommends none."""
         found = RankedItems.load(self.folder) if ITEMS in self._manifest["sha256"] else None
         self._check_same()
+        return found
+
+    @functools.cached_property
+    def incremental(self) -> IncrementalQueries | None:
+        """The queries of histories from kept keys and values; None if the package's model keeps none.
+
+        Python computes them. The compiled program, and so C++, always encodes whole histories.
+        """
+        items = self.items
+        if items is None or items.encoder is None:
+            return None
+        return IncrementalQueries(items.encoder, self.weights, normalise=items.normalise)
+
+    def advance(self, values: list[Tensor], lengths: list[Tensor], kept: KeptTokens) -> AdvancedHistories:
+        """Return the queries of histories from what is kept of their beginnings; see `IncrementalQueries`.
+
+        Raises:
+            ValueError: a history is too long, or an ID lies outside its table.
+            PackageError: the file of the weights was cut short meanwhile.
+        """
+        assert self.incremental is not None
+        found = self.incremental(values, lengths, kept)
+        self._weights.check()
         return found
 
     def _check_same(self) -> None:

@@ -85,7 +85,7 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
 
 
 def give_rows(made: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:
-    """Give the tables of a collection on ``meta`` rows on the CPU, not filled.
+    """Allocate uninitialised rows on the CPU for the tables of a collection on ``meta``.
 
     A table whose configuration keeps its rows in a file has them in a mapped file without a name, in the same
     folder: it may be larger than memory.

@@ -15,7 +15,7 @@ from meshrec.ops.library import has_kernels
 
 GIB = 1 << 30
 _MIN_MEMORY = 1 * GIB
-"""Free memory per rank: below, even importing everything and a small model do not fit."""
+"""Least free memory per rank in bytes. The imports and a small model need about as much."""
 _MIN_SHM = 256 << 20
 """Docker gives 64 MiB, which NCCL and loaders of data with workers overrun."""
 _MIN_DISK = 1 * GIB

@@ -49,7 +49,7 @@ def auc_interval(auc: float, positive: float, negative: float) -> Interval:
 
 
 def curves_of(histograms_3H: Tensor) -> dict[str, Any]:
-    """Return what a page draws, as plain numbers.
+    """Return the curves of a report page, as plain numbers.
 
     Returns:
         ``positive`` and ``negative``: numbers of samples. ``roc``: points (false positive rate, true positive

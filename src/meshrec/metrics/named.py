@@ -41,7 +41,7 @@ NUMBERS = ("loss", "rmse", "mae", "r2")
 
 
 def metric_of(name: str) -> Metric:
-    """Return what is known of a metric; a metric of a user's own is called by its name."""
+    """Return the entry of a metric. A metric of yours gets an entry with its name as the title."""
     return METRICS.get(name.partition("@")[0], Metric(name, 0))
 
 
@@ -64,8 +64,9 @@ def leading_text(metrics: Mapping[str, float]) -> str:
 
 
 def quality(metrics: Mapping[str, float]) -> float | None:
-    """Return the value that selects the best weights, larger is better: AUC, NDCG, or else the negative
-    loss of numbers.
+    """Return the value that selects the best weights: AUC, NDCG, or for numbers the negative loss.
+
+    Larger is better. None: no metric selects weights.
     """
     name = leading_metric(metrics)
     if name is not None:

@@ -103,6 +103,20 @@ class HSTU(HistoryModel):
         """The number of layers, and the width of a token's keys and values in one of them."""
         return kept_shape(self.blocks)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The arguments that, with the table and the features, decide the shapes of the weights."""
+        block = self.blocks[0]
+        assert isinstance(block, HSTUBlock)
+        num_heads, hidden_dim, attention_dim = block.heads
+        return {
+            "max_length": self._max_length,
+            "num_blocks": len(self.blocks),
+            "num_heads": num_heads,
+            "attention_dim": attention_dim,
+            "hidden_dim": hidden_dim,
+        }
+
     def advance(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> AdvancedHistories:
         """Return a query for each history, from what was kept of its first tokens; equal to `query_vectors`.
 

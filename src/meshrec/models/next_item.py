@@ -70,7 +70,7 @@ class Negatives(NamedTuple):
 
     ids_N: Tensor
     log_expected_N: Tensor
-    """Log of the number of times that each is expected among the N."""
+    """Log of the expected number of times that each item is among the N draws."""
 
 
 class NegativeDraws(nn.Module):
@@ -117,7 +117,7 @@ class NegativeDraws(nn.Module):
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64, device=device))
 
     def bits(self, numbers_N: Tensor) -> Tensor:
-        """Return pseudo-random values in [0, 1) for numbers, others in each step, float64 [N]."""
+        """Return a pseudo-random value in [0, 1) for each number and step, float64 [N]."""
         mixed = mix(mix(numbers_N.long(), self._seed) + self.num_steps, self._seed)
         return (mixed & ((1 << _SHARE_BITS) - 1)).double() * 2.0**-_SHARE_BITS
 

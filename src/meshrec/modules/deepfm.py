@@ -22,7 +22,14 @@ class DeepFM(nn.Module):
         self.dense_module = dense_module
 
     def forward(self, embeddings: list[Tensor]) -> Tensor:
-        """Return the output of ``dense_module`` for the flattened embeddings."""
+        """Return the output of ``dense_module`` for the flattened embeddings.
+
+        Args:
+            embeddings: tensors [B, ...]; flattened and joined, they are as wide as the module's input.
+
+        Raises:
+            ValueError: there are no embeddings, or they have different batch sizes.
+        """
         return self.dense_module(_side_by_side(embeddings))  # type: ignore[no-any-return]
 
 
@@ -34,7 +41,14 @@ class FactorizationMachine(nn.Module):
     """
 
     def forward(self, embeddings: list[Tensor]) -> Tensor:
-        """Return the second-order term, [B, 1]."""
+        """Return the second-order term, [B, 1].
+
+        Args:
+            embeddings: tensors [B, ...] of any width.
+
+        Raises:
+            ValueError: there are no embeddings, or they have different batch sizes.
+        """
         elements = _side_by_side(embeddings)
         square_of_sum = elements.sum(1, keepdim=True).square()
         sum_of_squares = elements.square().sum(1, keepdim=True)

@@ -63,7 +63,7 @@ class TableCollection(nn.Module, ABC):
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the ModuleDict that holds the tables, after its name."""
+        """Return the name of the ModuleDict that holds the tables, and the ModuleDict."""
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
         """Return the configuration and the weight of each table, by the parameter's name."""
@@ -126,7 +126,7 @@ class TableCollection(nn.Module, ABC):
         self._updater = updater
 
     def reset_parameters(self) -> None:
-        """Fills all weights as at construction."""
+        """Initialise all weights as at construction."""
         holders = self.table_holders()[1]._modules
         for config, weight in self.tables().values():
             if config.keys is None:
@@ -149,7 +149,7 @@ class TableCollection(nn.Module, ABC):
 
     @property
     def turnovers(self) -> list[Turnover]:
-        """What lets IDs of fused tables with hashed keys come and go."""
+        """The turnovers of fused tables with hashed keys, which admit IDs and evict rows."""
         return [] if self._updater is None else self._updater.turnovers
 
     def _hashed_tables(self) -> dict[int, HashedTable]:
@@ -172,7 +172,7 @@ class TableCollection(nn.Module, ABC):
         self._lookup.serve(served)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
-        """Return what the kernels read.
+        """Return the memory of each table's rows for the kernels.
 
         Raises:
             ValueError: the gradient of a hashed table would go nowhere.
@@ -269,7 +269,7 @@ class EmbeddingBagCollection(TableCollection):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks up and pools.
+        """Look up the rows of all IDs, and pool them bag by bag.
 
         Args:
             features: must have the features of all tables; other keys are ignored. Keys with batch sizes of
@@ -307,7 +307,7 @@ class EmbeddingBagCollection(TableCollection):
         return torch.cat(pieces, dim=1)
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the ModuleDict ``embedding_bags``, after its name."""
+        """Return the name ``embedding_bags`` and the ModuleDict."""
         return "embedding_bags", self._modules["embedding_bags"]  # type: ignore[return-value]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -385,7 +385,7 @@ class EmbeddingCollection(TableCollection):
         return result
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the ModuleDict ``embeddings``, after its name."""
+        """Return the name ``embeddings`` and the ModuleDict."""
         return "embeddings", self._modules["embeddings"]  # type: ignore[return-value]
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

@@ -32,7 +32,7 @@ class HashedHolder(TableHolder):
         self.table = _made(storage, None)
 
     def train_with(self, spec: OptimizerSpec | None) -> HashedTable:
-        """Give the rows room for an optimizer's state, and return them."""
+        """Allocate an optimizer's state for the rows, and return the table."""
         before = self.table
         self.table = _made(self.storage, spec)
         self.table.load(before.stream())
@@ -45,11 +45,11 @@ class HashedHolder(TableHolder):
         self.weight.requires_grad_(False)
 
     def reset_parameters(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self.table.clear()
 
     def part_names(self) -> list[str]:
-        """Return the names of the parts of a row, and of what is beside them."""
+        """Return the names of all parts that a state dict has of the table: of rows, IDs and waiting IDs."""
         return whole_names(self.storage)
 
     def whole_parts(self) -> dict[str, Tensor]:

@@ -71,6 +71,9 @@ class HSTUBlock(nn.Module):
         mask: which tokens a token attends to.
         device: the device of the parameters.
 
+    Attributes:
+        heads: ``num_heads``, ``hidden_dim`` and ``attention_dim``.
+
     Raises:
         ValueError: a size is below 1, or ``num_time_buckets`` is negative.
     """
@@ -96,7 +99,7 @@ class HSTUBlock(nn.Module):
                 f"width, max_length, num_heads, attention_dim and hidden_dim {sizes} must be at least 1, and "
                 f"num_time_buckets {num_time_buckets} at least 0."
             )
-        self._heads = (num_heads, hidden_dim, attention_dim)
+        self.heads = (num_heads, hidden_dim, attention_dim)
         self._max_length, self._mask = max_length, mask
         self.norm = nn.LayerNorm(width, device=device)
         self.projections = nn.Linear(
@@ -111,7 +114,7 @@ class HSTUBlock(nn.Module):
     @property
     def kept_width(self) -> int:
         """The width S of a token's keys and values."""
-        num_heads, hidden_dim, attention_dim = self._heads
+        num_heads, hidden_dim, attention_dim = self.heads
         return num_heads * (hidden_dim + attention_dim)
 
     def forward(
@@ -147,7 +150,7 @@ class HSTUBlock(nn.Module):
         Raises:
             ValueError: a sample is longer than ``max_length``, or timestamps are missing.
         """
-        num_heads, hidden_dim, attention_dim = self._heads
+        num_heads, hidden_dim, attention_dim = self.heads
         hidden, inner = num_heads * hidden_dim, num_heads * attention_dim
         mixed = nn.functional.silu(self.projections(self.norm(tokens_ME)))
         gate, value, query, key = mixed.split([hidden, hidden, inner, inner], dim=1)

@@ -39,7 +39,7 @@ class ServedRows:
         return len(self._keys), self._table.rows.shape[1]
 
     def empty(self) -> Tensor:
-        """Return no rows."""
+        """Return a tensor without rows, [0, C]."""
         return torch.empty((0, self.shape[1]), dtype=self.dtype)
 
     def blocks(self) -> Iterator[Tensor]:
@@ -60,7 +60,7 @@ class ServedTable(nn.Module):
     ones.
 
     Args:
-        storage: how the rows lie, and the table's choices.
+        storage: the layout of the rows, and the options of the table.
     """
 
     def __init__(self, storage: HashedRows) -> None:
@@ -77,7 +77,7 @@ class ServedTable(nn.Module):
             self.register_buffer(name, tensor)
 
     def found_by(self) -> FoundBy:
-        """Return what finds the rows."""
+        """Return the tensors and the formula by which kernels find the rows."""
         keys, starts, added, added_rows = (self.get_buffer(name) for name in INDEX)
         first = first_rows_of(self.storage)
         return FoundBy(keys, starts, added, added_rows, self.storage.keys.seed, first)

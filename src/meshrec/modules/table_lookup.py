@@ -169,7 +169,7 @@ class TableLookup:
     def run(
         self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: WholeTables | None
     ) -> Tensor:
-        """Looks up: ``[B, sum of D]``, or flat."""
+        """Look up the batch: ``[B, sum of D]``, or flat."""
         dtype = torch.float32 if self.output_dtype is None else self.output_dtype.dtype
         if self.output_dtype is None and not self._quantised:
             dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})

@@ -51,7 +51,7 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor | None:
-    """Return a tensor of zeros that takes memory only where it is written to; None where there is none such.
+    """Return a tensor of zeros that takes memory only where it is written to; None if that is impossible.
 
     Only its address space is reserved, which may be larger than the memory of the machine.
     """

@@ -1,4 +1,4 @@
-"""Copies of small tensors from the host to a device, before the kernel that reads them."""
+"""Copies of small tensors between the host and a device."""
 
 import functools
 from collections.abc import Sequence
@@ -15,6 +15,16 @@ def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
     at once: for memory that is not pinned, the driver keeps the bytes that it has not sent yet.
     """
     return tensor.to(device, non_blocking=True)
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one dimension and one type on the host, with a single read of their device.
+
+    Tensors of the host are returned themselves.
+    """
+    if tensors[0].is_cpu:
+        return list(tensors)
+    return list(torch.cat([*tensors]).cpu().split([len(each) for each in tensors]))
 
 
 def on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:

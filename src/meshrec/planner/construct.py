@@ -39,8 +39,10 @@ def _of_each_type(problem: Problem) -> list[Ints]:
 
 
 def round_choice(problem: Problem, share_C: Floats) -> Ints:
-    """Return a candidate for each table: round the relaxation's tables per candidate, largest fractions
-    up.
+    """Return a candidate for each table.
+
+    The relaxation gives each candidate a fractional number of tables. They are rounded down, and the largest
+    fractions up until each table has a candidate.
     """
     choice_T = np.zeros(len(problem.type_T), np.int64)
     for kind, candidates in enumerate(_of_each_type(problem)):
@@ -130,7 +132,7 @@ def most_even_plan(
 
 
 def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
-    """Return which candidates take about as little memory as any candidate of their type with small pieces.
+    """Return the candidates with small pieces and about the least memory of their type, as a mask.
 
     Small pieces are those of at most ``part`` of the cap. A type without such candidates uses its smallest.
     """

@@ -217,14 +217,14 @@ class _Place:
         return self._distinct * (more - self._rate) / (self.step * self.row_bytes)
 
     def grow(self) -> float:
-        """Cache one step more; return the bytes."""
+        """Enlarge the cache by one step, and return the bytes that this takes."""
         before = self.cached
         self.cached = min(self.table.num_embeddings, self.cached + self.step)
         self._rate = self._law.hit_rate(self.cached, self._draws)
         return (self.cached - before) * self.row_bytes
 
     def placed(self) -> PlacedTable:
-        """Return the choice."""
+        """Return how the table's rows are split between memory and file."""
         table = self.table
         if self.cached >= table.num_embeddings:
             return PlacedTable(table.name, None, table.num_bytes, 0, 1.0, 0.0)

@@ -144,7 +144,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
 
 
 def _sharing(placements: Placements, place_N: Ints) -> Ints:
-    """Return, for each rectangle, the number of those at its place with the same rows of the same table."""
+    """Return, for each rectangle, how many rectangles of its rank have the same rows of the same table."""
     key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, place_N), axis=1)
     _, group_N, count_G = np.unique(key_N4, axis=0, return_inverse=True, return_counts=True)
     found: Ints = count_G[group_N.ravel()]

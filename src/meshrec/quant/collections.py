@@ -22,7 +22,7 @@ from meshrec.tables.table import RowBlock, Span
 def empty_like(
     module: Any, types: Mapping[str, DataType], bounds_check: BoundsCheckMode, output_dtype: DataType | None
 ) -> TableCollection:
-    """Return an unsharded collection on ``meta`` with the tables of ``module`` in other types, in memory."""
+    """Return an unsharded collection on ``meta`` with the tables of ``module`` in other data types."""
     if hasattr(module, "embedding_bag_configs"):
         made: TableCollection = EmbeddingBagCollection(
             tables=[_retyped(config, types) for config in module.embedding_bag_configs()],
@@ -42,7 +42,7 @@ def empty_like(
 
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
-    """Return the number of rows of each table; of a hashed one, those that are there."""
+    """Return the number of rows of each table; for a hashed table, of the rows that exist now."""
     hashed = module.hashed_tables()
     return {
         config.name: hashed[config.name].num_alive if config.name in hashed else config.num_embeddings
@@ -67,7 +67,7 @@ def encoded_blocks(
 
 
 def block_of(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> RowBlock:
-    """Return rows as they lie in memory, of some columns, as a block."""
+    """Return a block of rows that lie in memory as ``storage`` says; ``columns``: those that they have."""
     form = storage.form
     parts = zip(form.row_parts, form.parts(rows, columns[1] - columns[0]), strict=True)
     return RowBlock(keys, columns, {part.name: values for part, values in parts})

@@ -4,10 +4,18 @@ import functools
 import os
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from meshrec.serve.batching import Batched
+from meshrec.serve.kept_histories import KeptCounts
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SAMPLES = tuple(2.0**power for power in range(13))
@@ -62,6 +70,19 @@ class Metrics:
             ["status"],
             registry=self._registry,
         )
+        self._histories = Counter(
+            "meshrec_histories",
+            "Histories that were encoded, by whether a beginning of theirs was kept (hit or miss).",
+            ["model", "outcome"],
+            registry=self._registry,
+        )
+        self._kept_bytes = Gauge(
+            "meshrec_kept_history_bytes",
+            "Bytes of keys and values of histories that are kept for later requests.",
+            ["model"],
+            registry=self._registry,
+            multiprocess_mode="livesum",
+        )
         # prometheus_client looks children up under a lock, and converts labels to text each time.
         self._count = functools.cache(self._requests.labels)
         self._latency_of = functools.cache(self._latency.labels)
@@ -84,6 +105,12 @@ class Metrics:
         queue = self._queue_of(model)
         for wait in batch.waits:
             queue.observe(wait)
+
+    def kept(self, model: str, found: KeptCounts) -> None:
+        """Count the histories of a batch, and record the bytes that are kept."""
+        self._histories.labels(model, "hit").inc(found.hits)
+        self._histories.labels(model, "miss").inc(found.misses)
+        self._kept_bytes.labels(model).set(found.num_bytes)
 
     def page(self) -> tuple[bytes, str]:
         """Return the metrics of all workers as text, and the media type of that text."""

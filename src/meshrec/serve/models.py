@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from meshrec.export import PackageError, Predictor, check_package
 from meshrec.export.next_items import Recommended
 from meshrec.serve.batching import Batcher, Limits, VersionedScores
 from meshrec.serve.fresh import Codes, Deltas, Freshness, place
+from meshrec.serve.kept_histories import IncrementalScores
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.recommending import ItemsWanted, ItemVectors
 from meshrec.serve.requests import Floats, Request, RequestError
@@ -38,12 +40,14 @@ class Opening(NamedTuple):
         verify, public_key: see `check_package`.
         copy_weights: see `Predictor`.
         warm_up: what models score before they answer.
+        keep_histories: see `ServerOptions`.
     """
 
     verify: bool
     public_key: Path | None
     copy_weights: bool
     warm_up: WarmUp
+    keep_histories: int = 0
 
 
 class Served:
@@ -54,17 +58,27 @@ class Served:
         predictor: the predictor of its package.
         limits, metrics: those of the server.
         deltas: the deltas to apply to the weights; None for a package as it is.
+        keep_histories: see `ServerOptions`.
     """
 
     def __init__(
-        self, name: str, predictor: Predictor, limits: Limits, metrics: Metrics, deltas: Deltas | None
+        self,
+        name: str,
+        predictor: Predictor,
+        limits: Limits,
+        metrics: Metrics,
+        deltas: Deltas | None,
+        *,
+        keep_histories: int = 0,
     ) -> None:
-        self.name, self._package = name, predictor.version
+        self.name, self._package, self._metrics = name, predictor.version, metrics
         self.signature = signature_of(predictor)
         self.about = predictor.about
         self.is_compiled = predictor.is_compiled
         self._predictor, self._deltas = predictor, deltas
         self._items = ItemVectors(predictor)
+        self._incremental = _incremental(name, predictor, keep_histories)
+        self._is_warm = False
         self.batcher = Batcher(self.score, limits, lambda batch: metrics.batched(name, batch))
 
     @property
@@ -77,6 +91,21 @@ class Served:
     def freshness(self) -> Freshness:
         """The last delta in the weights."""
         return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
+
+    @torch.no_grad()
+    def _apply(self, portion: Callable[[], None]) -> None:
+        """Change some weights, and forget what was computed with the old ones."""
+        portion()
+        self.forget_histories()
+
+    def forget_histories(self) -> None:
+        """Remove what is kept of histories. Call it in the batcher's thread."""
+        if self._incremental is not None:
+            self._incremental.clear()
+
+    def count_histories(self) -> None:
+        """Count histories in the metrics from now on, as requests come after the warm-up."""
+        self._is_warm = True
 
     def catch_up(self) -> None:
         """Apply all deltas that exist, before the model answers."""
@@ -93,7 +122,7 @@ class Served:
             if found is not None:
                 try:
                     for portion in self._deltas.portions(*found):
-                        await self.batcher.in_thread(torch.no_grad()(portion))
+                        await self.batcher.in_thread(partial(self._apply, portion))
                 except Exception as error:
                     self._deltas.failed(error)
                 else:
@@ -126,10 +155,19 @@ class Served:
         """Compute scores [B], or vectors [B, V], in this thread.
 
         Raises:
-            RequestError: with status 503, where the package's file of weights was cut short.
+            RequestError: with status 503, where the package's file of weights was cut short; with 400, where
+                a history is too long or its times do not fit.
         """
         try:
-            return VersionedScores(scores_of(self._predictor, request), self.version)
+            if self._incremental is None:
+                return VersionedScores(scores_of(self._predictor, request), self.version)
+            try:
+                queries, found = self._incremental(request)
+            except ValueError as error:
+                raise RequestError(str(error)) from error
+            if self._is_warm:
+                self._metrics.kept(self.name, found)
+            return VersionedScores(queries, self.version)
         except PackageError as error:  # `watch` takes the model away
             raise RequestError(f"model {self.name!r} is not ready: {error}", 503) from error
 
@@ -253,7 +291,14 @@ class Repository:
             try:
                 predictor = await self._open(name)
                 deltas = self._deltas_of(name, predictor, until)
-                served = Served(name, predictor, self._limits, self._metrics, deltas)
+                served = Served(
+                    name,
+                    predictor,
+                    self._limits,
+                    self._metrics,
+                    deltas,
+                    keep_histories=self._opening.keep_histories,
+                )
                 await asyncio.to_thread(served.catch_up)
                 if until is not None and served.freshness.delta != until:
                     raise _unreached(until, served)
@@ -297,7 +342,7 @@ class Repository:
 
     async def _open(self, name: str) -> Predictor:
         """Open a package once its files are as they were written, and another process could load it."""
-        verify, public_key, copy_weights, warm_up = self._opening
+        verify, public_key, copy_weights, warm_up, _ = self._opening
         package = await asyncio.to_thread(
             check_package, self.folders[name], verify=verify, public_key=public_key
         )
@@ -343,6 +388,22 @@ class Repository:
     def _warm(self, served: Served) -> None:
         for request in self._opening.warm_up.requests(served.signature):
             served.score(request)
+        served.forget_histories()
+        served.count_histories()
+
+
+def _incremental(name: str, predictor: Predictor, max_bytes: int) -> IncrementalScores | None:
+    """Return what computes queries from kept histories; None if nothing is to be kept, or can be."""
+    if not max_bytes or predictor.items is None:
+        return None
+    if predictor.incremental is None:
+        _log.warning(
+            "model %r keeps no histories, and encodes the whole history for each request: its package "
+            "describes no model that continues from kept keys and values, as HSTU with float32 rows does",
+            name,
+        )
+        return None
+    return IncrementalScores(predictor, max_bytes)
 
 
 def _unreached(until: int, served: Served) -> ValueError:

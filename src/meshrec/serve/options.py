@@ -75,6 +75,10 @@ class ServerOptions:
     """PEM file of the ed25519 public key that must have signed every package."""
     copy_weights: bool = False
     """Copy the weights into memory of each worker, instead of mapping the files that all workers share."""
+    keep_histories: int = 0
+    """Largest size, in bytes, of what each worker keeps of histories between requests for recommendations,
+    for each model that can continue from it; 0 keeps nothing.
+    """
     tls_cert: Path | None = None
     """PEM file of a certificate: serve HTTPS."""
     tls_key: Path | None = None
@@ -87,6 +91,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port must lie in [0, 65536), got {self.port}.")
+        if self.keep_histories < 0:
+            raise ValueError(f"keep_histories must be at least 0 bytes, got {self.keep_histories}.")
         if self.max_body < 1:
             raise ValueError(f"max_body must be at least 1 byte, got {self.max_body}.")
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -56,6 +56,7 @@ class Server:
                 options.public_key,
                 options.copy_weights,
                 WarmUp(options.warm_up, options.limits.max_batch),
+                options.keep_histories,
             ),
             trial=self._trial,
             deltas=options.deltas,

@@ -1,4 +1,4 @@
-"""A table's rows, state and update, whole or a rectangle of it, for unsharded and sharded modules alike."""
+"""Tables and rectangles of them: rows, optimizer state and updates, unsharded and sharded."""
 
 from meshrec.tables.fixed import FixedTable
 from meshrec.tables.fused import TrainedTable, WholeTables

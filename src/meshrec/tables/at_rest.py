@@ -150,7 +150,7 @@ class AtRest:
         return made
 
     def close(self) -> None:
-        """Give the snapshot up."""
+        """Close the snapshot."""
         if self._frozen is not None:
             self._frozen.close()
 

@@ -32,7 +32,7 @@ class FiledForm(Protocol):
 
     @property
     def file(self) -> FileRows | None:
-        """Where the file is."""
+        """The options of the file: its folder and the size of the cache."""
 
     @property
     def name(self) -> str:
@@ -95,7 +95,7 @@ class HashedFile:
         storage: "FiledForm",
         max_rows: int,
     ) -> "HashedFile":
-        """Make the file of a table. It takes the parts of ``row``, a new row, which are in the file."""
+        """Make the file of a table, and remove the parts that are in it from ``row``, a new row."""
         starts = [RowPartStart(part, float(row.pop(part.name).max())) for part in parts if part.name in row]
         assert storage.file is not None
         return cls(rectangle, starts, storage.file, name=storage.name, dim=storage.dim, max_rows=max_rows)

@@ -34,18 +34,18 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 _STREAM_BYTES = 1 << 22
 _MOST_WRITES = 4
-"""Batches of rows on their way to the file; more wait until one of them is there."""
+"""The largest number of batches of rows on their way to the file. Further ones wait."""
 
 
 class RowPartStart(NamedTuple):
-    """A part of rows, and its value in a row without first values."""
+    """A part of rows, with its initial value (for rows without first values of their own)."""
 
     part: RowPart
     value: float
 
 
 class _Leaving(NamedTuple):
-    """Rows that are neither in slots nor in the file: as a rule, on their way to the file."""
+    """Rows that have left memory and are not in the file yet."""
 
     keys: Tensor
     """int64 [N], ascending."""
@@ -53,14 +53,14 @@ class _Leaving(NamedTuple):
     written: "Future[None]"
 
     def without(self, keys: Tensor) -> "_Leaving":
-        """Return those whose keys are not among these, which ascend."""
+        """Return the rows whose keys are not among ``keys``, which ascend."""
         stays = places_in(keys, self.keys) < 0
         return (
             self if stays.all() else self._replace(keys=self.keys[stays], rows=[p[stays] for p in self.rows])
         )
 
     def plus(self, keys: Tensor, rows: Sequence[Tensor]) -> "_Leaving":
-        """Return these rows and others, which replace those of the same keys."""
+        """Return the rows with others added, which replace rows with the same keys."""
         both = self.without(keys)
         ascending, order = torch.cat([both.keys, keys]).sort()
         joined = [torch.cat(pair)[order] for pair in zip(both.rows, rows, strict=True)]
@@ -298,7 +298,7 @@ class FileTable:
             return log
 
     def leave(self, snapshot: RowLog) -> None:
-        """Stop to write to a snapshot's log."""
+        """Stop writing to a snapshot's log."""
         with self._guard():
             self._snapshots = [each for each in self._snapshots if each is not snapshot]
             self._last_read.exception()  # a read on its way may write to the log
@@ -366,7 +366,7 @@ class FileTable:
         return self._lock if os.getpid() == self._workers.owner else nullcontext()
 
     def _settle_reads(self) -> None:
-        """Wait for the rows on their way to memory, and give slots back of which the rows never came."""
+        """Wait for the rows on their way to memory, and free the slots of rows that could not be read."""
         if os.getpid() != self._workers.owner:
             return  # a snapshot was made before the fork, and waited
         self._last_read.exception()

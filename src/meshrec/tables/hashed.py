@@ -126,7 +126,7 @@ class HashedTable:
 
     @property
     def report(self) -> TableCounts:
-        """What has happened so far."""
+        """Counts of the table's IDs since it was made, on this rank."""
         self.books.report.early = self.waiting.early()
         return self.books.report
 
@@ -144,7 +144,7 @@ class HashedTable:
         return Resolved(cached, pin)
 
     def give(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
-        """Give pending slots, with their first rows, to the keys whose slot is -1, and pin all slots."""
+        """Assign pending slots with first rows to the keys whose slot is -1, and pin all slots."""
         absent = slots < 0
         distinct, inverse = unique(keys[absent])
         fresh = None
@@ -156,7 +156,7 @@ class HashedTable:
         return Resolved(slots, self.hold([slots], train=train, fresh=fresh))
 
     def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: FreshRows | None = None) -> PinnedRows:
-        """Pin slots that keys have; ``fresh``: those that were just given."""
+        """Pin the slots of a batch's keys. ``fresh`` has the slots that were assigned for this batch."""
         if train and self.storage.is_trainable:
             self.books.note_reads(sum(map(len, parts)), fresh)
         pending, num_pending = parts[0][:0], self.slots.num_live - self.num_alive
@@ -190,14 +190,14 @@ class HashedTable:
                 self._free(pending[(pins[pending] == 0) & ~self.memory[""][pending]])
 
     def revive(self, slots: Tensor) -> None:
-        """Let pending rows come alive as they are."""
+        """Mark pending rows as alive, with their present values."""
         if len(slots):
             self.memory[""][slots] = True
             self.books.report.live += len(slots)
             self.books.changes += 1
 
     def forget(self, slots: Tensor) -> None:
-        """Take alive rows out. Those that a batch in flight has become pending, with their first rows."""
+        """Evict rows. The rows that a batch in flight holds become pending, with their first values."""
         if len(slots) == 0:
             return
         alive = self.memory[""]
@@ -220,11 +220,11 @@ class HashedTable:
         self.books.changes += 1
 
     def reset(self, slots: Tensor) -> None:
-        """Give pending rows their first values again."""
+        """Reset pending rows to their first values."""
         self._begin(slots, self.keys_of(slots))
 
     def _begin(self, slots: Tensor, keys: Tensor) -> None:
-        """Write first rows and the state before the first update; grow where it is due."""
+        """Write first rows with their initial optimizer state. Grow the memory if necessary."""
         if len(slots) == 0:
             return
         before = self._grown.num_rows
@@ -264,8 +264,9 @@ class HashedTable:
         return self.at_rest().tensors()
 
     def at_rest(self, first: int = 0) -> AtRest:
-        """Return the rows as they are now, ``first`` being the position of the first; one object as long as
-        nothing has changed and somebody has it.
+        """Return the rows as they are now, the first of them at position ``first``.
+
+        While nothing changes and a caller holds the result, further calls return the same object.
         """
         found = self.books.resting() if self.books.resting is not None else None
         if found is None or found.rectangle.r0 != first or not found.is_of(self):
@@ -378,15 +379,15 @@ class HashedRows(SideRows):
     First rows are a function of (seed, table, ID); those of codes are rounded by their minimum and maximum.
 
     Args:
-        dtype: of the rows; uint8 for codes.
-        keys: the table's choices.
+        dtype: the type of the rows; uint8 for codes.
+        keys: the limits and policies of the table's keys.
         name: the table's name.
         dim: the width of whole rows.
         max_rows: the number of rows that the table may have.
-        bounds: the least first value, and the end.
+        bounds: the range of first values, which are uniform in it.
         init_fn: draws first rows instead, one row ``[1, dim]`` at a time, from torch's default generator.
-        bits: of a code; 0 for floating-point values.
-        file: where weights and optimizer state are, if they are not in memory.
+        bits: bits per code; 0 for floating-point values.
+        file: options of the file of weights and optimizer state; None: they are in memory.
     """
 
     dtype: torch.dtype
@@ -406,7 +407,7 @@ class HashedRows(SideRows):
 
     @property
     def form(self) -> DenseRows | QuantisedRows:
-        """The same rows without their keys."""
+        """The storage of the rows' values, without keys."""
         return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
 
     @property
@@ -422,7 +423,7 @@ class HashedRows(SideRows):
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """The parts of the values, and what the eviction policy keeps."""
+        """The parts of the rows' values, and those that the eviction policy keeps."""
         return (*self.form.row_parts, *self.kept_parts)
 
     @property
@@ -431,15 +432,13 @@ class HashedRows(SideRows):
         return self.keys.counts and self.is_trainable
 
     def columns(self, dim: int) -> int:
-        """The elements of a row."""
         return self.form.columns(dim)
 
     def part_column(self, column: int) -> int:
-        """The place of a column in the part ``weight``."""
         return self.form.part_column(column)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """The memory of the parameter, which has no rows."""
+        """Return the parameter's memory, which has no rows: an index finds them elsewhere."""
         return torch.empty((0, columns), dtype=self.dtype, device=device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
@@ -447,22 +446,19 @@ class HashedRows(SideRows):
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Rows, and what the policy keeps of them."""
+        """Return the bytes of rows, with the values that the eviction policy keeps for them."""
         own = sum(part.dtype.itemsize for part in self.kept_parts)
         return self.form.num_bytes(num_rows, dim) + num_rows * own
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """As of ordinary rows."""
         return self.form.new_state(spec, num_rows, dim, device)
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """The parts of the values."""
         return self.form.parts(rows, dim)
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """In this type."""
         return self.form.encode(numbers)
 
     def table(

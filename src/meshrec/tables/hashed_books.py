@@ -1,4 +1,4 @@
-"""What a hashed table notes beside its rows: the batches that hold some, and what has happened to IDs."""
+"""Records of a hashed table beside its rows: the rows that batches in flight hold, and counts of its IDs."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ class FreshRows(NamedTuple):
     """The pending rows of a batch that were made for it."""
 
     slots: Tensor
-    """In the order of their keys."""
+    """The slots in ascending order of their keys, int64 [U]."""
     keys: Tensor
+    """The keys, ascending, int64 [U]."""
     counts: Tensor
-    """How often the batch reads each."""
+    """The number of times that the batch reads each row, int64 [U]."""
 
 
 class PinnedRows:
@@ -48,13 +49,13 @@ class PinnedRows:
         return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
     def __del__(self) -> None:
-        # Anywhere, in any thread: the table takes it from there when it is next asked.
+        # This may run in any thread, so the rows are only queued. The table frees them at its next lookup.
         self._released.append(self.pending)
 
 
 @dataclass
 class TableCounts:
-    """What has happened to the IDs of a table since it was made, on this rank.
+    """Counts of the IDs of a table since it was made, on this rank.
 
     Attributes:
         live: IDs that have a row now.
@@ -77,16 +78,16 @@ class TableCounts:
 
 @dataclass
 class Books:
-    """What a table notes beside its rows."""
+    """The records of a table beside its rows: counts, evicted keys, and the rows at rest."""
 
     report: TableCounts = field(default_factory=TableCounts)
     evicted: list[Tensor] = field(default_factory=list)
-    """The keys of rows that went, for whoever publishes them; kept if ``is_watched``."""
+    """The keys of evicted rows, for the publisher of deltas; recorded if ``is_watched``."""
     is_watched: bool = False
     changes: int = 0
-    """How often IDs came or went."""
+    """The number of times that IDs were admitted or evicted."""
     resting: "ReferenceType[AtRest] | None" = None
-    """The rows at rest, as long as somebody has them."""
+    """The rows at rest, as long as a caller holds them."""
 
     def note_reads(self, num_read: int, fresh: FreshRows | None) -> None:
         """Count the IDs that a batch has read; ``fresh``: those that had no row."""

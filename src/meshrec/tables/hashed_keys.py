@@ -1,4 +1,4 @@
-"""The choice of a table for IDs that nobody can number: which IDs get rows, and which rows go.
+"""The choice of a table for IDs that nobody can number: which IDs get rows, and which rows are evicted.
 
 [Note: when IDs come and go]
 
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from meshrec.ops.index import mix
 from meshrec.tables.table import RowPart
@@ -50,13 +51,13 @@ class RowsToJudge(NamedTuple):
 
 
 class Eviction(ABC):
-    """A policy that says which rows go when a table is full.
+    """A policy that chooses which rows to evict when a table is full.
 
     The row with the least score goes first; of equal scores, the one with the least key.
     """
 
     parts: tuple[RowPart, ...] = ()
-    """What the policy keeps of every row."""
+    """The values that the policy keeps for every row."""
     needs_rows = False
     """Whether the score reads whole rows."""
 
@@ -69,7 +70,7 @@ class Eviction(ABC):
         """Return a score for each row, int64 [N]."""
 
     def expired(self, own: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
-        """Return which rows go although the table is not full, bool by slot; None: none."""
+        """Return which rows to evict even if the table is not full, bool by slot; None: no row."""
         return None
 
 
@@ -80,7 +81,7 @@ class LRU(Eviction):
     parts = (RowPart("last", torch.int32, True),)
 
     def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
-        """Note the step."""
+        """Record the number of the update."""
         own["last"][slots] = clock.step
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
@@ -105,14 +106,14 @@ class LFU(Eviction):
             raise ValueError(f"LFU: half_life must be an integer >= 1 or None, got {self.half_life!r}.")
 
     def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
-        """Halve the counts as often as it was due, and add the reads."""
+        """Apply the halvings since the last read of each row, and add these reads."""
         uses, last = own["uses"], own["last"]
         uses[slots] = uses[slots] >> self._halvings(last[slots], clock)
         uses.index_add_(0, slots, torch.full_like(slots, _USE))
         last[slots] = clock.step
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the counts as of now, in units of 2^-16 reads."""
+        """Return the decayed counts, in units of 2^-16 reads."""
         return rows.parts["uses"] >> self._halvings(rows.parts["last"], clock)
 
     def _halvings(self, last: Tensor, clock: Clock) -> Tensor:
@@ -146,7 +147,7 @@ class TTL(Eviction):
             )
 
     def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
-        """Note the time."""
+        """Record the number of the update, or the event time."""
         own["last"][slots] = self._now(clock)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
@@ -154,7 +155,7 @@ class TTL(Eviction):
         return rows.parts["last"]
 
     def expired(self, own: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
-        """Return the rows whose time is over."""
+        """Return which rows were not updated within the time."""
         if self.steps is not None and clock.step % max(1, self.steps // 16):
             return None
         return own["last"] <= self._now(clock) - (self.steps or self.seconds or 0)
@@ -169,18 +170,19 @@ class LowestNorm(Eviction):
 
     needs_rows = True
 
+    @override
     def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
-        """Do nothing."""
+        pass
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the sums of squares as integers, in units of 2^-40, whose order of addition is free."""
+        """Return sums of squares in units of 2^-40, as integers, which add up to the same in any order."""
         squares = rows.parts["weight"].double().square_().mul_(2.0**40)
         return squares.clamp_(max=2.0**52).round_().long().sum(1)
 
 
 @dataclass(frozen=True)
 class Score(Eviction):
-    """Evict the rows with the least score of your own.
+    """Evict the rows with the lowest score by a function of yours.
 
     Args:
         score: maps ``RowsToJudge`` to a floating-point value or integer for each row, [N]. It must treat all
@@ -192,7 +194,7 @@ class Score(Eviction):
     needs_rows = True
 
     def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
-        """Note the step, which the score may read as ``last``."""
+        """Record the number of the update, which the score reads as ``rows.parts["last"]``."""
         own["last"][slots] = clock.step
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
@@ -215,7 +217,7 @@ class Score(Eviction):
 
 
 class Admission(ABC):
-    """A policy that says which new IDs get a row."""
+    """A policy that chooses which new IDs get a row."""
 
     @abstractmethod
     def check(self, max_rows: int) -> None:
@@ -236,8 +238,9 @@ class MinCount(Admission):
         if not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"MinCount: k must be an integer >= 1, got {self.k!r}.")
 
+    @override
     def check(self, max_rows: int) -> None:
-        """Do nothing."""
+        pass
 
 
 @dataclass(frozen=True)
@@ -279,8 +282,9 @@ class Probability(Admission):
         if not isinstance(self.p, (int, float)) or not 0 < self.p <= 1:
             raise ValueError(f"Probability: p must lie in (0, 1], got {self.p!r}.")
 
+    @override
     def check(self, max_rows: int) -> None:
-        """Do nothing."""
+        pass
 
     def admits(self, keys: Tensor, counts: Tensor, step: int, seed: int) -> Tensor:
         """Return which IDs, read ``counts`` times in this update, are admitted."""

@@ -49,7 +49,7 @@ def codes_of(form: RowForm, rows: Tensor, dim: int, columns: Span) -> Tensor:
 def read_parts(
     memory: Mapping[str, Tensor], slots: Tensor, names: Collection[str], form: RowForm, width: int
 ) -> dict[str, Tensor]:
-    """Return those of some parts of some rows that are in memory."""
+    """Return the parts of rows by name, without those that are not in memory."""
     if form.bits:
         rows = memory["weight"].detach()[slots]
         coded = zip(form.row_parts, form.parts(rows, width), strict=True)
@@ -64,7 +64,7 @@ def write_parts(
     form: RowForm,
     rectangle: Rectangle,
 ) -> None:
-    """Write a block of rows, as far as its parts are in memory."""
+    """Write those parts of a block of rows that are in memory."""
     targets = {name: tensor.detach() for name, tensor in memory.items()}
     if form.bits:
         views = form.parts(targets["weight"], rectangle.c1 - rectangle.c0)

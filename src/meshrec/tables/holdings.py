@@ -16,14 +16,14 @@ from meshrec.tables.table import Rectangle, TableRows
 
 
 class Held(NamedTuple):
-    """The rectangles of one table that are here."""
+    """The rectangles of one table on this rank."""
 
     parameter: nn.Parameter
     packing: Packing
     tables: Sequence[TableRows]
-    """One for each rectangle."""
+    """The table of each rectangle."""
     carriers: Sequence[Carrier] = ()
-    """One for each rectangle whose rows are not in the parameter."""
+    """The carrier of each rectangle whose rows are not in the parameter."""
 
     @property
     def is_fixed(self) -> bool:

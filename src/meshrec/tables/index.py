@@ -28,7 +28,7 @@ class ArrivingRows(Protocol):
     band: tuple[int, int, int]
     """The table, the first of its rows that may come, and the end of these."""
     trace: int
-    """A number that differs, as good as always, where the same calls gave other slots."""
+    """A fingerprint of the slots that the index has given out so far."""
 
     def wait(self) -> None:
         """Wait until the rows are in memory. Later calls return at once.
@@ -61,7 +61,7 @@ class Index(Protocol):
 
 @runtime_checkable
 class SearchableIndex(Protocol):
-    """An index whose slots are in a hash index, which several of them can be asked for in one call."""
+    """An index on a hash index. One call searches several such indexes."""
 
     slots: HashIndex
 
@@ -69,7 +69,7 @@ class SearchableIndex(Protocol):
         """Free the slots that no batch needs any more; called before a search."""
 
     def hold(self, parts: Sequence[Tensor], *, train: bool) -> object:
-        """Return a pin for slots that were found, all of them."""
+        """Pin slots that were found, and return the pin."""
 
     def give(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
         """Give a slot to each key without one, whose ``slots`` is -1, and pin all of them."""

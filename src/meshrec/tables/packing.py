@@ -39,7 +39,7 @@ class Packing:
 
     @property
     def table(self) -> int:
-        """Whose rectangles they are."""
+        """The number of the table of these rectangles."""
         return self.rectangles[0].table
 
     @property

@@ -1,4 +1,4 @@
-"""The rows of a table that are in memory, and which ones leave when others come."""
+"""The cache of a table's rows in memory, and the choice of rows to evict."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def slot_bytes(part_bytes: int) -> int:
 
 
 class Misses(NamedTuple):
-    """The rows that come, and those that make room for them."""
+    """The rows that enter the cache, and the evicted rows that make room for them."""
 
     keys: Tensor
     """int64 [M], ascending: the keys whose rows were not in memory."""
@@ -119,7 +119,7 @@ class RowCache:
 
     @property
     def trace(self) -> int:
-        """A number that differs, as good as always, where other slots were given out."""
+        """A fingerprint of the slots that the cache has given out so far."""
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:

@@ -41,7 +41,7 @@ class FrozenSource(Protocol):
         """Return a block of rows."""
 
     def leave(self, snapshot: "RowLog") -> None:
-        """Stop to write to this snapshot's log."""
+        """Stop writing to this snapshot's log."""
 
 
 @final
@@ -68,7 +68,7 @@ class RowLog:
         self._end = weakref.finalize(self, _remove, self._file, path, os.getpid())
 
     def fresh(self, slots: Tensor, new: Tensor, *, train: bool = True) -> Tensor:
-        """Return those of some slots whose rows are to be logged.
+        """Return the slots whose rows must be logged before the batch changes them.
 
         Args:
             slots: the slots of a batch.

@@ -12,7 +12,7 @@ from meshrec.ops.tbe.layout import NONE
 
 
 def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequence[int]) -> tbe.Lookups:
-    """Return the lookups whose gradients these sparse gradients are: every row once, unpooled.
+    """Return lookups that read every row once, unpooled, so that their gradients are the sparse gradients.
 
     The matching gradient is that of each table, ``[U, D]``, flattened, one table after the other.
 

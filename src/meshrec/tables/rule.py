@@ -1,4 +1,4 @@
-"""An optimizer as the update of tables needs it: its numbers of now, and how many updates it made."""
+"""The update rule of tables: an optimizer's current hyperparameters, and the number of its updates."""
 
 import dataclasses
 import operator

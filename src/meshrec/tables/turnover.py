@@ -1,4 +1,4 @@
-"""Which IDs of an update come alive, and which rows go: decided once for all ranks, before anything changes.
+"""The turnover of an update: the IDs to admit and the rows to evict, chosen on all ranks before any changes.
 
 [Note: one threshold for all ranks]
 
@@ -63,7 +63,7 @@ class Everyone(Protocol):
         """Return the sum over all ranks, int64. Collective."""
 
     def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return sums over all columns from the sums over those of a table's rectangles here. Collective."""
+        """Return a value of each row here, summed over the ranks that hold its other columns. Collective."""
 
 
 class Alone:
@@ -81,30 +81,30 @@ class Alone:
 
 
 class Due(NamedTuple):
-    """What an update does to one rectangle."""
+    """The turnover of one rectangle. U IDs of the update have no row yet."""
 
     slots: Tensor
-    """The slots of the update's IDs, which may repeat."""
+    """The slots of all IDs of the update, which may repeat."""
     new: Tensor
-    """The slots of those that are not alive, [U], by key."""
+    """The slots of IDs that have no row yet, in ascending order of their keys, int64 [U]."""
     keys: Tensor
-    """Their keys."""
+    """The keys of ``new``, int64 [U]."""
     counts: Tensor
-    """How often each of them is in the update."""
+    """The number of times that the update has each ID of ``new``, int64 [U]."""
     admitted: Tensor
-    """Whether it is admitted, bool [U]."""
+    """Whether each ID of ``new`` is admitted, bool [U]."""
     gone: Tensor
-    """The slots of the rows that go."""
+    """The slots of the rows to evict."""
     clock: Clock
 
 
 class Decision(NamedTuple):
-    """What an update does to the IDs of all tables."""
+    """The turnover of all tables of a rank."""
 
     due: dict[int, Due]
-    """By rectangle."""
+    """The turnover of each rectangle, by its number."""
     live: dict[int, list[int]]
-    """The rows that each interval of each table will have."""
+    """The number of rows that each interval of each table will have, by table."""
 
 
 class Turnover:
@@ -114,7 +114,6 @@ class Turnover:
         tables: the rectangles of hashed tables that are here, by number.
         storages: the storages of all hashed tables, also of those that have no rows here, by table.
         intervals: for each of them the intervals of keys that no rectangle of any rank cuts.
-        names: what messages call them.
         everyone: the ranks; None: this process has the whole tables.
     """
 
@@ -137,10 +136,10 @@ class Turnover:
         self.live = self._counted({})
 
     def prepare(self, pins: Sequence[object], steps: Mapping[int, int]) -> Decision:
-        """Decide what the next update does. Nothing changes yet. Collective.
+        """Compute the turnover of the next update, without changing anything yet. Collective.
 
         Args:
-            pins: those of the update's rows.
+            pins: the pins of the rows that the update changes.
             steps: the number of the update, for each table that is trained.
 
         Raises:
@@ -161,7 +160,7 @@ class Turnover:
         return Decision(due, self._counted(due) if full else live)
 
     def apply(self, decision: Decision) -> None:
-        """Let rows come and go. The update of the rows follows."""
+        """Apply a turnover: admit and evict rows. The caller updates the rows afterwards."""
         due, self.live = decision
         for i, each in due.items():
             table, admitted, policy = self.tables[i], each.admitted, self.tables[i].storage.keys.evict
@@ -180,7 +179,7 @@ class Turnover:
                 policy.use(table.memory, used, each.clock)
 
     def finish(self, decision: Decision) -> None:
-        """Take the update back from the rows of IDs that were not admitted."""
+        """Reset the rows of IDs that were not admitted to their first values, after the update."""
         for i, each in decision.due.items():
             if len(each.new) and len(refused := each.new[~each.admitted]):
                 self.tables[i].reset(refused)
@@ -213,7 +212,7 @@ class Turnover:
         return int(self._everyone.sum(own).max())
 
     def _with_room(self, table: int, total: int, due: Mapping[int, Due]) -> dict[int, Due]:
-        """Add the rows that must go so that ``total`` rows become no more than are allowed. Collective."""
+        """Choose rows to evict so that a table of ``total`` rows has at most ``max_rows``. Collective."""
         storage = self.storages[table]
         most, policy = storage.max_rows, storage.keys.evict
         if policy is None:
@@ -336,8 +335,7 @@ def nth(values: Tensor, n: int, everyone: Everyone) -> tuple[int, int]:
 
 
 def _range_of(values: Tensor, everyone: Everyone) -> tuple[int, int, int]:
-    """Return by how many bits to shift, so that what is left of the values of all ranks fits one digit, the
-    least value, and 0."""
+    """Return the shift that makes the range of all ranks' values fit one digit, the least value, and 0."""
     own = torch.zeros(everyone.size, 3, dtype=torch.int64)
     if len(values):
         own[everyone.rank] = torch.stack([values.min(), values.max(), torch.ones((), dtype=torch.int64)])

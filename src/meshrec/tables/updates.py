@@ -91,8 +91,9 @@ class _Group:
         self.whole: list[int] = []
         self.split: list[int] = []
         self.state: list[Tensor] = []
-        """The optimizer state of ``whole``, and below their origins, as every update needs them."""
+        """The optimizer state of ``whole``, kept since every update needs it."""
         self.origins: list[int] = []
+        """The origins of ``whole``."""
         self.members: list[tuple[int, FusedTable, dict[str, Any]]] = []
         """Number, table and state of each of ``tables``: every step walks them."""
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from meshrec.ops.index import HashIndex, mix
 from meshrec.tables.growing import GrowingRows
@@ -20,10 +21,16 @@ _MOST = 255
 
 
 class Waiting(Protocol):
-    """What a rectangle remembers of IDs that have no row."""
+    """The counts that a rectangle keeps of IDs without a row."""
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return which new IDs are due, ascending and read ``counts`` times in this update."""
+        """Return which new IDs to admit, bool [N].
+
+        Args:
+            keys: the keys of the IDs, ascending, int64 [N].
+            counts: the number of times that this update reads each ID, int64 [N].
+            step: the number of the update.
+        """
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
         """Add the counts of an update, and forget the IDs that are admitted."""
@@ -32,40 +39,42 @@ class Waiting(Protocol):
         """Yield keys, ascending, and their counts, int64 [N] each."""
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Add what another rank or a checkpoint has streamed."""
+        """Add counts that `stream` yielded, on another rank or from a checkpoint."""
 
     def early(self) -> float:
         """Return the estimated share of new IDs that are admitted too early."""
 
 
-class Nobody:
-    """IDs do not wait: they are admitted at once, or by chance."""
+class Nobody(Waiting):
+    """The store of policies without counts: IDs are admitted at once, or with a probability."""
 
     def __init__(self, admission: Probability | None, seed: int) -> None:
         self._admission, self._seed = admission, seed
 
+    @override
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return the decision, which depends on nothing that came before."""
         if self._admission is None:
             return torch.ones_like(keys, dtype=torch.bool)
         return self._admission.admits(keys, counts, step, self._seed)
 
+    @override
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Do nothing."""
+        pass
 
+    @override
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield nothing."""
         yield from ()
 
+    @override
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Do nothing: a table with another admission policy had counted."""
+        pass  # the counts come from a table with another admission policy
 
+    @override
     def early(self) -> float:
-        """Return 0."""
         return 0.0
 
 
-class ExactCounts:
+class ExactCounts(Waiting):
     """A count for each ID that waits."""
 
     def __init__(self, k: int, seed: int, name: str) -> None:
@@ -79,25 +88,25 @@ class ExactCounts:
         return self._so_far(keys) + counts >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add the counts; an admitted ID counts from 0 when it has lost its row again."""
+        """Add the counts of IDs that wait. An ID that is admitted starts from 0 if it is evicted later."""
         known = self._slots.find(keys) >= 0
         if bool((gone := known & admitted).any()):
             self._counts[self._slots.remove(keys[gone])] = 0
         waits = ~admitted
         self._add(keys[waits], counts[waits])
 
+    @override
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all counts."""
         found, slots = self._slots.items()
         inside = in_span(found, keys)
         yield found[inside], self._counts[slots[inside]]
 
+    @override
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Add the counts."""
         self._add(keys, counts)
 
+    @override
     def early(self) -> float:
-        """Return 0."""
         return 0.0
 
     @property
@@ -120,7 +129,7 @@ class ExactCounts:
         self._counts[slots] += counts
 
 
-class Sketch:
+class Sketch(Waiting):
     """Counts in cells of a byte: ``num_cells`` of them for each bucket of keys, up to four for an ID."""
 
     def __init__(self, k: int, seed: int, *, rows: Span, max_rows: int, num_cells: int) -> None:
@@ -139,7 +148,7 @@ class Sketch:
         self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MOST).byte()
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the words of eight cells that are not 0; their keys begin at that of the bucket."""
+        """Yield the words (eight cells each) that are not 0. A bucket's first word has its first key."""
         words = self._cells.view(torch.int64)
         used = words.nonzero()[:, 0]
         per_row = self._num_cells // _WORD
@@ -148,7 +157,7 @@ class Sketch:
         yield found[inside], words[used[inside]]
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Take words over. Those of a sketch of another size do not fit and are left out."""
+        """Copy streamed words into the cells, except those of a larger sketch that have no place here."""
         buckets = bucket_of(keys, self._max_rows)
         within = keys - first_keys(buckets, self._max_rows)
         fits = (within >= 0) & (within < self._num_cells // _WORD)
@@ -156,14 +165,14 @@ class Sketch:
         words[((buckets - self._first) * (self._num_cells // _WORD) + within)[fits]] = counts[fits]
 
     def early(self) -> float:
-        """Return how likely all cells of a new ID are at ``k - 1`` already."""
+        """Return the probability that all cells of a new ID are at ``k - 1`` already."""
         if self._cells.numel() == 0:
             return 0.0
         full = (self._cells >= self._k - 1).view(-1, self._num_cells).double().mean(1)
         return float((full ** min(_CELLS, self._num_cells)).mean())
 
     def _added(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cells of each ID, and what this update adds to each of them in all, [N, C]."""
+        """Return the cells of each ID, [N, C], and the counts that the whole update adds to each cell."""
         bits = mix(keys, self._seed)
         own = (bucket_of(keys, self._max_rows) - self._first) * self._num_cells
         chosen = [((bits >> (16 * c)) & 0xFFFF) % self._num_cells for c in range(_CELLS)]
@@ -192,11 +201,11 @@ def waiting_for(keys: Hashed, max_rows: int, span: Span, name: str) -> Waiting:
 
 
 def in_span(keys: Tensor, span: Span | None) -> Tensor:
-    """Return which keys lie in a span; all without one. The end of the key space is no key."""
+    """Return which keys lie in a span, bool [N]. Without a span, all keys do."""
     inside = torch.ones_like(keys, dtype=torch.bool)
     if span is not None:
         inside &= keys >= span[0]
-        if span[1] < -FIRST_KEY:
+        if span[1] < -FIRST_KEY:  # the end of the key space does not fit an int64
             inside &= keys < span[1]
     return inside
 

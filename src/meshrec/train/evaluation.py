@@ -97,6 +97,16 @@ def evaluate(
     """Return the loss's metrics on all of ``reader``; for clicks those of `meshrec.metrics.binary_metrics`.
 
     Collective. The model is in training mode afterwards.
+
+    Args:
+        model: a model that is called as ``model(dense, sparse)``.
+        reader: the samples, which are divided among the ranks.
+        ranks: the ranks, from `join`.
+        bf16: compute the dense part in bfloat16.
+        loss: computes the metrics from outputs and labels.
+
+    Returns:
+        The metrics by name, equal on all ranks.
     """
     return loss.metrics(*outputs_of(model, reader, ranks, bf16=bf16), group=ranks.control)
 

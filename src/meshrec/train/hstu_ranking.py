@@ -124,7 +124,7 @@ class HSTURankerConfig(ModelConfig):
 
 
 def hstu_ranker() -> Recipe:
-    """HSTU on impressions in order of time: will this user click this item? The model of MLPerf's DLRM-v4."""
+    """Train HSTU (as MLPerf's DLRM-v4) on impressions in order of time: will this user click this item?"""
     return Recipe(
         name="hstu_ranker",
         data=SyntheticImpressions(),

@@ -1,9 +1,11 @@
 """Next-item models that recipes choose from, sized by the dataset."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
+from typing_extensions import override
 
 from meshrec.models import (
     HSTU,
@@ -26,8 +28,8 @@ _COSINES = SampledSoftmax(similarity="cosine", temperature=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SASRecConfig(ModelConfig):
-    """SASRec: self-attention over a history predicts the next item; see `meshrec.models.SASRec`."""
+class NextItemConfig(ABC):
+    """The options that all next-item models of histories share. A config adds those of its layers."""
 
     embedding_dim: int = 64
     """Width of the item table."""
@@ -35,10 +37,6 @@ class SASRecConfig(ModelConfig):
     """Standard deviation of the table's initial values; if none, small values that depend on the number of
     rows.
     """
-    num_blocks: int = 2
-    """Number of attention blocks."""
-    num_heads: int = 1
-    """Number of attention heads."""
     dropout: float = 0.2
     """Share of values that training drops."""
     softmax: SampledSoftmax = _DOT_PRODUCTS
@@ -47,126 +45,93 @@ class SASRecConfig(ModelConfig):
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
         parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
-        return SASRec(
+        return self._model(
             parts.table,
-            parts.features,
+            parts.features._replace(times=dataset.times if self._reads_times else None),
             max_length=parts.max_length,
             items=parts.items,
-            num_blocks=self.num_blocks,
-            num_heads=self.num_heads,
             dropout=self.dropout,
             softmax=self.softmax,
         )
 
+    @property
+    def _reads_times(self) -> bool:
+        return False
+
+    @abstractmethod
+    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
+        """Return the model with its own options and the ``shared`` ones."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class HSTUConfig(ModelConfig):
+class SASRecConfig(NextItemConfig, ModelConfig):
+    """SASRec: self-attention over a history predicts the next item; see `meshrec.models.SASRec`."""
+
+    num_blocks: int = 2
+    """Number of attention blocks."""
+    num_heads: int = 1
+    """Number of attention heads."""
+
+    @override
+    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
+        return SASRec(table, features, num_blocks=self.num_blocks, num_heads=self.num_heads, **shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSTUConfig(NextItemConfig, ModelConfig):
     """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
 
-    embedding_dim: int = 64
-    """Width of the item table."""
-    table_std: float | None = 0.02
-    """Standard deviation of the table's initial values; if none, small values that depend on the number of
-    rows.
-    """
+    softmax: SampledSoftmax = _COSINES
+    """Loss of training."""
     num_blocks: int = 2
     """Number of layers."""
     num_heads: int = 1
     """Number of attention heads, among which the table's width is divided."""
     times: bool = True
     """Whether the attention sees how much time lies between items, if the data has times."""
-    dropout: float = 0.2
-    """Share of values that training drops."""
-    softmax: SampledSoftmax = _COSINES
-    """Loss of training."""
 
-    def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
-        parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
-        features = parts.features._replace(times=dataset.times if self.times else None)
-        return HSTU(
-            parts.table,
-            features,
-            max_length=parts.max_length,
-            items=parts.items,
-            num_blocks=self.num_blocks,
-            num_heads=self.num_heads,
-            dropout=self.dropout,
-            softmax=self.softmax,
-        )
+    @property
+    @override
+    def _reads_times(self) -> bool:
+        return self.times
+
+    @override
+    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
+        return HSTU(table, features, num_blocks=self.num_blocks, num_heads=self.num_heads, **shared)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BERT4RecConfig(ModelConfig):
+class BERT4RecConfig(NextItemConfig, ModelConfig):
     """BERT4Rec: bidirectional attention predicts hidden items of a history and the next one; see
     `meshrec.models.BERT4Rec`.
     """
 
-    embedding_dim: int = 64
-    """Width of the item table."""
-    table_std: float | None = 0.02
-    """Standard deviation of the table's initial values; if none, small values that depend on the number of
-    rows.
-    """
     num_blocks: int = 2
     """Number of attention blocks."""
     num_heads: int = 2
     """Number of attention heads."""
-    dropout: float = 0.2
-    """Share of values that training drops."""
     hidden: float = 0.2
     """Share of a history's items that training hides."""
-    softmax: SampledSoftmax = _DOT_PRODUCTS
-    """Loss of training."""
 
-    def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
-        parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
-        return BERT4Rec(
-            parts.table,
-            parts.features,
-            max_length=parts.max_length,
-            items=parts.items,
-            num_blocks=self.num_blocks,
-            num_heads=self.num_heads,
-            dropout=self.dropout,
-            hidden=self.hidden,
-            softmax=self.softmax,
-        )
+    @override
+    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
+        blocks, heads = self.num_blocks, self.num_heads
+        return BERT4Rec(table, features, num_blocks=blocks, num_heads=heads, hidden=self.hidden, **shared)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRU4RecConfig(ModelConfig):
+class GRU4RecConfig(NextItemConfig, ModelConfig):
     """GRU4Rec: a recurrent network over a history predicts the next item; see `meshrec.models.GRU4Rec`."""
 
-    embedding_dim: int = 64
-    """Width of the item table."""
-    table_std: float | None = 0.02
-    """Standard deviation of the table's initial values; if none, small values that depend on the number of
-    rows.
-    """
     num_layers: int = 1
     """Number of recurrent layers."""
     hidden_dim: int = 128
     """Width of the recurrent state."""
-    dropout: float = 0.2
-    """Share of values that training drops."""
-    softmax: SampledSoftmax = _DOT_PRODUCTS
-    """Loss of training."""
 
-    def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
-        parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
-        return GRU4Rec(
-            parts.table,
-            parts.features,
-            max_length=parts.max_length,
-            items=parts.items,
-            num_layers=self.num_layers,
-            hidden_dim=self.hidden_dim,
-            dropout=self.dropout,
-            softmax=self.softmax,
-        )
+    @override
+    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
+        layers, width = self.num_layers, self.hidden_dim
+        return GRU4Rec(table, features, num_layers=layers, hidden_dim=width, **shared)
 
 
 class HistoryParts(NamedTuple):

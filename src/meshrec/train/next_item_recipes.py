@@ -8,7 +8,9 @@ the test items. All windows of a user's items are trained on, not only the last 
 share their negatives. Adam has its usual betas.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from meshrec.data.log_columns import LogColumns
 from meshrec.models import SampledSoftmax
@@ -16,36 +18,40 @@ from meshrec.optim import Adam
 from meshrec.train.architectures import TwoTowerConfig
 from meshrec.train.log_sources import BooksRatings, MovieLensSequences
 from meshrec.train.losses import NextItem
-from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUConfig, SASRecConfig
+from meshrec.train.next_item_configs import (
+    BERT4RecConfig,
+    GRU4RecConfig,
+    HSTUConfig,
+    SASRecConfig,
+)
 from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Recipe, Training
 from meshrec.train.schedule import Schedule
 
 _DOT_PRODUCTS = SampledSoftmax(num_negatives=1024)
-_COSINES = SampledSoftmax(num_negatives=1024, similarity="cosine", temperature=0.05)
 
 
 def sasrec() -> Recipe:
-    """SASRec on the MovieLens ratings: which movie does a user rate next?"""
+    """Train SASRec on the MovieLens ratings: which movie does a user rate next?"""
     return _next_item("sasrec", SASRecConfig(softmax=_DOT_PRODUCTS))
 
 
 def hstu() -> Recipe:
-    """HSTU on the MovieLens ratings: which movie does a user rate next?"""
-    return _next_item("hstu", HSTUConfig(softmax=_COSINES))
+    """Train HSTU on the MovieLens ratings: which movie does a user rate next?"""
+    return _next_item("hstu", HSTUConfig(softmax=_cosines(1024)))
 
 
 def bert4rec() -> Recipe:
-    """BERT4Rec on the MovieLens ratings: which movie does a user rate next?"""
+    """Train BERT4Rec on the MovieLens ratings: which movie does a user rate next?"""
     return _next_item("bert4rec", BERT4RecConfig(softmax=_DOT_PRODUCTS))
 
 
 def gru4rec() -> Recipe:
-    """GRU4Rec on the MovieLens ratings: which movie does a user rate next?"""
+    """Train GRU4Rec on the MovieLens ratings: which movie does a user rate next?"""
     return _next_item("gru4rec", GRU4RecConfig(softmax=_DOT_PRODUCTS))
 
 
 def two_tower() -> Recipe:
-    """Two towers on the MovieLens ratings: which movies, of all, does a user rate next?"""
+    """Train two towers on the MovieLens ratings: which movies, of all, does a user rate next?"""
     return Recipe(
         name="two_tower",
         data=MovieLensSequences(history=20, windows=False),
@@ -58,57 +64,48 @@ def two_tower() -> Recipe:
 
 
 def sasrec_ml1m() -> Recipe:
-    """SASRec on ml-1m as published: 2 blocks of width 50."""
-    return _ml_1m("sasrec_ml1m", SASRecConfig(embedding_dim=50, softmax=_published(128)))
+    """Train SASRec on ml-1m as published: 2 blocks of width 50."""
+    return _ml_1m("sasrec_ml1m", SASRecConfig)
 
 
 def hstu_ml1m() -> Recipe:
-    """HSTU on ml-1m as published: 2 layers of width 50."""
-    return _ml_1m("hstu_ml1m", HSTUConfig(embedding_dim=50, softmax=_published(128)))
+    """Train HSTU on ml-1m as published: 2 layers of width 50."""
+    return _ml_1m("hstu_ml1m", HSTUConfig)
 
 
 def hstu_large_ml1m() -> Recipe:
-    """HSTU-large on ml-1m as published: 8 layers of width 50 with 2 heads."""
-    return _ml_1m(
-        "hstu_large_ml1m",
-        HSTUConfig(embedding_dim=50, num_blocks=8, num_heads=2, softmax=_published(128)),
-    )
+    """Train HSTU-large on ml-1m as published: 8 layers of width 50 with 2 heads."""
+    return _ml_1m("hstu_large_ml1m", HSTUConfig, num_blocks=8, num_heads=2)
 
 
 def sasrec_ml20m() -> Recipe:
-    """SASRec on ml-20m as published: 4 blocks of width 256 with 4 heads."""
-    model = SASRecConfig(embedding_dim=256, num_blocks=4, num_heads=4, softmax=_published(128))
-    return _ml_20m("sasrec_ml20m", model)
+    """Train SASRec on ml-20m as published: 4 blocks of width 256 with 4 heads."""
+    return _ml_20m("sasrec_ml20m", SASRecConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_ml20m() -> Recipe:
-    """HSTU on ml-20m as published: 4 layers of width 256 with 4 heads."""
-    model = HSTUConfig(embedding_dim=256, num_blocks=4, num_heads=4, softmax=_published(128))
-    return _ml_20m("hstu_ml20m", model)
+    """Train HSTU on ml-20m as published: 4 layers of width 256 with 4 heads."""
+    return _ml_20m("hstu_ml20m", HSTUConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_large_ml20m() -> Recipe:
-    """HSTU-large on ml-20m as published: 16 layers of width 256 with 8 heads."""
-    model = HSTUConfig(embedding_dim=256, num_blocks=16, num_heads=8, softmax=_published(128))
-    return _ml_20m("hstu_large_ml20m", model)
+    """Train HSTU-large on ml-20m as published: 16 layers of width 256 with 8 heads."""
+    return _ml_20m("hstu_large_ml20m", HSTUConfig, num_blocks=16, num_heads=8)
 
 
 def sasrec_books() -> Recipe:
-    """SASRec on Amazon's ratings of books as published: 4 blocks of width 64 with 4 heads."""
-    model = SASRecConfig(num_blocks=4, num_heads=4, dropout=0.5, softmax=_published(512))
-    return _books("sasrec_books", model)
+    """Train SASRec on Amazon's ratings of books as published: 4 blocks of width 64 with 4 heads."""
+    return _books("sasrec_books", SASRecConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_books() -> Recipe:
-    """HSTU on Amazon's ratings of books as published: 4 layers of width 64 with 4 heads."""
-    model = HSTUConfig(num_blocks=4, num_heads=4, dropout=0.5, softmax=_published(512))
-    return _books("hstu_books", model)
+    """Train HSTU on Amazon's ratings of books as published: 4 layers of width 64 with 4 heads."""
+    return _books("hstu_books", HSTUConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_large_books() -> Recipe:
-    """HSTU-large on Amazon's ratings of books as published: 16 layers of width 64 with 8 heads."""
-    model = HSTUConfig(num_blocks=16, num_heads=8, dropout=0.5, softmax=_published(512))
-    return _books("hstu_large_books", model)
+    """Train HSTU-large on Amazon's ratings of books as published: 16 layers of width 64 with 8 heads."""
+    return _books("hstu_large_books", HSTUConfig, num_blocks=16, num_heads=8)
 
 
 NEXT_ITEM_RECIPES = {
@@ -136,20 +133,23 @@ def _next_item(name: str, model: ModelConfig) -> Recipe:
     )
 
 
-def _published(num_negatives: int) -> SampledSoftmax:
+def _ml_1m(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    model = config(embedding_dim=50, softmax=_cosines(128), **options)
+    return _published(name, _movielens("ml-1m", 1_000_209), model, epochs=101)
+
+
+def _ml_20m(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    model = config(embedding_dim=256, softmax=_cosines(128), **options)
+    return _published(name, _movielens("ml-20m", 20_000_263), model, epochs=101)
+
+
+def _books(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    model = config(dropout=0.5, softmax=_cosines(512), **options)
+    return _published(name, BooksRatings(path=Path("books")), model, epochs=201)
+
+
+def _cosines(num_negatives: int) -> SampledSoftmax:
     return SampledSoftmax(num_negatives=num_negatives, similarity="cosine", temperature=0.05)
-
-
-def _ml_1m(name: str, model: ModelConfig) -> Recipe:
-    return _published_recipe(name, _movielens("ml-1m", 1_000_209), model, epochs=101)
-
-
-def _ml_20m(name: str, model: ModelConfig) -> Recipe:
-    return _published_recipe(name, _movielens("ml-20m", 20_000_263), model, epochs=101)
-
-
-def _books(name: str, model: ModelConfig) -> Recipe:
-    return _published_recipe(name, BooksRatings(path=Path("books")), model, epochs=201)
 
 
 def _movielens(folder: str, num_ratings: int) -> MovieLensSequences:
@@ -157,7 +157,7 @@ def _movielens(folder: str, num_ratings: int) -> MovieLensSequences:
     return MovieLensSequences(path=Path(folder), history=200, num_ratings=num_ratings, columns=columns)
 
 
-def _published_recipe(name: str, data: DataSource, model: ModelConfig, *, epochs: int) -> Recipe:
+def _published(name: str, data: DataSource, model: ModelConfig, *, epochs: int) -> Recipe:
     return Recipe(
         name=name,
         data=data,

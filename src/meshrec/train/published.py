@@ -77,9 +77,7 @@ def csv_to_parquet(
 
 
 def criteo_kaggle() -> Recipe:
-    """DeepFM on Criteo's Kaggle data, criteo_kaggle/train.parquet. Figure to reach: AUC 0.8143 (BARS,
-    Criteo_x4).
-    """
+    """Train DeepFM on Criteo's Kaggle data, criteo_kaggle/train.parquet. To reach: AUC 0.8143 (BARS)."""
     from meshrec.data.features import Buckets, Features, Label, Number, Vocabulary
 
     counts, names = [f"I{n}" for n in range(1, 14)], [f"C{n}" for n in range(1, 27)]
@@ -96,7 +94,7 @@ def criteo_kaggle() -> Recipe:
 
 
 def avazu() -> Recipe:
-    """DeepFM on Avazu's Kaggle data, avazu/train.parquet. Figure to reach: AUC 0.7930 (BARS, Avazu_x4)."""
+    """Train DeepFM on Avazu's Kaggle data, avazu/train.parquet. To reach: AUC 0.7930 (BARS, Avazu_x4)."""
     from meshrec.data.features import DatePart, Features, Label, Number, Vocabulary
 
     features = Features(
@@ -112,7 +110,7 @@ def avazu() -> Recipe:
 
 
 def movielens_20m() -> Recipe:
-    """DCN-v2 on ml-20m: will this user like this movie? BARS has no figure for this task.
+    """Train DCN-v2 on ml-20m: will this user like this movie? BARS has no figure for this task.
 
     Its nearest figure is about tags and not ratings: DCN-v2 reaches AUC 0.9606 on MovielensLatest_x1.
     """

@@ -33,7 +33,7 @@ from meshrec.train.yaml_recipes import SUFFIXES, from_yaml
 
 
 def movielens_dlrm() -> Recipe:
-    """DLRM on the MovieLens ratings: will this user like this movie?"""
+    """Train DLRM on the MovieLens ratings: will this user like this movie?"""
     return Recipe(
         name="movielens_dlrm",
         data=MovieLens(),
@@ -48,7 +48,7 @@ def movielens_dlrm() -> Recipe:
 
 
 def synthetic_clicks() -> Recipe:
-    """DLRM on clicks of a planted teacher: how close does it come to the best possible AUC?"""
+    """Train DLRM on clicks of a planted teacher: how close does it come to the best possible AUC?"""
     return Recipe(
         name="synthetic_clicks",
         data=SyntheticClicks(),
@@ -61,7 +61,7 @@ def synthetic_clicks() -> Recipe:
 
 
 def dlrm_benchmark() -> Recipe:
-    """The DLRM of the step benchmark: 26 tables of 100,000 rows x 64, 4 ids in each bag."""
+    """Train the DLRM of the step benchmark: 26 tables of 100,000 rows x 64, 4 ids in each bag."""
     return Recipe(
         name="dlrm_benchmark",
         data=SyntheticClicks(
@@ -74,22 +74,22 @@ def dlrm_benchmark() -> Recipe:
 
 
 def din() -> Recipe:
-    """DIN on the MovieLens ratings: will this user like this movie, given those rated before?"""
+    """Train DIN on the MovieLens ratings: will this user like this movie, given those rated before?"""
     return _movielens("din", DINConfig(embedding_dim=64, attention=(64, 32), over=(128, 64)))
 
 
 def deepfm() -> Recipe:
-    """DeepFM on the MovieLens ratings: will this user like this movie?"""
+    """Train DeepFM on the MovieLens ratings: will this user like this movie?"""
     return _movielens("deepfm", DeepFMConfig(embedding_dim=64, bottom=(32,), deep=(256, 128)))
 
 
 def dcn() -> Recipe:
-    """DCN-v2 (as DLRM-DCN) on the MovieLens ratings: will this user like this movie?"""
+    """Train DCN-v2 (as DLRM-DCN) on the MovieLens ratings: will this user like this movie?"""
     return _movielens("dcn", DLRMDCNConfig(embedding_dim=64, bottom=(32,), top=(256, 128), low_rank_dim=64))
 
 
 def mmoe() -> Recipe:
-    """MMoE on the MovieLens ratings: will this user like this movie, and will it have the best rating?"""
+    """Train MMoE on the MovieLens ratings: will this user like this movie, and rate it best of all?"""
     return dataclasses.replace(
         _movielens("mmoe", MultiTaskConfig(mixture="mmoe", embedding_dim=64, expert=(128, 64))),
         data=MovieLens(liked_from=(4.0, 5.0)),

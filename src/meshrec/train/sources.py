@@ -59,9 +59,7 @@ class MovieLens(DataSource):
     history: int = 20
     """Maximum number of movies in a user's history."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """Another choice of validation and test sets, a tenth each; by default the last two tenths of each user's
-    ratings.
-    """
+    """Rule for validation and test data, a tenth each; if none, the last two tenths of a user's ratings."""
     split_column: str | None = None
     """Column for a split by hash: user or movie."""
     liked_from: tuple[float, ...] = (4.0,)

@@ -13,9 +13,6 @@ from typing import NamedTuple
 from meshrec.comms.waiting import blocked_seconds
 from meshrec.train.ranks import Ranks
 
-NOTABLE = 0.1
-"""Share of their time that the other ranks wait for one, from which the log names it as a straggler."""
-
 
 class Straggler(NamedTuple):
     """The rank that was waited for longest, and the share of the other ranks' time that they waited for

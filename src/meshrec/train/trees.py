@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _ROUNDS = 2000
 _PATIENCE = 50
 _MOST_IDS = 64
-"""Frequent IDs of a list that become columns of their own."""
+"""Number of frequent IDs of a list that become columns of their own."""
 _MOST_CATEGORIES = 10_000
-"""Categories of a column; rarer IDs are one category, as the trees' own limits would make them."""
+"""Largest number of categories of a column. All rarer IDs are one more category."""
 
 
 def has_trees() -> bool:
@@ -76,7 +76,7 @@ class Trees:
         }
         data = lightgbm.Dataset(
             self.matrix(train),
-            train.labels.numpy(),
+            train.labels.contiguous().numpy(),  # LightGBM refuses a column of several labels
             categorical_feature=list(range(first, first + len(singles))),
             params={"verbosity": -1},
         )

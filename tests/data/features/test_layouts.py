@@ -249,7 +249,7 @@ def test_vocabularies_of_one_table_have_one_row_for_a_value() -> None:
     assert fitted["item"].rows == fitted["seen"].rows == 5
     again = Features.from_json(json.loads(json.dumps(fitted.to_json())))
     assert rows_of(again, data) == rows_of(fitted, data)
-    with pytest.raises(ValueError, match="min_count is 2 of feature 'seen', and 1 of 'item'"):
+    with pytest.raises(ValueError, match="the same min_count: feature 'seen' has 2, and 'item' 1"):
         Features(labels=LABEL, features=(item, Vocabulary(name="seen", table="item", min_count=2)))
     texts = data.set_column(2, "seen", pa.array([["a"], None, None]))
     with pytest.raises(DataError, match="the vocabularies of table 'item' have values of different types"):

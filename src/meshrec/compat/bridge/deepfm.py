@@ -15,7 +15,7 @@ from meshrec.modules import DeepFM, EmbeddingBagCollection, FactorizationMachine
 
 
 class SparseArch(nn.Module):
-    """The tables."""
+    """The embedding tables of the model."""
 
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()

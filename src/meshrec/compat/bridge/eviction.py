@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 Filter = Callable[[Tensor], tuple[Tensor, float | Tensor]]
-"""Maps the counts of IDs to a mask of those that may enter, and to the threshold that was used."""
+"""Maps the counts of IDs to a mask of the IDs to admit, and to the threshold that was used."""
 
 
 @torch.no_grad()
 def dynamic_threshold_filter(
     id_counts: Tensor, threshold_skew_multiplier: float = 10.0
 ) -> tuple[Tensor, Tensor]:
-    """Let IDs in whose count is above the mean times the multiplier."""
+    """Admit the IDs whose count is above the mean times the multiplier."""
     threshold = 1 / id_counts.numel() * threshold_skew_multiplier * id_counts.sum()
     return id_counts > threshold, threshold
 
 
 @torch.no_grad()
 def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Let IDs in whose count is above the mean."""
+    """Admit the IDs whose count is above the mean."""
     threshold = id_counts.float().mean()
     return id_counts > threshold, threshold
 
@@ -33,7 +33,7 @@ def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
 def probabilistic_threshold_filter(
     id_counts: Tensor, per_id_probability: float = 0.01
 ) -> tuple[Tensor, Tensor]:
-    """Let each read of an ID bring it in with a probability, drawn from torch's generator."""
+    """Admit an ID with a given probability at each read; torch's generator draws."""
     probability = torch.full_like(id_counts, 1 - per_id_probability, dtype=torch.float)
     threshold = torch.rand(id_counts.size(), device=id_counts.device)
     return 1 - torch.pow(probability, id_counts) > threshold, threshold
@@ -44,9 +44,9 @@ class MCHEvictionPolicyMetadataInfo(NamedTuple):
 
     metadata_name: str
     is_mch_metadata: bool
-    """Whether the module keeps it for the IDs that it has."""
+    """Whether the module stores it for each ID that has a row."""
     is_history_metadata: bool
-    """Whether it is kept for each entry of the history."""
+    """Whether the module stores it for each entry of the history."""
 
 
 class MCHEvictionPolicy:
@@ -56,7 +56,7 @@ class MCHEvictionPolicy:
 
     Args:
         metadata_info: the numbers that it keeps: ``counts``, ``last_access_iter``.
-        threshold_filtering_func: which IDs of the history may enter; None: all.
+        threshold_filtering_func: chooses the IDs of the history to admit; None: all.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class MCHEvictionPolicy:
         return self._metadata_info
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
-        """Return the scores of IDs from what is kept of them."""
+        """Return the scores of IDs from the numbers that the policy keeps for them."""
         raise NotImplementedError(f"{type(self).__name__} has no scores. Write them in a subclass.")
 
     def record_history_metadata(
         self, current_iter: int, incoming_ids: Tensor, history_metadata: dict[str, Tensor]
     ) -> None:
-        """Write the iteration."""
+        """Record the current iteration for the IDs that arrived."""
         for each in history_metadata.values():
             each[:] = current_iter
 
@@ -114,7 +114,7 @@ class MCHEvictionPolicy:
         mch_metadata: dict[str, Tensor],
         coalesced_history_metadata: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Update what is kept, and choose the IDs with the largest scores. The last place is never taken."""
+        """Update the numbers, and choose the IDs with the largest scores. The last place stays unused."""
         known, at = coalesced_history_mch_matching_elements_mask, coalesced_history_mch_matching_indices
         new, merged = {}, {}
         names = [each.metadata_name for each in self._metadata_info if each.is_mch_metadata]

@@ -33,7 +33,7 @@ _NOT_HERE = {
 
 
 class HashZchEvictionPolicyName(Enum):
-    """The policies that say which IDs lose their rows."""
+    """The policies that choose which IDs lose their rows."""
 
     SINGLE_TTL_EVICTION = "SINGLE_TTL_EVICTION"
     """Evicts IDs that were not read for ``single_ttl`` hours."""
@@ -155,7 +155,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         return found
 
     def _train(self, ids: Tensor, feature: JaggedTensor) -> None:
-        """Give new IDs rows, and note until when the rows of all IDs are theirs."""
+        """Assign rows to new IDs, and record the hour until which each ID of the batch keeps its row."""
         distinct, inverse = unique(ids)
         until = torch.zeros_like(distinct)
         until.scatter_reduce_(0, inverse, self._until(ids, feature), "amax", include_self=False)
@@ -174,7 +174,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         self._hash_zch_metadata[rows[own], 0] = until[own].int()
 
     def _until(self, ids: Tensor, feature: JaggedTensor) -> Tensor:
-        """Return the hour until which the row of each ID is its own."""
+        """Return the hour until which each ID keeps its row."""
         now = _now()
         if len(self._hours) == 1:
             return torch.full_like(ids, now + self._hours[0])
@@ -188,7 +188,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         return torch.tensor(self._hours).repeat_interleave(counts) + now
 
     def _make_room(self, wanted: int, keep: Tensor) -> int:
-        """Take rows from IDs that are due, but not from those of the batch; return how many."""
+        """Evict IDs that are due, except those to ``keep``; return the number of freed rows."""
         if self._policy is None:
             return 0
         due = self._hash_zch_used.clone()
@@ -206,7 +206,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         return len(rows)
 
     def evict(self) -> Tensor | None:
-        """Return the rows whose IDs went since the last call; None if there was no eviction."""
+        """Return the rows whose IDs were evicted since the last call; None if there was no eviction."""
         evicted, self._evicted = self._evicted, []
         return torch.cat(evicted).unique() if evicted else None
 

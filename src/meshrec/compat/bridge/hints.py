@@ -1,4 +1,4 @@
-"""Options of TorchRec that say how to do something, and change no number: taken, and said once in the log."""
+"""Options of TorchRec that change no result: they are accepted, and one log line names them."""
 
 import logging
 from collections.abc import Mapping

@@ -76,7 +76,7 @@ class DummyKeyedOptimizer(KeyedOptimizer):
     """An optimizer whose step does nothing, for trying wrappers."""
 
     def step(self, closure: Any = None) -> Any:
-        """Do nothing."""
+        """Leave the parameters as they are; ``closure`` is not called."""
 
 
 class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):

@@ -45,7 +45,7 @@ class ManagedCollisionModule(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device of its state."""
+        """The device of the module's buffers."""
         return self._device
 
     @abstractmethod
@@ -54,7 +54,7 @@ class ManagedCollisionModule(nn.Module, ABC):
 
     @abstractmethod
     def profile(self, features: Jagged) -> Jagged:
-        """Record the features, in training, and let IDs come and go when it is time."""
+        """Record the features in training; admit and evict IDs when that is due."""
 
     @abstractmethod
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
@@ -62,7 +62,7 @@ class ManagedCollisionModule(nn.Module, ABC):
 
     @abstractmethod
     def evict(self) -> Tensor | None:
-        """Return the rows whose IDs went since the last call; None if there was no eviction."""
+        """Return the rows whose IDs were evicted since the last call; None if there was no eviction."""
 
     @abstractmethod
     def output_size(self) -> int:
@@ -170,7 +170,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
 
     @torch.no_grad()
     def profile(self, features: Jagged) -> Jagged:
-        """Record the features, in training, and let IDs come and go when it is time."""
+        """Record the features in training; admit and evict IDs when that is due."""
         if not self.training:
             return features
         if self._current_iter == -1:
@@ -227,7 +227,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         return found
 
     def evict(self) -> Tensor | None:
-        """Return the rows whose IDs went since the last call; None if there was no eviction."""
+        """Return the rows whose IDs were evicted since the last call; None if there was no eviction."""
         evicted, self._evicted = self._evicted, None
         return evicted
 
@@ -364,7 +364,7 @@ class ManagedCollisionCollection(nn.Module):
         )
 
     def evict(self) -> dict[str, Tensor | None]:
-        """Return the rows of each table whose IDs went since the last call."""
+        """Return the rows of each table whose IDs were evicted since the last call."""
         return {name: each.evict() for name, each in self._modules_by_table()}
 
     def open_slots(self) -> dict[str, Tensor]:

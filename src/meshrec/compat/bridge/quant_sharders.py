@@ -14,24 +14,36 @@ from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 
 
-class QuantEmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAnswers):
+class _QuantAnswers:
+    """The common part of both sharders: TorchRec's arguments, and the kernel ``quant``."""
+
+    def __init__(
+        self, fused_params: Mapping[str, Any] | None = None, shardable_params: object | None = None
+    ) -> None:
+        if fused_params and "optimizer" in fused_params:
+            raise ValueError(
+                "quantised tables are not trained, but fused_params name an optimizer. Leave it out, or use "
+                "EmbeddingBagCollectionSharder for the model as it was."
+            )
+        if shardable_params is not None:
+            raise ValueError(
+                "all tables of a collection are sharded. Leave shardable_params out; a table that is to be "
+                "on every rank has the sharding type data_parallel."
+            )
+        super().__init__()
+        self.fused_params = fused_params
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [EmbeddingComputeKernel.QUANT.value]
+
+
+class QuantEmbeddingBagCollectionSharder(_QuantAnswers, own.EmbeddingBagCollectionSharder, SharderAnswers):
     """MeshRec's sharder for quantised collections.
 
     Args:
         fused_params: TorchRec's kernel options, which change nothing here. They must not name an optimizer.
         shardable_params: must be None, because all tables are sharded.
     """
-
-    def __init__(
-        self, fused_params: Mapping[str, Any] | None = None, shardable_params: object | None = None
-    ) -> None:
-        _check(fused_params, shardable_params)
-        super().__init__()
-        self.fused_params = fused_params
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return ``quant``."""
-        return [EmbeddingComputeKernel.QUANT.value]
 
     def shard(
         self,
@@ -46,19 +58,8 @@ class QuantEmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, Shar
         return ShardedEmbeddingBagCollection(module, built)
 
 
-class QuantEmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers):
+class QuantEmbeddingCollectionSharder(_QuantAnswers, own.EmbeddingCollectionSharder, SharderAnswers):
     """MeshRec's sharder for quantised collections; see ``QuantEmbeddingBagCollectionSharder``."""
-
-    def __init__(
-        self, fused_params: Mapping[str, Any] | None = None, shardable_params: object | None = None
-    ) -> None:
-        _check(fused_params, shardable_params)
-        super().__init__()
-        self.fused_params = fused_params
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return ``quant``."""
-        return [EmbeddingComputeKernel.QUANT.value]
 
     def shard(
         self,
@@ -71,16 +72,3 @@ class QuantEmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAns
         """Return the sharded module. The plan may have either library's form. Collective."""
         built = self.built(module, module_to_own(params), env, device, sequence=True)
         return ShardedEmbeddingCollection(module, built)
-
-
-def _check(fused_params: Mapping[str, Any] | None, shardable_params: object | None) -> None:
-    if fused_params and "optimizer" in fused_params:
-        raise ValueError(
-            "quantised tables are not trained, but fused_params name an optimizer. Leave it out, or use "
-            "EmbeddingBagCollectionSharder for the model as it was."
-        )
-    if shardable_params is not None:
-        raise ValueError(
-            "all tables of a collection are sharded. Leave shardable_params out; a table that is to be on "
-            "every rank has the sharding type data_parallel."
-        )

@@ -117,15 +117,15 @@ class SemisyncOptimizer(KeyedOptimizer):
         super().load_state_dict(state_dict)
 
     def post_load_state_dict(self) -> None:
-        """Called after loading: tells both optimizers."""
+        """Tell both optimizers that state was loaded."""
         tell(self._inner(), "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
-        """Tell both optimizers, where they want to know."""
+        """Pass the step to those of the optimizers that have this method."""
         tell(self._inner(), "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Tell both optimizers, where they want to know."""
+        """Pass the values to those of the optimizers that have this method."""
         tell(self._inner(), "update_hyper_parameters", params_dict)
 
     def __repr__(self) -> str:
@@ -181,14 +181,14 @@ _PREFIXES = (SEMI_SYNC_LOCAL_STATE_KEY, SEMI_SYNC_GLOBAL_STATE_KEY)
 
 
 class _Slots(dict[str, Any]):
-    """The state of one parameter in several dicts; what is assigned is assigned there."""
+    """The state of one parameter, joined from several dicts. Assignments write to the original dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self._owners: dict[str, tuple[Any, str]] = {}
 
     def take(self, prefix: str, slots: Any) -> None:
-        """Have the slots of one dict, too."""
+        """Add the slots of one dict, under names with a prefix."""
         for slot, value in slots.items():
             self._owners[prefix + slot] = slots, slot
             super().__setitem__(prefix + slot, value)

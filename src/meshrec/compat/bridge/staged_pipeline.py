@@ -65,7 +65,7 @@ class StagedTrainPipeline:
         self._has_ended, self._flushes = False, False
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Return the next batch for the model; None after the last one. The call after that reads on."""
+        """Return the next batch for the model; None after the last one. The next call reads on."""
         if all(batch is None for batch in self._passed) and not self._has_ended:
             for _ in self._stages:
                 self._advance(dataloader_iter, fills=True)
@@ -84,9 +84,7 @@ class StagedTrainPipeline:
         return batch
 
     def set_flush(self, flush: bool) -> None:
-        """With True, make ``progress`` take no new batch until it has returned all that are in the
-        pipeline.
-        """
+        """Choose whether ``progress`` returns all batches in the pipeline before it takes a new one."""
         self._flushes = flush
 
     def _advance(self, iterator: Iterator[Any], *, fills: bool) -> None:

@@ -151,7 +151,7 @@ class TrainPipelineSparseDist(_Overlapping):
 
 
 class PrefetchTrainPipelineSparseDist(_Overlapping):
-    """The same pipeline. Rows are in memory, so nothing is prefetched into a cache.
+    """A ``TrainPipelineSparseDist``, because rows are in memory and need not be prefetched into a cache.
 
     Args:
         model, optimizer, device, execute_all_batches, custom_model_fwd: see ``TrainPipelineSparseDist``.

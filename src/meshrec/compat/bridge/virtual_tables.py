@@ -19,11 +19,11 @@ _MOST_ROWS = (1 << 31) - 1
 
 @dataclass
 class VirtualTableEvictionPolicy:
-    """A policy that says which rows of a virtual table go."""
+    """A policy that chooses which rows of a virtual table to evict."""
 
     @property
     def eviction(self) -> Eviction | None:
-        """The policy of the table with hashed keys; None: no row goes."""
+        """The policy of the table with hashed keys; None: rows are never evicted."""
         return None
 
     @property
@@ -43,7 +43,7 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     Attributes:
         training_id_eviction_trigger_count: the greatest number of rows.
-        eviction_threshold: 0: no row goes; otherwise without effect.
+        eviction_threshold: 0: rows are never evicted; otherwise without effect.
         decay_rate: what is left of the counts after an update. (TorchRec: after an eviction.)
         inference_eviction_threshold: without effect.
     """
@@ -55,7 +55,7 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """LFU whose half-life is that of the decay."""
+        """An ``LFU`` policy whose half-life matches ``decay_rate``."""
         if not self.eviction_threshold:
             return None
         if not 0 < self.decay_rate <= 1:
@@ -66,7 +66,7 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def left_out(self) -> str:
-        """The threshold, which a budget replaces."""
+        """The threshold, which the largest number of rows replaces."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
@@ -78,7 +78,7 @@ class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     Attributes:
         training_id_eviction_trigger_count: the greatest number of rows.
-        eviction_ttl_mins: the time in minutes of event time; 0: no row goes.
+        eviction_ttl_mins: the time in minutes of event time; 0: rows are never evicted.
         inference_eviction_ttl_mins: without effect.
         max_inference_id_num_per_rank: without effect.
     """
@@ -90,7 +90,7 @@ class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """TTL with that time."""
+        """A ``TTL`` policy with the same time."""
         return TTL(seconds=60 * self.eviction_ttl_mins) if self.eviction_ttl_mins else None
 
 
@@ -100,7 +100,7 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     Attributes:
         training_id_eviction_trigger_count: the greatest number of rows.
-        eviction_threshold: 0: no row goes; otherwise without effect.
+        eviction_threshold: 0: rows are never evicted; otherwise without effect.
         inference_eviction_threshold: without effect.
     """
 
@@ -110,12 +110,12 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """LowestNorm, if there is a threshold."""
+        """A ``LowestNorm`` policy; None without a threshold."""
         return LowestNorm() if self.eviction_threshold else None
 
     @property
     def left_out(self) -> str:
-        """The threshold, which a budget replaces."""
+        """The threshold, which the largest number of rows replaces."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 

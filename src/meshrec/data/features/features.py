@@ -116,7 +116,7 @@ class Features(Encoding):
             )
 
     def _check_vocabularies(self) -> None:
-        """Raise ValueError if features of one table count values together but choose differently."""
+        """Raise ValueError unless vocabularies that share a table have the same options."""
         alike = ("min_count", "max_size", "num_unseen", "num_embeddings")
         first: dict[str, Vocabulary] = {}
         for each in self.ids:
@@ -127,8 +127,8 @@ class Features(Encoding):
                 mine, theirs = getattr(each, name), getattr(other, name)
                 if mine != theirs:
                     raise ValueError(
-                        f"vocabularies of one table choose alike: {name} is {mine} of feature {each.name!r}, "
-                        f"and {theirs} of {other.name!r}. Give both the same, or tables of their own."
+                        f"vocabularies that share a table need the same {name}: feature {each.name!r} has "
+                        f"{mine}, and {other.name!r} {theirs}. Give both the same, or tables of their own."
                     )
 
     @property

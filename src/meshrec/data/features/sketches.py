@@ -64,11 +64,11 @@ class Distinct(NamedTuple):
         return Distinct(np.unique(hashes if missing is None else hashes[~missing])[:limit])
 
     def merged(self, other: "Distinct", limit: int = DISTINCT) -> "Distinct":
-        """Return the estimate's state for both parts together."""
+        """Return the estimate for the values of both parts."""
         return Distinct(np.unique(np.concatenate([self.hashes, other.hashes]))[:limit])
 
     def count(self, limit: int = DISTINCT) -> int:
-        """Return the estimated number."""
+        """Return the estimated number of distinct values."""
         num = len(self.hashes)
         if num < limit:
             return num

@@ -39,9 +39,11 @@ class Bias(NamedTuple):
     position_P: Tensor | None = None
     """Learned, fp32 [2 max_length - 1]; token i attends to token j with entry max_length - 1 + j - i."""
     time_T: Tensor | None = None
-    """Learned, fp32 [T], by the bucket of the time between the query and a token. The time of a query in the
-    history is that of the token after it, which is known when the next item is asked for. The last token of
-    the history and the targets keep their own times."""
+    """Learned, fp32 [T], by the bucket of the time between the query and a token.
+
+    The time of a query in the history is that of the token after it, which is known when the next item is
+    asked for. The last token of the history and the targets keep their own times.
+    """
     timestamps_N: Tensor | None = None
     """Times of the tokens in seconds, int64; needed with ``time_T``."""
 

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 ROUTE_FIELDS = 10
-"""The fields of a route: rank, use, first row, end row, rows of the table, whether it is the first route of
-its use, its index among the routes of its rank; first bag of its key, number of bags, first slot. A slot is a
-bag
-of a route; slots are numbered route by route.
+"""The number of fields of a route.
+
+Rank, use, first row, end row, rows of the table, whether it is the first route of its use, its index among
+the routes of its rank; first bag of its key, number of bags, first slot. A slot is a bag of a route; slots
+are numbered route by route.
 """
 RANK_FIELDS = 5
 """The fields of a rank: first slot, end slot, words of the message before its IDs, these words summed over

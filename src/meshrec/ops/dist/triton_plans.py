@@ -77,9 +77,9 @@ class UseBags(NamedTuple):
     """The bags of a batch as the uses of a plan read them."""
 
     first: list[int]
-    """[U]: the first bag of the key."""
+    """The first bag of each use's key, [U]."""
     number: list[int]
-    """[U]"""
+    """The number of bags of each use, [U]."""
 
     @classmethod
     def of(cls, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: Sequence[int]) -> "UseBags":

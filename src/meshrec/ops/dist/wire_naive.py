@@ -184,7 +184,7 @@ def noise_start(seed: int, step: int) -> int:
 
 
 class Noise(NamedTuple):
-    """What the stochastic rounding of N rows of a column draws from."""
+    """The seeds of the stochastic rounding of N rows of a column."""
 
     seed: int
     step: int

@@ -32,7 +32,7 @@ def wire_encode(
     keys: Tensor | None,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """See ``naive.wire_encode``."""
+    """Encode rows as ``naive.wire_encode`` does, in one kernel per column."""
     rest = seeds, origins, first_keys, keys, step
     blocks = list(naive.blocks_of(rows, begins, widths, formats))
     size = sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True))
@@ -71,7 +71,7 @@ def wire_encode(
 def wire_decode(
     message: Tensor, rows: list[int], begins: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
-    """See ``naive.wire_decode``."""
+    """Decode rows as ``naive.wire_decode`` does, in one kernel per column."""
     blocks = list(naive.blocks_of(rows, begins, widths, formats))
     size = sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True))
     if max(widths, default=0) > _WIDEST or message.dtype != torch.uint8 or message.numel() != size:

@@ -105,7 +105,7 @@ class HashIndex:
         return integers_N.contiguous()
 
     def _refuse(self, status: Status, given_N: Tensor) -> Tensor:
-        """Raise what a status means."""
+        """Raise the error that a status stands for."""
         if status is Status.NO_MEMORY:
             raise MemoryError(f"{self.name}: there is no memory for {len(given_N):,} IDs.")
         if status is Status.NOT_ASCENDING:
@@ -151,7 +151,7 @@ class SearchedPart(NamedTuple):
     end: int
     owner: HashIndex
     first: int = 0
-    """What is added to the IDs."""
+    """The offset that is added to the IDs before the search."""
     mix_seed: int | None = None
     """The seed with which the IDs are mixed before; None: they are not. All parts have one, or none has."""
 

@@ -69,7 +69,7 @@ def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
 
 
 def index_unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what ``unique`` does."""
+    """Implement the op ``index_unique``; see ``unique``."""
     return unique(ids_N)
 
 

@@ -137,7 +137,7 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
-    """Reverse ``split_rows``."""
+    """Return rows, uint8 ``[rows, row_bytes(D, bits)]``, from the codes and parameters of ``split_rows``."""
     num_rows, dim = codes.shape
     per_byte = 8 // bits
     rows = codes.new_zeros(num_rows, row_bytes(dim, bits))

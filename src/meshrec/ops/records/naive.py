@@ -25,7 +25,7 @@ END_OF_FILE = -2
 
 
 class RecordLayout(NamedTuple):
-    """How records lie in a file."""
+    """The layout of the records of a file."""
 
     first_key: int
     """The key of the first record."""

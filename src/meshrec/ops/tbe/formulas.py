@@ -80,11 +80,11 @@ class RowSum(IntEnum):
     """The sums of squares over a whole row: the columns of ``stats_U3``."""
 
     GRADIENT = 0
-    """Sum over the gradient, as ``Formula.gradient`` returns it."""
+    """The sum of squares of the gradient that ``Formula.gradient`` returns."""
     WEIGHT = 1
-    """Sum over the row as stored."""
+    """The sum of squares of the stored row."""
     DIRECTION = 2
-    """Sum over ``Formula.direction``."""
+    """The sum of squares of what ``Formula.direction`` returns."""
 
 
 class Rows(NamedTuple):

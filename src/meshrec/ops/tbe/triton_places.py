@@ -18,9 +18,9 @@ class PlacedLookups(NamedTuple):
     fields: Tensor
     """int64 [L, 7] on the device: ``triton_kernels.LOOKUP_FIELDS``."""
     features: list[int]
-    """[L]"""
+    """The feature of each lookup, [L]."""
     tables: list[int]
-    """[L]"""
+    """The table of each lookup, [L]."""
     most_bags: int
     shape: list[int]
     """Shape of the output."""

@@ -171,9 +171,9 @@ def _unbeaten(parts: Sequence[_Prefix]) -> list[_Prefix]:
 
 
 def places_of(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
-    """Return all places to cut, from none to all units, and True.
+    """Return the places to cut, as bit masks of the units before the cut, and whether these are all places.
 
-    If there are too many, return those along the order of the units, and False.
+    Beyond `MOST_CUTS` places, only those along the order of the units are returned.
     """
     masks = [sum(1 << n for n in own) for own in needs]
     found = {0}
@@ -192,7 +192,7 @@ def places_of(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
 
 
 def _places_beside(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -> tuple[list[int], bool]:
-    """Return the places of `places_of` that keep units that share a parameter on one side."""
+    """Return those of `places_of` that do not separate units that share a parameter, and its flag."""
     places, is_all = places_of(needs)
     for units in shared.values():
         users = sum(1 << unit for unit in units)

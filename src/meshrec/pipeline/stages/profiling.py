@@ -28,7 +28,7 @@ _IN_FLIGHT = 4
 the next one.
 """
 EXCHANGE_SECONDS = 1e-4
-"""Time that a split costs a stage beside its operations (futures, detached tensors), seen on several
+"""Seconds that a split costs a stage besides its operations (futures, detached tensors), measured on several
 machines.
 
 It matters only if splits take about as long as this.

@@ -1,0 +1,139 @@
+"""A server that keeps histories between requests, against one that encodes each history again."""
+
+import random
+import re
+
+import pyarrow as pa
+import pytest
+import torch
+
+from meshrec import EmbeddingCollection, EmbeddingConfig
+from meshrec.export import PackageError, Predictor, export
+from meshrec.export.incremental import Encoder, IncrementalQueries
+from meshrec.export.next_items import NextItemQuery, RankedItems
+from meshrec.models import HSTU, GRU4Rec, HistoryFeatures, SampledSoftmax
+from tests.export.conftest import torchs_own_warnings
+from tests.serve.conftest import Client
+from tests.serve.test_workers import program
+
+NUM_ITEMS, WIDTH, LONGEST = 200, 16, 40
+FEATURES = ["history", "times", "seen"]
+ROWS = 4 * 2 * WIDTH * LONGEST * 2
+"""Bytes of the keys and values of the longest history in two layers."""
+SERVE = ("-m", "meshrec.cli", "serve")
+
+
+def make_package(folder, kind, **options):
+    torch.manual_seed(0)
+    table = EmbeddingConfig(
+        name="item", num_embeddings=NUM_ITEMS, embedding_dim=WIDTH, feature_names=["history", "next"]
+    )
+    times = "times" if kind is HSTU else None
+    names = HistoryFeatures("history", "next", "seen", times)
+    softmax = SampledSoftmax(similarity="cosine", temperature=0.05)
+    model = kind(EmbeddingCollection([table]), names, max_length=LONGEST, softmax=softmax, **options).eval()
+    for name, weight in model.named_parameters():
+        if "bias" in name or "positions" in name:
+            torch.nn.init.normal_(weight)
+    query = NextItemQuery(model)
+    ids = torch.arange(1, NUM_ITEMS).numpy()
+    items = RankedItems.of(query, ids, pa.array(ids))
+    with torchs_own_warnings():
+        return export(query, folder, features=FEATURES, num_dense=0, scores=None, items=items, compile=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packages")
+    make_package(folder / "hstu", HSTU, num_heads=2)
+    make_package(folder / "gru", GRU4Rec)
+    return folder
+
+
+def draw_history(chosen, num):
+    return [chosen.randrange(1, NUM_ITEMS) for _ in range(num)], sorted(
+        chosen.randrange(10**6) for _ in range(num)
+    )
+
+
+def rounds(chosen):
+    """Requests of several users whose histories grow, stay, are edited in the middle, and begin again."""
+    users = [draw_history(chosen, chosen.randrange(LONGEST // 2)) for _ in range(5)]
+    for _ in range(25):
+        for place in chosen.sample(range(5), 3):
+            items, times = map(list, users[place])
+            event = chosen.random()
+            if event < 0.6 and len(items) < LONGEST - 3:
+                num = chosen.randrange(1, 4)
+                items += draw_history(chosen, num)[0]
+                times += [(times or [0])[-1] + 100 * each for each in range(1, num + 1)]
+            elif event < 0.8 and items:
+                items[len(items) // 2] = chosen.randrange(1, NUM_ITEMS)
+            elif event < 0.9 and items:
+                times[0] -= 1
+            elif event > 0.95:
+                items, times = draw_history(chosen, 3)
+            users[place] = items, times
+        asked = [users[place] for place in chosen.sample(range(5), chosen.randrange(1, 4))]
+        yield [{"history": items, "times": times, "seen": []} for items, times in asked]
+
+
+def figures(client):
+    text = client("GET", "/metrics")[2].decode()
+    found = re.findall(r'meshrec_(?:histories_total|kept_history_bytes)\{model="hstu"(.*)\} (\S+)', text)
+    named = {name.split('"')[1] if name else "bytes": float(value) for name, value in found}
+    return named.get("hit", 0), named.get("miss", 0), named.get("bytes", 0)
+
+
+@pytest.mark.parametrize("most", [100 * ROWS, 3 * ROWS])
+def test_kept_histories_change_no_answer(folder, most):
+    arguments = [folder / "hstu", f"again={folder / 'hstu'}", "--keep-histories", most]
+    predictor, num = Predictor(folder / "hstu"), 0
+    with program(*arguments, command=SERVE) as (_, url, _):
+        client = Client(url)
+        for asked in rounds(random.Random(most)):
+            num += sum(bool(each["history"]) for each in asked)
+            status, _, found = client("POST", "/embed/hstu", asked)
+            assert status == 200, found
+            values = {name: [each[name] for each in asked] for name in FEATURES}
+            expected = predictor(
+                torch.zeros(len(asked), 0),
+                {
+                    n: torch.tensor([x for each in v for x in each], dtype=torch.int64)
+                    for n, v in values.items()
+                },
+                {n: torch.tensor([len(each) for each in v]) for n, v in values.items()},
+            )
+            torch.testing.assert_close(torch.tensor(found["vectors"]), expected, rtol=1e-5, atol=1e-5)
+            _, _, best = client("POST", "/recommend/hstu?k=5", asked)
+            assert [len(each) for each in best["items"]] == [5] * len(asked)
+        hits, misses, num_bytes = figures(client)
+        assert hits + misses == 2 * num
+        assert hits >= num  # the second request for a history always is one
+        assert 0 < num_bytes <= most
+        wrong = {"history": [1] * (LONGEST + 1), "times": [0] * (LONGEST + 1), "seen": []}
+        status, _, said = client("POST", "/recommend/hstu", wrong)
+        assert (status, "max_length is 40" in said["error"]) == (400, True)
+        status, _, said = client("POST", "/recommend/hstu", {**wrong, "history": [1, 2], "times": [0]})
+        assert (status, "2 items and 1 times" in said["error"]) == (400, True)
+        client.close()
+
+
+def test_a_model_that_keeps_nothing_says_so(folder):
+    with program(folder / "gru", "--keep-histories", 1 << 20, command=SERVE) as (_, url, log):
+        client = Client(url)
+        asked = {"history": [1, 2], "times": [], "seen": []}
+        assert client("POST", "/recommend?k=5", asked)[0] == 200
+        client.close()
+    assert any("keeps no histories, and encodes the whole history" in each for each in log)
+
+
+def test_weights_of_another_form_are_refused(folder):
+    predictor = Predictor(folder / "hstu")
+    encoder = predictor.items.encoder
+    assert Encoder.from_json(encoder.to_json()) == encoder
+    other = encoder._replace(sizes={**encoder.sizes, "num_blocks": encoder.sizes["num_blocks"] + 1})
+    with pytest.raises(PackageError, match="Export it again"):
+        IncrementalQueries(other, predictor.weights, normalise=True)
+    with pytest.raises(PackageError, match="describes its encoder wrongly"):
+        Encoder.from_json(encoder.to_json().replace("HSTU", "LSTM"))
