@@ -99,7 +99,7 @@ MISTAKES = [
             "train --resume --name a",
         ),
         # inspect
-        ("inspect clicks.csv", "--label is missing", I),
+        ("inspect clicks.csv", "neither --label nor a log is given. Give --label", I),
         ("inspect --label clicked --force", "DATA is missing", I),
         ("inspect click.csv --label clicked --force", "click.csv stands for no file", I),
         ("inspect clicks.csv --label click --force", "Did you mean clicked?", I),
@@ -107,7 +107,7 @@ MISTAKES = [
         ("inspect clicks.csv --label clicked --query usr --force", "Did you mean user?", f"{I} --query user"),
         (f"{I} --task regression", "take one of", f"{I} --task number"),
         (f"{T} --dense.optimizer adam", "one of --dense.kind", f"{T} --dense.kind adam"),
-        (f"{T} --model.layers", "--model.layers needs a value", f"{T} --model.layers 16 8"),
+        (f"{T} --model.layers", "model.layers is (); it must be one size or more", f"{T} --model.layers 16 8"),
         (f"{I} --query user --task classes", "Leave --task out", f"{I} --query user"),
         (f"{E} --by", "--by needs a value", f"{E} --by country"),
         (f"{P} --keep", "--keep needs a value", f"{P} --keep user"),

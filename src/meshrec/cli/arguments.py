@@ -267,12 +267,12 @@ def _unknown(option: str, command: str, names: Sequence[str], more: str) -> str:
     for name in names:
         ends.setdefault(name.rpartition(".")[2].lstrip("-"), []).append(name)
     tail = word.rpartition(".")[2].lstrip("-")
-    found = nearest(word, names) if "." in word else None
-    near = [found] if found is not None else ends.get(tail) or ends.get(nearest(tail, ends) or "", [])
-    guess = f" Did you mean {' or '.join(near[:3])}?" if near else ""
     section = (
         [name for name in names if name.startswith(f"{word.rpartition('.')[0]}.")] if "." in word else []
     )
+    found = nearest(word, section or names) if "." in word else None
+    near = [found] if found is not None else ends.get(tail) or ends.get(nearest(tail, ends) or "", [])
+    guess = f" Did you mean {' or '.join(near[:3])}?" if near else ""
     if found is None and 0 < len(section) <= _MOST_OF_SECTION:
         guess = f" Did you mean one of {', '.join(section)}?"
     return f"{command}: there is no option {option.partition('=')[0]}.{guess} {more}"

@@ -90,14 +90,15 @@ class InspectOptions:
 def main(arguments: Sequence[str]) -> int:
     options = parse(InspectOptions, arguments, program="meshrec inspect")
     page = options.page or options.out.with_suffix(".html")
+    log = _log_columns(options) if options.label is None else None
     check_output(options.out, force=options.force)
     check_output(page)
     if options.rows is not None and options.rows < 1:
         raise ValueError(f"--rows is {options.rows}; it must be at least 1.")
-    if options.label is None:
+    if log is not None:
         from meshrec.cli.inspect_log import inspect_log
 
-        return inspect_log(options.data, _log_columns(options), options.out)
+        return inspect_log(options.data, log, options.out)
     given = [name for name in _OF_LOGS if getattr(options, name)]
     if given:
         raise ValueError(
