@@ -107,7 +107,7 @@ MISTAKES = [
         ("inspect clicks.csv --label clicked --query usr --force", "Did you mean user?", f"{I} --query user"),
         (f"{I} --task regression", "take one of", f"{I} --task number"),
         (f"{T} --dense.optimizer adam", "one of --dense.kind", f"{T} --dense.kind adam"),
-        (f"{T} --model.layers", "model.layers is (); it must be one size or more", f"{T} --model.layers 16 8"),
+        (f"{T} --model.layers", "model.layers is (); it must be one size", f"{T} --model.layers 16 8"),
         (f"{I} --query user --task classes", "Leave --task out", f"{I} --query user"),
         (f"{E} --by", "--by needs a value", f"{E} --by country"),
         (f"{P} --keep", "--keep needs a value", f"{P} --keep user"),
