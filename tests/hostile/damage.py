@@ -18,7 +18,6 @@ from typing import Any
 
 NUMBER = int(os.environ.get("MESHREC_HOSTILE") or 0)
 _TABLE = os.environ.get("MESHREC_HOSTILE_TABLE")
-_SECONDS = 60.0
 
 
 def number(small: int) -> int:
@@ -31,17 +30,18 @@ class Tally:
 
     Args:
         what: the row of the table.
+        seconds: how long an attack may take.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what, self.tried = what, 0
+    def __init__(self, what: str, seconds: float = 60.0) -> None:
+        self.what, self.tried, self._seconds = what, 0, seconds
         self.failures: list[str] = []
 
     def attempt(self, attack: str, check: Callable[[], None]) -> None:
-        """Call ``check``; whatever it raises is a failure, and so is taking longer than a minute."""
+        """Call ``check``; whatever it raises is a failure, and so is taking too long."""
         self.tried += 1
         try:
-            with deadline(_SECONDS):
+            with deadline(self._seconds):
                 check()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):

@@ -188,6 +188,20 @@ class Pipe:
         pass
 
 
+def test_a_reload_does_not_end_a_worker_that_starts(packages):
+    with program(f"clicks={packages[0]}", "--workers", 2) as (process, _, log):
+
+        def started():
+            return re.findall(r"\(process (\d+)\)", "".join(log))
+
+        until(lambda: len(started()) == 2, log)
+        os.kill(int(started()[0]), signal.SIGKILL)
+        until(lambda: "another takes its place" in "".join(log), log)
+        until(lambda: process.send_signal(signal.SIGHUP) or len(started()) == 3, log)
+        time.sleep(0.2)
+        assert "".join(log).count("ended with exit code") == 1, log
+
+
 def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monkeypatch):
     """Tickets begin anew in each worker: the answer would be taken for that of another request."""
     ended = SimpleNamespace(join=lambda: None, exitcode=-9, is_alive=lambda: True, pid=None)

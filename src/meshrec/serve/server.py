@@ -247,6 +247,7 @@ def _signals(
     with contextlib.suppress(ValueError, RuntimeError):
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # a worker's SIGHUP has waited for this
             set_here.append(number)
     try:
         yield

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -233,7 +234,8 @@ def _work(
     """
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+    # SIGHUP waits until the server handles it: its default would end a worker that starts during a reload.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     for end in ends:
         end.close()
     from meshrec.serve.models import Wish
@@ -241,7 +243,11 @@ def _work(
 
     parent = os.getppid()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
-    server = Server(models, options, bound, peers, {m: Wish(*wish) for m, wish in wishes.items()})
+    try:
+        server = Server(models, options, bound, peers, {m: Wish(*wish) for m, wish in wishes.items()})
+    except OSError as error:  # such as a full disk; the parent tries again
+        _log.error("a worker cannot start: %s", error)
+        sys.exit(1)
     _log.info("serving %s at %s (process %d)", ", ".join(models), server.url, os.getpid())
     server.run()
     if os.getppid() != parent:  # it was killed, and can remove nothing

@@ -121,7 +121,8 @@ def _stopped(pid: int):
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def worker_killed(place: Place, draw: random.Random) -> None:

@@ -79,7 +79,11 @@ def check(place, fault, draw):
 
 
 def test_faults_of_servers(place, capsys):
-    draw, tally, kinds = random.Random(SEED), Tally("second program: faults of servers"), Counter()
+    draw, tally, kinds = (
+        random.Random(SEED),
+        Tally("second program: faults of servers", seconds=180.0),
+        Counter(),
+    )
     order = draw.sample(FAULTS, len(FAULTS))
     with place.steady:
         for number in range(NUM_FAULTS):
