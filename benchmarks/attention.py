@@ -1,11 +1,12 @@
 """Attention over jagged histories of Zipf lengths, against padded torch: time and memory of a step."""
 
 import json
-import resource
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -141,9 +142,18 @@ def report_peak(name: str, shape: Shape, kind: str) -> int:
     torch.set_num_threads(THREADS)
     step(name, Inputs(Shape(2, 8, shape.heads, shape.width)), kind)  # loads what a first call loads
     inputs = Inputs(shape)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The peak that getrusage tells is at least that of the parent process.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
     step(name, inputs, kind)
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return _memory("VmHWM") - before
+
+
+def _memory(name: str) -> int:
+    """Return a size that the system keeps of this process, in bytes."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
