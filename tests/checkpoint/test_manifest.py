@@ -66,10 +66,15 @@ def changed(**changes):
     return signed(json.dumps(said).encode())
 
 
-@pytest.mark.parametrize("name", ["../data", "/etc/passwd", "..", "a/b", "a\0b", "", "\ud800", "x" * 300])
+@pytest.mark.parametrize("name", ["../data", "/etc/passwd", "..", "a/b", "a\0b", "", "x" * 300])
 def test_no_name_leads_out_of_the_folder(name):
     with pytest.raises(DamagedCheckpointError, match="names a file that cannot be of this folder"):
         Manifest.from_bytes(changed(files=[[name, 96, 16, 5]]))
+
+
+def test_half_of_a_surrogate_pair_is_damage():
+    with pytest.raises(DamagedCheckpointError, match="surrogates not allowed"):
+        Manifest.from_bytes(changed(files=[["\ud800", 96, 16, 5]]))
 
 
 FIRST = "tensors__model_w__3__0"

@@ -135,5 +135,5 @@ def test_weights_of_another_form_are_refused(folder):
     other = encoder._replace(sizes={**encoder.sizes, "num_blocks": encoder.sizes["num_blocks"] + 1})
     with pytest.raises(PackageError, match="Export it again"):
         IncrementalQueries(other, predictor.weights, normalise=True)
-    with pytest.raises(PackageError, match="describes its encoder wrongly"):
+    with pytest.raises(PackageError, match="of the kind 'LSTM'"):
         Encoder.from_json(encoder.to_json().replace("HSTU", "LSTM"))

@@ -52,14 +52,14 @@ def test_a_proposed_recipe_trains_and_resumes_from_any_folder(tmp_path, monkeypa
     assert inspect.main(args) == 0
     assert '"../data/all.csv"' in Path("recipes/shop.py").read_text()
     monkeypatch.chdir(tmp_path / "other")
-    few = ["--training.max-steps", "2", "--quiet", "--name", "a"]
+    few = ["--training.max-steps", "6", "--quiet", "--name", "a"]
     assert train(["../recipes/shop.py:recipe", *few]) == 0
     monkeypatch.chdir(tmp_path)
     run = RunFolder(Path("other/runs/a"))
     assert Path(load_recipe(run).data.train[0]).samefile("data/all.csv")
     # The same data under another name may take its place; an option is relative to where it is typed.
     Path("data").rename("moved")
-    more = ["--resume", "--name", "a", "--runs", "other/runs", "--training.max-steps", "3", "--quiet"]
+    more = ["--resume", "--name", "a", "--runs", "other/runs", "--training.max-steps", "7", "--quiet"]
     with pytest.raises(ValueError, match=r"data/all.csv stands for no file\. Name files"):
         train(more)
     capsys.readouterr()

@@ -64,12 +64,15 @@ class Encoder(NamedTuple):
         try:
             said: dict[str, Any] = json.loads(text)
             found = Encoder(**{**said, "features": HistoryFeatures(**said["features"])})
-            if found.kind != HSTU.__name__:
-                raise ValueError(f"there is no model {found.kind!r}")
         except (ValueError, TypeError, KeyError) as error:
             raise PackageError(
                 f"the package describes its encoder wrongly ({error}). Export it again."
             ) from error
+        if found.kind != HSTU.__name__:
+            raise PackageError(
+                f"the package's encoder is of the kind {found.kind!r}, which this version does not know. "
+                "Export it again."
+            )
         return found
 
 
