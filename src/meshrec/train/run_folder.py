@@ -271,8 +271,11 @@ def remove_run(folder: RunFolder) -> None:
 
 def drop_unstarted(folder: RunFolder) -> None:
     """Remove the folder of a run that ended before its first step."""
-    if not (folder.path / CONFIG).exists():
+    for _ in range(20):
+        if not folder.path.exists() or (folder.path / CONFIG).exists():
+            return
         shutil.rmtree(folder.path, ignore_errors=True)
+        time.sleep(0.02)  # other ranks of this host write their failures, and remove the folder as well
 
 
 def all_runs(runs: Path = RUNS) -> list[RunFolder]:
