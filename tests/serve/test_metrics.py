@@ -2,11 +2,16 @@
 
 import os
 import resource
+import subprocess
+import sys
+import tempfile
 
 import pytest
 from prometheus_client.mmap_dict import MmapedDict
 
 from meshrec.serve.metrics import SHARED, Metrics
+
+USE_ALL = "m = Metrics(); m.kept('a', type('K', (), {'hits': 1, 'misses': 0, 'num_bytes': 1}));"
 
 
 @pytest.fixture
@@ -19,7 +24,9 @@ def test_room_is_reserved_before_files_are_mapped(shared):
     """A worker that wrote to a hole on a full disk was ended by SIGBUS."""
     Metrics(num_models=3)
     files = sorted(shared.iterdir())
-    assert [path.name for path in files] == [f"{kind}_{os.getpid()}.db" for kind in ("counter", "histogram")]
+    assert [path.name for path in files] == [
+        f"{kind}_{os.getpid()}.db" for kind in ("counter", "gauge_livesum", "histogram")
+    ]
     for path in files:
         size = path.stat().st_size
         assert path.stat().st_blocks * 512 >= size >= 4 << 16
@@ -29,6 +36,22 @@ def test_room_is_reserved_before_files_are_mapped(shared):
                 values.write_value(f"{model}{'m' * 255}{'h' * 250}{number}", 1.0, 0.0)
         values.close()
         assert path.stat().st_size == size
+
+
+def test_every_kind_of_metric_has_its_reserved_file():
+    """In a process of its own: prometheus_client settles at its import how values are kept."""
+    code = (
+        "import os; from meshrec.serve.metrics import Metrics; Metrics(); print(*os.listdir(os.environ['D']))"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code.replace("Metrics();", USE_ALL)]
+        environment = {**os.environ, SHARED: folder, "D": folder}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert sorted(name.rpartition("_")[0] for name in done.stdout.split()) == [
+        "counter",
+        "gauge_livesum",
+        "histogram",
+    ]
 
 
 def test_a_disk_without_room_is_named(shared):

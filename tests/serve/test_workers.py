@@ -202,9 +202,12 @@ def test_a_reload_does_not_end_a_worker_that_starts(packages):
         assert "".join(log).count("ended with exit code") == 1, log
 
 
-def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monkeypatch):
+def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monkeypatch, tmp_path):
     """Tickets begin anew in each worker: the answer would be taken for that of another request."""
-    ended = SimpleNamespace(join=lambda: None, exitcode=-9, is_alive=lambda: True, pid=None)
+    ended = SimpleNamespace(join=lambda: None, exitcode=-9, is_alive=lambda: True, pid=12)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for name in ("gauge_livesum_12.db", "counter_12.db"):
+        (tmp_path / name).touch()
 
     def start(self, index):
         self._workers[index] = workers._Worker(ended, Pipe(), time.monotonic() - 60)
@@ -220,6 +223,7 @@ def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monk
         supervisor._done(1, 1, None)
         assert supervisor._tasks == {}
         assert supervisor._workers[0].pipe.sent == []
+        assert [path.name for path in tmp_path.iterdir()] == ["counter_12.db"]
         supervisor._tasks[2] = workers._Task(wish, {0}, [], 1, 5)
         supervisor._done(2, 0, None)
         assert supervisor._workers[1].pipe.sent == [{"ticket": 5, "error": None}]

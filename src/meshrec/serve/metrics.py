@@ -21,7 +21,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _SAMPLES = tuple(2.0**power for power in range(13))
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable with the folder in which workers share their metrics."""
-_KINDS = ("counter", "histogram")
+_KINDS = ("counter", "gauge_livesum", "histogram")
 _BYTES_PER_MODEL = 1 << 16
 """Room for the metrics of a model: about 60 values, whose names take up to 600 bytes each."""
 

@@ -202,6 +202,10 @@ class _Supervisor:
         worker = self._workers.pop(index)
         worker.process.join()
         worker.pipe.close()
+        # Its gauges tell of something that is gone. `mark_process_dead` of prometheus_client does this too,
+        # but is not imported here: the package settles at its import how a process keeps values.
+        for file in Path(os.environ[_SHARED_METRICS]).glob(f"gauge_live*_{worker.process.pid}.db"):
+            file.unlink(missing_ok=True)
         for number, task in list(self._tasks.items()):
             if task.asker == index:  # the next worker of this index has tickets of its own
                 self._tasks[number] = task._replace(asker=_NOBODY)
