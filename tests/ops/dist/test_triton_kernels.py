@@ -34,7 +34,6 @@ def compiled(kernel, types, **constants):
         target = GPUTarget("cuda", capability, 32)
         assert triton.compile(ASTSource(kernel, signature, values), target=target).asm["cubin"]
 
-compiled(kernels.check_offsets, {"offsets": "*i32"}, BLOCK=1024)
 compiled(kernels.write_header, {}, BLOCK=128)
 for ids, weighted, both in itertools.product(("*i32", "*i64"), (False, True), (False, True)):
     nothing = {} if weighted else {"weights": None}
@@ -57,7 +56,6 @@ ones = dict.fromkeys(("num_ids", "num_slots", "capacity", "words_per_id"), 1)
 compiled(kernels.write_messages, {}, **ones, weights=None, WEIGHTED=False, WIDE=False, BLOCK=128)
 ones = dict.fromkeys(("num_routes", "num_ranks", "words_per_id"), 1)
 compiled(kernels.write_header, {}, **ones, BLOCK=128)
-compiled(kernels.check_offsets, {}, num_bags=1, num_ids=1, BLOCK=1024)
 compiled(kernels.count_ids, {}, num_ids=1, weights=None, WEIGHTED=False, CHECK=True, BLOCK=128)
 compiled(kernels.sum_weight_grads, {"received": "*fp32"}, BLOCK=128)
 print("compiled")

@@ -110,6 +110,7 @@ def route_ids(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute ``naive.route_ids`` with Triton kernels; the module's docstring has the differences."""
     from meshrec.ops.dist import triton_kernels
+    from meshrec.ops.tbe.triton_kernels import check_offsets
 
     device, num_ids = values.device, values.numel()
     values, offsets = values.contiguous(), offsets.contiguous()
@@ -117,7 +118,7 @@ def route_ids(
     routes, bags = routes_of(router), UseBags.of(offsets, segments, num_keys, keys)
     slots = _slots(values, offsets, weights, bags, routes, check_ids)
     num_bags = offsets.numel() - 1
-    triton_kernels.check_offsets[(num_blocks(max(num_bags, 1), _TILE),)](
+    check_offsets[(num_blocks(max(num_bags, 1), _TILE),)](
         offsets, num_bags, num_ids, slots.is_bad, BLOCK=_TILE
     )
     words_per_id = (2 if wide else 1) + (weights is not None)

@@ -31,19 +31,6 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 
 @triton.jit
-def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
-    """Set is_bad unless the offsets begin at 0, never decrease, and end at the number of IDs."""
-    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < num_bags
-    begin = tl.load(offsets + lanes, inside, 0)
-    end = tl.load(offsets + lanes + 1, inside, 0)
-    bad = inside & (((lanes == 0) & (begin != 0)) | (end < begin))
-    bad = bad | (inside & (lanes == num_bags - 1) & (end != num_ids))
-    if tl.sum(bad.to(tl.int32), 0) > 0:
-        tl.store(is_bad, 1)
-
-
-@triton.jit
 def _bags(fields, offsets, lanes, inside, num_ids):
     """Return the start and end of the IDs of some bags. Both are kept inside the tensor, because offsets may
     be invalid.
