@@ -87,7 +87,7 @@ class CostModel:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of a group of ranks."""
+        """The number of nodes that a group of ranks lies on."""
         return self.num_ranks // self.node_size
 
     @property
