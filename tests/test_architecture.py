@@ -94,6 +94,7 @@ CPP_TESTS = {
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,
     "hash_index.cpp": INDEX_TESTS,
+    "mix.cpp": INDEX_TESTS,
     "host_link.cpp": ["tests/comms/test_host_link.py"],
     "keyed.cpp": ["tests/ops/keyed/test_keyed.py"],
     "io_threads.cpp": ["tests/ops/records/test_records.py"],

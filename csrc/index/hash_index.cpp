@@ -7,9 +7,10 @@
 #include <memory>
 #include <utility>
 
+#include "index/ids.h"
 #include "index/mix.h"
 #include "index/shard.h"
-#include "stable_abi.h"
+#include "isa/kernels.h"
 
 namespace meshrec {
 
@@ -19,8 +20,7 @@ using index::Bucket;
 using index::Shard;
 using index::ShardState;
 
-constexpr int64_t kGrainIds = 1 << 12, kAhead = 32;
-constexpr uint64_t kBehind = 8;
+constexpr int64_t kAhead = 32;
 constexpr int64_t kTagBytes = 3, kTagPadding = 1;
 
 // As in hash_index.py.
@@ -83,42 +83,30 @@ class Index {
     for (int64_t s = 0; s < int64_t(1) << header_.shard_bits; ++s)
       shards_.emplace_back(&header_.shards[s], static_cast<Bucket*>(buckets) + s * header_.room, header_.room,
                            s, int(header_.shard_bits));
+    if (shards_.size() > kMostShards) fail("an index has at most ", kMostShards, " shards");
+    view_.buckets = static_cast<const uint8_t*>(buckets), view_.room = header_.room;
+    view_.shard_bits = int(header_.shard_bits), view_.seed = seed;
+    for (size_t s = 0; s < shards_.size(); ++s)
+      view_.boundary[s] = shards_[s].boundary(), view_.before[s] = shards_[s].before(),
+      view_.behind[s] = shards_[s].behind();
   }
 
   void find(const int64_t* ids, int64_t count, int64_t* slots) const {
     parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
-      find_some([&](int64_t i) { return uint64_t(ids[i]); }, begin, end, slots);
+      find_some({.ids = ids + begin, .count = end - begin, .slots = slots + begin});
     });
   }
 
-  // Finds the slots of the IDs with the numbers [begin, end), -1 where there is none. Keys wait for their
-  // buckets in a ring; those that are not at home wait for the next bucket in another.
-  template <typename IdOf>
-  void find_some(const IdOf& id_of, int64_t begin, int64_t end, int64_t* slots) const {
-    Wanted ring[kAhead], behind[kBehind];
-    uint64_t num_behind = 0;
-    const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
-      const uint64_t key = mix(id_of(i), seed_);
-      const Shard& shard = shard_of(key);
-      const Bucket* home = shard.home_bucket(key);
-      __builtin_prefetch(home, 0, 3);
-      ring[i & (kAhead - 1)] = {key, &shard, home, i};
-    };
-    const auto end_one = [&](const Wanted& one) { slots[one.i] = one.shard->find_behind(one.home, one.key); };
-    for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
-    for (int64_t i = begin; i < end; ++i) {
-      const Wanted& one = ring[i & (kAhead - 1)];
-      const int entry = one.home->find(one.key);
-      slots[i] = entry < 0 ? -1 : int64_t(one.home->slot(entry));
-      if (entry < 0 && one.home->full()) {
-        Wanted& place = behind[num_behind % kBehind];
-        if (num_behind >= kBehind) end_one(place);
-        __builtin_prefetch(one.home + 1, 0, 3);
-        place = one, ++num_behind;
-      }
-      if (i + kAhead < end) begin_one(i + kAhead);
+  // Finds the slots of IDs, -1 where there is none.
+  void find_some(FindArgs args) const {
+    thread_local std::vector<int64_t> displaced(kGrainIds + 1);
+    const int64_t count = args.count;
+    args.index = &view_, args.displaced = displaced.data();
+    for (int64_t begin = 0; begin < count;
+         begin += kGrainIds, args.ids += kGrainIds, args.slots += kGrainIds) {
+      args.count = std::min(kGrainIds, count - begin);
+      find_displaced(args, kernels().find(args));
     }
-    for (uint64_t k = 0; k < std::min(num_behind, kBehind); ++k) end_one(behind[k]);
   }
 
   // given: the slots that the IDs get; null: the lowest free ones.
@@ -210,6 +198,28 @@ class Index {
     });
   }
 
+  // The IDs whose slots are marked, and these slots, in the order of keys; each has room for all IDs. Returns
+  // how many there are.
+  int64_t marked(const bool* marks, int64_t* ids, int64_t* slots) const {
+    std::vector<int64_t> begins(1, 0), counts(shards_.size(), 0);
+    for (const Shard& shard : shards_) begins.push_back(begins.back() + shard.num_keys());
+    parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
+      int64_t i = begins[s];
+      shards_[s].for_all([&](index::Entry entry) {
+        if (!marks[entry.slot]) return;
+        ids[i] = int64_t(unmix(entry.key, seed_));
+        slots[i++] = int64_t(entry.slot);
+      });
+      counts[s] = i - begins[s];
+    });
+    int64_t total = 0;
+    for (size_t s = 0; s < shards_.size(); total += counts[s++]) {
+      std::copy_n(ids + begins[s], counts[s], ids + total);
+      std::copy_n(slots + begins[s], counts[s], slots + total);
+    }
+    return total;
+  }
+
   int64_t num_bytes() const {
     int64_t total = (header_.num_slots * kTagBytes) + header_.num_slots / 8 + header_.num_slots / 512;
     for (const Shard& shard : shards_) total += shard.num_bytes() + int64_t(sizeof(ShardState));
@@ -224,12 +234,29 @@ class Index {
     std::unique_ptr<int64_t[]> places;
   };
 
-  struct Wanted {
+  struct Home {
     uint64_t key;
     const Shard* shard;
-    const Bucket* home;
-    int64_t i;
+    const Bucket* bucket;
   };
+
+  void find_displaced(const FindArgs& args, int64_t num_displaced) const {
+    Home homes[kAhead];
+    const auto begin_one = [&](int64_t k) __attribute__((always_inline)) {
+      uint64_t id = uint64_t(args.ids[args.displaced[k]]);
+      if (args.mixes) id = mix(id, args.mix_seed);
+      const uint64_t key = mix(id + args.first, seed_);
+      const Shard& shard = shard_of(key);
+      homes[k & (kAhead - 1)] = {key, &shard, shard.home_bucket(key)};
+      __builtin_prefetch(homes[k & (kAhead - 1)].bucket + 1, 0, 3);
+    };
+    for (int64_t k = 0; k < std::min(num_displaced, kAhead); ++k) begin_one(k);
+    for (int64_t k = 0; k < num_displaced; ++k) {
+      const Home& home = homes[k & (kAhead - 1)];
+      args.slots[args.displaced[k]] = home.shard->find_behind(home.bucket, home.key);
+      if (k + kAhead < num_displaced) begin_one(k + kAhead);
+    }
+  }
 
   const Shard& shard_of(uint64_t key) const {
     return shards_[header_.shard_bits == 0 ? 0 : key >> (64 - header_.shard_bits)];
@@ -309,6 +336,7 @@ class Index {
   FreeSlots free_;
   uint64_t seed_;
   std::vector<Shard> shards_;
+  IndexView view_;
 };
 
 // An index in four tensors: header int64, buckets uint8, tags uint8, free int64.
@@ -319,14 +347,6 @@ Index index_in(const std::vector<Tensor>& memory, int64_t seed) {
                static_cast<uint64_t*>(data(3)), uint64_t(seed));
 }
 
-Tensor new_int64(int64_t size) {
-  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(&size, 1), ScalarType::Long);
-}
-
-void check_ids(const Tensor& ids) {
-  if (ids.dim() != 1 || ids.scalar_type() != ScalarType::Long) fail("ids must be int64 with 1 dimension");
-}
-
 Tensor index_find(std::vector<Tensor> memory, Tensor ids, int64_t seed) {
   check_ids(ids);
   const Tensor given = as_contiguous(ids);
@@ -335,73 +355,6 @@ Tensor index_find(std::vector<Tensor> memory, Tensor ids, int64_t seed) {
       .find(static_cast<const int64_t*>(given.const_data_ptr()), given.numel(),
             static_cast<int64_t*>(slots.mutable_data_ptr()));
   return slots;
-}
-
-Tensor index_mix(Tensor ids, int64_t seed, bool inverse) {
-  check_ids(ids);
-  const Tensor given = as_contiguous(ids);
-  Tensor mixed = new_int64(given.numel());
-  const auto* from = static_cast<const uint64_t*>(given.const_data_ptr());
-  auto* to = static_cast<uint64_t*>(mixed.mutable_data_ptr());
-  parallel_for(given.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
-    if (inverse)
-      for (int64_t i = begin; i < end; ++i) to[i] = unmix(from[i], uint64_t(seed));
-    else
-      for (int64_t i = begin; i < end; ++i) to[i] = mix(from[i], uint64_t(seed));
-  });
-  return mixed;
-}
-
-// Some of the numbers [0, count), at most kGrainIds of them; part -1: those of no part.
-struct Piece {
-  int64_t begin, end, part;
-};
-
-std::vector<Piece> pieces_of(int64_t count, const std::vector<int64_t>& begins,
-                             const std::vector<int64_t>& ends) {
-  if (begins.size() != ends.size()) fail(begins.size(), " parts begin and ", ends.size(), " end");
-  std::vector<Piece> pieces;
-  const auto add = [&](int64_t begin, int64_t end, int64_t part) {
-    if (end < begin) fail("parts must be ascending and lie in [0, ", count, ")");
-    for (; begin < end; begin += kGrainIds) pieces.push_back({begin, std::min(end, begin + kGrainIds), part});
-  };
-  int64_t last = 0;
-  for (size_t p = 0; p < begins.size(); ++p) {
-    add(last, begins[p], -1);
-    add(begins[p], ends[p], int64_t(p));
-    last = ends[p];
-  }
-  add(last, count, -1);
-  return pieces;
-}
-
-// Runs work on all pieces, by several threads if there are many numbers; copies those of no part.
-template <typename Work>
-void for_pieces(const std::vector<Piece>& pieces, const int64_t* from, int64_t* to, const Work& work) {
-  const auto each = [&](int64_t k) {
-    const Piece& piece = pieces[size_t(k)];
-    if (piece.part < 0)
-      std::copy(from + piece.begin, from + piece.end, to + piece.begin);
-    else
-      work(piece);
-  };
-  if (pieces.size() > 1) return parallel_tasks(int64_t(pieces.size()), each);
-  for (size_t k = 0; k < pieces.size(); ++k) each(int64_t(k));
-}
-
-Tensor index_mix_parts(Tensor ids, std::vector<int64_t> begins, std::vector<int64_t> ends,
-                       std::vector<int64_t> seeds) {
-  check_ids(ids);
-  if (seeds.size() != begins.size()) fail(begins.size(), " parts have ", seeds.size(), " seeds");
-  const Tensor given = as_contiguous(ids);
-  Tensor mixed = new_int64(given.numel());
-  const auto* from = static_cast<const int64_t*>(given.const_data_ptr());
-  auto* to = static_cast<int64_t*>(mixed.mutable_data_ptr());
-  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const Piece& piece) {
-    const uint64_t seed = uint64_t(seeds[size_t(piece.part)]);
-    for (int64_t i = piece.begin; i < piece.end; ++i) to[i] = int64_t(mix(uint64_t(from[i]), seed));
-  });
-  return mixed;
 }
 
 std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vector<int64_t> seeds,
@@ -425,15 +378,12 @@ std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vec
   std::vector<std::atomic<int64_t>> missing(parts);
   for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const Piece& piece) {
     const size_t p = size_t(piece.part);
-    const Index& index = found[size_t(indexes[p])];
-    const uint64_t first = uint64_t(firsts[p]);
-    if (mixes.empty()) {
-      index.find_some([&](int64_t i) { return uint64_t(from[i]) + first; }, piece.begin, piece.end, to);
-    } else {
-      const uint64_t seed = uint64_t(mixes[p]);
-      index.find_some([&](int64_t i) { return mix(uint64_t(from[i]), seed) + first; }, piece.begin, piece.end,
-                      to);
-    }
+    found[size_t(indexes[p])].find_some({.ids = from + piece.begin,
+                                         .count = piece.end - piece.begin,
+                                         .mixes = !mixes.empty(),
+                                         .mix_seed = mixes.empty() ? 0 : uint64_t(mixes[p]),
+                                         .first = uint64_t(firsts[p]),
+                                         .slots = to + piece.begin});
     missing[p] += std::count_if(to + piece.begin, to + piece.end, [](int64_t slot) { return slot < 0; });
   });
   std::copy(missing.begin(), missing.end(), static_cast<int64_t*>(absent.mutable_data_ptr()));
@@ -443,8 +393,6 @@ std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vec
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
   m.impl("index_find", TORCH_BOX(&index_find));
   m.impl("index_find_parts", TORCH_BOX(&index_find_parts));
-  m.impl("index_mix_parts", TORCH_BOX(&index_mix_parts));
-  m.impl("index_mix", TORCH_BOX(&index_mix));
 }
 
 // Runs work on the index of which C has the addresses. Negative: memory is missing.
@@ -479,6 +427,11 @@ MESHREC_C meshrec_index_ids_of(void* const* memory, uint64_t seed, const int64_t
 
 MESHREC_C meshrec_index_items(void* const* memory, uint64_t seed, int64_t* ids, int64_t* slots) {
   return with_index(memory, seed, [&](Index& index) { return index.items(ids, slots), int64_t(kDone); });
+}
+
+MESHREC_C meshrec_index_marked(void* const* memory, uint64_t seed, const bool* marks, int64_t* ids,
+                               int64_t* slots) {
+  return with_index(memory, seed, [&](Index& index) { return index.marked(marks, ids, slots); });
 }
 
 MESHREC_C meshrec_index_num_bytes(void* const* memory) {

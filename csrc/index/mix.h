@@ -1,4 +1,6 @@
 // A bijective mix of 64-bit IDs, the same as in src/meshrec/ops/index/naive.py.
+//
+// Static: translation units with different machine flags include it (see isa/kernels.h).
 #pragma once
 
 #include <cstdint>
@@ -8,21 +10,21 @@ namespace meshrec {
 constexpr uint64_t kMixStep = 0x9E3779B97F4A7C15, kMixFirst = 0xBF58476D1CE4E5B9,
                    kMixSecond = 0x94D049BB133111EB;
 
-constexpr uint64_t inverse_of(uint64_t odd) {  // modulo 2^64, by Newton's method
+static constexpr uint64_t inverse_of(uint64_t odd) {  // modulo 2^64, by Newton's method
   uint64_t inverse = odd;
   for (int turn = 0; turn < 6; ++turn) inverse *= 2 - odd * inverse;
   return inverse;
 }
 
 // splitmix64's finalizer; each seed gives another permutation.
-inline uint64_t mix(uint64_t id, uint64_t seed) {
+static inline uint64_t mix(uint64_t id, uint64_t seed) {
   uint64_t x = id + kMixStep * (seed + 1);
   x = (x ^ x >> 30) * kMixFirst;
   x = (x ^ x >> 27) * kMixSecond;
   return x ^ x >> 31;
 }
 
-inline uint64_t unmix(uint64_t key, uint64_t seed) {
+static inline uint64_t unmix(uint64_t key, uint64_t seed) {
   constexpr uint64_t kFirst = inverse_of(kMixFirst), kSecond = inverse_of(kMixSecond);
   uint64_t x = (key ^ key >> 31 ^ key >> 62) * kSecond;
   x = (x ^ x >> 27 ^ x >> 54) * kFirst;

@@ -109,8 +109,7 @@ bool Shard::insert(uint64_t key, uint64_t slot, int slot_extra) {
     if (b < last && place == kEntries) continue;
     const Entry largest = b < last ? get(b, kEntries - 1) : carried;
     const int moving = (b < last ? kEntries - 1 : count) - place;
-    uint8_t* at = bucket.bytes + kEntryBytes * place;
-    std::memmove(at + kEntryBytes, at, size_t(kEntryBytes * moving));
+    bucket.move(place, place + 1, moving);
     bucket.set(place, carried);
     if (b == last) bucket.set_header(count + 1, bucket.extra());
     carried = largest;
@@ -128,8 +127,7 @@ void Shard::remove(uint64_t key) {
     Bucket& bucket = buckets_[b];
     const bool was_full = bucket.full();
     const int count = bucket.count();
-    uint8_t* at = bucket.bytes + kEntryBytes * entry;
-    std::memmove(at, at + kEntryBytes, size_t(kEntryBytes * (count - 1 - entry)));
+    bucket.move(entry + 1, entry, count - 1 - entry);
     bucket.set_header(count - 1, bucket.extra());
     // What this bucket had passed on comes back.
     if (!was_full || buckets_[b + 1].count() == 0) return;

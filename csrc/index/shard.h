@@ -11,10 +11,11 @@
 // among B buckets are those among B2, and p moves down, as many buckets for each new key as keep the load. No
 // call waits for the whole table.
 //
-// An entry has 72 bits. A bucket's slots have S bits each (8 to 33, as many as the largest needs), and the
-// keys their low 72 - S bits, at most 64: the bucket tells the others. They suffice as all keys of a bucket
-// have their homes in kReach buckets, which span less than 2^(72 - S) keys: a table has about as many buckets
-// as slots.
+// An entry has 72 bits: a word, which one vector compares with the words of the other entries, and a byte
+// behind all words. A bucket's slots have S bits each (8 to 33, as many as the largest needs): the byte is
+// the upper part, and the first S - 8 bits of the word the lower one. The keys have the rest, their low 72 -
+// S bits: the bucket tells the others. They suffice as all keys of a bucket have their homes in kReach
+// buckets, which span less than 2^(72 - S) keys: a table has about as many buckets as slots.
 //
 // Beside them each slot has the highest 24 bits of its key (`tags`), from which its bucket is found, and a
 // bit that says whether it is free. Together that is at most 16 bytes for an ID.
@@ -27,7 +28,7 @@
 
 namespace meshrec::index {
 
-constexpr int kEntries = 7, kEntryBytes = 9, kBucketBytes = 64, kLeastSlotBits = 8;
+constexpr int kEntries = 7, kBucketBytes = 64, kLeastSlotBits = 8;
 constexpr int64_t kReach = 16;     // a key lies in one of so many buckets from its home on
 constexpr int64_t kFarthest = 12;  // and in one of so many when it comes: growth may round it further away
 constexpr int64_t kLeast = 8;      // buckets of a new shard
@@ -49,8 +50,10 @@ struct Bucket {
   int count() const { return bytes[63] & 7; }
   int extra() const { return bytes[63] >> 3; }  // bits of a slot beyond the least
   bool full() const { return count() == kEntries; }
-  uint64_t low(int entry) const { return load64(bytes + kEntryBytes * entry); }
-  uint64_t slot(int entry) const { return load64(bytes + kEntryBytes * entry + 1) >> (56 - extra()); }
+  uint64_t low(int entry) const { return load64(bytes + 8 * entry); }
+  uint64_t slot(int entry) const {
+    return uint64_t(bytes[8 * kEntries + entry]) << extra() | low(entry) >> 1 >> (63 - extra());
+  }
 
   // Returns the entry whose low bits are those of the key, or -1.
   int find(uint64_t key) const {
@@ -66,8 +69,13 @@ struct Bucket {
   void set(int entry, Entry value) {
     const int shift = extra();
     const uint64_t low = shift == 0 ? value.key : value.key << shift >> shift | value.slot << (64 - shift);
-    std::memcpy(bytes + kEntryBytes * entry, &low, sizeof(low));
-    bytes[kEntryBytes * entry + 8] = uint8_t(value.slot >> shift);
+    std::memcpy(bytes + 8 * entry, &low, sizeof(low));
+    bytes[8 * kEntries + entry] = uint8_t(value.slot >> shift);
+  }
+  // Copies `count` entries, which may overlap.
+  void move(int from, int to, int count) {
+    std::memmove(bytes + 8 * to, bytes + 8 * from, size_t(8 * count));
+    std::memmove(bytes + 8 * kEntries + to, bytes + 8 * kEntries + from, size_t(count));
   }
 };
 static_assert(sizeof(Bucket) == kBucketBytes);
@@ -100,6 +108,11 @@ class Shard {
 
   // Finds the slot of a key that is not in its home, which is full, but may be behind it; or returns -1.
   int64_t find_behind(const Bucket* home, uint64_t key) const;
+
+  // The three numbers of IndexView.
+  uint64_t boundary() const { return boundary_; }
+  uint64_t before() const { return uint64_t(before_); }
+  uint64_t behind() const { return uint64_t(behind_); }
 
   // The bytes of buckets that have been in use.
   int64_t num_bytes() const { return num_buckets() * kBucketBytes; }

@@ -4,7 +4,7 @@
 #include <tuple>
 #include <utility>
 
-#include "stable_abi.h"
+#include "index/ids.h"
 
 namespace meshrec {
 
@@ -88,12 +88,8 @@ std::vector<int64_t> distribute(const int64_t* ids, int64_t count, uint64_t leas
   return begins;
 }
 
-Tensor new_int64(int64_t size) {
-  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(&size, 1), ScalarType::Long);
-}
-
 std::tuple<Tensor, Tensor> index_unique(Tensor given) {
-  if (given.dim() != 1 || given.scalar_type() != ScalarType::Long) fail("ids must be int64 with 1 dimension");
+  check_ids(given);
   const Tensor contiguous = as_contiguous(given);
   const auto* ids = static_cast<const int64_t*>(contiguous.const_data_ptr());
   const int64_t count = contiguous.numel();

@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "dist/wire.h"
+#include "index/find.h"
 #include "interaction/interaction.h"
 #include "nbit/rows.h"
 #include "tbe/kernels.h"
@@ -34,6 +35,7 @@ struct Kernels {
   int64_t (*quantize[3])(QuantizeArgs);
   int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite
   void (*decode_wire)(const WireRowsArgs&);
+  int64_t (*find)(const FindArgs&);  // returns the number of displaced keys
 };
 
 const Kernels* kernels_baseline();

@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #endif
 
+#include "index/mix.h"
 #include "isa/kernels.h"
 
 namespace meshrec {
@@ -27,6 +28,7 @@ namespace {
 
 // Rows between ranks, with the vectors of simd.h.
 #include "dist/wire.inl"
+#include "index/find.inl"
 
 #define MESHREC_BY_ID(function, ...) {function<__VA_ARGS__, int32_t>, function<__VA_ARGS__, int64_t>}
 #define MESHREC_BY_ROWS(function)                                                           \
@@ -56,7 +58,8 @@ const Kernels kTable = {MESHREC_NAME,
                         attend_grad,
                         {quantize<8>, quantize<4>, quantize<2>},
                         encode_wire,
-                        decode_wire};
+                        decode_wire,
+                        find};
 
 }  // namespace
 

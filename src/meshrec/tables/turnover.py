@@ -235,15 +235,14 @@ class Turnover:
         scores = self._scores(table, candidates, due)
         of_owned = torch.cat([sizes[:0], *(scores[i] for i in owned)])
         last, below = nth(of_owned, num_going, self._everyone)
-        keys = {i: self.tables[i].keys_of(candidates[i][scores[i] == last]) for i in due}
-        ties = torch.cat([sizes[:0], *(keys[i] for i in owned)])
+        tied = {i: self.tables[i].with_keys(candidates[i][scores[i] == last]) for i in due}
+        ties = torch.cat([sizes[:0], *(tied[i][0] for i in owned)])
         last_key, _ = nth(ties, num_going - below, self._everyone)
         found = {}
         for i, each in due.items():
-            equal = (scores[i] == last).nonzero()[:, 0]
-            goes = scores[i] < last
-            goes[equal[keys[i] <= last_key]] = True
-            found[i] = each._replace(gone=torch.cat([each.gone, candidates[i][goes]]))
+            keys, slots = tied[i]
+            going = torch.cat([candidates[i][scores[i] < last], slots[keys <= last_key]])
+            found[i] = each._replace(gone=torch.cat([each.gone, unique(going)[0]]))
         return found
 
     def _scores(

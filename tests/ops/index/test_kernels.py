@@ -46,6 +46,10 @@ def drawn(index, reference, universe, generator, num_operations):
     same(index, reference)
     _, slots = reference.items()
     assert torch.equal(index.ids_of(slots), reference.ids_of(slots))
+    marks = torch.from_numpy(generator.random(int(slots.max()) + 1) < 0.5)
+    found, marked = index.marked(marks)
+    assert torch.equal(found, reference.ids_of(marked))
+    assert torch.equal(marked.sort().values, slots[marks[slots]].sort().values)
 
 
 @pytest.mark.parametrize("max_slots", [1 << 14, 1 << 22])  # one shard, and four
@@ -122,6 +126,24 @@ def test_unique_is_the_naive_one(name):
     ids = BATCHES[name]
     assert all(map(torch.equal, unique(ids), naive.unique(ids)))
     assert all(map(torch.equal, unique(ids.repeat(2)[::2]), naive.unique(ids.repeat(2)[::2])))
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_finds_the_same(isa):
+    code = """
+import torch
+from meshrec.ops.index import HashIndex, naive
+torch.manual_seed(0)
+for max_slots in (1 << 12, 1 << 24):
+    index, ids = HashIndex(max_slots, seed=1), torch.randint(-(2**63), 2**63 - 1, (9001,))
+    index.insert(ids[:4000].sort().values)
+    for size in (1, 7, 8, 9, 63, 4097, 9001):
+        expected = naive.index_find(index._rows.memory, ids[-size:], index._rows.seed)
+        assert torch.equal(index.find(ids[-size:]), expected)
+        expected = naive.index_find(index._rows.memory, ids[:size], index._rows.seed)
+        assert torch.equal(index.find(ids[:size]), expected)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MESHREC_ISA": isa})
 
 
 def work():

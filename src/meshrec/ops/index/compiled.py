@@ -33,6 +33,7 @@ def _kernels() -> ctypes.CDLL | None:
         ("remove", [memory, seed, address, count, address]),
         ("ids_of", [memory, seed, address, count, address]),
         ("items", [memory, seed, address, address]),
+        ("marked", [memory, seed, address, address, address]),
         ("num_bytes", [memory]),
     ):
         function = getattr(library, f"meshrec_index_{name}")
@@ -129,6 +130,14 @@ class CompiledIndex:
         _library.meshrec_index_items(self._addresses, self.seed, ids.data_ptr(), slots.data_ptr())
         ids, order = ids.sort()
         return ids, slots[order]
+
+    def marked(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+        assert _library is not None
+        ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
+        count = _library.meshrec_index_marked(
+            self._addresses, self.seed, marks.data_ptr(), ids.data_ptr(), slots.data_ptr()
+        )
+        return ids[:count], slots[:count]
 
     @property
     def _room(self) -> int:

@@ -96,6 +96,16 @@ class HashIndex:
         """Return all IDs in ascending order, and their slots: int64 [num_live] each."""
         return self._rows.items()
 
+    def marked(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the IDs whose slots are marked, in any order, and these slots: int64 [M] each.
+
+        Much faster than ``ids_of`` if most slots are marked: the index is read from begin to end.
+
+        Args:
+            marks: bool, one for each slot that an ID has.
+        """
+        return self._rows.marked(marks.contiguous())
+
     def _checked(self, integers_N: Tensor) -> Tensor:
         if integers_N.dtype != torch.int64 or integers_N.dim() != 1 or not integers_N.is_cpu:
             raise ValueError(

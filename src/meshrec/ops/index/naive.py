@@ -93,13 +93,12 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     while len(searched):
         bytes_N = buckets.view(-1, 64)[at[searched]]
         extra, count = bytes_N[:, 63].long() >> 3, bytes_N[:, 63].long() & 7
-        entries_N7 = bytes_N[:, :63].reshape(-1, 7, 9)
-        low, high = (entries_N7[..., k : k + 8].contiguous().view(torch.int64)[..., 0] for k in (0, 1))
+        low, high = bytes_N[:, :56].contiguous().view(torch.int64), bytes_N[:, 56:63].long()
         equal = ((low ^ keys[searched, None]) << extra[:, None]) == 0
         equal &= torch.arange(7, device=keys.device) < count[:, None]
         found, entry = equal.max(1)
-        own = high[torch.arange(len(entry), device=keys.device), entry]
-        own = (own >> (56 - extra)) & ((1 << (8 + extra)) - 1)
+        own = (high << extra[:, None]) | (_shifted(low, 1) >> (63 - extra[:, None]))
+        own = own.gather(1, entry[:, None])[:, 0]
         slots[searched] = torch.where(found, own, slots[searched])
         at += 1
         searched = searched[~found & (count == 7)]
@@ -235,6 +234,10 @@ class NaiveIndex:
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
         ids = [self._ids[slot] if 0 <= slot < len(self._ids) else None for slot in slots_N.tolist()]
         return Status.FREE if None in ids else torch.tensor(ids, dtype=torch.int64)
+
+    def marked(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+        ids, slots = self.items()
+        return ids[marks[slots]], slots[marks[slots]]
 
     def items(self) -> tuple[Tensor, Tensor]:
         ids = sorted(self._slots)
