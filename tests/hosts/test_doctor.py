@@ -1,6 +1,7 @@
 """`meshrec doctor` finds what is wrong with one of two hosts, and says what to do."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -103,7 +104,8 @@ def rows_of(printed):
             if cells[1]:
                 found.append(cells)
             else:
-                found[-1] = [f"{before} {cell}".strip() for before, cell in zip(found[-1], cells, strict=True)]
+                pairs = zip(found[-1], cells, strict=True)
+                found[-1] = [f"{before} {cell}".strip() for before, cell in pairs]
     return found
 
 
