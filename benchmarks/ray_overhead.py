@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,9 @@ def train(launcher: str, folder: Path, steps: int) -> tuple[list[float], float]:
     words += ["--training.phases-every", "0", "--no-checkpoints", "--data.num-validation", "4096"]
     words += ["--data.num-test", "4096"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Without a token of its own, Ray leaves one in the home folder. Its workers would be nicer than torchrun's.
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment |= {"RAY_worker_niceness": "0"}
     if launcher == "ray":
         words += ["--on", "ray", "--num-workers", str(_RANKS)]
     else:
