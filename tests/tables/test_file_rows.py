@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,24 @@ def test_a_full_disk_refuses_the_step_and_loses_nothing(tmp_path, monkeypatch):
     checkpoint.load(tmp_path / "before", {"model": side})
     names = list(side.state_dict())
     assert all(torch.equal(whole(side)[name], expected[name]) for name in names)
+
+
+def may_mount():
+    probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return shutil.which("unshare") is not None and not subprocess.run(probe, capture_output=True).returncode
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs a file system of its own")
+def test_a_disk_that_is_full_refuses_the_step_until_it_has_room(tmp_path):
+    program = Path(__file__).with_name("full_disk_file_rows.py")
+    found = subprocess.run(
+        ["unshare", "--mount", sys.executable, str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert "was refused" in found.stdout
 
 
 def test_a_cache_that_is_too_small_is_named_on_every_rank(ranks, tmp_path):
