@@ -3,7 +3,8 @@
 The disk is read and written past the page cache where it allows that. Each arm trains the same batches and
 must give the same losses to the bit. Parts:
 
-- ``steps``: a step in memory, from a file, and from a file without lookahead; and the disk's own rates.
+- ``steps``: a step in memory, from a file, from a file without lookahead, and from a file in a file system in
+  memory, which shows the time of the cache without a disk; and the disk's own rates.
 - ``memory``: what training from a file takes, in a process of its own.
 - ``mapped``: training within the same memory from files that the system maps.
 - ``serve``: lookups in a file that is larger than memory.
@@ -35,6 +36,7 @@ from meshrec.tables.file_table import FileTable
 PARTS = ("steps", "memory", "mapped", "serve")
 LEAST_STEP, LEAST_LOOKAHEAD = 0.6, 1.5
 _MLPERF_TOP = [1024, 1024, 512, 256, 1]
+_IN_MEMORY = Path("/dev/shm")
 
 
 def run(effort: Effort, parts: Sequence[str] = PARTS, *, tiny: bool = False) -> Result:
@@ -59,9 +61,14 @@ def _steps(effort: Effort, tiny: bool) -> tuple[dict[str, Any], list[Bar]]:
     found = {}
     for name, sizes in dense.items():
         batches = Batches(sizes, sizes.warm_up + effort.rounds * sizes.steps + 3)
-        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-            found[name] = _in_turns(sizes, batches, effort.rounds, folder)
-    header = ["dense part", "memory, ms", "file, ms", "no lookahead, ms", "disk, ms", "step", "lookahead"]
+        no_disk = _IN_MEMORY if _IN_MEMORY.is_dir() else Path.cwd()
+        with (
+            tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
+            tempfile.TemporaryDirectory(dir=no_disk) as fast,
+        ):
+            found[name] = _in_turns(sizes, batches, effort.rounds, {"disk": folder, "fast": fast})
+    times = ["memory", "file", "no lookahead", "no disk", "disk alone"]
+    header = ["dense part", *(f"{each}, ms" for each in times), "step", "lookahead"]
     print(table(header, [[name, *each.row()] for name, each in found.items()]))
     bars = [bar for name, each in found.items() for bar in each.bars(name)]
     return {name: each.figures for name, each in found.items()}, bars
@@ -73,6 +80,7 @@ class Turns(NamedTuple):
     memory: float
     ahead: float
     plain: float
+    fast: float
     disk: float
     figures: dict[str, Any]
 
@@ -89,7 +97,7 @@ class Turns(NamedTuple):
         return (self.memory + self.disk) / max(self.memory, self.disk)
 
     def row(self) -> list[str]:
-        times = [f"{1e3 * each:.1f}" for each in (self.memory, self.ahead, self.plain, self.disk)]
+        times = [f"{1e3 * each:.1f}" for each in self[:5]]
         step, ahead = self.memory / self.ahead, self.plain / self.ahead
         return [*times, f"{step:.2f} of {self.most_step:.2f}", f"{ahead:.2f} of {self.most_lookahead:.2f}"]
 
@@ -114,13 +122,16 @@ class Turns(NamedTuple):
         return bars
 
 
-def _in_turns(sizes: Sizes, batches: Batches, rounds: int, folder: str) -> Turns:
+def _in_turns(sizes: Sizes, batches: Batches, rounds: int, folders: dict[str, str]) -> Turns:
     """Time a step in memory, from a file with lookahead, and without."""
-    storage = meshrec.FileRows(path=folder, cache_rows=sizes.cached)
+    storage, fast = (
+        meshrec.FileRows(path=folders[name], cache_rows=sizes.cached) for name in ("disk", "fast")
+    )
     arms = {
         "memory": Arm(sizes, None, ahead=True),
         "file, ahead": Arm(sizes, storage, ahead=True),
         "file": Arm(sizes, storage, ahead=False),
+        "no disk": Arm(sizes, fast, ahead=True),
     }
     for arm in arms.values():
         arm.fill(batches)

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 # The dense part and the batch of DLRM's published run on Criteo's terabyte, whose rows have this width.
-SIZES = Sizes(4, 600_000, 2048, 2, [512, 256], [512, 512, 256, 1], 6, 10)
+SIZES = Sizes(4, 800_000, 2048, 2, [512, 256], [512, 512, 256, 1], 6, 10)
 TINY = Sizes(2, 2_000, 32, 2, [16], [16, 1], 3, 2)
 
 

@@ -48,20 +48,24 @@ def memory(tiny: bool) -> tuple[Found, list[Bar]]:
 
 
 def mapped(tiny: bool) -> tuple[Found, list[Bar]]:
-    """Train from a file, and from memory that the system maps, with the memory of a small model and the
-    cache's budget. The page cache takes what it is given, so mapped memory has a limit.
+    """Train from a file, and from memory that the system maps. Both have the memory of a small model and the
+    cache's budget.
     """
-    small, file = (_limited(kind, tiny, 1 << 40) for kind in ("small", "file"))
-    if not small or not file:
+    small = _limited("small", tiny, 1 << 40)
+    if not small:
         return {}, []
     limit = int(small[0]["peak"] + _MOST_MEMORY * _budget(tiny))
-    own = _limited("mapped", tiny, limit)
+    file, own = (_limited(kind, tiny, limit) for kind in ("file", "mapped"))
+    sizes = TINY if tiny else SIZES
+    larger = sizes.num_tables * sizes.num_rows * ROW_BYTES / limit
+    found = {"limit": limit, "tables_over_limit": larger, "file": file, "mapped": own}
+    if not file:
+        return found, []
     name = "over a mapped table of the same budget"
     step = own[0]["step"] if own else float(_SECONDS)
     if not own:
         name += f", which made no step in {_SECONDS} s: at least"
-    bar = Bar(name=name, figure=step / file[0]["step"], asked=2)
-    return {"limit": limit, "file": file, "mapped": own}, [bar]
+    return found, [Bar(name=name, figure=step / file[0]["step"], asked=2)]
 
 
 def serve(tiny: bool) -> tuple[Found, list[Bar]]:
