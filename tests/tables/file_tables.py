@@ -68,7 +68,7 @@ class FileTables:
     def __init__(self, configs, draw_ids, specs, *, longest, cached, updates=("in_backward",)):
         self.configs, self.specs = configs, specs
         self.names = list(next(iter(configs.values())))
-        self._draw_ids, self._longest, self._cached, self._updates = draw_ids, longest, cached, updates
+        self.draw_ids, self._longest, self._cached, self._updates = draw_ids, longest, cached, updates
 
     def plan_of(self, kind, keys, world_size):
         kind = "one" if world_size == 1 else kind
@@ -109,7 +109,7 @@ class FileTables:
         for step in steps:
             generator = torch.Generator().manual_seed(100 * step + default_env().world.rank)
             lengths = torch.randint(0, self._longest + 1, (3, 5), generator=generator)
-            ids = self._draw_ids(lengths, generator)
+            ids = self.draw_ids(lengths, generator)
             yield KeyedJaggedTensor([f"f_{name}" for name in self.names], ids, lengths=lengths.view(-1))
 
     def train(self, model, steps, update="in_backward"):
