@@ -102,7 +102,11 @@ class Turns(NamedTuple):
         return [*times, f"{step:.2f} of {self.most_step:.2f}", f"{ahead:.2f} of {self.most_lookahead:.2f}"]
 
     def bars(self, name: str) -> list[Bar]:
-        """Return the bars that this disk allows with this dense part, and that of its reads."""
+        """Return the bars that this disk allows with this dense part, and that of its reads.
+
+        Lookahead has a bar where the disk takes longer than computing. Elsewhere it hides all waiting, but
+        the system's work for each request still takes time from processors that compute.
+        """
         rates = self.figures["per_second"]
         bars = [
             Bar(
@@ -115,7 +119,7 @@ class Turns(NamedTuple):
             step = self.memory / self.ahead
             text = f"{name}: a step in memory over one from the file"
             bars.append(Bar(name=text, figure=step, asked=LEAST_STEP, ceiling=self.most_step))
-        if self.most_lookahead >= LEAST_LOOKAHEAD:
+        if self.disk >= self.memory and self.most_lookahead >= LEAST_LOOKAHEAD:
             ahead = self.plain / self.ahead
             text = f"{name}: lookahead over none"
             bars.append(Bar(name=text, figure=ahead, asked=LEAST_LOOKAHEAD, ceiling=self.most_lookahead))
