@@ -138,8 +138,8 @@ class RowCache:
 
 def _copied(part: Tensor, slots: Tensor) -> Tensor:
     """Copy the rows of some slots in this thread."""
-    # Threads that read and write rows keep the processors busy. One of torch's own may wait milliseconds for a
-    # processor.
+    # Threads that read and write rows keep the processors busy. One of torch's own may wait milliseconds for
+    # a processor.
     found = part.new_empty(len(slots), *part.shape[1:])
     rows = max(1, (_SERIAL_ELEMENTS - 1) // max(1, part[:1].numel()))
     for to, some in zip(found.split(rows), slots.split(rows), strict=True):
