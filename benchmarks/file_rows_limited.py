@@ -48,23 +48,18 @@ def memory(tiny: bool) -> tuple[Found, list[Bar]]:
 
 
 def mapped(tiny: bool) -> tuple[Found, list[Bar]]:
-    """Train from a file, and from memory that the system maps. Both have the memory of a small model and the
-    cache's budget.
-    """
-    small = _limited("small", tiny, 1 << 40)
-    if not small:
-        return {}, []
-    limit = int(small[0]["peak"] + _MOST_MEMORY * _budget(tiny))
-    file, own = (_limited(kind, tiny, limit) for kind in ("file", "mapped"))
-    sizes = TINY if tiny else SIZES
-    larger = sizes.num_tables * sizes.num_rows * ROW_BYTES / limit
-    found = {"limit": limit, "tables_over_limit": larger, "file": file, "mapped": own}
+    """Train from a file, and, with as much memory as that took, from memory that the system maps."""
+    file = _limited("file", tiny, 1 << 40)
     if not file:
-        return found, []
+        return {}, []
+    limit, sizes = int(file[0]["peak"]), TINY if tiny else SIZES
+    own = _limited("mapped", tiny, limit)
     name = "over a mapped table of the same budget"
     step = own[0]["step"] if own else float(_SECONDS)
     if not own:
         name += f", which made no step in {_SECONDS} s: at least"
+    larger = sizes.num_tables * sizes.num_rows * ROW_BYTES / limit
+    found = {"limit": limit, "tables_over_limit": larger, "file": file, "mapped": own}
     return found, [Bar(name=name, figure=step / file[0]["step"], asked=2)]
 
 

@@ -29,7 +29,7 @@ def test_there_are_bars_where_the_disk_allows_them(memory, disk, expected):
     [([{"step": 0.5, "peak": 1.0}], 5.0, False), ([], limited._SECONDS / 0.1, True)],
 )
 def test_a_mapped_table_that_makes_no_step_gives_the_least_ratio(monkeypatch, steps, figure, is_bound):
-    found = {"small": [{"step": 0.1, "peak": 1.0}], "file": [{"step": 0.1, "peak": 1.0}], "mapped": steps}
+    found = {"file": [{"step": 0.1, "peak": 1.0}], "mapped": steps}
     monkeypatch.setattr(limited, "_limited", lambda kind, *_: found[kind])
     _, (bar,) = limited.mapped(tiny=True)
     assert bar.figure == pytest.approx(figure)

@@ -2,6 +2,7 @@
 them side by side.
 """
 
+import os
 import random
 
 import torch
@@ -245,8 +246,9 @@ def drawn_program(kind, folder, number):
 
 
 def check_drawn_programs(pool, kind, folder, count):
-    """Run drawn programs on the ranks of a pool."""
-    for number in range(count):
+    """Run drawn programs on the ranks of a pool; MESHREC_SEED is the number of the first."""
+    first = int(os.environ.get("MESHREC_SEED", "0"))
+    for number in range(first, first + count):
         own = folder / str(number)
         own.mkdir()
         found = pool.run(drawn_program, kind, str(own), number)
