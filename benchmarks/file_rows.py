@@ -119,7 +119,7 @@ class Turns(NamedTuple):
             step = self.memory / self.ahead
             text = f"{name}: a step in memory over one from the file"
             bars.append(Bar(name=text, figure=step, asked=LEAST_STEP, ceiling=self.most_step))
-        if self.disk >= self.memory and self.most_lookahead >= LEAST_LOOKAHEAD:
+        if self.disk >= self.memory:
             ahead = self.plain / self.ahead
             text = f"{name}: lookahead over none"
             bars.append(Bar(name=text, figure=ahead, asked=LEAST_LOOKAHEAD, ceiling=self.most_lookahead))

@@ -16,7 +16,7 @@ STEP, LOOKAHEAD = "x: a step in memory over one from the file", "x: lookahead ov
         (30.0, 51.0, {READS: 0.9, LOOKAHEAD: 1.5}),  # the disk allows 0.59 of the step
         (40.0, 50.0, {READS: 0.9, STEP: 40 / 60, LOOKAHEAD: 1.5}),
         (60.0, 50.0, {READS: 0.9, STEP: 1.0}),
-        (10.0, 50.0, {READS: 0.9}),
+        (10.0, 50.0, {READS: 0.9, LOOKAHEAD: 1.5}),
     ],
 )
 def test_there_are_bars_where_the_disk_allows_them(memory, disk, expected):
