@@ -175,7 +175,7 @@ def keep_memory() -> None:
     told = getattr(ctypes.CDLL(None), "mallopt", None)
     if told is not None:
         told(-4, 0)  # M_MMAP_MAX: large blocks come from the heap
-        told(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
+        told(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
 def needed(inputs: Inputs) -> float:

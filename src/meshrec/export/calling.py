@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ def _weights_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[Non
     swapped: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in model.modules():
-            for own in (module._parameters, module._buffers):
+            for own in cast(list[dict[str, Any]], [module._parameters, module._buffers]):
                 for name, value in own.items():
                     if id(value) in others:
                         swapped.append((own, name, value))
