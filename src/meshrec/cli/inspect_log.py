@@ -30,7 +30,7 @@ _MODELS: dict[str, tuple[str, str]] = {
 }
 
 
-class _Parts(NamedTuple):
+class _RecipeParts(NamedTuple):
     """The parts of a recipe that depend on the model, as Python source."""
 
     task: str
@@ -72,7 +72,7 @@ def inspect_log(
     return 0
 
 
-def _of_next_items(found: "LogProposal", model: NextItemModel) -> _Parts:
+def _of_next_items(found: "LogProposal", model: NextItemModel) -> _RecipeParts:
     name, call = _MODELS[model]
     options = [f"history={found.history}"]
     options += [] if found.exclude_seen else ["exclude_seen=False"]
@@ -80,7 +80,7 @@ def _of_next_items(found: "LogProposal", model: NextItemModel) -> _Parts:
         options.append("windows=False")
     num_samples = found.num_rows if model == "two_tower" else found.num_windows
     table_lr, schedule = ("2e-3", "") if model == "two_tower" else ("6e-3", "warmup_steps=50, ")
-    return _Parts(
+    return _RecipeParts(
         task=f"{name}: which item comes next?",
         source="Log",
         options=tuple(options),
@@ -94,8 +94,8 @@ def _of_next_items(found: "LogProposal", model: NextItemModel) -> _Parts:
     )
 
 
-def _of_clicks(found: "LogProposal", label: str) -> _Parts:
-    return _Parts(
+def _of_clicks(found: "LogProposal", label: str) -> _RecipeParts:
+    return _RecipeParts(
         task="DIN: does the user click, given the clicks before?",
         source="ClickLog",
         options=(f"label={text_of(label)}", f"history={min(found.history, _MOST_CLICKS)}"),
@@ -110,7 +110,7 @@ def _of_clicks(found: "LogProposal", label: str) -> _Parts:
     )
 
 
-def _recipe_text(data: Sequence[str], found: "LogProposal", parts: _Parts, out: Path) -> str:
+def _recipe_text(data: Sequence[str], found: "LogProposal", parts: _RecipeParts, out: Path) -> str:
     batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
     epochs = min(max(math.ceil(_STEPS * batch / max(parts.num_samples, 1)), 4), 100)
     files = text_of(tuple(seen_from(out.parent, each) for each in data))
