@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,10 @@ def train(launcher: str, folder: Path, steps: int) -> tuple[list[float], float]:
     words += ["--training.phases-every", "0", "--no-checkpoints", "--data.num-validation", "4096"]
     words += ["--data.num-test", "4096"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Given no token, Ray would write one into the home folder.
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # By default, Ray's workers have niceness 15, so that other programs slow them more than torchrun's ranks.
+    environment |= {"RAY_worker_niceness": "0"}
     if launcher == "ray":
         words += ["--on", "ray", "--num-workers", str(_RANKS)]
     else:

@@ -138,6 +138,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if options.on == "ray":
         from meshrec.cli.on_ray import train_on_ray
 
+        locks.close()  # the first worker is another process, and locks the run's folder itself
         return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
     nproc = _num_ranks(options, resumed)
     recipe.check(nproc)
