@@ -1,5 +1,8 @@
 """Training: recipes, the trainer, and the folder of a run."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from meshrec.train.architectures import (
     ClickTowersConfig,
     DeepFMConfig,
@@ -11,7 +14,6 @@ from meshrec.train.architectures import (
     tables_on_meta,
 )
 from meshrec.train.class_loss import Softmax
-from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.hstu_ranking import HSTURankerConfig, SyntheticImpressions
 from meshrec.train.log_sources import BooksRatings, Log, LogSource, MovieLensSequences
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
@@ -32,9 +34,12 @@ from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import RunFolder, RunState, find_run
 from meshrec.train.schedule import Schedule
 from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks
-from meshrec.train.trainer import Trainer
 from meshrec.train.watch import LossError
 from meshrec.train.wide_deep import WideDeepConfig
+
+if TYPE_CHECKING:
+    from meshrec.train.evaluation import Scored, evaluate, score
+    from meshrec.train.trainer import Trainer
 
 __all__ = [
     "RECIPES",
@@ -93,3 +98,17 @@ __all__ = [
     "score",
     "tables_on_meta",
 ]
+
+_HOME_OF = {
+    "Scored": "meshrec.train.evaluation",
+    "Trainer": "meshrec.train.trainer",
+    "evaluate": "meshrec.train.evaluation",
+    "score": "meshrec.train.evaluation",
+}
+"""The names that import checkpoints. Commands that only read a recipe start a second earlier without them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'meshrec.train' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
