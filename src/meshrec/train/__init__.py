@@ -1,8 +1,8 @@
 """Training: recipes, the trainer, and the folder of a run."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshrec.lazy import importer
 from meshrec.train.architectures import (
     ClickTowersConfig,
     DeepFMConfig,
@@ -99,16 +99,11 @@ __all__ = [
     "tables_on_meta",
 ]
 
-_HOME_OF = {
-    "Scored": "meshrec.train.evaluation",
-    "Trainer": "meshrec.train.trainer",
-    "evaluate": "meshrec.train.evaluation",
-    "score": "meshrec.train.evaluation",
-}
-"""The names that import checkpoints. Commands that only read a recipe start a second earlier without them."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'meshrec.train' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+# They import sharded tables and torch.distributed.checkpoint, which commands that read a recipe do without.
+__getattr__ = importer(
+    __name__,
+    {
+        "meshrec.train.evaluation": ["Scored", "evaluate", "score"],
+        "meshrec.train.trainer": ["Trainer"],
+    },
+)
