@@ -81,6 +81,18 @@ def test_every_user_gets_items_that_are_new_to_them(log, runs):
     assert (np.diff(scores, axis=1) <= 0).all()
 
 
+def test_two_towers_learn_from_the_same_log(log, runs):
+    """The towers pool the history, and so know less than what the log follows: they are above popularity."""
+    out = str(runs / "towers.py")
+    assert inspect([str(log[2]), *COLUMNS, "--model", "two_tower", "--out", out]) == 0
+    options = ["--training.epochs", "6", "--baselines", "--quiet"]
+    assert train([f"{out}:recipe", "--runs", str(runs), "--name", "t", *options]) == 0
+    summary = RunFolder(runs / "t").read_json("summary.json")
+    assert summary["test"]["recall@10"] > 1.2 * summary["baselines_test"]["item popularity"]["recall@10"]
+    found = recommended(runs, "-k", "5", run="t")
+    assert found["rank"].to_pylist() == [*range(1, 6)] * NUM_USERS
+
+
 def test_some_users_and_their_seen_items(log, runs, capsys):
     pq.write_table(pa.table({"visitor": ["v7", "nobody", "v3"]}), runs / "users.parquet")
     few = recommended(runs, "--users", str(runs / "users.parquet"), "-k", "60", "--keep-seen")

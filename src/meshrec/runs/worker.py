@@ -266,10 +266,14 @@ class _Run:
         config = self._folder.read_json(CONFIG)
         if config is not None:
             check_data(config, trainer.dataset, self._folder.path)
-        if not trainer.resume() and self._job.resume:
-            raise ValueError(
-                f"{self._folder.path} has no checkpoint to resume from; start a new run with another --name."
-            )
+        if not trainer.resume():
+            if self._job.resume:
+                raise ValueError(
+                    f"{self._folder.path} has no checkpoint to resume from; start a new run with another "
+                    "--name."
+                )
+            if self._ranks.is_first:  # an earlier start may have ended before its first checkpoint
+                self._folder.forget_after(0, judged=False)
         if self._job.resume:
             self._tell(Said(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
             for name, old, new in self._job.changes:

@@ -14,6 +14,7 @@ from meshrec.train.architectures import (
     tables_on_meta,
 )
 from meshrec.train.class_loss import Softmax
+from meshrec.train.click_logs import ClickLog
 from meshrec.train.hstu_ranking import HSTURankerConfig, SyntheticImpressions
 from meshrec.train.log_sources import BooksRatings, Log, LogSource, MovieLensSequences
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
@@ -46,6 +47,7 @@ __all__ = [
     "BERT4RecConfig",
     "BinaryCrossEntropy",
     "BooksRatings",
+    "ClickLog",
     "ClickTowersConfig",
     "Criteo",
     "Csv",
