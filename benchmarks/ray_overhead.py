@@ -1,6 +1,6 @@
 """The step time of a run on Ray beside that of the same run under torchrun, in turns.
 
-Both train the recipe of the step benchmark on two ranks of this machine, with the same seed, plan and
+Both train the recipe of the step benchmark on ranks of this machine, with the same seed, plan and
 batches. Their last losses are compared before their times. A step's time is the median over the lines of
 metrics, without the first two. Beside it stands the CPU time of the ranks: what the step takes longer, but
 the ranks do not work longer, is due to Ray's own processes on the same cores. Needs `meshrec[ray]`, and no
@@ -24,7 +24,6 @@ from typing import NamedTuple
 from benchmarks.harness import Bar, bars_table, table
 
 _LOG_EVERY, _WARM_UP_LINES = 5, 2
-_RANKS = 2
 
 
 class Trained(NamedTuple):
@@ -37,7 +36,7 @@ class Trained(NamedTuple):
     loss: float
 
 
-def train(launcher: str, folder: Path, steps: int) -> Trained:
+def train(launcher: str, folder: Path, steps: int, ranks: int) -> Trained:
     """Train under a launcher."""
     words = ["-m", "meshrec", "train", "dlrm_benchmark", "--quiet", "--out", str(folder), "--name", launcher]
     words += ["--training.max-steps", str(steps), "--training.log-every", str(_LOG_EVERY)]
@@ -49,9 +48,9 @@ def train(launcher: str, folder: Path, steps: int) -> Trained:
     # By default, Ray's workers have niceness 15, so that other programs slow them more than torchrun's ranks.
     environment |= {"RAY_worker_niceness": "0"}
     if launcher == "ray":
-        words += ["--on", "ray", "--num-workers", str(_RANKS)]
+        words += ["--on", "ray", "--num-workers", str(ranks)]
     else:
-        words = ["-m", "torch.distributed.run", "--nproc-per-node", str(_RANKS), *words]
+        words = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *words]
     done = subprocess.run(
         [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
     )
@@ -67,7 +66,7 @@ def train(launcher: str, folder: Path, steps: int) -> Trained:
     return Trained(seconds, cpu_seconds, lines[-1]["loss"])
 
 
-def run(rounds: int, steps: int) -> str:
+def run(rounds: int, steps: int, ranks: int) -> str:
     """Train in turns, and return the step times and the bar as text."""
     seconds: dict[str, list[float]] = {"torchrun": [], "ray": []}
     rows, losses = [], set()
@@ -75,7 +74,7 @@ def run(rounds: int, steps: int) -> str:
         # Each goes first in turn, as the machine may change slowly.
         for launcher, found in list(seconds.items())[:: 1 - 2 * (number % 2)]:
             with tempfile.TemporaryDirectory() as folder:
-                trained = train(launcher, Path(folder), steps)
+                trained = train(launcher, Path(folder), steps, ranks)
             losses.add(trained.loss)
             found.append(trained.seconds)
             both = (trained.seconds, trained.cpu_seconds)
@@ -95,8 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--ranks", type=int, default=2, help="fewer than cores leave one for Ray's processes")
     arguments = parser.parse_args()
-    print(run(arguments.rounds, arguments.steps))
+    print(run(arguments.rounds, arguments.steps, arguments.ranks))
 
 
 if __name__ == "__main__":
