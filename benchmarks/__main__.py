@@ -109,7 +109,7 @@ def run_checkpoint(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 
 def run_file_rows(arguments: argparse.Namespace, effort: Effort) -> Result:
-    return file_rows.run(effort, tiny=arguments.tiny)
+    return file_rows.run(effort, arguments.part or file_rows.PARTS, tiny=arguments.tiny)
 
 
 def run_stages(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -201,8 +201,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--part",
         action="append",
-        choices=[*dlrm_step.PARTS, *hashed_step.PARTS],
-        help="a part of dlrm_step or hashed_step",
+        choices=[*dlrm_step.PARTS, *hashed_step.PARTS, *file_rows.PARTS],
+        help="a part of dlrm_step, hashed_step or file_rows",
     )
     parser.add_argument("--quick", action="store_true", help="few rounds: noisier")
     parser.add_argument("--tiny", action="store_true", help="tiny tables: only tries the benches themselves")

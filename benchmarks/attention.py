@@ -1,10 +1,19 @@
-"""Attention over jagged histories of Zipf lengths, against padded torch: time and memory of a step."""
+"""Attention over jagged histories of Zipf lengths, against torch: time and memory of a step.
 
+Torch has two ways: all samples padded to the longest, and, for a softmax without biases, buckets of samples
+of similar lengths. All of them are float32 with the same masks, and their results and gradients are compared
+first. Torch's tensors reuse the memory of the step before (`keep_memory`), so that no time goes into the
+system's handing out of pages. The table also shows how many products a second each way does, of those that
+the causal mask needs, beside the products of a plain matrix multiplication.
+"""
+
+import ctypes
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from benchmarks.harness import Bar, Effort, Result, measure, table
 from meshrec.ops.attention import Bias, jagged_attention, time_buckets
 
-OURS, PADDED = "meshrec", "padded torch"
+OURS, PADDED, BUCKETS = "meshrec", "padded torch", "torch in buckets"
 NUM_BUCKETS = 129
 THREADS = 2
 
@@ -115,7 +124,36 @@ def padded(inputs: Inputs, kind: str) -> Tensor:
     return out.transpose(1, 2)[inputs.valid]
 
 
-CONTENDERS: dict[str, Callable[[Inputs, str], Tensor]] = {OURS: ours, PADDED: padded}
+def in_buckets(inputs: Inputs, _: str) -> Tensor:
+    """Compute the softmax with SDPA, bucket by bucket: none has a sample below 3/4 of its longest one."""
+    order = inputs.lengths.argsort(descending=True)
+    lengths = inputs.lengths[order]
+    parts, places, first = [], [], 0
+    while first < len(order):
+        longest = int(lengths[first])
+        last = first + int((lengths[first:] >= 0.75 * longest).sum())
+        place = torch.arange(longest)
+        at = inputs.offsets[order[first:last], None] + place
+        valid = place < lengths[first:last, None]
+        rows = at.clamp(max=len(inputs.grad) - 1)
+        out = scaled_dot_product_attention(
+            *(each[rows].transpose(1, 2) for each in inputs.tokens), is_causal=True
+        )
+        parts.append(out.transpose(1, 2)[valid])
+        places.append(at[valid])
+        first = last
+    return torch.cat(parts)[torch.cat(places).argsort()]
+
+
+CONTENDERS: dict[str, Callable[[Inputs, str], Tensor]] = {
+    OURS: ours,
+    PADDED: padded,
+    BUCKETS: in_buckets,
+}
+
+
+def contenders(kind: str) -> list[str]:
+    return [name for name in CONTENDERS if name != BUCKETS or kind == "softmax"]
 
 
 def step(name: str, inputs: Inputs, kind: str) -> list[Tensor]:
@@ -125,9 +163,35 @@ def step(name: str, inputs: Inputs, kind: str) -> list[Tensor]:
 
 
 def verify(inputs: Inputs, kind: str) -> None:
-    for own, other in zip(step(OURS, inputs, kind), step(PADDED, inputs, kind), strict=True):
-        bound = 1e-5 * max(1.0, float(other.detach().abs().max()))
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=bound)
+    own = step(OURS, inputs, kind)
+    for name in contenders(kind):
+        for each, other in zip(own, step(name, inputs, kind), strict=True):
+            bound = 1e-5 * max(1.0, float(other.detach().abs().max()))
+            torch.testing.assert_close(each, other, rtol=1e-5, atol=bound)
+
+
+def keep_memory() -> None:
+    """Make the C library keep freed memory for the next step, where it has ``mallopt`` as glibc does."""
+    told = getattr(ctypes.CDLL(None), "mallopt", None)
+    if told is not None:
+        told(-4, 0)  # M_MMAP_MAX: large blocks come from the heap
+        told(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
+
+
+def needed(inputs: Inputs) -> float:
+    """Return the floating-point operations of the products of a step that the causal mask needs.
+
+    Two products forward and four backward, each with a multiplication and an addition for half the pairs.
+    """
+    shape = inputs.shape
+    return 6 * float(inputs.lengths.double().square().sum()) * shape.heads * shape.width
+
+
+def plain_product(effort: Effort) -> float:
+    """Return the floating-point operations per second of a product of two matrices of 1024 x 1024."""
+    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    times = measure({"product": lambda: left @ right}, effort)
+    return 2e3 * 1024**3 / times["product"].median
 
 
 def peak(name: str, shape: Shape, kind: str) -> int:
@@ -160,15 +224,18 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
     """Compare the results, then measure. ``tiny`` shrinks the batches: it only tries the benchmark."""
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
-    figures: dict[str, Any] = {}
+    keep_memory()
+    product = plain_product(effort)
+    effort = replace(effort, warm_ups=min(1, effort.warm_ups), calls=1)
+    figures: dict[str, Any] = {"product": product}
     bars, rows = [], []
     for title, shape in (TINY if tiny else SHAPES).items():
         inputs = Inputs(shape)
         for kind in KINDS:
             verify(inputs, kind)
-            calls = {name: partial(step, name, inputs, kind) for name in CONTENDERS}
-            times = measure(calls, effort)
-            memory = {name: max(1, peak(name, shape, kind)) for name in CONTENDERS}
+            names = contenders(kind)
+            times = measure({name: partial(step, name, inputs, kind) for name in names}, effort)
+            memory = {name: max(1, peak(name, shape, kind)) for name in names}
             speed = times[PADDED].median / times[OURS].median
             share = memory[OURS] / memory[PADDED]
             name = f"{kind}, {title}"
@@ -176,18 +243,25 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
             bars.append(
                 Bar(name=f"{name}: memory over padded torch's", figure=share, asked=0.5, at_most=True)
             )
-            rows.append(
-                [name, *(f"{times[n].median:.1f} ms, {memory[n] / 2**20:.0f} MiB" for n in CONTENDERS)]
-            )
+            if BUCKETS in names:
+                speed = times[BUCKETS].median / times[OURS].median
+                bars.append(Bar(name=f"{name}: time of torch in buckets over ours", figure=speed, asked=1.0))
+            cells = {
+                n: f"{times[n].median:.1f} ms, {memory[n] / 2**20:.0f} MiB, "
+                f"{needed(inputs) / times[n].median / 1e6:.0f} GFLOP/s"
+                for n in names
+            }
+            rows.append([name, *(cells.get(n, "") for n in CONTENDERS)])
             figures[name] = {
                 n: {
                     **times[n]._asdict(),
                     "bytes": memory[n],
                     "mean_length": float(inputs.lengths.double().mean()),
                 }
-                for n in CONTENDERS
+                for n in names
             }
     torch.set_num_threads(before)
+    print(f"a plain product of matrices: {product / 1e9:.0f} GFLOP/s")
     print(table(["forward and backward, 2 threads", *CONTENDERS], rows), end="\n\n", flush=True)
     return Result(figures, bars)
 

@@ -2,6 +2,8 @@
 against the order in which they come.
 
 Both ways the steps have the same samples. The gradients of the first step are compared before timing starts.
+The ceiling of a figure is that of the best split, where a sample costs the square of its length: a step then
+takes as long as the mean of the ranks, or as its longest sample.
 """
 
 import statistics
@@ -28,16 +30,41 @@ NUM_ITEMS = 5000
 class Shape(NamedTuple):
     """Sizes of the model, and samples of a step on each rank."""
 
-    batch: int = 8
-    longest: int = 1024
+    batch: int
+    longest: int
+    num_steps: int
+    exponent: float | None = None
+    """Zipf's exponent of the lengths; None: the one that makes their mean a quarter of the longest."""
     width: int = 64
-    num_steps: int = 12
+
+
+SHAPES = {
+    "mean 1/4, up to 1,024": Shape(8, 1024, 12),
+    "exponent 1, up to 4,096": Shape(16, 4096, 8, exponent=1.0),
+}
+TINY = {"tiny": Shape(4, 32, 2, width=8)}
+
+
+def lengths_of(shape: Shape) -> "np.typing.NDArray[np.int64]":
+    num = 2 * shape.batch * shape.num_steps
+    generator = torch.Generator().manual_seed(0)
+    if shape.exponent is None:
+        return zipf_lengths(num, shape.longest, generator).numpy()
+    chances = torch.arange(1, shape.longest + 1, dtype=torch.float64) ** -shape.exponent
+    return 1 + torch.multinomial(chances, num, replacement=True, generator=generator).numpy()
+
+
+def ceiling(shape: Shape) -> float:
+    """Return the gain of the best split of every step, where attention is all of the cost."""
+    costs = lengths_of(shape).astype(float).reshape(shape.num_steps, 2, shape.batch) ** 2
+    plain = costs.sum(2).max(1)
+    best = np.maximum(costs.sum((1, 2)) / 2, costs.max((1, 2)))
+    return float(plain.sum() / best.sum())
 
 
 def histories(shape: Shape) -> InMemoryReader:
-    num = 2 * shape.batch * shape.num_steps
-    generator = torch.Generator().manual_seed(0)
-    lengths = zipf_lengths(num, shape.longest, generator).numpy()
+    lengths, generator = lengths_of(shape), torch.Generator().manual_seed(1)
+    num = len(lengths)
     items = torch.randint(0, NUM_ITEMS, (int(lengths.sum()),), generator=generator).numpy()
     ids = {"history": Ranges(items, np.cumsum(lengths) - lengths, lengths)}
     return InMemoryReader(np.zeros((num, 0), np.float32), np.ones(num, np.float32), ids, seed=0)
@@ -101,11 +128,10 @@ def train(shape: Shape, rounds: int) -> tuple[dict[str, list[float]], dict[str, 
     return seconds, gradients
 
 
-def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Compare the gradients, then measure. ``tiny`` shrinks the samples: it only tries the benchmark."""
-    shape = Shape(batch=4, longest=32, width=8, num_steps=2) if tiny else Shape()
+def milliseconds(shape: Shape, rounds: int) -> dict[str, float]:
+    """Compare the gradients, and return the mean over steps of the median time of a step, of both ways."""
     with RankPool(2) as pool:
-        ranks: list[Any] = pool.run(train, shape, effort.rounds)
+        ranks: list[Any] = pool.run(train, shape, rounds)
     for _, gradients in ranks:
         for own, other in zip(*(gradients[way] for way in WAYS), strict=True):
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
@@ -114,12 +140,26 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
         way: np.max([seconds[way][shape.num_steps :] for seconds, _ in ranks], axis=0).tolist()
         for way in WAYS
     }
-    medians = {
+    return {
         way: 1e3
-        * sum(statistics.median(each[step :: shape.num_steps]) for step in range(shape.num_steps))
-        / shape.num_steps
+        * statistics.mean(statistics.median(each[n :: shape.num_steps]) for n in range(shape.num_steps))
         for way, each in steps.items()
     }
-    print(table(["2 ranks", "ms per step"], [[way, f"{medians[way]:.1f}"] for way in WAYS]), end="\n\n")
-    figure = medians["plain"] / medians["balanced"]
-    return Result(medians, [Bar(name="step in plain order over balanced", figure=figure, asked=1.3)])
+
+
+def run(effort: Effort, *, tiny: bool = False) -> Result:
+    """Compare the gradients, then measure. ``tiny`` shrinks the samples: it only tries the benchmark."""
+    figures, rows, bars = {}, [], []
+    for name, shape in (TINY if tiny else SHAPES).items():
+        figures[name] = times = milliseconds(shape, effort.rounds)
+        rows.append([name, *(f"{times[way]:.1f} ms" for way in WAYS)])
+        bars.append(
+            Bar(
+                name=f"{name}: step in plain order over balanced",
+                figure=times["plain"] / times["balanced"],
+                asked=1.3,
+                ceiling=ceiling(shape),
+            )
+        )
+    print(table(["2 ranks, step", *WAYS], rows), end="\n\n")
+    return Result(figures, bars)

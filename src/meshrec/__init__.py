@@ -1,9 +1,10 @@
 """Sharded embedding tables for recommender models, on PyTorch."""
 
-import importlib
 import sys
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
+
+from meshrec.lazy import importer
 
 if TYPE_CHECKING:
     from meshrec.modules import (
@@ -46,7 +47,7 @@ _HOMES = {
     "meshrec.tables.hashed_keys": ["Hashed"],
     "meshrec.sparse": ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"],
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_late = importer(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -54,13 +55,11 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("meshrec")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'meshrec' has no attribute {name!r}; use one of meshrec.__all__.")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    return _late(name)
 
 
 # A program that imports meshrec gets it whole, its operators registered. The command, as `meshrec` or as
 # `python -m meshrec`, answers `--help` and Ctrl-C before torch is there, which takes seconds to import.
 if sys.argv[:1] != ["-m"] and PurePath(sys.argv[0] if sys.argv else "").name != "meshrec":
-    for _name, _home in _HOME_OF.items():
-        globals()[_name] = getattr(importlib.import_module(_home), _name)
+    for _name in (name for names in _HOMES.values() for name in names):
+        globals()[_name] = _late(_name)

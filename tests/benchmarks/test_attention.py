@@ -9,7 +9,8 @@ ONCE = Effort(rounds=1, calls=1, warm_ups=0)
 
 def test_tiny_attention_is_verified_and_its_memory_is_measured() -> None:
     result = attention.run(ONCE, tiny=True)
-    assert len(result.bars) == 2 * len(attention.KINDS)
+    assert len(result.bars) == 2 * len(attention.KINDS) + 1
+    assert result.figures.pop("product") > 0
     assert all(each["bytes"] > 0 for by in result.figures.values() for each in by.values())
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from meshrec.checkpoint import CheckpointManager, verify_data
 from meshrec.checkpoint.manifest import MANIFEST
-from meshrec.checkpoint.storage import read_manifest
+from meshrec.checkpoint.reading import read_manifest
 
 WORLD_SIZE = 2
 NUM_KILLS = int(os.environ.get("MESHREC_KILLS", "3"))

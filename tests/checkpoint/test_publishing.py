@@ -12,7 +12,7 @@ from meshrec.checkpoint import (
     save,
     verify_deltas,
 )
-from meshrec.checkpoint.publishing import delta_records, read_delta
+from meshrec.checkpoint.delta_files import delta_records, read_delta
 
 _spec = importlib.util.spec_from_file_location("checkpoint_models", Path(__file__).parent / "models.py")
 models = importlib.util.module_from_spec(_spec)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from meshrec.checkpoint import verify_deltas
-from meshrec.checkpoint.publishing import read_delta
+from meshrec.checkpoint.delta_files import read_delta
 
 _spec = importlib.util.spec_from_file_location("random_plans", Path(__file__).parent / "random_plans.py")
 random_plans = importlib.util.module_from_spec(_spec)

@@ -18,7 +18,7 @@ from meshrec.checkpoint import (
 )
 from meshrec.checkpoint.blocks import read_region
 from meshrec.checkpoint.manifest import MANIFEST
-from meshrec.checkpoint.storage import open_data, stored_rows
+from meshrec.checkpoint.reading import open_data, stored_rows
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 
 from meshrec.cli.__main__ import main
+from meshrec.runs.lock import RunLock
+from meshrec.train.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 SMALL = f"{ROOT}/tests/train/small.py:small"
@@ -38,3 +40,17 @@ def test_a_finished_run_is_left_as_it_is(type_in, tmp_path):
     code, output, _ = type_in("checkpoint", "inspect", "small-001")
     assert code == 0
     assert "saved by 1 ranks" in output
+
+
+def test_a_worker_of_ray_can_lock_the_run_that_it_resumes(type_in, tmp_path, monkeypatch):
+    def train_on_ray(job, *_):
+        locked.append(RunLock(RunFolder(job.runs / job.name)).release())
+        return 0
+
+    locked = []
+    monkeypatch.setattr("meshrec.cli.on_ray.train_on_ray", train_on_ray)
+    code, _, errors = type_in("train", SMALL, "--quiet", "--training.max-steps", "2")
+    assert code == 0, errors
+    more = ("--training.max-steps", "4", "--on", "ray", "--num-workers", "2")
+    code, _, errors = type_in("train", SMALL, "--name", "small-001", "--resume", *more)
+    assert (code, len(locked)) == (0, 1), errors

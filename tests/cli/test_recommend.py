@@ -81,6 +81,34 @@ def test_every_user_gets_items_that_are_new_to_them(log, runs):
     assert (np.diff(scores, axis=1) <= 0).all()
 
 
+def draw_tastes(rng):
+    """Draw a log in which 85 of 100 items of a user are of the user's group."""
+    rows = []
+    for user in range(NUM_USERS):
+        left = rng.permutation(60).tolist()
+        for place in range(8):
+            is_own = rng.random() < 0.85
+            item = next(each for each in left if (each % 4 == user % 4) == is_own)
+            left.remove(item)
+            rows.append((f"v{user}", f"s{item}", 1_700_000_000 + 60 * place))
+    return pa.table(dict(zip(("visitor", "sku", "seen at"), zip(*rows, strict=True), strict=True)))
+
+
+def test_two_towers_learn_the_tastes_of_users(tmp_path):
+    pq.write_table(draw_tastes(np.random.default_rng(0)), tmp_path / "log.parquet")
+    out = str(tmp_path / "towers.py")
+    data = [str(tmp_path / "log.parquet"), *COLUMNS]
+    assert inspect([*data, "--model", "two_tower", "--out", out]) == 0
+    options = ["--training.epochs", "12", "--baselines", "--quiet"]
+    assert train([f"{out}:recipe", "--runs", str(tmp_path), "--name", "r", *options]) == 0
+    summary = RunFolder(tmp_path / "r").read_json("summary.json")
+    best = 0.85  # at least: no more than ten items of the user's group are left
+    assert summary["test"]["recall@10"] >= 0.9 * best
+    assert summary["test"]["recall@10"] > 2 * summary["baselines_test"]["item popularity"]["recall@10"]
+    found = recommended(tmp_path, "-k", "5")
+    assert found["rank"].to_pylist() == [*range(1, 6)] * NUM_USERS
+
+
 def test_some_users_and_their_seen_items(log, runs, capsys):
     pq.write_table(pa.table({"visitor": ["v7", "nobody", "v3"]}), runs / "users.parquet")
     few = recommended(runs, "--users", str(runs / "users.parquet"), "-k", "60", "--keep-seen")

@@ -17,8 +17,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from meshrec.comms import collectives
 from meshrec.distributed.sharded_tables import ShardedTables
+from meshrec.ops import attention, jagged, nbit, tbe  # noqa: F401 - the ops must exist
 from meshrec.ops import dist as dist_ops
-from meshrec.ops import jagged, nbit, tbe  # noqa: F401 - the ops must exist
 from meshrec.ops.dist import triton as triton_of_dist
 from meshrec.ops.nbit import triton as triton_of_nbit
 from meshrec.ops.tbe import naive as naive_tbe
@@ -43,7 +43,7 @@ _READ = {
 _COPIES = {_aten.copy_.default, _aten._to_copy.default}
 _NAIVE = {
     op: getattr(module, op)
-    for module in (dist_ops.naive, naive_tbe, jagged.naive)
+    for module in (dist_ops.naive, naive_tbe, jagged.naive, attention.naive)
     for op in dir(module)
     if hasattr(torch.ops.meshrec, op)
 }

@@ -70,3 +70,33 @@ with simulated_device() as reads:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE)
     expected = "aten.add.Tensor takes tensors of the device and of the host\n6\n"
     assert done.stdout == expected, done.stderr
+
+
+def test_attention_runs_in_plain_torch_and_says_so():
+    code = """
+import logging
+import torch
+from meshrec.ops.attention import Bias, jagged_attention
+from simulated_device import DEVICE, Simulated, simulated_device
+logging.basicConfig(format="%(message)s")
+torch.manual_seed(0)
+tokens, position, time = torch.randn(3, 9, 2, 4), torch.randn(11), torch.randn(20)
+offsets, times = torch.tensor([0, 3, 3, 9]), torch.arange(9) ** 5
+for kind in ("silu", "softmax"):
+    found = []
+    with simulated_device():
+        for to in (lambda each: each, lambda each: each.to(DEVICE)):
+            leaves = [to(each).requires_grad_() for each in (*tokens, position, time)]
+            bias = Bias(leaves[3], leaves[4], to(times))
+            out = jagged_attention(*leaves[:3], to(offsets), max_length=6, kind=kind, bias=bias)
+            grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+            found.append([getattr(each, "inner", each) for each in (out, *grads)])
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+print("equal")
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE)
+    assert done.stdout == "equal\n", done.stderr
+    assert done.stderr.count("jagged attention has no kernel for simulated: plain torch computes it") == 1

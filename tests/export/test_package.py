@@ -10,6 +10,7 @@ from meshrec.export import PackageError, Predictor, compile_anew, export
 from meshrec.export import predictor as predictor_module
 from meshrec.export.archive import load_exported
 from meshrec.export.weights import Weights
+from meshrec.models import DLRM
 from meshrec.train.losses import SquaredError
 from tests.export.conftest import FEATURES, NUM_DENSE, NUM_ROWS, SHARED, torchs_own_warnings
 
@@ -49,6 +50,24 @@ def test_weights_are_in_one_file_only(package, model):
     for name in ("program.pt2", "exported.pt2"):
         assert start not in (package / name).read_bytes()
     assert manifest["about"] == {"step": 7}
+
+
+@pytest.mark.parametrize("name", ["items", "keys", "type", "forward"])
+def test_a_table_may_be_called_like_a_method_of_modules(name, tmp_path):
+    torch.manual_seed(0)
+    table = meshrec.EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=9, feature_names=[name])
+    model = DLRM(meshrec.EmbeddingBagCollection([table]), 1, [8], [4, 1])
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    with torchs_own_warnings():
+        export(model, tmp_path / "p", features=[name], num_dense=1, compile=False)
+        predictor = Predictor(tmp_path / "p")
+    dense, ids, lengths = torch.rand(3, 1), torch.tensor([1, 8, 4]), torch.tensor([2, 0, 1])
+    found = predictor(dense, {name: ids}, {name: lengths})
+    with torch.no_grad():
+        logits = model(dense, meshrec.KeyedJaggedTensor([name], ids, lengths=lengths))
+    torch.testing.assert_close(found, torch.sigmoid(logits.reshape(-1)))
+    for each, value in model.state_dict().items():
+        assert torch.equal(value, before[each])
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,15 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-width = max([4, *(len(row["what"]) for row in rows)])
+counts = Counter[tuple[str, str]]()  # a row of the table may come from several tests
+for row in rows:
+    counts.update({(row["what"], column): row[column] for column in ("tried", "held", "failed")})
+names = sorted({row["what"] for row in rows})
+width = max([4, *map(len, names)])
 print(f"{'what':{width}}  {'tried':>7}  {'held':>7}  {'failed':>7}")
-for row in sorted(rows, key=lambda row: row["what"]):
-    print(f"{row['what']:{width}}  {row['tried']:7d}  {row['held']:7d}  {row['failed']:7d}")
+for what in names:
+    print(f"{what:{width}}  " + "  ".join(f"{counts[what, c]:7d}" for c in ("tried", "held", "failed")))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshrec.checkpoint.delta import write_tensors
-from meshrec.checkpoint.publishing import read_record
+from meshrec.checkpoint.delta_files import read_record
 from meshrec.durable import sealed, unsealed
 from meshrec.modules.served_table import INDEX
 from meshrec.ops import keyed

@@ -146,6 +146,10 @@ def test_crafted_manifests_are_told_alike_on_both_ranks(ranks, tmp_path):
         assert one == other
         assert one is None or one[0] in ("CheckpointError", "DamagedCheckpointError", "ValueError")
 
-    for what, *told in zip(attacks, *ranks(2).run(load_each, tmp_path, contents), strict=True):
-        tally.attempt(what, lambda told=told: check(*told))
+    for at in range(0, len(contents), 50):  # few at once: ranks that load for minutes count as lost
+        part = slice(at, at + 50)
+        for what, *told in zip(
+            attacks[part], *ranks(2).run(load_each, tmp_path, contents[part]), strict=True
+        ):
+            tally.attempt(what, lambda told=told: check(*told))
     tally.finish()

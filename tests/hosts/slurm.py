@@ -88,11 +88,6 @@ class Cluster:
                 return word.partition("=")[2]
         return "UNKNOWN"
 
-    def release(self, job: str) -> None:
-        """Do not wait for the time that Slurm keeps a requeued job back."""
-        with contextlib.suppress(AssertionError):
-            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-
     def wait_for(self, job: str, states: set[str], seconds: float) -> str:
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) not in states:

@@ -1,12 +1,11 @@
 """`meshrec doctor` finds what is wrong with one of two hosts, and says what to do."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.namespaces import ROOT, hosts, makes_hosts, needs_hosts
+from tests.hosts.namespaces import hosts, makes_hosts, needs_hosts
 from tests.hosts.runs import ENVIRONMENT
 
 pytestmark = needs_hosts
@@ -94,16 +93,29 @@ def test_sound_hosts_are_found_sound(tmp_path):
     assert "found" not in printed[1]  # rank 0 tells for all
 
 
+def rows_of(printed):
+    """The rows of the doctor's table: check, level, ranks, found and remedy, whose words may lie on several
+    lines.
+    """
+    found = []
+    for line in printed.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("│").split("│")]
+        if line.startswith("│") and len(cells) == 5:
+            if cells[1]:
+                found.append(cells)
+            else:
+                pairs = zip(found[-1], cells, strict=True)
+                found[-1] = [f"{before} {cell}".strip() for before, cell in pairs]
+    return found
+
+
 @makes_hosts
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(tmp_path, fault):
     codes, printed = examined(tmp_path, fault)
-    _, _, _, check, remedy = FAULTS[fault]
-    lines = [line for text in printed for line in text.splitlines()]
-    told = [line for line in lines if line.startswith(f"│ {check} ") and ("fail" in line or "warn" in line)]
+    *_, wanted, remedy = FAULTS[fault]
+    rows = [row for text in printed for row in rows_of(text)]
+    told = [row for row in rows if row[0].startswith(wanted) and row[1] in ("fail", "warn")]
     assert told, "\n".join(printed)
-    row = "\n".join(printed).replace("\n│", " ")
-    assert remedy.split()[0] in row, "\n".join(printed)
-    if any("fail" in line for line in told):
-        assert max(codes) == 1
-    assert os.path.isdir(ROOT)
+    assert any(remedy in row[4] for row in told), "\n".join(printed)
+    assert max(codes) == int(any(row[1] == "fail" for row in rows)), (codes, printed)

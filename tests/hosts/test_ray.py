@@ -4,6 +4,7 @@ workers.
 
 import json
 import os
+import secrets
 import sys
 import time
 from tempfile import TemporaryDirectory
@@ -54,6 +55,7 @@ class RayCluster:
         self.environment = {**ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
         self.environment["RAY_ADDRESS"] = f"{switch.address}:6379"
         self.environment["RAY_health_check_period_ms"] = "1000"
+        self.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false"]
         self._start(switch, *head)
         for node in nodes:

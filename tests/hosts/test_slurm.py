@@ -17,6 +17,7 @@ pytestmark = [
 ]
 NUM_KILLS = num_kills(6)
 OPTIONS = ["--training.checkpoint-every", "10", "--training.phases-every", "0"]
+EPOCHS = 60
 
 
 def submit(found, folder, epochs, ranks):
@@ -36,7 +37,7 @@ def evaluations(run):
 def test_a_job_is_preempted_and_runs_out_of_time(tmp_path):
     run = tmp_path / "shared" / "mine"
     with hosts(2, tmp_path) as (*nodes, switch), cluster(nodes, switch, tmp_path / "slurm") as found:
-        job = submit(found, tmp_path, 60, 2)
+        job = submit(found, tmp_path, EPOCHS, 2)
         for number, words in enumerate((["requeue", job], None)):
             until(lambda number=number: len(starts(run)) == number + 1, 200, lambda: found.state(job))
             wanted = step_of(run) + 40
@@ -46,13 +47,12 @@ def test_a_job_is_preempted_and_runs_out_of_time(tmp_path):
             else:
                 found.run("scancel", "--batch", "--signal=USR1", job)  # as the time limit does
             until(lambda: found.state(job) == "PENDING", 120)
-            found.release(job)
         state = found.wait_for(job, {"COMPLETED", "FAILED", "CANCELLED"}, 300)
         printed = (tmp_path / "job.txt").read_text()
     assert state == "COMPLETED", printed
     assert "the time limit is near" in printed
     assert len(starts(run)) == 3
-    other = alone(tmp_path, 4, *OPTIONS, "--training.epochs", 60)
+    other = alone(tmp_path, 4, *OPTIONS, "--training.epochs", EPOCHS)
     assert bits(run) == bits(other)
     assert evaluations(run) == evaluations(other)
 
@@ -74,7 +74,6 @@ def test_killed_nodes(tmp_path):
             until(lambda: found.state(job) == "PENDING", 180)
             nodes[number].boot()
             found.start_node(nodes[number])
-            found.release(job)
             found.wait_for(job, {"RUNNING"}, 180)
             running = time.monotonic()
             until(lambda before=before: len(starts(run)) > before, 200)

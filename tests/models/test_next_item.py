@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -156,13 +157,20 @@ def test_draws_follow_their_shares_and_change_with_the_step(kind):
 
 
 def test_negatives_in_the_batch_are_its_targets():
-    ids = torch.arange(5) * 10
+    ids, targets = torch.arange(5) * 10, torch.tensor([30, 0, 10, 20, 30, 0])
+    counts = torch.tensor([2, 1, 1, 2, 0])
     softmax = SampledSoftmax(negatives="in_batch", num_negatives=3)
-    found = NegativeDraws(ids, softmax, counts_I=torch.tensor([1, 2, 3, 4, 0]))(
-        torch.tensor([30, 0, 10, 20, 30, 0])
-    )
-    assert found.ids_N.tolist() == [30, 10, 30]
-    assert found.log_expected_N.exp().tolist() == pytest.approx([1.2, 0.6, 1.2], rel=1e-2)
+    draws = NegativeDraws(ids, softmax, counts_I=counts)
+    times = torch.zeros(5)
+    for _ in range(2000):
+        found = draws(targets)
+        times += torch.bincount(found.ids_N // 10, minlength=5)
+        assert len(found.ids_N) == 3
+        assert torch.allclose(found.log_expected_N.exp(), counts[found.ids_N // 10] / 2, rtol=1e-2)
+    assert torch.allclose(times / 2000, counts / 2, atol=0.03)
+    every = NegativeDraws(ids, replace(softmax, num_negatives=9), counts_I=counts)(targets)
+    assert every.ids_N.tolist() == targets.sort().values.tolist()
+    assert not len(draws(targets[:0]).ids_N)
     with pytest.raises(ValueError, match=r"'in_batch' need the number of times .* Set Dataset.item_counts"):
         NegativeDraws(ids, softmax)
     with pytest.raises(ValueError, match=r"the temperature 0.0 above 0"):

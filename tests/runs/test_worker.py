@@ -9,9 +9,11 @@ from meshrec.checkpoint import CheckpointError, CheckpointManager
 from meshrec.data import parquet
 from meshrec.data.features import Features, Integer, Label
 from meshrec.planner import load_plan
+from meshrec.runs.host_folder import LAUNCH_VARIABLE
 from meshrec.runs.job import Job
 from meshrec.runs.worker import work
 from meshrec.train import DataSource
+from meshrec.train.observers import Logged
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
 
 
@@ -68,6 +70,29 @@ def test_a_run_whose_end_is_not_on_the_disk_is_not_finished(tmp_path, small, mon
     assert "the last checkpoint could not be saved: " in summary["error"]
     assert summary["failed_saves"]
     assert RunFolder(tmp_path / "small-001").state().name == "failed"
+
+
+def test_a_start_that_ended_before_its_first_checkpoint_leaves_no_metrics(tmp_path, small, monkeypatch):
+    def dies(event):
+        if isinstance(event, Logged) and event.line["step"] == 10:
+            raise OSError("the host is gone")
+
+    def job(**options):
+        return Job(recipe=small(epochs=2), runs=tmp_path, device="cpu", **options)
+
+    monkeypatch.setenv(LAUNCH_VARIABLE, "job-7")  # a launch that starts again under its ID
+    with pytest.raises(OSError, match="the host is gone"):
+        work(job(name="x", on_event=dies), lambda _: lambda _: None)
+    folder = RunFolder(tmp_path / "x")
+    assert folder.metrics()
+    work(job(name="x"), lambda _: lambda _: None)
+    monkeypatch.delenv(LAUNCH_VARIABLE)
+    work(job(name="alone"), lambda _: lambda _: None)
+    steps = [
+        [(line["kind"], line["step"], line["loss"]) for line in each.metrics()]
+        for each in (folder, RunFolder(tmp_path / "alone"))
+    ]
+    assert steps[0] == steps[1]
 
 
 def test_errors_are_kept(tmp_path, small):

@@ -26,13 +26,14 @@ from tests.serve.conftest import Client, running, samples, scores_of
 from tests.serve.toys import NUM_ROWS, Toy
 
 
-def publish(folder, number, *, since=None, step=None, previous=None, run="r", ids=None, table="table"):
-    """A delta by hand: rows of ``number / 10``, and the bias as well."""
+def publish(
+    folder, number, *, since=None, step=None, previous=None, run="r", ids=None, table="table", values=None
+):
+    """A delta by hand: rows of ``number / 10``, and the bias as well; or rows and whole tensors as given."""
     ids = torch.arange(NUM_ROWS) if ids is None else torch.tensor(ids)
-    parts = {
-        "rows": {f"{table}.ids": ids, f"{table}.rows": torch.full((len(ids), 64), number / 10)},
-        "dense": {"bias": torch.full((1,), number / 10)},
-    }
+    drawn = torch.full((len(ids), 64), number / 10), {"bias": torch.full((1,), number / 10)}
+    rows, dense = values or drawn
+    parts = {"rows": {f"{table}.ids": ids, f"{table}.rows": rows}, "dense": dense}
     digests = {}
     for kind, tensors in parts.items():
         path = folder / f"{number:08d}.{kind}.safetensors"

@@ -9,7 +9,7 @@ import torch
 
 from meshrec import distributed as md
 from meshrec.checkpoint import DeltaPublisher, load, save, verify_deltas
-from meshrec.checkpoint.publishing import read_delta
+from meshrec.checkpoint.delta_files import read_delta
 from meshrec.comms.mesh import default_env
 from meshrec.export import Predictor, export
 from meshrec.model_parallel import DistributedModelParallel

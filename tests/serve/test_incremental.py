@@ -14,7 +14,8 @@ from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.models import HSTU, GRU4Rec, HistoryFeatures, SampledSoftmax
 from tests.export.conftest import torchs_own_warnings
 from tests.serve.conftest import Client
-from tests.serve.test_workers import program
+from tests.serve.test_fresh import publish
+from tests.serve.test_workers import program, until
 
 NUM_ITEMS, WIDTH, LONGEST = 200, 16, 40
 FEATURES = ["history", "times", "seen"]
@@ -23,7 +24,7 @@ ROWS = 4 * 2 * WIDTH * LONGEST * 2
 SERVE = ("-m", "meshrec.cli", "serve")
 
 
-def make_package(folder, kind, **options):
+def make_package(folder, kind, *, about=None, **options):
     torch.manual_seed(0)
     table = EmbeddingConfig(
         name="item", num_embeddings=NUM_ITEMS, embedding_dim=WIDTH, feature_names=["history", "next"]
@@ -39,13 +40,22 @@ def make_package(folder, kind, **options):
     ids = torch.arange(1, NUM_ITEMS).numpy()
     items = RankedItems.of(query, ids, pa.array(ids))
     with torchs_own_warnings():
-        return export(query, folder, features=FEATURES, num_dense=0, scores=None, items=items, compile=False)
+        return export(
+            query,
+            folder,
+            features=FEATURES,
+            num_dense=0,
+            scores=None,
+            items=items,
+            about=about or {},
+            compile=False,
+        )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packages")
-    make_package(folder / "hstu", HSTU, num_heads=2)
+    make_package(folder / "hstu", HSTU, num_heads=2, about={"run": "r", "step": 10})
     make_package(folder / "gru", GRU4Rec)
     return folder
 
@@ -78,6 +88,16 @@ def rounds(chosen):
         yield [{"history": items, "times": times, "seen": []} for items, times in asked]
 
 
+def vectors_of(predictor, asked):
+    """Return the vectors of whole histories."""
+    values = {name: [each[name] for each in asked] for name in FEATURES}
+    return predictor(
+        torch.zeros(len(asked), 0),
+        {n: torch.tensor([x for each in v for x in each], dtype=torch.int64) for n, v in values.items()},
+        {n: torch.tensor([len(each) for each in v]) for n, v in values.items()},
+    )
+
+
 def figures(client):
     text = client("GET", "/metrics")[2].decode()
     found = re.findall(r'meshrec_(?:histories_total|kept_history_bytes)\{model="hstu"(.*)\} (\S+)', text)
@@ -95,15 +115,7 @@ def test_kept_histories_change_no_answer(folder, most):
             num += sum(bool(each["history"]) for each in asked)
             status, _, found = client("POST", "/embed/hstu", asked)
             assert status == 200, found
-            values = {name: [each[name] for each in asked] for name in FEATURES}
-            expected = predictor(
-                torch.zeros(len(asked), 0),
-                {
-                    n: torch.tensor([x for each in v for x in each], dtype=torch.int64)
-                    for n, v in values.items()
-                },
-                {n: torch.tensor([len(each) for each in v]) for n, v in values.items()},
-            )
+            expected = vectors_of(predictor, asked)
             torch.testing.assert_close(torch.tensor(found["vectors"]), expected, rtol=1e-5, atol=1e-5)
             _, _, best = client("POST", "/recommend/hstu?k=5", asked)
             assert [len(each) for each in best["items"]] == [5] * len(asked)
@@ -116,6 +128,51 @@ def test_kept_histories_change_no_answer(folder, most):
         assert (status, "max_length is 40" in said["error"]) == (400, True)
         status, _, said = client("POST", "/recommend/hstu", {**wrong, "history": [1, 2], "times": [0]})
         assert (status, "2 items and 1 times" in said["error"]) == (400, True)
+        client.close()
+
+
+def draw_delta(folder, number, weights):
+    """Publish a delta of 50 rows and of a layer, and return the weights with it."""
+    torch.manual_seed(number)
+    table = next(name for name, each in weights.items() if each.shape == (NUM_ITEMS, WIDTH))
+    layer = next(name for name in weights if name.endswith("blocks.0.projections.weight"))
+    ids, rows = torch.randperm(NUM_ITEMS)[:50].sort().values, torch.randn(50, WIDTH)
+    whole = {layer: torch.randn_like(weights[layer])}
+    publish(folder, number, ids=ids.tolist(), table=table, values=(rows, whole))
+    return {**weights, **whole, table: weights[table].index_copy(0, ids, rows)}
+
+
+def test_deltas_empty_what_each_worker_keeps(folder, tmp_path):
+    """Two workers answer while deltas arrive: every answer is that of the weights whose version it names."""
+    chosen, predictor = random.Random(0), Predictor(folder / "hstu")
+    asked = [
+        {"history": items, "times": times, "seen": []}
+        for items, times in (draw_history(chosen, num) for num in (LONGEST, 7, 0, 20))
+    ]
+    arguments = [folder / "hstu", "--keep-histories", 100 * ROWS, "--workers", 2]
+    arguments += ["--deltas", f"hstu={tmp_path}"]
+    weights, before = dict(predictor.weights), vectors_of(predictor, asked)
+    with program(*arguments, command=SERVE) as (_, url, log):
+        until(lambda: sum("is ready" in line for line in log) == 2, log)
+        for number in (2, 3, 4):  # the package is of the step of delta 1
+            weights = draw_delta(tmp_path, number, weights)
+            for name, value in weights.items():
+                predictor.weights[name].copy_(value)
+            expected, num_fresh = vectors_of(predictor, asked), 0
+            assert not torch.allclose(expected, before, atol=0.1)
+            while num_fresh < 12:
+                client = Client(url)  # a connection of its own, so that any worker may answer
+                status, _, found = client("POST", "/embed/hstu", asked)
+                client.close()
+                assert status == 200, found
+                if not found["version"].endswith(f"+{number}"):
+                    continue
+                num_fresh += 1
+                torch.testing.assert_close(torch.tensor(found["vectors"]), expected, rtol=1e-5, atol=1e-5)
+            before = expected
+        client = Client(url)
+        hits, misses, _ = figures(client)
+        assert hits > misses >= 3 * len(asked[:2])
         client.close()
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -39,9 +40,12 @@ def test_large_bodies_are_read_alike_by_another_process(reader, monkeypatch):
         with pytest.raises(RequestError, match="sample 0 has unknown") as caught:
             ask(reader, b'{"x": 1}')
         assert caught.value.status == 400
-    os.kill(reader._child._pid, signal.SIGKILL)
-    with pytest.raises(RequestError, match="the process that reads large requests ended") as caught:
-        ask(reader, b"[]")
+    os.kill(reader._child._pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, reader, b"[]")
+        os.kill(reader._child._pid, signal.SIGKILL)
+        with pytest.raises(RequestError, match="the process that reads large requests ended") as caught:
+            asked.result(60)
     assert caught.value.status == 503
     assert ask(reader, b"[]").num_samples == 0
 

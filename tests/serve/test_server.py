@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -397,6 +398,22 @@ def test_reloads_and_the_end_lose_no_request(packages, predictors, tmp_path):
             assert not thread.is_alive()
     assert wrong == []
     assert seen == expected.keys()
+
+
+def test_models_that_were_not_loaded_at_the_start_are_tried_again(packages, tmp_path):
+    places = {name: tmp_path / name for name in ("clicks", "views")}
+    with running(places, wait=False) as server:
+        client = Client(server.url)
+        while "is no package" not in server.repository.problems.get("views", ""):
+            time.sleep(0.01)
+        assert client("POST", "/v2/repository/models/views/unload")[0] == 200
+        for place in places.values():
+            link(packages[0], place)
+        while not server.repository.is_ready:
+            time.sleep(0.01)
+        assert client("POST", "/predict/clicks", samples(3))[0] == 200
+        assert client("POST", "/predict/views", samples(3))[0] == 404
+        client.close()
 
 
 def test_reloads_that_wait_are_one(packages, monkeypatch):

@@ -202,6 +202,21 @@ def test_a_reload_does_not_end_a_worker_that_starts(packages):
         assert "".join(log).count("ended with exit code") == 1, log
 
 
+def test_a_new_worker_tries_again_before_it_listens(packages, tmp_path):
+    """Its share of the requests would get 503 otherwise, until somebody loads the model."""
+    place = tmp_path / "clicks"
+    link(packages[0], place)
+    with program(place, "--workers", 2) as (_, url, log):
+        until(lambda: "".join(log).count("is ready") == 2, log)
+        place.unlink()
+        os.kill(int(re.findall(r"\(process (\d+)\)", "".join(log))[0]), signal.SIGKILL)
+        until(lambda: "loading 'clicks' again in 0.5 s" in "".join(log), log)
+        assert {ask(url, samples(3))[0] for _ in range(16)} == {200}
+        link(packages[0], place)
+        until(lambda: "".join(log).count("is ready") == 3, log)
+        assert {ask(url, samples(3))[0] for _ in range(16)} == {200}
+
+
 def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monkeypatch, tmp_path):
     """Tickets begin anew in each worker: the answer would be taken for that of another request."""
     ended = SimpleNamespace(join=lambda: None, exitcode=-9, is_alive=lambda: True, pid=12)

@@ -2,6 +2,7 @@
 them side by side.
 """
 
+import os
 import random
 
 import torch
@@ -68,7 +69,7 @@ class FileTables:
     def __init__(self, configs, draw_ids, specs, *, longest, cached, updates=("in_backward",)):
         self.configs, self.specs = configs, specs
         self.names = list(next(iter(configs.values())))
-        self._draw_ids, self._longest, self._cached, self._updates = draw_ids, longest, cached, updates
+        self.draw_ids, self._longest, self._cached, self._updates = draw_ids, longest, cached, updates
 
     def plan_of(self, kind, keys, world_size):
         kind = "one" if world_size == 1 else kind
@@ -109,7 +110,7 @@ class FileTables:
         for step in steps:
             generator = torch.Generator().manual_seed(100 * step + default_env().world.rank)
             lengths = torch.randint(0, self._longest + 1, (3, 5), generator=generator)
-            ids = self._draw_ids(lengths, generator)
+            ids = self.draw_ids(lengths, generator)
             yield KeyedJaggedTensor([f"f_{name}" for name in self.names], ids, lengths=lengths.view(-1))
 
     def train(self, model, steps, update="in_backward"):
@@ -245,8 +246,9 @@ def drawn_program(kind, folder, number):
 
 
 def check_drawn_programs(pool, kind, folder, count):
-    """Run drawn programs on the ranks of a pool."""
-    for number in range(count):
+    """Run drawn programs on the ranks of a pool; MESHREC_SEED is the number of the first."""
+    first = int(os.environ.get("MESHREC_SEED", "0"))
+    for number in range(first, first + count):
         own = folder / str(number)
         own.mkdir()
         found = pool.run(drawn_program, kind, str(own), number)

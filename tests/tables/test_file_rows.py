@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,14 @@ from meshrec import (
 from meshrec.checkpoint.snapshot import shared_memory
 from meshrec.export.whole_tables import with_whole_tables
 from meshrec.ops import records
+from meshrec.optim import OptimizerSpec
 from meshrec.tables import row_file
 from meshrec.tables.row_file import RowFileError
 from meshrec.testing import RankError
 from tests.tables.file_tables import (
     FIXED,
     SIZES,
+    FileTables,
     check_drawn_programs,
     fails_on_one_rank,
     same,
@@ -42,6 +45,21 @@ DRAWS = int(os.environ.get("MESHREC_DRAWS", "16"))
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_drawn_programs_give_the_bits_of_memory(ranks, tmp_path, world_size):
     check_drawn_programs(ranks(world_size), "fixed", tmp_path, DRAWS // 2)
+
+
+@pytest.mark.parametrize("spec", OptimizerSpec.__subclasses__(), ids=lambda spec: spec.__name__)
+def test_every_optimizer_gives_the_bits_of_memory_for_any_number_of_threads(tmp_path, spec):
+    tables = FileTables(FIXED.configs, FIXED.draw_ids, {"one": spec(lr=0.1)}, longest=3, cached=(70, 70))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for folder, number in ((tmp_path, 3), (None, 1)):
+            torch.set_num_threads(number)
+            model = tables.alone(folder)
+            tables.train(model, range(8))
+            found.append(whole(model))
+    finally:
+        torch.set_num_threads(threads)
+    assert same(*found)
 
 
 def test_the_number_of_requests_in_flight_does_not_matter(tmp_path, monkeypatch):
@@ -160,6 +178,24 @@ def test_a_full_disk_refuses_the_step_and_loses_nothing(tmp_path, monkeypatch):
     checkpoint.load(tmp_path / "before", {"model": side})
     names = list(side.state_dict())
     assert all(torch.equal(whole(side)[name], expected[name]) for name in names)
+
+
+def may_mount():
+    probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return shutil.which("unshare") is not None and not subprocess.run(probe, capture_output=True).returncode
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs a file system of its own")
+def test_a_disk_that_is_full_refuses_the_step_until_it_has_room(tmp_path):
+    program = Path(__file__).with_name("full_disk_file_rows.py")
+    found = subprocess.run(
+        ["unshare", "--mount", sys.executable, str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert "was refused" in found.stdout
 
 
 def test_a_cache_that_is_too_small_is_named_on_every_rank(ranks, tmp_path):

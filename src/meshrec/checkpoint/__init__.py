@@ -2,16 +2,22 @@
 ranks.
 """
 
+from typing import TYPE_CHECKING
+
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
-from meshrec.checkpoint.delta import RowTracker
+from meshrec.checkpoint.delta_files import DeltaError, Published, verify_deltas
 from meshrec.checkpoint.finding import find_checkpoint
-from meshrec.checkpoint.manager import CheckpointManager
 from meshrec.checkpoint.manifest import Manifest
-from meshrec.checkpoint.publishing import DeltaError, DeltaPublisher, Published, verify_deltas
-from meshrec.checkpoint.row_files import export_rows, import_rows
-from meshrec.checkpoint.saving import PendingSave, async_save, load, save
-from meshrec.checkpoint.storage import read_manifest, verify_data
+from meshrec.checkpoint.reading import read_manifest, verify_data
 from meshrec.checkpoint.tables import export_safetensors, import_weights
+from meshrec.lazy import importer
+
+if TYPE_CHECKING:
+    from meshrec.checkpoint.delta import RowTracker
+    from meshrec.checkpoint.manager import CheckpointManager
+    from meshrec.checkpoint.publishing import DeltaPublisher
+    from meshrec.checkpoint.row_files import export_rows, import_rows
+    from meshrec.checkpoint.saving import PendingSave, async_save, load, save
 
 __all__ = [
     "CheckpointError",
@@ -35,3 +41,15 @@ __all__ = [
     "verify_data",
     "verify_deltas",
 ]
+
+# They import sharded tables and torch.distributed.checkpoint, which a server does not wait for.
+__getattr__ = importer(
+    __name__,
+    {
+        "meshrec.checkpoint.delta": ["RowTracker"],
+        "meshrec.checkpoint.manager": ["CheckpointManager"],
+        "meshrec.checkpoint.publishing": ["DeltaPublisher"],
+        "meshrec.checkpoint.row_files": ["export_rows", "import_rows"],
+        "meshrec.checkpoint.saving": ["PendingSave", "async_save", "load", "save"],
+    },
+)

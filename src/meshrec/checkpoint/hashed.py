@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshrec.checkpoint.blocks import read_region
 from meshrec.checkpoint.manifest import Manifest
-from meshrec.checkpoint.storage import open_data, stored_rows
+from meshrec.checkpoint.reading import open_data, stored_rows
 from meshrec.distributed.hashed_shards import HashedParts
 from meshrec.distributed.spread_hashed import SpreadHashed
 from meshrec.distributed.table_shards import TableShards

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError, agreed, ranks_of
 from meshrec.checkpoint.manifest import MANIFEST
+from meshrec.checkpoint.reading import read_manifest
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
-from meshrec.checkpoint.storage import read_manifest
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{10,})")

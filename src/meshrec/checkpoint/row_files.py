@@ -18,7 +18,7 @@ from meshrec.checkpoint.agreement import agreed, ranks_of
 from meshrec.checkpoint.hashed import hashed_places, read_rows
 from meshrec.checkpoint.hashed_to_fixed import WholeRows, check_ids, fixed_places, rows_by_id
 from meshrec.checkpoint.manifest import Manifest
-from meshrec.checkpoint.storage import read_manifest
+from meshrec.checkpoint.reading import read_manifest
 from meshrec.data.faults import needs
 from meshrec.durable import durable_file
 from meshrec.modules.embedding_modules import TableCollection

@@ -39,9 +39,10 @@ from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_
 from meshrec.checkpoint.data_file import Written
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
 from meshrec.checkpoint.manifest import MANIFEST, Manifest
+from meshrec.checkpoint.reading import read_manifest
 from meshrec.checkpoint.snapshot import read_note
 from meshrec.checkpoint.state import Collected, collect, merged, prepare
-from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer, read_manifest
+from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
 from meshrec.comms.mesh import Axis
 from meshrec.durable import write_durably
 

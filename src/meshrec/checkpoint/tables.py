@@ -18,8 +18,8 @@ from torch import Tensor
 from meshrec.checkpoint.blocks import FileWriter, grid_of, memory_of, read_region
 from meshrec.checkpoint.data_file import TensorPart, header_of, write_data_file
 from meshrec.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
+from meshrec.checkpoint.reading import open_data, read_manifest, stored_rows
 from meshrec.checkpoint.safetensors import read_mapped
-from meshrec.checkpoint.storage import open_data, read_manifest, stored_rows
 from meshrec.durable import DamageError, durable_file, open_regular, write_durably
 
 _log = logging.getLogger(__name__)

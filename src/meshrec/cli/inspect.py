@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrec.cli.arguments import Words, parse
+from meshrec.cli.inspect_log import NextItemModel, inspect_log
 from meshrec.cli.output import check_output
 from meshrec.cli.recipe_source import call_of, in_a_line, seen_from, text_of
 from meshrec.data.log_columns import LogColumns
@@ -41,7 +42,8 @@ _MODELS = (
         12,
     ),
 )
-_OF_LOGS = ("user", "item", "action", "actions", "rating", "min_rating")
+_OF_LOGS = ("user", "item", "action", "actions", "rating", "min_rating", "model")
+_OF_CLICKS = ("--user", "--item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,8 @@ class InspectOptions:
     them.
     """
     label: str | None = None
-    """Column to learn: 0 and 1, or numbers; if none, --user, --item and --time say whose next item to
-    learn.
+    """Column to learn: 0 and 1, or numbers. With --user, --item and --time it says whether the user clicked,
+    and the clicks before become a history; if none, these three say whose next item to learn.
     """
     time: str | None = None
     """Column that orders the rows: the latest rows are held out. If none, rows are held out at random."""
@@ -73,6 +75,8 @@ class InspectOptions:
     """Column of the rating, in a log."""
     min_rating: float | None = None
     """Least rating that counts; if none, all of them."""
+    model: NextItemModel | None = None
+    """Model that learns the next item of a log; if none, hstu."""
     task: Literal["binary", "number", "classes"] | None = None
     """Kind of the label; if none, classes where it is text, and otherwise 0 and 1."""
     query: str | None = None
@@ -90,21 +94,13 @@ class InspectOptions:
 def main(arguments: Sequence[str]) -> int:
     options = parse(InspectOptions, arguments, program="meshrec inspect")
     page = options.page or options.out.with_suffix(".html")
-    log = _log_columns(options) if options.label is None else None
+    log = _log_columns(options)
     check_output(options.out, force=options.force)
     check_output(page)
     if options.rows is not None and options.rows < 1:
         raise ValueError(f"--rows is {options.rows}; it must be at least 1.")
     if log is not None:
-        from meshrec.cli.inspect_log import inspect_log
-
-        return inspect_log(options.data, log, options.out)
-    given = [name for name in _OF_LOGS if getattr(options, name)]
-    if given:
-        raise ValueError(
-            f"--label {options.label} with --{given[0].replace('_', '-')}: a recipe learns a label, or the "
-            "next item of a log. Give one of the two."
-        )
+        return inspect_log(options.data, log, options.out, label=options.label, model=options.model or "hstu")
     from meshrec.data.propose import as_json
 
     found, proposal = look(options)
@@ -121,18 +117,31 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _log_columns(options: InspectOptions) -> LogColumns:
-    """Return the columns of a log.
+def _log_columns(options: InspectOptions) -> LogColumns | None:
+    """Return the columns of a log; None for other tables with a label.
 
     Raises:
         ValueError: one of them is missing, or options do not go together.
     """
+    given = [f"--{name.replace('_', '-')}" for name in _OF_LOGS if getattr(options, name)]
+    if options.label is not None and not given:
+        return None
     if options.user is None or options.item is None or options.time is None:
+        if options.label is None:
+            raise ValueError(
+                "neither --label nor a log is given. Give --label, or --user, --item and --time of a log."
+            )
         raise ValueError(
-            "neither --label nor a log is given. Give --label, or --user, --item and --time of a log."
+            f"--label {options.label} with {given[0]}: a log of clicks also has --user, --item and --time. "
+            "Give all three, or --label alone."
+        )
+    if options.label is not None and (unused := [each for each in given if each not in _OF_CLICKS]):
+        raise ValueError(
+            f"--label {options.label} with {unused[0]}: with a label, every row of the log counts, and DIN "
+            "learns. Leave one of them out."
         )
     if options.query is not None or options.task is not None or options.rows is not None or options.page:
-        raise ValueError("--query, --task, --rows and --page go with --label. Leave them out for a log.")
+        raise ValueError("--query, --task, --rows and --page are for other tables. Leave them out for a log.")
     return LogColumns(
         user=options.user,
         item=options.item,

@@ -1,9 +1,13 @@
-"""``meshrec inspect`` of a log of users, items and times: a recipe that learns which item comes next."""
+"""``meshrec inspect`` of a log of users, items and times: a recipe that learns which item comes next.
+
+With a label, the recipe learns whether a user clicks.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meshrec.cli.recipe_source import call_of, seen_from, text_of
 from meshrec.data.log_columns import LogColumns
@@ -11,36 +15,110 @@ from meshrec.data.log_columns import LogColumns
 if TYPE_CHECKING:
     from meshrec.data.propose_log import LogProposal
 
+NextItemModel = Literal["hstu", "sasrec", "gru4rec", "bert4rec", "two_tower"]
 _STEPS = 3000
 """Training steps that a small log gets; larger logs get at least four epochs."""
+_MOST_CLICKS = 50
+_DOT_PRODUCTS = "softmax=SampledSoftmax(num_negatives=1024)"
+_COSINES = 'softmax=SampledSoftmax(num_negatives=1024, similarity="cosine", temperature=0.05)'
+_MODELS: dict[str, tuple[str, str]] = {
+    "hstu": ("HSTU", f"HSTUConfig({_COSINES})"),
+    "sasrec": ("SASRec", f"SASRecConfig({_DOT_PRODUCTS})"),
+    "gru4rec": ("GRU4Rec", f"GRU4RecConfig({_DOT_PRODUCTS})"),
+    "bert4rec": ("BERT4Rec", f"BERT4RecConfig({_DOT_PRODUCTS})"),
+    "two_tower": ("Two towers", "TwoTowerConfig()"),
+}
 
 
-def inspect_log(data: Sequence[str], columns: LogColumns, out: Path) -> int:
+class _RecipeParts(NamedTuple):
+    """The parts of a recipe that depend on the model, as Python source."""
+
+    task: str
+    source: str
+    options: tuple[str, ...]
+    """Arguments of the source, beside the files and the columns."""
+    model: str
+    loss: str
+    table_lr: str
+    schedule: str
+    num_samples: int
+    """Number of training samples of an epoch."""
+    columns: LogColumns
+    reasons: list[str]
+
+
+def inspect_log(
+    data: Sequence[str], columns: LogColumns, out: Path, *, label: str | None, model: NextItemModel
+) -> int:
     """Look at a log, and write the recipe.
 
     Args:
         data: files, folders or patterns.
         columns: the columns of the log.
         out: the recipe to write.
+        label: the column that says whether the user clicked; None: the next item is learned.
+        model: the model that learns the next item.
     """
     from meshrec.data.propose_log import propose_log
 
     found = propose_log(data, columns)
-    out.write_text(_recipe_text(data, found, out), encoding="utf-8")
+    parts = _of_next_items(found, model) if label is None else _of_clicks(found, label)
+    out.write_text(_recipe_text(data, found, parts, out), encoding="utf-8")
     print(f"{found.num_rows:,} rows of {found.num_users:,} users and {found.num_items:,} items")
-    for reason in found.reasons:
+    for reason in parts.reasons:
         print(f"look at this: {reason}")
     print(f"the recipe, to read and to edit: {out}")
     print(f"to train it: meshrec train {out}:recipe --baselines")
     return 0
 
 
-def _recipe_text(data: Sequence[str], found: "LogProposal", out: Path) -> str:
-    batch = 2 ** round(math.log2(min(max(found.num_windows / 150, 16), 256)))
-    epochs = min(max(math.ceil(_STEPS * batch / max(found.num_windows, 1)), 4), 100)
+def _of_next_items(found: "LogProposal", model: NextItemModel) -> _RecipeParts:
+    name, call = _MODELS[model]
+    options = [f"history={found.history}"]
+    options += [] if found.exclude_seen else ["exclude_seen=False"]
+    if model == "two_tower":
+        options.append("windows=False")
+    num_samples = found.num_rows if model == "two_tower" else found.num_windows
+    table_lr, schedule = ("2e-3", "") if model == "two_tower" else ("6e-3", "warmup_steps=50, ")
+    return _RecipeParts(
+        task=f"{name}: which item comes next?",
+        source="Log",
+        options=tuple(options),
+        model=call,
+        loss="NextItem",
+        table_lr=table_lr,
+        schedule=schedule,
+        num_samples=num_samples,
+        columns=found.columns,
+        reasons=found.reasons,
+    )
+
+
+def _of_clicks(found: "LogProposal", label: str) -> _RecipeParts:
+    return _RecipeParts(
+        task="DIN: does the user click, given the clicks before?",
+        source="ClickLog",
+        options=(f"label={text_of(label)}", f"history={min(found.history, _MOST_CLICKS)}"),
+        model="DINConfig()",
+        loss="BinaryCrossEntropy",
+        table_lr="2e-3",
+        schedule="",
+        num_samples=found.num_rows * 8 // 10,
+        # Clicks of the same time are in no history, whatever their order.
+        columns=replace(found.columns, ties="keep"),
+        reasons=[],
+    )
+
+
+def _recipe_text(data: Sequence[str], found: "LogProposal", parts: _RecipeParts, out: Path) -> str:
+    batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
+    epochs = min(max(math.ceil(_STEPS * batch / max(parts.num_samples, 1)), 4), 100)
     files = text_of(tuple(seen_from(out.parent, each) for each in data))
-    remarks = "".join(f"# Look at this: {each}.\n" for each in found.reasons)
-    seen = "" if found.exclude_seen else "\n            exclude_seen=False,"
+    remarks = "".join(f"# Look at this: {each}.\n" for each in parts.reasons)
+    options = "".join(f"\n            {each}," for each in parts.options)
+    used = {"DenseOptimizer", "Recipe", "Schedule", "Training", parts.source, parts.loss}
+    names = ", ".join(sorted({*used, parts.model.partition("(")[0]}, key=str.lower))
+    softmax = "from meshrec.models import SampledSoftmax\n" if "SampledSoftmax" in parts.model else ""
     rows = f"{found.num_rows:,} rows"
     return f'''"""Recipe that `meshrec inspect` proposed for {rows}: change what you know better.
 
@@ -48,29 +126,25 @@ Train it: meshrec train {out}:recipe --baselines
 """
 
 from meshrec.data.log_columns import LogColumns
-from meshrec.models import SampledSoftmax
-from meshrec.optim import Adam
-from meshrec.train import DenseOptimizer, HSTUConfig, Log, NextItem, Recipe, Schedule, Training
+{softmax}from meshrec.optim import Adam
+from meshrec.train import {names}
 
-{remarks}COLUMNS = {call_of(found.columns)}
+{remarks}COLUMNS = {call_of(parts.columns)}
 
 
 def recipe() -> Recipe:
-    """HSTU: which item comes next?"""
+    """{parts.task}"""
     return Recipe(
         name={text_of(out.stem)},
-        data=Log(
+        data={parts.source}(
             log={files},
-            columns=COLUMNS,
-            history={found.history},{seen}
+            columns=COLUMNS,{options}
         ),
-        model=HSTUConfig(
-            softmax=SampledSoftmax(num_negatives=1024, similarity="cosine", temperature=0.05),
-        ),
-        loss=NextItem(),
-        tables=Adam(lr=6e-3),
+        model={parts.model},
+        loss={parts.loss}(),
+        tables=Adam(lr={parts.table_lr}),
         dense=DenseOptimizer(kind="adam", lr=1e-3),
-        schedule=Schedule(warmup_steps=50, decay="linear"),
+        schedule=Schedule({parts.schedule}decay="linear"),
         training=Training(batch_size={batch}, epochs={epochs}, patience=8),
     )
 '''

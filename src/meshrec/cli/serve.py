@@ -174,7 +174,7 @@ def packages(named: Sequence[str]) -> dict[str, Path]:
 
 
 def _remedy(path: Path) -> str:
-    """Return the command that makes a package, which needs a folder that is not there yet."""
+    """Return the command that makes a package, in a folder that does not exist yet."""
     run = run_or_path(path)
     out = path if path.name else path.absolute()
     while out.exists():

@@ -14,25 +14,21 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from meshrec.checkpoint.stored import ObjectStore
 from meshrec.cli.arguments import HELP, UsageError
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
-from meshrec.cli.screen import make_screen
 from meshrec.data.faults import needs
 from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
-from meshrec.runs.job import BEGAN_VARIABLE, RUN_VARIABLE, Job
+from meshrec.runs.job import BEGAN_VARIABLE, GOES_ON, RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.runs.saved_recipe import changes, load_recipe
-from meshrec.runs.worker import GOES_ON, commands, record_failure, work
 from meshrec.train.launch import RANK_TIMEOUT, launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
-from meshrec.train.stored_run import download_run
 from meshrec.train.trackers import find_trackers
 from meshrec.train.yaml_recipes import SUFFIXES
 
@@ -138,6 +134,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if options.on == "ray":
         from meshrec.cli.on_ray import train_on_ray
 
+        locks.close()  # the first worker is another process, and locks the run's folder itself
         return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
     nproc = _num_ranks(options, resumed)
     recipe.check(nproc)
@@ -148,7 +145,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs(options)))
     if nproc == 1 and options.max_restarts == 0:
         job = dataclasses.replace(job, folder=folder)
-        return _code(work(job, make_screen(quiet=options.quiet)))
+        return _code(_train(job, quiet=options.quiet))
     for rank in range(nproc):
         folder.error(rank).unlink(missing_ok=True)
     ended = launch(
@@ -266,6 +263,9 @@ def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked
     is_store = out is not None and is_address(out)
     runs = Path((None if is_store else out) or _value(rest, "--runs") or RUNS)
     if is_store and out is not None and name is not None:
+        from meshrec.checkpoint.stored import ObjectStore
+        from meshrec.train.stored_run import download_run
+
         download_run(name, runs, ObjectStore(out))
     made = os.environ.get(RUN_VARIABLE)
     if made:
@@ -293,12 +293,20 @@ def _value(arguments: Sequence[str], option: str) -> str | None:
 def _as_rank(job: Job, *, quiet: bool) -> int:
     ours = os.environ.get(RUN_VARIABLE)
     try:
-        summary = work(job, make_screen(quiet=quiet))
+        summary = _train(job, quiet=quiet)
     except Exception:
         if ours and RunFolder(Path(ours)).error(int(os.environ["RANK"])).is_file():
             return 1  # our launcher reports it once, for all ranks
         raise
     return 0 if ours else _code(summary)
+
+
+def _train(job: Job, *, quiet: bool) -> dict[str, Any]:
+    """Train as one rank. Only ranks import this: it takes longer than all that their launcher needs."""
+    from meshrec.cli.screen import make_screen
+    from meshrec.runs.worker import work
+
+    return work(job, make_screen(quiet=quiet))
 
 
 def _code(summary: dict[str, Any]) -> int:
@@ -308,6 +316,8 @@ def _code(summary: dict[str, Any]) -> int:
 
 
 def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
+    from meshrec.runs.worker import commands, record_failure
+
     sys.stderr.write(f"meshrec: {error}\n")
     record_failure(folder, error.splitlines()[0])
     if not (folder.path / CONFIG).exists():

@@ -152,7 +152,7 @@ class SequenceOutput:
         return torch.cat(parts) if parts else ids.values.new_empty(0, dtype=torch.int64)
 
     def _ids_of(self, block: int, asked: Asked) -> Tensor:
-        """Return the IDs of the rows of one of ``_all_blocks``."""
+        """Return the IDs whose rows are in a block, which is given by its number in ``_all_blocks``."""
         use, r0, r1 = self._all_routes[self._all[block][0]]
         source = asked.source
         bounds, key = source.bag_bounds(), source.keys[use]

@@ -1,11 +1,16 @@
 """Packages that answer requests without the code that trained the model: from C++, or from Python."""
 
+from typing import TYPE_CHECKING
+
 from meshrec.export.archive import PackageError
 from meshrec.export.manifest import CheckedPackage, check_package
-from meshrec.export.package import compile_anew, export
 from meshrec.export.predictor import Predictor
 from meshrec.export.signing import read_private_key, sign_package
+from meshrec.lazy import importer
 from meshrec.ops.library import library_path
+
+if TYPE_CHECKING:
+    from meshrec.export.package import compile_anew, export
 
 __all__ = [
     "CheckedPackage",
@@ -18,3 +23,6 @@ __all__ = [
     "read_private_key",
     "sign_package",
 ]
+
+# A server reads packages, and never makes one.
+__getattr__ = importer(__name__, {"meshrec.export.package": ["compile_anew", "export"]})

@@ -5,6 +5,7 @@ expressions in an exported program. Both can execute code: see "Packages" in doc
 """
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from meshrec.ops import library
 
 _EXTRACTED = re.compile(r" (/.*/aotinductor_\w+)/(?:program|shared)/data/aotinductor/model/")
 _loading = threading.Lock()
@@ -102,3 +105,13 @@ def _pickles(path: Path) -> list[str]:
                 elif not name.startswith(("tensor_", "weight_")):
                     found.append(entry.filename)
     return found
+
+
+def isa() -> str:
+    """Return the instruction set that a program compiled here may use."""
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def operators() -> str:
+    """Return a digest of the operators' schemas, which a compiled program depends on."""
+    return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]

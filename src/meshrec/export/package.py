@@ -14,7 +14,6 @@
 scratch folder and renamed at the end, so that a folder with a manifest is complete.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -27,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-import meshrec.ops.library as library
 from meshrec.durable import durable_folder, sha256_of, write_digests
-from meshrec.export.archive import load_exported
+from meshrec.export.archive import isa, load_exported, operators
 from meshrec.export.manifest import (
     ALIGNMENT,
     COMPILED,
@@ -260,16 +258,6 @@ def _read_raw(model: nn.Module) -> set[str]:
                 for feature in config.feature_names:
                     readers.setdefault(feature, []).append(config.keys is not None)
     return {feature for feature, hashed in readers.items() if all(hashed)}
-
-
-def isa() -> str:
-    """Return the instruction set that a program compiled here may use."""
-    return str(torch.backends.cpu.get_cpu_capability())
-
-
-def operators() -> str:
-    """Return a digest of the operators' schemas, which a compiled program depends on."""
-    return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]
 
 
 def _check(

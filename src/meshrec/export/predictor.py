@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the operators must exist
-from meshrec.export.archive import PackageError, load_compiled, load_exported
+from meshrec.export.archive import PackageError, isa, load_compiled, load_exported, operators
 from meshrec.export.incremental import IncrementalQueries
 from meshrec.export.manifest import (
     COMPILED,
@@ -26,7 +26,6 @@ from meshrec.export.manifest import (
     read_manifest,
 )
 from meshrec.export.next_items import ITEMS, RankedItems
-from meshrec.export.package import isa, operators
 from meshrec.export.program import DENSE
 from meshrec.export.raw_values import FITTED, RawValues
 from meshrec.export.weights import Weights

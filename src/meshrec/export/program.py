@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshrec.export.calling import call_with
 from meshrec.export.sharing import compute_once
 from meshrec.modules import EmbeddingCollection
 from meshrec.sparse import KeyedJaggedTensor
@@ -88,7 +89,7 @@ class Program(nn.Module):
             if DENSE in self._shared:
                 dense = dense.index_select(0, group)
         state = dict(zip(self._names, weights, strict=True))
-        outputs: Tensor = torch.func.functional_call(self._model[0], state, (dense, sparse))
+        outputs: Tensor = call_with(self._model[0], state, dense, sparse)
         if self._scores is None:
             if outputs.dim() != 2:
                 raise ValueError(

@@ -43,7 +43,7 @@ stop() {{ asked=$1; kill -TERM "$step" 2>/dev/null; }}
 trap 'stop USR1' USR1  # the time limit is near
 trap 'stop TERM' TERM  # preempted: Slurm itself queues the job again
 
-srun --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '
+srun --nodes={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '
   exec {python} -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} \\
     --node-rank "$SLURM_NODEID" --master-addr "$0" --master-port "$1" "${{@:2}}"
 ' "$first" "$port" -m meshrec train {arguments} &
@@ -60,7 +60,7 @@ if [ "$asked" = USR1 ]; then
   again="the time limit is near"
 elif [ "$code" -eq 0 ] || [ -n "$asked" ] || [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then
   again=""
-elif ! timeout 60 srun --overlap --ntasks={nodes} --ntasks-per-node=1 true 2>/dev/null; then
+elif ! timeout 60 srun --overlap --nodes={nodes} --ntasks-per-node=1 true 2>/dev/null; then
   again="a node does not answer"
 elif [ -n "$(find {out} -path "*/checkpoints/*/manifest.json" -newermt "@$began" -print -quit)" ]; then
   again="a rank failed after a checkpoint"

@@ -8,7 +8,7 @@ from meshrec.metrics.metric_set import MetricSet
 from meshrec.metrics.named import METRICS, leading_metric, leading_text, metric_of, quality, title_of
 from meshrec.metrics.number import number_metrics
 from meshrec.metrics.queries import query_metrics
-from meshrec.metrics.retrieval import RetrievalMetrics, place_intervals, place_metrics
+from meshrec.metrics.retrieval import place_intervals, place_metrics
 from meshrec.metrics.windowed import Computed
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Computed",
     "Interval",
     "MetricSet",
-    "RetrievalMetrics",
     "area_under_curve",
     "auc_interval",
     "binary_metrics",

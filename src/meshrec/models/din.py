@@ -35,11 +35,15 @@ class InterestPooling(nn.Module):
     def forward(self, history: JaggedTensor, offered_BD: Tensor) -> Tensor:
         """Sum B bags of history vectors by the offered vectors [B, D]; returns [B, D]."""
         values_ND, lengths_B = history.values(), history.lengths()
-        of_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
+        # Sizes are read from shapes: `len` would make them constants of an exported program.
+        num_samples, num_items = lengths_B.shape[0], values_ND.shape[0]
+        of_N = torch.repeat_interleave(
+            torch.arange(num_samples, device=lengths_B.device), lengths_B, output_size=num_items
+        )
         offered_ND = offered_BD[of_N]
         both = [values_ND, offered_ND, values_ND - offered_ND, values_ND * offered_ND]
         weighted = values_ND * self.weigh(torch.cat(both, dim=1))
-        pooled: Tensor = weighted.new_zeros(len(lengths_B), values_ND.shape[1]).index_add(0, of_N, weighted)
+        pooled: Tensor = weighted.new_zeros(num_samples, values_ND.shape[1]).index_add(0, of_N, weighted)
         return pooled
 
 
@@ -104,7 +108,6 @@ class DIN(nn.Module):
 
 def _last_rows(bags: JaggedTensor) -> Tensor:
     """Return the last row of each bag, [B, D]; zeros for an empty bag."""
-    lengths, rows = bags.lengths(), bags.values()
-    has_any = lengths > 0
-    last = (bags.offsets()[1:] - 1)[has_any]
-    return rows.new_zeros(len(lengths), rows.shape[1]).index_copy(0, has_any.nonzero()[:, 0], rows[last])
+    rows = bags.values()
+    last_B = torch.where(bags.lengths() > 0, bags.offsets()[1:] - 1, rows.shape[0])
+    return torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[last_B]

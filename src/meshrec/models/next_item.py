@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.models.similarity import DotProduct, MixtureOfLogits, Similarity
+from meshrec.models.step_samples import StepSamples
 from meshrec.ops.index import mix
 from meshrec.sparse import JaggedTensor
 
@@ -31,9 +32,9 @@ class SampledSoftmax:
     """The training loss of a next-item model: a softmax over the target and some other items."""
 
     negatives: Literal["uniform", "popular", "in_batch"] = "uniform"
-    """Source of the other items: drawn from all alike, drawn by their number in the training data, or
-    other targets of the same rank and step. The loss is corrected for how often an item is drawn. All targets
-    of a step share the items.
+    """Source of the other items: all items alike, items by their number in the training data, or the other
+    targets of the step on all ranks. The loss is corrected for how often an item is drawn. All targets of a
+    step share the items.
     """
     num_negatives: int = 512
     """Number of other items per step; with in_batch at most so many."""
@@ -76,8 +77,9 @@ class Negatives(NamedTuple):
 class NegativeDraws(nn.Module):
     """Draws of items for the training loss.
 
-    Draws are a function of the seed of the model's first weights and the number of the step, so all ranks
-    draw the same items, and training does not depend on the number of ranks.
+    Draws are a function of the seed of the model's first weights, the number of the step and, within a batch,
+    the targets of all ranks. So all ranks draw the same items, and training does not depend on the number of
+    ranks.
 
     Args:
         catalogue_I: the IDs of all items, ascending, int64.
@@ -112,6 +114,7 @@ class NegativeDraws(nn.Module):
         counts = torch.ones(num_items) if counts_I is None or softmax.negatives == "uniform" else counts_I
         counts = counts.double() + 1e-3  # an item that training never met can still be drawn
         self._softmax, self._seed = softmax, torch.initial_seed()
+        self.samples = StepSamples()
         self.register_buffer("catalogue_I", catalogue_I.to(device), persistent=False)
         self.register_buffer("shares_I", (counts / counts.sum()).to(device), persistent=False)
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64, device=device))
@@ -126,8 +129,13 @@ class NegativeDraws(nn.Module):
         num, num_items = self._softmax.num_negatives, len(self.catalogue_I)
         device = targets_T.device
         if self._softmax.negatives == "in_batch":
-            num = min(num, len(targets_T))
-            ids_N = targets_T[torch.arange(num, device=device) * len(targets_T) // num]
+            (every,) = self.samples(targets_T).rows
+            num = min(num, len(every))
+            # Evenly from the sorted targets, from a drawn one on: each is taken with the same chance, and
+            # the ranks that have them do not matter.
+            each = torch.arange(num, device=device) + self.bits(targets_T.new_zeros(1))
+            places_N = (each * (len(every) / max(num, 1))).long().clamp(max=len(every) - 1)
+            ids_N = every.sort().values[places_N]
             at_N = torch.searchsorted(self.catalogue_I, ids_N).clamp(max=num_items - 1)
         else:
             places_N = self.bits(torch.arange(num, device=device))
@@ -137,7 +145,7 @@ class NegativeDraws(nn.Module):
                 at_N = torch.searchsorted(self.shares_I.cumsum(0), places_N).clamp(max=num_items - 1)
             ids_N = self.catalogue_I[at_N]
         self.num_steps += 1
-        return Negatives(ids_N, (self.shares_I[at_N].log() + math.log(num)).float())
+        return Negatives(ids_N, (self.shares_I[at_N].log() + math.log(max(num, 1))).float())
 
 
 def sampled_softmax(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.next_item import CHUNK, ItemChunk, TopItems, judge_targets, last_ids, top_items
 from meshrec.models.similarity import DotProduct
+from meshrec.models.step_samples import StepSamples
 from meshrec.models.two_tower import TwoTower, in_batch_losses
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -17,7 +18,8 @@ from meshrec.sparse import KeyedJaggedTensor
 class TowerRanking(nn.Module):
     """Two-tower model that returns each sample's in-batch loss and the rank of its item among all items.
 
-    The loss is corrected for the frequency of items in batches, see `TwoTowerTrain`.
+    The loss compares a sample's item with those of all samples of the step, on all ranks. It is corrected for
+    the frequency of items in batches, see `TwoTowerTrain`.
 
     Args:
         two_tower: the towers.
@@ -51,15 +53,22 @@ class TowerRanking(nn.Module):
         self._item, self._seen, self._temperature = item, seen, temperature
         self._catalogue, self._ids_I = catalogue, catalogue[item].values().long()
         self.frequency = ItemFrequency(catalogue.stride())
+        self.samples = StepSamples()
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Return the loss and the rank of each sample's item, [B, 2]; see `meshrec.models.next_item`."""
         query, item = self.model(dense_features, sparse_features)
         ids = last_ids(sparse_features[self._item])
         if self.training:
-            at = torch.searchsorted(self._ids_I.to(ids.device), ids)
+            (items, every), first = self.samples(item, ids)
+            at = torch.searchsorted(self._ids_I.to(ids.device), every)
             losses = in_batch_losses(
-                query, item, temperature=self._temperature, item_ids_B=ids, log_q_B=self.frequency(at)
+                query,
+                items,
+                temperature=self._temperature,
+                item_ids_I=every,
+                log_q_I=self.frequency(at),
+                first=first,
             )
             return torch.stack([losses, torch.zeros_like(losses)], dim=1)
         seen = None if self._seen is None else sparse_features[self._seen]

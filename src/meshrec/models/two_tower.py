@@ -177,7 +177,7 @@ def in_batch_softmax(
         The weighted mean; 0 if all weights are 0.
     """
     losses = in_batch_losses(
-        query_BV, item_BV, temperature=temperature, item_ids_B=item_ids_B, log_q_B=log_q_B
+        query_BV, item_BV, temperature=temperature, item_ids_I=item_ids_B, log_q_I=log_q_B
     )
     if weights_B is None:
         return losses.mean()
@@ -186,22 +186,26 @@ def in_batch_softmax(
 
 def in_batch_losses(
     query_BV: Tensor,
-    item_BV: Tensor,
+    item_IV: Tensor,
     *,
     temperature: float = 0.05,
-    item_ids_B: Tensor | None = None,
-    log_q_B: Tensor | None = None,
+    item_ids_I: Tensor | None = None,
+    log_q_I: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Return the unreduced losses of `in_batch_softmax`, [B]."""
-    products_BB = query_BV @ item_BV.T / temperature
-    if log_q_B is not None:
-        products_BB = products_BB - log_q_B
-    if item_ids_B is not None:
-        own = torch.eye(len(item_ids_B), dtype=torch.bool, device=item_ids_B.device)
-        again = (item_ids_B[:, None] == item_ids_B) & ~own
-        products_BB = products_BB.masked_fill(again, float("-inf"))
-    target = torch.arange(len(query_BV), device=query_BV.device)
-    return nn.functional.cross_entropy(products_BB, target, reduction="none")
+    """Return the unreduced losses of `in_batch_softmax`, [B].
+
+    Item ``first + b`` belongs to query b; there may be further items.
+    """
+    products_BI = query_BV @ item_IV.T / temperature
+    if log_q_I is not None:
+        products_BI = products_BI - log_q_I
+    target_B = first + torch.arange(len(query_BV), device=query_BV.device)
+    if item_ids_I is not None:
+        again_BI = item_ids_I[target_B, None] == item_ids_I
+        again_BI = again_BI.scatter(1, target_B[:, None], False)
+        products_BI = products_BI.masked_fill(again_BI, float("-inf"))
+    return nn.functional.cross_entropy(products_BI, target_B, reduction="none")
 
 
 class TwoTowerTrain(nn.Module):

@@ -100,7 +100,7 @@ class PeriodicEmbedding(nn.Module):
         num_numbers: how many numbers N.
         dim: width D of the embeddings.
         num_frequencies: how many frequencies K each number has.
-        std: standard deviation of the initial frequencies: the larger, the finer is what is told apart.
+        std: standard deviation of the initial frequencies. A larger one tells closer numbers apart.
         device: device of the parameters.
     """
 

@@ -295,6 +295,8 @@ class CostModel:
             latency = self._routes.latency
             fixed[[_IDS, _OUTPUT, _GRADIENT]] += self.id_latency_seconds, latency, latency
             fixed[_ROW_STATS] = self._routes.outer.latency if usage.row_stats else 0.0
+        else:  # routing has a fixed cost as well, which the latency of the all-to-alls includes
+            fixed[_IDS] += p.kernel_seconds
         if self.replicas > 1 and usage.sharded:
             fixed[_REPLICAS] = 2 * self._routes.replicas.latency
         if self.topology.world_size > 1 and usage.data_parallel:

@@ -73,7 +73,7 @@ class HardwareProfile:
             batch, whatever the plan.
         statistics_seconds: cost of the row statistics of a column shard, whatever the number of rows.
         stream_bandwidth: bytes/s of sequential reads or writes.
-        kernel_seconds: fixed cost of one lookup or update.
+        kernel_seconds: fixed cost of one lookup or update, or of the routing on a single rank.
         intra: link inside a node (axis ``local``).
         inter: link between nodes (axis ``node``).
         full_duplex: whether a rank sends and receives at the same time.

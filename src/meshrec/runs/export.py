@@ -25,6 +25,7 @@ from meshrec.quant.quantize import copied_but_for
 from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.runs.recommending import ItemValues
 from meshrec.runs.saved_recipe import load_recipe
+from meshrec.train.click_logs import ClickLog
 from meshrec.train.log_sources import LogSource
 from meshrec.train.losses import Tasks
 from meshrec.train.progress import origin_of
@@ -185,6 +186,8 @@ def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module,
 
 
 def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:
+    if isinstance(recipe.data, ClickLog):
+        return RawValues(features_of(run), recipe.data.table().schema)
     if not isinstance(recipe.data, TableSource) or dataset.has_id_weights:
         return None
     from meshrec.data.frames import open_tables

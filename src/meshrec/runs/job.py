@@ -17,6 +17,9 @@ starts.
 BEGAN_VARIABLE = "MESHREC_BEGAN"
 """The environment variable with the time at which the command began, in seconds; ranks start later."""
 
+GOES_ON = "goes_on"
+"""The entry of a run's summary that asks the launcher to start the ranks again, since another host leaves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -45,7 +45,7 @@ from meshrec.reports.plan_report import make_report
 from meshrec.runs.explained import explained
 from meshrec.runs.fitting import load_data
 from meshrec.runs.host_folder import check_storage, held_folder
-from meshrec.runs.job import BEGAN_VARIABLE, RUN_VARIABLE, Job
+from meshrec.runs.job import BEGAN_VARIABLE, GOES_ON, RUN_VARIABLE, Job
 from meshrec.runs.lock import hold_as_rank
 from meshrec.runs.report import write_report
 from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
@@ -82,11 +82,6 @@ from meshrec.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
-
-GOES_ON = "goes_on"
-"""Entry of the summary that `work` returns: whether the launcher is to start the ranks again, since another
-host leaves.
-"""
 
 _logger = logging.getLogger("meshrec")
 
@@ -271,10 +266,14 @@ class _Run:
         config = self._folder.read_json(CONFIG)
         if config is not None:
             check_data(config, trainer.dataset, self._folder.path)
-        if not trainer.resume() and self._job.resume:
-            raise ValueError(
-                f"{self._folder.path} has no checkpoint to resume from; start a new run with another --name."
-            )
+        if not trainer.resume():
+            if self._job.resume:
+                raise ValueError(
+                    f"{self._folder.path} has no checkpoint to resume from; start a new run with another "
+                    "--name."
+                )
+            if self._ranks.is_first:  # an earlier start may have ended before its first checkpoint
+                self._folder.forget_after(0, judged=False)
         if self._job.resume:
             self._tell(Said(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
             for name, old, new in self._job.changes:

@@ -48,7 +48,10 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether the child was started and has answered every question since."""
+        """Whether the child was started and can answer. One that ended between two questions cannot."""
+        if self._socket is not None and os.waitpid(self._pid, os.WNOHANG)[0]:
+            self._socket.close()  # not `stop`: by now another process may have this ID
+            self._socket = None
         return self._socket is not None
 
     def start(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.checkpoint.publishing import (
+from meshrec.checkpoint.delta_files import (
     Delta,
     DeltaError,
     DeltaRecord,

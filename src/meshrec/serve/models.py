@@ -1,8 +1,9 @@
 """The models of a server: they are loaded, warmed up, and replaced without losing a request."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from meshrec.serve.trial import PackageTrial, WarmUp, scores_of, signature_of
 
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
+_SECONDS_BETWEEN_TRIES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_LOOKS_AT_FILES = 0.5
 _MOST_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta cannot be used: each look may read all of it
@@ -31,6 +33,14 @@ class Wish(NamedTuple):
 
     action: str
     delta: int | None
+
+
+class FailedLoad(NamedTuple):
+    """A load that failed: the model, the last delta to apply (None: all), and the reason that is shown."""
+
+    name: str
+    until: int | None
+    reason: str
 
 
 class Opening(NamedTuple):
@@ -240,7 +250,8 @@ class Repository:
         if served is None:
             if self._reasons[name] == _UNLOADED:
                 raise RequestError(f"model {name!r} was unloaded. Load it first.", 404)
-            message = f"model {name!r} is not ready: {self._reasons[name]}. Try again later."
+            reason = self._reasons[name].rstrip(".")
+            message = f"model {name!r} is not ready: {reason}. Try again later."
             raise RequestError(message, 503, {"Retry-After": "1"})
         if version is not None and version != served.version:
             raise RequestError(
@@ -326,19 +337,52 @@ class Repository:
         async with self._changing:
             self._replace(name, None)
 
-    async def load_all(self) -> None:
-        """Load every model that was not unloaded. Failures are logged and shown in the index."""
-        for name in [name for name, reason in self._reasons.items() if reason != _UNLOADED]:
-            wish = self._wishes.pop(name, None)
-            try:
-                await self.load(name, None if wish is None else wish.delta)
-            except RequestError:
-                continue  # logged by load
+    async def load_all(self) -> list[FailedLoad]:
+        """Load every model that was not unloaded. Failures are logged and shown in the index.
+
+        Returns:
+            The failures, to pass to `try_again`.
+        """
+        names = [name for name, reason in self._reasons.items() if reason != _UNLOADED]
+        wishes = {name: self._wishes.pop(name, None) for name in names}
+        return await self._load_each({name: wish and wish.delta for name, wish in wishes.items()})
+
+    async def try_again(self, failed: Sequence[FailedLoad], stop: asyncio.Event) -> None:
+        """Repeat loads that failed, up to seven times in a minute.
+
+        No client waits for these loads, so none would repeat them after a failure that passes: a trial that
+        was killed, a full disk, a folder that is still being copied. A model that was loaded or unloaded
+        meanwhile is left as it is.
+
+        Args:
+            failed: what `load_all` returned.
+            stop: ends this before the next try.
+        """
+        for pause in _SECONDS_BETWEEN_TRIES:
+            if not failed:
+                return
+            _log.warning("loading %s again in %g s", ", ".join(repr(each.name) for each in failed), pause)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), pause)
+                return
+            failed = await self._load_each(
+                {name: until for name, until, reason in failed if self._reasons[name] == reason}
+            )
 
     def close(self) -> None:
         """Stop following deltas and watching files."""
         for name in list(self._tasks):
             self._cancel(name)
+
+    async def _load_each(self, models: Mapping[str, int | None]) -> list[FailedLoad]:
+        """Load models up to a delta each; return the failures, which `load` has logged."""
+        failed = []
+        for name, until in models.items():
+            try:
+                await self.load(name, until)
+            except RequestError:
+                failed.append(FailedLoad(name, until, self._reasons[name]))
+        return failed
 
     async def _open(self, name: str) -> Predictor:
         """Open a package once its files are as they were written, and another process could load it."""

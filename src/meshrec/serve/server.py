@@ -92,7 +92,7 @@ class Server:
         )
         self._uvicorn = _Graceful(config, self._guard, options.linger, options.connections.header_seconds)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reloading, self._reload_waits = asyncio.Lock(), False
+        self._reloading, self._reload_waits = asyncio.Lock(), asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -121,8 +121,8 @@ class Server:
 
         Call it from the event loop's thread.
         """
-        if not self._reload_waits:
-            self._reload_waits = True
+        if not self._reload_waits.is_set():
+            self._reload_waits.set()
             self._start(self._load())
 
     async def change(self, action: str, model: str, delta: int | None = None) -> None:
@@ -140,14 +140,17 @@ class Server:
     def _refusal(self) -> str | None:
         if self._guard.is_stopping:
             return "the server is stopping"
+        if (refusal := self.repository.refusal or self._connections.refusal) is not None:
+            return refusal
         if self._peers is not None and not self._peers.are_loaded:
             return "another worker is loading its models"
-        return self.repository.refusal or self._connections.refusal
+        return None
 
     async def _load(self) -> None:
         async with self._reloading:
-            self._reload_waits = False
-            await self.repository.load_all()
+            self._reload_waits.clear()
+            failed = await self.repository.load_all()
+            await self.repository.try_again(failed, self._reload_waits)
         if self._peers is not None:
             self._peers.say_loaded()
 
@@ -161,6 +164,8 @@ class Server:
             else:
                 self.reload()
             await self._uvicorn.serve([self._bound])
+            for task in self._tasks:
+                task.cancel()
             self.repository.close()
 
 

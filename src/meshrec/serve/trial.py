@@ -32,6 +32,8 @@ _SECONDS = 300.0
 """Longest duration of a trial, which loads what the server would load and scores a few batches."""
 _MOST_BYTES = 1 << 16
 _PASSED = b"passed"
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+"""Signals that another process sends, or the kernel when memory is short."""
 Open = Callable[[CheckedPackage], Predictor]
 
 
@@ -122,7 +124,7 @@ class PackageTrial:
                 self._child.start()
             reason: str | None = self._child.ask(self._open, package, warm_up, _SECONDS)
         except (EOFError, OSError):
-            return f"the process that tries out {package.folder} ended. Load the package again."
+            return _interrupted(package, "ended")
         return reason
 
 
@@ -152,11 +154,21 @@ def _outcome(open_package: Open, package: CheckedPackage, warm_up: WarmUp, secon
         how = f"it was not done after {seconds:.0f} s"
     elif code == 0 and said:
         return said.decode(errors="replace")
+    elif -code in _FROM_OUTSIDE:
+        return _interrupted(package, f"was ended by {signal.Signals(-code).name}")
     else:
         how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
     return (
         f"{package.folder} cannot be loaded: a process loaded it for a trial, and {how}. It is damaged or "
         "made for another machine. Copy it again from where it was exported, or export the model again."
+    )
+
+
+def _interrupted(package: CheckedPackage, how: str) -> str:
+    """Return the reason after a failure that says nothing about the package."""
+    return (
+        f"the process that tries out {package.folder} {how}. Somebody killed it, or memory or the disk was "
+        "full. Load the package again."
     )
 
 

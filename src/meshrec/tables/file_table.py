@@ -7,7 +7,7 @@ in the background, each once per batch, neighbours together; whoever looks them 
 first. So a pipeline that resolves one batch ahead reads while the batch before computes. Slots of batches in
 flight are pinned. A changed row that has to leave is copied out of its slot at once, written in the
 background, and taken from that copy if it is needed before it is written. Reads and writes have a thread
-each, which hands its records to many more (``row_file.THREADS``).
+each, which keeps many requests in flight (``row_file.IN_FLIGHT``).
 
 Results do not depend on any of this: a row has the same bits in its slot, in a copy, and in the file.
 """

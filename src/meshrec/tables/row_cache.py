@@ -13,6 +13,8 @@ from meshrec.ops.memory import empty_pages
 from meshrec.tables.table import RowPart
 
 _MOST_CHANCES = 3
+_SERIAL_ELEMENTS = 1 << 15
+"""The number of elements from which torch copies with several threads."""
 _BYTES_PER_SLOT = 16 + 8 + 1 + 4 + 8 + 1
 """Bytes of a slot besides its row: the index, the key, and the notes of the clock."""
 
@@ -94,7 +96,7 @@ class RowCache:
         leaving = victims[self.dirty[victims]]
         old_keys, order = self.keys[leaving].sort()
         leaving = leaving[order]
-        old_rows = [part[leaving] for part in self.memory]
+        old_rows = [_copied(part, leaving) for part in self.memory]
         self._index.remove(self.keys[victims])
         self.keys[victims] = -1
         slots = self._index.insert(keys)
@@ -132,3 +134,14 @@ class RowCache:
     def num_pinned(self) -> int:
         """The number of slots that batches in flight use."""
         return int((self.pins > 0).sum())
+
+
+def _copied(part: Tensor, slots: Tensor) -> Tensor:
+    """Copy the rows of some slots in this thread."""
+    # Threads that read and write rows keep the processors busy. One of torch's own may wait milliseconds for
+    # a processor.
+    found = part.new_empty(len(slots), *part.shape[1:])
+    rows = max(1, (_SERIAL_ELEMENTS - 1) // max(1, part[:1].numel()))
+    for to, some in zip(found.split(rows), slots.split(rows), strict=True):
+        torch.index_select(part, 0, some, out=to)
+    return found

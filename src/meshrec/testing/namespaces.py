@@ -8,6 +8,7 @@ bridge; links can be shaped to a bandwidth. A folder of a host is private: other
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+_PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "setpriv")
 _numbers = itertools.count()
 
 
@@ -22,7 +24,7 @@ def why_not() -> str | None:
     """Return why there can be no hosts here; None if there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
-    missing = [name for name in ("ip", "tc", "unshare", "nsenter", "mount") if shutil.which(name) is None]
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"namespaces need {', '.join(missing)}"
     name = f"mrprobe{os.getpid()}"
@@ -59,10 +61,12 @@ class Host:
             f"{self.name}; "
             "echo up; while :; do sleep 1000; done"
         )
+        # It ends with this process, also when nobody calls `kill`.
         self._root = subprocess.Popen(
             [
-                *("ip", "netns", "exec", self._space, "unshare", "--pid", "--fork", "--kill-child"),
-                *("--mount-proc", "--uts", "--mount", "bash", "-c", script),
+                *("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self._space),
+                *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "--mount"),
+                *("bash", "-c", script),
             ],
             stdout=subprocess.PIPE,
         )
@@ -129,7 +133,7 @@ def hosts(
         seen: where each host sees its private folder; by default ``folder/own``.
     """
     net = 1 + (os.getpid() * 7 + next(_numbers) * 61) % 250
-    prefix = f"mr{os.getpid() % 100000}x{net}"
+    prefix = f"mr{os.getpid()}x{net}"
     switch = f"{prefix}s"
     seen = seen or folder / "own"
     seen.mkdir(parents=True, exist_ok=True)
@@ -138,6 +142,7 @@ def hosts(
     names = [(f"10.77.{net}.{n + 1}", f"host{n}") for n in range(number)] + [(f"10.77.{net}.254", "switch")]
     lines = [f"{address} {name}" for address, name in [("127.0.0.1", "localhost"), *names]]
     (folder / "names").write_text("\n".join(lines) + "\n")
+    _remove_abandoned()
     try:
         for space in spaces:
             ip("netns", "add", space)
@@ -165,3 +170,11 @@ def hosts(
             host.kill()
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def _remove_abandoned() -> None:
+    """Remove the network namespaces of processes that were killed before they could."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    for name, pid in re.findall(r"^(mr(\d+)x\w+)", listed, flags=re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

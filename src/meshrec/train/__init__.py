@@ -1,5 +1,8 @@
 """Training: recipes, the trainer, and the folder of a run."""
 
+from typing import TYPE_CHECKING
+
+from meshrec.lazy import importer
 from meshrec.train.architectures import (
     ClickTowersConfig,
     DeepFMConfig,
@@ -11,7 +14,7 @@ from meshrec.train.architectures import (
     tables_on_meta,
 )
 from meshrec.train.class_loss import Softmax
-from meshrec.train.evaluation import Scored, evaluate, score
+from meshrec.train.click_logs import ClickLog
 from meshrec.train.hstu_ranking import HSTURankerConfig, SyntheticImpressions
 from meshrec.train.log_sources import BooksRatings, Log, LogSource, MovieLensSequences
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
@@ -32,15 +35,19 @@ from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import RunFolder, RunState, find_run
 from meshrec.train.schedule import Schedule
 from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks
-from meshrec.train.trainer import Trainer
 from meshrec.train.watch import LossError
 from meshrec.train.wide_deep import WideDeepConfig
+
+if TYPE_CHECKING:
+    from meshrec.train.evaluation import Scored, evaluate, score
+    from meshrec.train.trainer import Trainer
 
 __all__ = [
     "RECIPES",
     "BERT4RecConfig",
     "BinaryCrossEntropy",
     "BooksRatings",
+    "ClickLog",
     "ClickTowersConfig",
     "Criteo",
     "Csv",
@@ -93,3 +100,12 @@ __all__ = [
     "score",
     "tables_on_meta",
 ]
+
+# They import sharded tables and torch.distributed.checkpoint, which commands that read a recipe do without.
+__getattr__ = importer(
+    __name__,
+    {
+        "meshrec.train.evaluation": ["Scored", "evaluate", "score"],
+        "meshrec.train.trainer": ["Trainer"],
+    },
+)

@@ -296,22 +296,26 @@ def _without_seen(dataset: "Dataset", embedding_dim: int) -> list[EmbeddingBagCo
 def item_and_history(dataset: "Dataset") -> tuple[str, str]:
     """Return the feature of the item, and the feature of the items before it.
 
+    Where the dataset names no item, it is the one feature that shares its table with a history.
+
     Raises:
         ValueError: the dataset does not have exactly these two.
     """
     table_of = {each.name: each.table or each.name for each in dataset.features}
-    histories = [
-        each.name
+    items = [each.name for each in dataset.features if not each.sequence]
+    pairs = [
+        (item, each.name)
+        for item in (items if dataset.item is None else [dataset.item])
         for each in dataset.features
-        if each.sequence and dataset.item is not None and table_of[each.name] == table_of[dataset.item]
+        if each.sequence and table_of[each.name] == table_of[item]
     ]
-    if dataset.item is None or len(histories) != 1:
+    if len(pairs) != 1:
         raise ValueError(
             f"dataset {dataset.name!r} must name its item and have one history that shares the item's table: "
-            f"the item is {dataset.item!r}, histories are {histories}. Set Dataset.item, and a Feature with "
-            "sequence=True and the item's table."
+            f"the item is {dataset.item!r}, histories are {[history for _, history in pairs]}. Set "
+            "Dataset.item, and a Feature with sequence=True and the item's table."
         )
-    return dataset.item, histories[0]
+    return pairs[0]
 
 
 def seen_feature(dataset: "Dataset") -> str | None:

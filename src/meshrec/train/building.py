@@ -10,6 +10,7 @@ from meshrec.checkpoint.random_state import seed_python_and_numpy
 from meshrec.comms.wire import CommsPrecision
 from meshrec.distributed import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.model_parallel import DistributedModelParallel, Sharder
+from meshrec.models.step_samples import StepSamples
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.fusing import fuse
 from meshrec.optim import (
@@ -69,6 +70,9 @@ def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
     torch.manual_seed(seed)
     seed_python_and_numpy(seed, "build")
     model = recipe.model.build(dataset)
+    for module in model.modules():
+        if isinstance(module, StepSamples):
+            module.join(ranks.env.world)
     make = _sharded if recipe.placement.sharded else _plain
     built = make(recipe, model, dataset, ranks)
     seed_python_and_numpy(seed, f"rank {ranks.rank}")

@@ -1,11 +1,14 @@
+import pytest
 import torch
 
 from meshrec import JaggedTensor, KeyedJaggedTensor
+from meshrec.compat.bridge import sparse as bridge
 from meshrec.compat.bridge.feature_processor import (
     PositionWeightedModule,
     PositionWeightedProcessor,
     offsets_to_range_traceble,
 )
+from meshrec.compat.bridge.fx import Tracer
 
 
 def features():
@@ -32,6 +35,46 @@ def test_a_dictionary_is_changed_in_place():
     assert module.position_weights["f"].grad.tolist() == [1, 1, 0]
     module.reset_parameters()
     assert module.position_weights["f"].tolist() == [1, 1, 1]
+
+
+POSITIONS = {"f1": [0, 1, 0], "f2": [0, 0, 0, 1, 2]}
+
+
+def with_drawn_weights(kind, lengths):
+    """Weights that differ by position: all of them are 1 at first."""
+    module = kind(lengths)
+    with torch.no_grad():
+        for weights in module.position_weights.values():
+            weights.copy_(torch.rand(len(weights)))
+    return module
+
+
+def runs_of(module):
+    """The module itself, traced, and scripted."""
+    traced = torch.fx.GraphModule(module, Tracer().trace(module))
+    return module, traced, torch.jit.script(traced)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning")  # torch's own GraphModule
+@pytest.mark.parametrize("lengths", [{"f1": 10, "f2": 3}, {"f2": 4, "f1": 2}])
+def test_populate_weights(lengths):
+    """Under the name and with the batch of TorchRec's test: 3 samples, one of them without an ID of f1."""
+    values, offsets = torch.arange(8), torch.tensor([0, 2, 2, 3, 4, 5, 8])
+    kjt = bridge.KeyedJaggedTensor.from_offsets_sync(keys=["f1", "f2"], values=values, offsets=offsets)
+    module = with_drawn_weights(PositionWeightedModule, lengths)
+    for run in runs_of(module):
+        found = run(kjt.to_dict())
+        for key, positions in POSITIONS.items():
+            assert torch.equal(found[key].values(), kjt[key].values())
+            assert torch.equal(found[key].weights(), module.position_weights[key][positions])
+    module = with_drawn_weights(PositionWeightedProcessor, lengths)
+    expected = torch.cat([module.position_weights[key][positions] for key, positions in POSITIONS.items()])
+    for run in runs_of(module):
+        weighted = run(kjt)
+        assert weighted.keys() == ["f1", "f2"]
+        assert torch.equal(weighted.values(), values)
+        assert torch.equal(weighted.weights(), expected)
 
 
 def test_other_keys_are_left_out():

@@ -208,6 +208,27 @@ def test_ec_trace_and_script():
         assert all(torch.equal(found[key].values(), each.values()) for key, each in expected.items())
 
 
+@pytest.mark.parametrize("keys", [["f1", "f2", "f3", "f4"], ["f4", "f2", "f1", "f3"]])
+@pytest.mark.parametrize("with_flag", [False, True])
+def test_ec_with_lengths_by_feature_and_sample(keys, with_flag):
+    """Lengths [F, B], as inference servers batch requests, give what flattened lengths give."""
+    tables = [config(f"t{n // 2}", f"f{n}", f"f{n + 1}", kind=EmbeddingConfig) for n in (1, 3)]
+    ec = EmbeddingCollection(tables=tables)
+    qec = quant.EmbeddingCollection.from_float(with_qconfig(ec))
+    setattr(qec, "__use_unflattened_lengths_for_batching", with_flag)
+    lengths_FB = torch.tensor([[1, 0, 2], [1, 0, 3], [1, 0, 1], [1, 0, 1]])
+    flat = batch(keys, torch.arange(11) % 10, lengths_FB.flatten())
+    expected = ec(flat)
+    traced = symbolic_trace(qec)
+    for run in (qec, traced, torch.jit.script(traced)):
+        for features in (flat, batch(keys, flat.values(), lengths_FB)):
+            found = run(features)
+            assert sorted(found) == ["f1", "f2", "f3", "f4"]
+            for key, bags in expected.items():
+                assert found[key].lengths().tolist() == bags.lengths().tolist()
+                torch.testing.assert_close(found[key].values(), bags.values(), atol=0.01, rtol=0)
+
+
 class SparseArch(nn.Module):
     def __init__(self, ebc):
         super().__init__()

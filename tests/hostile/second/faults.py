@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.hostile.second.joints import broken
-from tests.hostile.second.programs import Program, Steady
+from tests.hostile.second.programs import PATIENCE, Program, Steady
 from tests.hostile.sockets import descendants
 
 MODEL = "/v2/repository/models/clicks"
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     def load(self, sign: str) -> tuple[int, str]:
         """Load or unload the model in all workers; give the status and what is said."""
         try:
-            status, body = self.program.ask("POST", f"{MODEL}/{sign}", timeout=120)
+            status, body = self.program.ask("POST", f"{MODEL}/{sign}")
         except OSError as error:  # the worker that was asked is gone
             return 0, repr(error)
         return status, body.decode()
@@ -144,7 +144,7 @@ def all_stopped(place: Place, draw: random.Random) -> None:
 
 def reader_killed(place: Place, draw: random.Random) -> None:
     """While it reads: its request is answered with scores, or with 503."""
-    ask = _in_thread(lambda: place.program.ask("POST", "/predict/clicks", place.large, 60))
+    ask = _in_thread(lambda: place.program.ask("POST", "/predict/clicks", place.large))
     time.sleep(draw.uniform(0, 0.1))
     for pid in readers(place.program):
         _kill([pid], draw)
@@ -158,7 +158,7 @@ def reader_stopped(place: Place, draw: random.Random) -> None:
         for pid in readers(place.program):
             with contextlib.suppress(ProcessLookupError):  # of a reader that ends, the request tells
                 stack.enter_context(_stopped(pid))
-        ask = _in_thread(lambda: place.program.ask("POST", "/predict/clicks", place.large, 60))
+        ask = _in_thread(lambda: place.program.ask("POST", "/predict/clicks", place.large))
         for _ in range(20):
             seen = place.steady.once()
             assert seen.status == 200, seen
@@ -272,7 +272,7 @@ def no_memory(place: Place, draw: random.Random) -> None:
         size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
         resource.prlimit(pid, resource.RLIMIT_AS, (size + (1 << 20), resource.RLIM_INFINITY))
     for _ in range(4):
-        status, body = place.program.ask("POST", "/predict/clicks", place.large, 60)
+        status, body = place.program.ask("POST", "/predict/clicks", place.large)
         assert status in (200, 413, 503), (status, body[:300])
     for pid in readers(place.program):
         resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -333,7 +333,7 @@ def _in_thread(call: Callable[[], tuple]) -> Callable[[], tuple]:
     pool = ThreadPoolExecutor(1)
     future = pool.submit(call)
     pool.shutdown(wait=False)
-    return lambda: future.result(120)
+    return lambda: future.result(PATIENCE)
 
 
 def _connected(program: Program) -> socket.socket:

@@ -47,9 +47,9 @@ class Program:
             assert time.monotonic() < deadline, f"{what} did not come: {self.told()}"
             time.sleep(0.02)
 
-    def ask(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> tuple[int, bytes]:
+    def ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         """Ask on a connection of its own; give status and body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, path, content)

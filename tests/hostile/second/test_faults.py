@@ -81,7 +81,7 @@ def check(place, fault, draw):
 def test_faults_of_servers(place, capsys):
     draw, tally, kinds = (
         random.Random(SEED),
-        Tally("second program: faults of servers", seconds=180.0),
+        Tally("second program: faults of servers", seconds=600.0),
         Counter(),
     )
     order = draw.sample(FAULTS, len(FAULTS))

@@ -57,8 +57,8 @@ def check_time(name: str, part: str | None, unit: str) -> None:
     parts, units = get_args(DatePartName), get_args(TimeUnit)
     if (part is not None and part not in parts) or unit not in units:
         raise ValueError(
-            f"feature {name!r}: part is one of {list(parts)} and unit one of {list(units)}, got {part!r} and "
-            f"{unit!r}."
+            f"feature {name!r}: part is one of {list(parts)} and unit one of {list(units)}, got "
+            f"{part!r:.100} and {unit!r:.100}."
         )
 
 
@@ -91,7 +91,9 @@ def from_json(saved: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
     """
     kind = kinds.get(saved.get("type", ""))
     if kind is None:
-        raise ValueError(f"there is no feature of type {saved.get('type')!r}; take one of {sorted(kinds)}.")
+        raise ValueError(
+            f"there is no feature of type {saved.get('type')!r:.100}; take one of {sorted(kinds)}."
+        )
     return kind(
         **{
             name: tuple(value) if isinstance(value, list) else value

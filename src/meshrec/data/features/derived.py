@@ -187,7 +187,8 @@ class DatePart(IdFeature):
         if not DATE_PARTS.get(self.part):
             known = [name for name, size in DATE_PARTS.items() if size]
             raise ValueError(
-                f"feature {self.name!r}: part must be one of {known}, got {self.part!r}; others are Numbers."
+                f"feature {self.name!r}: part must be one of {known}, got {self.part!r:.100}; others are "
+                "Numbers."
             )
 
     @property

@@ -38,17 +38,18 @@ class Label:
         object.__setattr__(self, "classes", tuple(self.classes))
         if self.kind not in get_args(LabelKind):
             raise ValueError(
-                f"label {self.column!r}: kind is one of {list(get_args(LabelKind))}, got {self.kind!r}."
+                f"label {self.column!r:.100}: kind is one of {list(get_args(LabelKind))}, got "
+                f"{self.kind!r:.100}."
             )
         if self.kind != "binary" and self.positive_from is not None:
             raise ValueError(
-                f"label {self.column!r}: positive_from makes 0 and 1 of a column, and kind={self.kind!r} "
-                "takes it as it is. Leave one of them out."
+                f"label {self.column!r:.100}: positive_from makes 0 and 1 of a column, and "
+                f"kind={self.kind!r} takes it as it is. Leave one of them out."
             )
         if (self.kind == "class") != (len(set(self.classes)) > 1):
             raise ValueError(
-                f"label {self.column!r} of kind={self.kind!r} has classes {list(self.classes)}: give a label "
-                "of kind='class' two or more, and others none."
+                f"label {self.column!r:.100} of kind={self.kind!r} has classes {list(self.classes)!r:.100}: "
+                "give a label of kind='class' two or more, and others none."
             )
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:

@@ -1,5 +1,7 @@
 """``torch.ops.meshrec.jagged_attention``: attention within jagged samples; see ``naive.py``."""
 
+import functools
+import logging
 import math
 from typing import Literal, NamedTuple
 
@@ -49,6 +51,7 @@ class Bias(NamedTuple):
 
 
 _CAUSAL, _NO_BIAS = Mask(), Bias()
+_logger = logging.getLogger("meshrec")
 
 
 def jagged_attention(
@@ -87,6 +90,8 @@ def jagged_attention(
     """
     queries = offsets_B1 if query_offsets_B1 is None else query_offsets_B1
     if not torch.compiler.is_compiling():
+        if not query_MHQ.is_cpu:
+            _tell_of_plain_torch(query_MHQ.device.type)
         _check(query_MHQ, key_NHQ, value_NHV, offsets_B1, queries, max_length=max_length, bias=bias)
     targets = torch.zeros_like(offsets_B1[1:]) if num_targets_B is None else num_targets_B
     has_time = bias.time_T is not None
@@ -111,6 +116,15 @@ def jagged_attention(
 def num_buckets_of(longest_seconds: float) -> int:
     """Return how many buckets hold all differences up to ``longest_seconds``."""
     return int(math.log(max(longest_seconds, 1)) / BUCKET_WIDTH) + 1
+
+
+@functools.cache
+def _tell_of_plain_torch(device: str) -> None:
+    _logger.warning(
+        "jagged attention has no kernel for %s: plain torch computes it, one sample at a time, with all "
+        "scores of a sample in memory. On the CPU it runs in compiled tiles.",
+        device,
+    )
 
 
 def _check(
