@@ -66,8 +66,9 @@ OTHER_PROGRAMS = {
     *("--rdzv-id", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"),
     # sbatch and srun
     *("--parsable", "--requeue", "--kill-on-bad-exit", "--ntasks", "--ntasks-per-node", "--overlap"),
-    # unshare, nsenter and mount, and docker
+    # unshare, nsenter, setpriv and mount, and docker
     *("--bind", "--fork", "--kill-child", "--pid", "--mount", "--mount-proc", "--uts", "--net", "--wd"),
+    "--pdeathsig",
     "--shm-size",
 }
 
