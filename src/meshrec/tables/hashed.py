@@ -43,7 +43,6 @@ from meshrec.tables.waiting import Waiting, in_span, waiting_for
 
 _BLOCK_BYTES = 1 << 23
 _SPARE_ROWS = 1 << 24
-_FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index
 _MOST_SLOTS = (1 << 32) - 1
 
 
@@ -176,14 +175,6 @@ class HashedTable:
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the key that has each slot."""
         return self.slots.ids_of(slots)
-
-    def with_keys(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys of distinct slots, and the slots in the same order."""
-        if len(slots) * _FEW < self.slots.num_live:
-            return self.keys_of(slots), slots
-        marks = torch.zeros(len(self.memory[""]), dtype=torch.bool)
-        marks[slots] = True
-        return self.slots.marked(marks)
 
     def ids_of(self, keys: Tensor) -> Tensor:
         """Return the IDs whose keys these are."""

@@ -29,6 +29,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 _DIGITS = 1 << 16
 _MOST = (1 << 63) - 1
 _SLACK = 64
+_FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index
 
 
 def set_event_time(model: nn.Module, seconds: int) -> None:
@@ -235,7 +236,7 @@ class Turnover:
         scores = self._scores(table, candidates, due)
         of_owned = torch.cat([sizes[:0], *(scores[i] for i in owned)])
         last, below = nth(of_owned, num_going, self._everyone)
-        tied = {i: self.tables[i].with_keys(candidates[i][scores[i] == last]) for i in due}
+        tied = {i: _with_keys(self.tables[i], candidates[i][scores[i] == last]) for i in due}
         ties = torch.cat([sizes[:0], *(tied[i][0] for i in owned)])
         last_key, _ = nth(ties, num_going - below, self._everyone)
         found = {}
@@ -311,6 +312,15 @@ def _candidates(table: HashedTable, due: Due) -> Tensor:
     free[due.gone] = False
     free[due.slots] = False
     return free.nonzero()[:, 0]
+
+
+def _with_keys(table: HashedTable, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys of distinct slots, and the slots in the same order."""
+    if len(slots) * _FEW < table.slots.num_live:
+        return table.keys_of(slots), slots
+    marks = torch.zeros(len(table.memory[""]), dtype=torch.bool)
+    marks[slots] = True
+    return table.slots.marked(marks)
 
 
 def nth(values: Tensor, n: int, everyone: Everyone) -> tuple[int, int]:
