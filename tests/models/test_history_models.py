@@ -49,6 +49,29 @@ def test_a_query_sees_the_whole_history_in_order_and_no_other(kind):
         assert not torch.allclose(model.query_vectors(features([other], [[]]))[0], alone, atol=1e-3)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", MODELS)
+def test_histories_of_any_lengths_are_encoded_as_alone(kind, seed):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 101, (12,), generator=draw) ** 2 // 100
+    histories = [torch.randint(1, NUM_ITEMS, (int(each),), generator=draw).tolist() for each in lengths]
+    model = make_model(kind, max_length=100).eval()
+    together = model.query_vectors(features(histories, [[] for _ in histories]))
+    alone = torch.cat([model.query_vectors(features([each], [[]])) for each in histories])
+    assert torch.allclose(together, alone, atol=1e-5)
+    weights = torch.randn(alone.shape, generator=draw)
+    table = model.embedding_collection.embeddings["items"].weight
+    gradients = [torch.autograd.grad((each * weights).sum(), table)[0] for each in (together, alone)]
+    assert torch.allclose(*gradients, atol=1e-5)
+
+
+def test_long_histories_are_not_padded_to_the_longest():
+    model, shapes = make_model("sasrec", max_length=100), []
+    model.blocks[0].register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape[:2])))
+    model.query_vectors(features([[1] * 10, [1] * 100, [1] * 60, [1] * 40, []], [[]] * 5))
+    assert shapes == [(2, 101), (1, 41), (2, 11)]
+
+
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_positions_learn_from_what_is_before_them_only(kind):
     model = make_model(kind)

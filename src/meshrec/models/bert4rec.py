@@ -6,7 +6,7 @@ some samples only. Loss: a sampled softmax, see `meshrec.models.sasrec`.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from meshrec.models.attention_block import AttentionBlock, check_heads
@@ -15,7 +15,7 @@ from meshrec.models.history_model import (
     HistoryFeatures,
     HistoryModel,
     ItemCatalogue,
-    padded,
+    encoded_in_buckets,
 )
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection
@@ -75,12 +75,14 @@ class BERT4Rec(HistoryModel):
 
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        lengths, rows = history.lengths(), padded(history, self._max_length)
+        return encoded_in_buckets(history, self._max_length, self._encode_bucket)
+
+    def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
         whole = torch.cat([rows, rows.new_zeros(lengths.shape[0], 1, self.width)], dim=1)
         from_end = lengths[:, None] - torch.arange(whole.shape[1], device=lengths.device)
         whole = torch.where((from_end == 0)[:, :, None], self.start, whole)
         whole = self.drop(whole + self.positions(from_end.clamp(min=0)))
         for block in self.blocks:
             whole = block(whole, from_end >= 0)
-        first_B = torch.arange(lengths.shape[0], device=lengths.device) * whole.shape[1]
-        return EncodedHistories(self.norm(whole).flatten(0, 1), first_B)
+        encoded: Tensor = self.norm(whole)
+        return encoded

@@ -6,7 +6,7 @@ recommendations" (2018).
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from meshrec.models.history_model import (
@@ -14,7 +14,7 @@ from meshrec.models.history_model import (
     HistoryFeatures,
     HistoryModel,
     ItemCatalogue,
-    padded,
+    encoded_in_buckets,
 )
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection
@@ -71,10 +71,12 @@ class GRU4Rec(HistoryModel):
 
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        lengths, rows = history.lengths(), padded(history, self._max_length)
+        return encoded_in_buckets(history, self._max_length, self._encode_bucket)
+
+    def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
         whole = self.drop(torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1))
         states = (
             self.recurrent(whole)[0] if lengths.shape[0] else whole.new_zeros(0, 1, self.output.in_features)
         )
-        first_B = torch.arange(lengths.shape[0], device=lengths.device) * whole.shape[1]
-        return EncodedHistories(self.output(states).flatten(0, 1), first_B)
+        encoded: Tensor = self.output(states)
+        return encoded

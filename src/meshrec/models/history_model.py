@@ -1,7 +1,7 @@
 """The part that all next-item models over histories share: lookups, training losses and evaluation."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 # B samples, L items of a history, N items of all histories, T targets, D embedding width, I items
 
 _BLOCK = 256
+_FEW_ITEMS = 16
+"""The padding that every sample may have: another bucket would take longer than it does."""
 
 
 class HistoryFeatures(NamedTuple):
@@ -306,14 +308,52 @@ class HistoryModel(nn.Module):
         return found[self.features.history], found[self.features.item].values()
 
 
-def padded(history: JaggedTensor, max_length: int) -> Tensor:
-    """Return rows [B, L, D] padded with zeros to the longest history; in an exported program to
-    ``max_length``.
+def encoded_in_buckets(
+    history: JaggedTensor, max_length: int, encode: Callable[[Tensor, Tensor], Tensor]
+) -> EncodedHistories:
+    """Encode histories of similar lengths together, padded to the longest of their bucket.
+
+    Args:
+        history: the rows of the items.
+        max_length: the length to which an exported program, which has one bucket, pads histories.
+        encode: maps the lengths [B] of a bucket and its rows [B, L, D], padded at the end, to vectors
+            [B, L + 1, D].
     """
-    lengths = history.lengths()
+    lengths_B, offsets = history.lengths(), history.offsets()
     if torch.compiler.is_exporting():
-        return history.to_padded_dense(max_length)
-    return history.to_padded_dense(int(lengths.max()) if lengths.shape[0] else 0)
+        parts = [encode(lengths_B, history.to_padded_dense(max_length))]
+        order_B = torch.arange(lengths_B.shape[0], device=lengths_B.device)
+    else:
+        order_B = lengths_B.argsort(descending=True, stable=True)
+        falling_B = lengths_B[order_B]
+        moved_B = offsets[:-1][order_B] - falling_B.cumsum(0) + falling_B
+        places = moved_B.repeat_interleave(falling_B)
+        rows = history.values().index_select(0, places + torch.arange(len(places), device=places.device))
+        parts, begin = [], 0
+        for own_B in falling_B.split(_bucket_sizes(falling_B.tolist())):
+            end = begin + int(own_B.sum())
+            bucket = JaggedTensor(rows[begin:end], lengths=own_B)
+            parts.append(encode(own_B, bucket.to_padded_dense(int(own_B[0]) if len(own_B) else 0)))
+            begin = end
+    widths = torch.cat([part.new_full(part.shape[:1], part.shape[1], dtype=torch.int64) for part in parts])
+    first_B = torch.empty_like(widths).scatter(0, order_B, widths.cumsum(0) - widths)
+    return EncodedHistories(torch.cat([part.flatten(0, 1) for part in parts]), first_B)
+
+
+def _bucket_sizes(lengths: list[int]) -> list[int]:
+    """Return the number of samples of each bucket: at least half of its longest sample is in each of its
+    samples, but for a few items.
+
+    Args:
+        lengths: the lengths of the samples, falling.
+    """
+    sizes, longest = [0], lengths[0] if lengths else 0
+    for length in lengths:
+        if 2 * length + _FEW_ITEMS < longest:
+            sizes.append(0)
+            longest = length
+        sizes[-1] += 1
+    return sizes
 
 
 def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) -> EmbeddingConfig:

@@ -7,7 +7,7 @@ really better than SASRec?" (2023).
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from meshrec.models.attention_block import AttentionBlock, check_heads
@@ -16,7 +16,7 @@ from meshrec.models.history_model import (
     HistoryFeatures,
     HistoryModel,
     ItemCatalogue,
-    padded,
+    encoded_in_buckets,
 )
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection
@@ -26,9 +26,9 @@ from meshrec.sparse import JaggedTensor
 class SASRec(HistoryModel):
     """Next-item model of causal self-attention.
 
-    Histories are padded for attention, because torch's nested tensors have no causal attention on the CPU.
-    The padding is at the end, where causal attention does not look. Positions are counted from the end of a
-    history.
+    Histories of similar lengths are padded together, because torch's nested tensors have no causal attention
+    on the CPU. The padding is at the end, where causal attention does not look. Positions are counted from
+    the end of a history.
 
     Args:
         embedding_collection, features, max_length, softmax, items, device: see `HistoryModel`.
@@ -71,10 +71,11 @@ class SASRec(HistoryModel):
 
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        lengths, rows = history.lengths(), padded(history, self._max_length)
+        return encoded_in_buckets(history, self._max_length, self._encode_bucket)
+
+    def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
         whole = torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1)
         from_end = lengths[:, None] - torch.arange(whole.shape[1], device=lengths.device)
         whole = self.drop(whole + self.positions(from_end.clamp(min=0)))
-        encoded: torch.Tensor = self.norm(self.blocks(whole))
-        first_B = torch.arange(lengths.shape[0], device=lengths.device) * whole.shape[1]
-        return EncodedHistories(encoded.flatten(0, 1), first_B)
+        encoded: Tensor = self.norm(self.blocks(whole))
+        return encoded
