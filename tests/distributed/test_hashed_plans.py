@@ -25,6 +25,7 @@ _spec.loader.exec_module(life)
 CHOICES, SPECS = life.CHOICES, life.SPECS
 
 DRAWS = int(os.environ.get("MESHREC_DRAWS", "6"))
+SEED = int(os.environ.get("MESHREC_SEED", "7"))
 STEPS = 4
 ROWS = {2: 13, 4: 15}
 """The rows of a table, as many as a batch of so many ranks needs."""
@@ -100,6 +101,34 @@ def alone(keys, world_size):
     return found
 
 
+def live(folder, number, choice, plans):
+    """Train, move, save, load and train on under three plans; return the state after each step."""
+    world_size = default_env().world.size
+    keys = keys_of(choice, world_size)
+    moving, loaded = make(keys, plans[0]), make(keys, plans[2])
+    if number % 2:
+        life.train(loaded, range(2, 3))  # rows that go when others are loaded
+    states = []
+    for step in range(STEPS):
+        life.train(moving, [step])
+        states.append(life.whole(moving))
+        if step == 1:
+            state = {"model": moving, "tables": moving.fused_optimizer}
+            checkpoint.async_save(f"{folder}/{number}", state).wait()
+            moving.reshard(plans[1])
+            assert life.differences(states[1], life.whole(moving)) == [], (number, choice, "moved")
+    checkpoint.load(f"{folder}/{number}", {"model": loaded, "tables": loaded.fused_optimizer})
+    assert life.differences(states[1], life.whole(loaded)) == [], (number, choice, "loaded")
+    life.train(loaded, range(2, STEPS))
+    assert life.differences(states[-1], life.whole(loaded)) == [], (number, choice, "went on")
+    return states
+
+
+def check_equal(first, states, about):
+    for step, (one, other) in enumerate(zip(first, states, strict=True)):
+        assert life.differences(one, other) == [], (*about, step)
+
+
 def lives(folder, seed, draws):
     """Return how many rows went, by choice."""
     rng, world_size, evicted = random.Random(seed), default_env().world.size, dict.fromkeys(CHOICES, 0)
@@ -107,27 +136,8 @@ def lives(folder, seed, draws):
     for number in range(draws):
         choice = list(CHOICES)[number % len(CHOICES)]
         keys = keys_of(choice, world_size)
-        plans = [drawn_plan(rng, keys, world_size) for _ in range(3)]
-        moving = make(keys, plans[0])
-        loaded = make(keys, plans[2])
-        if number % 2:
-            life.train(loaded, range(2, 3))  # rows that go when others are loaded
-        states = []
-        for step in range(STEPS):
-            life.train(moving, [step])
-            states.append(life.whole(moving))
-            if step == 1:
-                state = {"model": moving, "tables": moving.fused_optimizer}
-                checkpoint.async_save(f"{folder}/{number}", state).wait()
-                moving.reshard(plans[1])
-                assert life.differences(states[1], life.whole(moving)) == [], (number, choice, "moved")
-        checkpoint.load(f"{folder}/{number}", {"model": loaded, "tables": loaded.fused_optimizer})
-        assert life.differences(states[1], life.whole(loaded)) == [], (number, choice, "loaded")
-        life.train(loaded, range(2, STEPS))
-        assert life.differences(states[-1], life.whole(loaded)) == [], (number, choice, "went on")
-        first = expected.setdefault(choice, states)
-        for step, (one, other) in enumerate(zip(first, states, strict=True)):
-            assert life.differences(one, other) == [], (number, choice, step)
+        states = live(folder, number, choice, [drawn_plan(rng, keys, world_size) for _ in range(3)])
+        check_equal(expected.setdefault(choice, states), states, (number, choice))
         ids = [sorted(state["ebc.embedding_bags.t.ids"].tolist()) for state in states]
         if choice != "norm":  # on one rank sums of squares are rounded otherwise
             assert ids == alone(keys, world_size), (number, choice)
@@ -139,7 +149,45 @@ def lives(folder, seed, draws):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_drawn_plans_keep_the_same_ids_alive(ranks, tmp_path, world_size):
     draws = max(len(CHOICES), DRAWS // 2) if world_size == 2 else DRAWS // 2
-    (evicted, *others) = ranks(world_size).run(lives, str(tmp_path), 7 + world_size, draws)
+    (evicted, *others) = ranks(world_size).run(lives, str(tmp_path), SEED + world_size, draws)
     assert all(each == evicted for each in others)
     if world_size == 2:
         assert all(evicted[choice] for choice in ("lru", "norm"))
+
+
+def plan_of(pieces):
+    """Return a plan of table t with 13 rows; ``pieces``: (r0, r1, c0, c1, rank)."""
+    tables = {}
+    for name, each in {"t": pieces, "u": [(0, 30, 0, 4, 0)]}.items():
+        shards = [
+            md.ShardMetadata(
+                shard_offsets=(r0, c0), shard_sizes=(r1 - r0, c1 - c0), placement=md.RemoteDevice(rank=rank)
+            )
+            for r0, r1, c0, c1, rank in each
+        ]
+        tables[name] = md.ParameterSharding(
+            sharding_type=md.ShardingType.GRID_SHARD,
+            sharding_spec=md.EnumerableShardingSpec(shards=tuple(shards)),
+        )
+    return md.ShardingPlan({"ebc": md.EmbeddingModuleShardingPlan(tables)})
+
+
+WHOLE = plan_of([(0, 13, 0, 8, 0)])
+CUTS = {
+    "uneven": [(0, 1, 0, 1, 0), (1, 13, 0, 1, 1), (0, 3, 1, 2, 0), (3, 13, 1, 2, 1), (0, 13, 2, 8, 1)],
+    "nested": [(0, 13, 0, 1, 0), (0, 11, 1, 3, 0), (11, 13, 1, 3, 1), (0, 13, 3, 8, 1)],
+    "empty": [(0, 12, 0, 8, 0), (12, 13, 0, 8, 1)],  # no ID of the first two steps is in the last row
+}
+
+
+def chosen(folder, choice, cut):
+    plan = plan_of(CUTS[cut])
+    plain = live(folder, 0, choice, [WHOLE] * 3)
+    for number, plans in enumerate(([plan, WHOLE, plan], [WHOLE, plan, plan]), start=1):
+        check_equal(plain, live(folder, number, choice, plans), (choice, cut, number))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("choice", ["lru", "count", "norm"])
+def test_columns_may_be_cut_at_different_rows(ranks, tmp_path, choice, cut):
+    ranks(2).run(chosen, str(tmp_path), choice, cut)

@@ -185,8 +185,9 @@ def build(
     check_cuts({source.table.name: source.storage for source in sources}, plan)
     rules = _rules(sources, options)
     _check_side_rows(sources, rules)
-    routing = compiled([source.table for source in sources], plan, rules, env)
-    check_hashed(routing, [source.storage for source in sources], env, options.across_nodes)
+    storages = [source.storage for source in sources]
+    routing = compiled([source.table for source in sources], plan, rules, storages, env)
+    check_hashed(routing, storages, env, options.across_nodes)
     if env.devices:
         _check_inference(sources, rules)
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
@@ -199,7 +200,7 @@ def build(
         plan=plan,
         routing=routing,
         rules=rules,
-        storages=[source.storage for source in sources],
+        storages=storages,
         env=env,
         device=device,
         options=options,
@@ -309,11 +310,21 @@ def compiled(
     tables: Sequence[RoutedTable],
     plan: EmbeddingModuleShardingPlan,
     rules: Sequence[UpdateRule | None],
+    storages: Sequence[RowStorage],
     env: ShardingEnv,
 ) -> Routing:
-    """Return the routing of a verified plan, with cuts that the tables' optimizers can use."""
-    whole_rows = [t for t, rule in enumerate(rules) if rule is not None and rule.spec.formula.row_sums]
+    """Return the routing of a verified plan, with cuts that optimizers and eviction policies can use."""
+    whole_rows = [
+        t
+        for t, (rule, storage) in enumerate(zip(rules, storages, strict=True))
+        if rule is not None and (rule.spec.formula.row_sums or _judges_rows(storage))
+    ]
     return compile_plan(tables, plan, num_ranks=env.shard.size, whole_rows=whole_rows)
+
+
+def _judges_rows(storage: RowStorage) -> bool:
+    """Return whether the values of a row decide if it stays."""
+    return isinstance(storage, HashedRows) and storage.keys.evict is not None and storage.keys.evict.needs_rows
 
 
 def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:

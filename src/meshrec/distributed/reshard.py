@@ -7,7 +7,9 @@ tables do not change, so they are still there if anything fails.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -157,7 +159,7 @@ def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]
 def _allocated(
     path: str, built: ModuleParts, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
 ) -> _New:
-    routing = compiled(built.routing.tables, plan, built.rules, built.env)
+    routing = compiled(built.routing.tables, plan, built.rules, built.storages, built.env)
     own = routing.work[built.env.shard.rank].rectangles
     flags = [(path, table.name) in trained for table in routing.tables]
     local = routing.local.rectangles
@@ -215,17 +217,19 @@ def _hull(held: Sequence[RankRectangle]) -> Rectangle:
 
 
 def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-    """Yield one transfer per target and rows, from the target's own rank if possible.
+    """Yield transfers that bring each row of a target once, from the target's own rank if possible.
 
-    State per row has the same value for all columns of a row. A row-wise optimizer's table is cut at the same
-    rows in all columns, so it is enough to compare rows.
+    What is kept per row is the same for all columns, and counts of waiting IDs must not arrive twice. The
+    sources of one column have each row once; the column is chosen for which the fewest rows travel.
     """
-    chosen: dict[tuple[RankRectangle, int, int], Transfer] = {}
-    for each in transfers:
-        key = (each.target, each.r0, each.r1)
-        if key not in chosen or each.source.rank == each.target.rank:
-            chosen[key] = each
-    yield from chosen.values()
+    for _, group in groupby(transfers, attrgetter("target")):
+        of_target = list(group)
+        by_column = [[x for x in of_target if x.c0 <= c < x.c1] for c in sorted({x.c0 for x in of_target})]
+        yield from min(by_column, key=_num_travelling)
+
+
+def _num_travelling(transfers: Sequence[Transfer]) -> int:
+    return sum(each.r1 - each.r0 for each in transfers if each.source.rank != each.target.rank)
 
 
 class _Move:

@@ -112,6 +112,8 @@ def is_own(values: Mapping[str, Tensor], tables: Sequence[HashedTable]) -> bool:
     ids = values.get(IDS)
     local = getattr(ids, "local", None)
     parts = local.local_shards() if local is not None else [ids]
+    if not parts:  # a split tensor leaves out what is empty
+        return not any(table.num_alive for table in tables)
     own = [part for part in parts if isinstance(part, StreamedPart)]
     return bool(own) and len(own) == len(parts) and all(is_current(part, tables) for part in own)
 
