@@ -324,7 +324,8 @@ def compiled(
 
 def _judges_rows(storage: RowStorage) -> bool:
     """Return whether the values of a row decide if it stays."""
-    return isinstance(storage, HashedRows) and storage.keys.evict is not None and storage.keys.evict.needs_rows
+    policy = storage.keys.evict if isinstance(storage, HashedRows) else None
+    return policy is not None and policy.needs_rows
 
 
 def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:
