@@ -90,7 +90,7 @@ for kind in ("silu", "softmax"):
             bias = Bias(leaves[3], leaves[4], to(times))
             out = jagged_attention(*leaves[:3], to(offsets), max_length=6, kind=kind, bias=bias)
             grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-            found.append([getattr(each, "inner", each) for each in (out, *grads)])
+            found.append([each.inner if isinstance(each, Simulated) else each for each in (out, *grads)])
     for own, other in zip(*found, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 print("equal")
