@@ -13,13 +13,6 @@ struct KeyGroup {
   alignas(64) const uint8_t* homes[kKeys];
 };
 
-inline Words mixed(Words ids, uint64_t seed) {  // as in mix.h
-  Words x = ids + kMixStep * (seed + 1);
-  x = (x ^ x >> 30) * kMixFirst;
-  x = (x ^ x >> 27) * kMixSecond;
-  return x ^ x >> 31;
-}
-
 // A number of each shard.
 inline Words of_shards(const uint64_t* numbers, Words shards) {
 #if defined(__AVX512F__)
@@ -36,8 +29,8 @@ inline Words of_shards(const uint64_t* numbers, Words shards) {
 inline void begin_group(const FindArgs& a, const int64_t* ids, KeyGroup& group) {
   const IndexView& index = *a.index;
   Words keys = *reinterpret_cast<const WordsMemory*>(ids);
-  if (a.mixes) keys = mixed(keys, a.mix_seed);
-  keys = mixed(keys + a.first, index.seed);
+  if (a.mixes) keys = mix(keys, a.mix_seed);
+  keys = mix(keys + a.first, index.seed);
   const Words shards = keys >> 1 >> (63 - index.shard_bits), fractions = keys << index.shard_bits;
   const Words sizes = fractions < of_shards(index.boundary, shards) ? of_shards(index.before, shards)
                                                                     : of_shards(index.behind, shards);

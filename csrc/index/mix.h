@@ -16,9 +16,10 @@ static constexpr uint64_t inverse_of(uint64_t odd) {  // modulo 2^64, by Newton'
   return inverse;
 }
 
-// splitmix64's finalizer; each seed gives another permutation.
-static inline uint64_t mix(uint64_t id, uint64_t seed) {
-  uint64_t x = id + kMixStep * (seed + 1);
+// splitmix64's finalizer; each seed gives another permutation. Word: uint64_t, or a vector of them.
+template <typename Word>
+static inline Word mix(Word id, uint64_t seed) {
+  Word x = id + kMixStep * (seed + 1);
   x = (x ^ x >> 30) * kMixFirst;
   x = (x ^ x >> 27) * kMixSecond;
   return x ^ x >> 31;
