@@ -46,10 +46,14 @@ def drawn(index, reference, universe, generator, num_operations):
     same(index, reference)
     _, slots = reference.items()
     assert torch.equal(index.ids_of(slots), reference.ids_of(slots))
-    marks = torch.from_numpy(generator.random(int(slots.max()) + 1) < 0.5)
+    marks = torch.from_numpy(generator.random(2 * len(universe)) < 0.5)
     found, marked = index.marked(marks)
     assert torch.equal(found, reference.ids_of(marked))
     assert torch.equal(marked.sort().values, slots[marks[slots]].sort().values)
+    with pytest.raises(
+        ValueError, match=r"takes a bool tensor of [\d,]+ marks or more on the CPU; this one is"
+    ):
+        index.marked(marks[: int(slots.max())])
 
 
 @pytest.mark.parametrize("max_slots", [1 << 14, 1 << 22])  # one shard, and four

@@ -74,6 +74,10 @@ class CompiledIndex:
         return int(self.memory[0][_NUM_LIVE])
 
     @property
+    def num_slots(self) -> int:
+        return int(self.memory[0][_NUM_SLOTS])
+
+    @property
     def num_bytes(self) -> int:
         assert _library is not None
         return int(_library.meshrec_index_num_bytes(self._addresses))

@@ -102,8 +102,17 @@ class HashIndex:
         Much faster than ``ids_of`` if most slots are marked: the index is read from begin to end.
 
         Args:
-            marks: bool, one for each slot that an ID has.
+            marks: bool, one for each slot from 0 to the greatest that an ID has had; there may be more.
+
+        Raises:
+            ValueError: the marks have another type or shape, or are too few.
         """
+        num = self._rows.num_slots
+        if marks.dtype != torch.bool or marks.dim() != 1 or not marks.is_cpu or len(marks) < num:
+            raise ValueError(
+                f"{self.name} takes a bool tensor of {num:,} marks or more on the CPU; this one is "
+                f"{marks.dtype} {list(marks.shape)} on {marks.device}."
+            )
         return self._rows.marked(marks.contiguous())
 
     def _checked(self, integers_N: Tensor) -> Tensor:

@@ -235,6 +235,10 @@ class NaiveIndex:
         ids = [self._ids[slot] if 0 <= slot < len(self._ids) else None for slot in slots_N.tolist()]
         return Status.FREE if None in ids else torch.tensor(ids, dtype=torch.int64)
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._ids)
+
     def marked(self, marks: Tensor) -> tuple[Tensor, Tensor]:
         ids, slots = self.items()
         return ids[marks[slots]], slots[marks[slots]]
