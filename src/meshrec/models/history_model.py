@@ -329,11 +329,14 @@ def encoded_in_buckets(
         moved_B = offsets[:-1][order_B] - falling_B.cumsum(0) + falling_B
         places = moved_B.repeat_interleave(falling_B)
         rows = history.values().index_select(0, places + torch.arange(len(places), device=places.device))
-        parts, begin = [], 0
-        for own_B in falling_B.split(_bucket_sizes(falling_B.tolist())):
-            end = begin + int(own_B.sum())
+        lengths = falling_B.tolist()
+        buckets = falling_B.split(_bucket_sizes(lengths))
+        parts, first, begin = [], 0, 0
+        for own_B in buckets:
+            own = lengths[first : first + len(own_B)]
+            first, end = first + len(own), begin + sum(own)
             bucket = JaggedTensor(rows[begin:end], lengths=own_B)
-            parts.append(encode(own_B, bucket.to_padded_dense(int(own_B[0]) if len(own_B) else 0)))
+            parts.append(encode(own_B, bucket.to_padded_dense(max(own, default=0))))
             begin = end
     widths = torch.cat([part.new_full(part.shape[:1], part.shape[1], dtype=torch.int64) for part in parts])
     first_B = torch.empty_like(widths).scatter(0, order_B, widths.cumsum(0) - widths)
@@ -341,11 +344,11 @@ def encoded_in_buckets(
 
 
 def _bucket_sizes(lengths: list[int]) -> list[int]:
-    """Return the number of samples of each bucket: at least half of its longest sample is in each of its
-    samples, but for a few items.
+    """Return the number of samples of each bucket. No sample is shorter than half of the longest one of its
+    bucket, give or take `_FEW_ITEMS`.
 
     Args:
-        lengths: the lengths of the samples, falling.
+        lengths: the lengths of the samples, the longest first.
     """
     sizes, longest = [0], lengths[0] if lengths else 0
     for length in lengths:
