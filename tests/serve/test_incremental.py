@@ -27,7 +27,7 @@ SERVE = ("-m", "meshrec.cli", "serve")
 def make_package(folder, kind, *, about=None, **options):
     torch.manual_seed(0)
     table = EmbeddingConfig(
-        name="item", num_embeddings=NUM_ITEMS, embedding_dim=WIDTH, feature_names=["history", "next"]
+        name="items", num_embeddings=NUM_ITEMS, embedding_dim=WIDTH, feature_names=["history", "next"]
     )
     times = "times" if kind is HSTU else None
     names = HistoryFeatures("history", "next", "seen", times)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.export.archive import PackageError
+from meshrec.export.calling import call_with
 from meshrec.models import (
     HSTU,
     AdvancedHistories,
@@ -127,9 +128,7 @@ class IncrementalQueries:
         sparse = KeyedJaggedTensor(
             self.features, torch.cat(values), lengths=torch.cat(lengths), stride=len(kept.lengths_B)
         )
-        found: AdvancedHistories = torch.func.functional_call(
-            self._caller, dict(self._weights), (sparse, kept)
-        )
+        found: AdvancedHistories = call_with(self._caller, self._weights, sparse, kept)
         return found
 
 
