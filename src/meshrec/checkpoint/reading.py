@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold: its manifest, and the rows of its tensors."""
+"""The manifest of a checkpoint, and the rows of its tensors: how its files are read."""
 
 import errno
 import os
