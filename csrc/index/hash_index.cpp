@@ -17,6 +17,7 @@ namespace meshrec {
 namespace {
 
 using index::Bucket;
+using index::Inserted;
 using index::Shard;
 using index::ShardState;
 
@@ -113,31 +114,32 @@ class Index {
   Status insert(const int64_t* ids, int64_t count, const int64_t* given, int64_t* slots) {
     for (int64_t i = 1; i < count; ++i)
       if (ids[i] <= ids[i - 1]) return kNotAscending;
-    find(ids, count, slots);
-    if (std::any_of(slots, slots + count, [](int64_t slot) { return slot >= 0; })) return kPresent;
     const int64_t num_free = header_.num_slots - header_.num_live;
     const int64_t num_slots = given != nullptr && count > 0
                                   ? *std::max_element(given, given + count) + 1
                                   : std::max(header_.num_slots, header_.num_slots + count - num_free);
-    if (num_slots > header_.max_slots) return kFull;
+    if (num_slots > header_.max_slots) return has_any(ids, count, slots) ? kPresent : kFull;
     const int extra = std::max<int>(
         0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - index::kLeastSlotBits);
-    const Partition parts = partition(ids, count);
+    const Partition parts = partition_ids(ids, count);
     if (!for_shards(count, [&](size_t s) {
           return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra);
         }))
       return kNoBuckets;
     assign(count, given, num_slots, slots);
     std::vector<int64_t> done(shards_.size(), 0);
-    const bool fits =
-        for_shards(count, [&](size_t s) { return insert_into(s, parts, slots, extra, done[s]); });
+    std::vector<Inserted> ends(shards_.size(), Inserted::kDone);
+    const bool fits = for_shards(count, [&](size_t s) {
+      ends[s] = insert_into(s, parts, slots, extra, done[s]);
+      return ends[s] == Inserted::kDone;
+    });
     header_.num_live += count;
     if (fits) return kDone;
     for (size_t s = 0; s < shards_.size(); ++s)
       for (int64_t i = 0; i < done[s]; ++i) shards_[s].remove(parts.keys[parts.begins[s] + i]);
     for (int64_t i = 0; i < count; ++i) free_.put(slots[i]);
     header_.num_live -= count;
-    return kCrowded;
+    return std::count(ends.begin(), ends.end(), Inserted::kPresent) > 0 ? kPresent : kCrowded;
   }
 
   Status remove(const int64_t* ids, int64_t count, int64_t* slots) {
@@ -150,14 +152,29 @@ class Index {
       }
       free_.put(slots[i]);
     }
-    const Partition parts = partition(ids, count);
-    for_shards(count, [&](size_t s) {
-      const int64_t end = parts.begins[s + 1];
-      for (int64_t i = parts.begins[s]; i < end; ++i) {
-        if (i + kAhead < end) __builtin_prefetch(shards_[s].home_bucket(parts.keys[i + kAhead]), 1, 3);
-        shards_[s].remove(parts.keys[i]);
+    const Partition parts = partition_ids(ids, count);
+    for_parts(parts, [&](Shard& shard, int64_t i) { shard.remove(parts.keys[i]); });
+    header_.num_live -= count;
+    return kDone;
+  }
+
+  // Removes the IDs of slots, and returns them.
+  Status free(const int64_t* slots, int64_t count, int64_t* ids) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (is_live(slots[i])) {
+        free_.put(slots[i]);
+        continue;
       }
-      return true;
+      const bool repeats = std::find(slots, slots + i, slots[i]) != slots + i;
+      while (--i >= 0) free_.take(slots[i]);
+      return repeats ? kRepeats : kFree;
+    }
+    const Partition parts = partition(count, [&](int64_t i) { return tag_of(slots[i]) << 40; });
+    for_parts(parts, [&](Shard& shard, int64_t i) {
+      const int64_t at = parts.places[i];
+      const index::Place place = shard.place_of(uint64_t(slots[at]), parts.keys[i] >> 40);
+      ids[at] = int64_t(unmix(shard.key_at(place), seed_));
+      shard.remove_at(place);
     });
     header_.num_live -= count;
     return kDone;
@@ -177,7 +194,8 @@ class Index {
       for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
       for (int64_t i = begin; i < end; ++i) {
         const uint64_t tag = tags[i & (kAhead - 1)];
-        ids[i] = int64_t(unmix(shard_of(tag << 40).key_of(uint64_t(slots[i]), tag), seed_));
+        const Shard& shard = shard_of(tag << 40);
+        ids[i] = int64_t(unmix(shard.key_at(shard.place_of(uint64_t(slots[i]), tag)), seed_));
         if (i + 2 * kAhead < end) __builtin_prefetch(tags_ + kTagBytes * slots[i + 2 * kAhead], 0, 3);
         if (i + kAhead < end) begin_one(i + kAhead);
       }
@@ -198,16 +216,17 @@ class Index {
     });
   }
 
-  // The IDs whose slots are marked, and these slots, in the order of keys; each has room for all IDs. Returns
-  // how many there are.
-  int64_t marked(const bool* marks, int64_t* ids, int64_t* slots) const {
+  // The IDs up to `most` whose slots are marked, and these slots, in the order of keys; each has room for all
+  // IDs. Returns how many there are.
+  int64_t marked(const bool* marks, int64_t most, int64_t* ids, int64_t* slots) const {
     std::vector<int64_t> begins(1, 0), counts(shards_.size(), 0);
     for (const Shard& shard : shards_) begins.push_back(begins.back() + shard.num_keys());
     parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
       int64_t i = begins[s];
       shards_[s].for_all([&](index::Entry entry) {
-        if (!marks[entry.slot]) return;
-        ids[i] = int64_t(unmix(entry.key, seed_));
+        const int64_t id = int64_t(unmix(entry.key, seed_));
+        if (id > most || !marks[entry.slot]) return;
+        ids[i] = id;
         slots[i++] = int64_t(entry.slot);
       });
       counts[s] = i - begins[s];
@@ -240,6 +259,12 @@ class Index {
     const Bucket* bucket;
   };
 
+  // Whether the index has one of the IDs; writes their slots.
+  bool has_any(const int64_t* ids, int64_t count, int64_t* slots) const {
+    find(ids, count, slots);
+    return std::any_of(slots, slots + count, [](int64_t slot) { return slot >= 0; });
+  }
+
   void find_displaced(const FindArgs& args, int64_t num_displaced) const {
     Home homes[kAhead];
     const auto begin_one = [&](int64_t k) __attribute__((always_inline)) {
@@ -262,20 +287,28 @@ class Index {
     return shards_[header_.shard_bits == 0 ? 0 : key >> (64 - header_.shard_bits)];
   }
 
-  Partition partition(const int64_t* ids, int64_t count) const {
+  Partition partition_ids(const int64_t* ids, int64_t count) const {
+    return partition(count, [&](int64_t i) { return mix(uint64_t(ids[i]), seed_); });
+  }
+
+  template <typename KeyOf>
+  Partition partition(int64_t count, const KeyOf& key_of) const {
     Partition parts{std::vector<int64_t>(shards_.size() + 1, 0),
                     std::unique_ptr<uint64_t[]>(new uint64_t[count]),
                     std::unique_ptr<int64_t[]>(new int64_t[count])};
+    const std::unique_ptr<uint64_t[]> keys(new uint64_t[count]);
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) keys[i] = key_of(i);
+    });
     const int shift = 64 - int(header_.shard_bits);
     const auto shard_number = [&](uint64_t key) { return shift == 64 ? 0 : key >> shift; };
     std::vector<int64_t> next(shards_.size() + 1, 0);
-    for (int64_t i = 0; i < count; ++i) ++next[shard_number(mix(uint64_t(ids[i]), seed_)) + 1];
+    for (int64_t i = 0; i < count; ++i) ++next[shard_number(keys[i]) + 1];
     for (size_t s = 0; s < shards_.size(); ++s) next[s + 1] += next[s];
     parts.begins = next;
     for (int64_t i = 0; i < count; ++i) {
-      const uint64_t key = mix(uint64_t(ids[i]), seed_);
-      const int64_t place = next[shard_number(key)]++;
-      parts.keys[place] = key, parts.places[place] = i;
+      const int64_t place = next[shard_number(keys[i])]++;
+      parts.keys[place] = keys[i], parts.places[place] = i;
     }
     return parts;
   }
@@ -296,6 +329,19 @@ class Index {
     return all;
   }
 
+  // Runs work(shard, i) for all of a partition, once the homes of its keys are requested.
+  template <typename Work>
+  void for_parts(const Partition& parts, const Work& work) {
+    for_shards(parts.begins.back(), [&](size_t s) {
+      const int64_t end = parts.begins[s + 1];
+      for (int64_t i = parts.begins[s]; i < end; ++i) {
+        if (i + kAhead < end) __builtin_prefetch(shards_[s].home_bucket(parts.keys[i + kAhead]), 1, 3);
+        work(shards_[s], i);
+      }
+      return true;
+    });
+  }
+
   void assign(int64_t count, const int64_t* given, int64_t num_slots, int64_t* slots) {
     if (given != nullptr) {
       for (int64_t slot = header_.num_slots; slot < num_slots; ++slot) free_.put(slot);
@@ -308,7 +354,7 @@ class Index {
     header_.num_slots = std::max(header_.num_slots, num_slots);
   }
 
-  bool insert_into(size_t s, const Partition& parts, const int64_t* slots, int extra, int64_t& done) {
+  Inserted insert_into(size_t s, const Partition& parts, const int64_t* slots, int extra, int64_t& done) {
     Shard& shard = shards_[s];
     const int64_t end = parts.begins[s + 1];
     for (int64_t i = parts.begins[s]; i < end; ++i, ++done) {
@@ -316,12 +362,15 @@ class Index {
       const uint64_t key = parts.keys[i];
       const int64_t slot = slots[parts.places[i]];
       int64_t more = std::max<int64_t>(shard.num_keys(), 64);
-      for (int turn = 0; !shard.insert(key, uint64_t(slot), extra); ++turn, more *= 2)
-        if (turn == 4 || !shard.prepare(more, extra)) return false;
+      for (int turn = 0;; ++turn, more *= 2) {
+        const Inserted end = shard.insert(key, uint64_t(slot), extra);
+        if (end == Inserted::kDone) break;
+        if (end == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) return end;
+      }
       for (int64_t byte = 0; byte < kTagBytes; ++byte)
         tags_[kTagBytes * slot + byte] = uint8_t(key >> (40 + 8 * byte));
     }
-    return true;
+    return Inserted::kDone;
   }
 
   uint64_t tag_of(int64_t slot) const {
@@ -420,6 +469,11 @@ MESHREC_C meshrec_index_remove(void* const* memory, uint64_t seed, const int64_t
   return with_index(memory, seed, [&](Index& index) { return index.remove(ids, count, slots); });
 }
 
+MESHREC_C meshrec_index_free(void* const* memory, uint64_t seed, const int64_t* slots, int64_t count,
+                             int64_t* ids) {
+  return with_index(memory, seed, [&](Index& index) { return index.free(slots, count, ids); });
+}
+
 MESHREC_C meshrec_index_ids_of(void* const* memory, uint64_t seed, const int64_t* slots, int64_t count,
                                int64_t* ids) {
   return with_index(memory, seed, [&](Index& index) { return index.ids_of(slots, count, ids); });
@@ -429,9 +483,9 @@ MESHREC_C meshrec_index_items(void* const* memory, uint64_t seed, int64_t* ids, 
   return with_index(memory, seed, [&](Index& index) { return index.items(ids, slots), int64_t(kDone); });
 }
 
-MESHREC_C meshrec_index_marked(void* const* memory, uint64_t seed, const bool* marks, int64_t* ids,
-                               int64_t* slots) {
-  return with_index(memory, seed, [&](Index& index) { return index.marked(marks, ids, slots); });
+MESHREC_C meshrec_index_marked(void* const* memory, uint64_t seed, const bool* marks, int64_t most,
+                               int64_t* ids, int64_t* slots) {
+  return with_index(memory, seed, [&](Index& index) { return index.marked(marks, most, ids, slots); });
 }
 
 MESHREC_C meshrec_index_num_bytes(void* const* memory) {

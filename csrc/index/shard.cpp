@@ -93,21 +93,24 @@ void Shard::widen(int64_t b, int slot_extra) {
   for (int entry = 0; entry < count; ++entry) bucket.set(entry, entries[entry]);
 }
 
-bool Shard::insert(uint64_t key, uint64_t slot, int slot_extra) {
+Inserted Shard::insert(uint64_t key, uint64_t slot, int slot_extra) {
   int64_t b = home(key), last = b;
   // Every full bucket from the key's home on will pass one on.
   for (; buckets_[last].full(); ++last)
-    if (last + 1 - home(std::max(key, get(last, kEntries - 1).key)) >= kFarthest) return false;
+    if (last + 1 - home(std::max(key, get(last, kEntries - 1).key)) >= kFarthest) return Inserted::kCrowded;
   Entry carried{key, slot};
   for (; b <= last; ++b) {
     Bucket& bucket = buckets_[b];
     const int count = bucket.count();
     if (count == 0) bucket.set_header(0, slot_extra);
     widen(b, slot_extra);
+    const uint64_t least = base(b);
     int place = count;
-    while (place > 0 && get(b, place - 1).key > carried.key) --place;
+    while (place > 0 && bucket.get(place - 1, least).key > carried.key) --place;
+    // Only the new key can be here, so nothing has moved yet.
+    if (place > 0 && bucket.get(place - 1, least).key == carried.key) return Inserted::kPresent;
     if (b < last && place == kEntries) continue;
-    const Entry largest = b < last ? get(b, kEntries - 1) : carried;
+    const Entry largest = b < last ? bucket.get(kEntries - 1, least) : carried;
     const int moving = (b < last ? kEntries - 1 : count) - place;
     bucket.move(place, place + 1, moving);
     bucket.set(place, carried);
@@ -115,13 +118,18 @@ bool Shard::insert(uint64_t key, uint64_t slot, int slot_extra) {
     carried = largest;
   }
   ++state_->num_keys;
-  return true;
+  return Inserted::kDone;
 }
 
 void Shard::remove(uint64_t key) {
   int64_t b = home(key);
   int entry = buckets_[b].find(key);
   while (entry < 0) entry = buckets_[++b].find(key);
+  remove_at({b, entry});
+}
+
+void Shard::remove_at(Place place) {
+  auto [b, entry] = place;
   --state_->num_keys;
   while (true) {
     Bucket& bucket = buckets_[b];
@@ -140,14 +148,12 @@ void Shard::remove(uint64_t key) {
   }
 }
 
-uint64_t Shard::key_of(uint64_t slot, uint64_t tag) const {
-  int64_t b = home(std::max(tag << 40, first_key_));
-  while (true) {
+Place Shard::place_of(uint64_t slot, uint64_t tag) const {
+  for (int64_t b = home(std::max(tag << 40, first_key_));; ++b) {
+    assert(b < after_ + kReach);
     const Bucket& bucket = buckets_[b];
     for (int entry = 0, count = bucket.count(); entry < count; ++entry)
-      if (bucket.slot(entry) == slot) return get(b, entry).key;
-    assert(b < after_ + kReach);
-    ++b;
+      if (bucket.slot(entry) == slot) return {b, entry};
   }
 }
 

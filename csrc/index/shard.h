@@ -44,6 +44,14 @@ struct Entry {
   uint64_t key, slot;
 };
 
+// Where an entry lies.
+struct Place {
+  int64_t bucket;
+  int entry;
+};
+
+enum class Inserted { kDone, kCrowded, kPresent };
+
 struct Bucket {
   uint8_t bytes[kBucketBytes];
 
@@ -53,6 +61,11 @@ struct Bucket {
   uint64_t low(int entry) const { return load64(bytes + 8 * entry); }
   uint64_t slot(int entry) const {
     return uint64_t(bytes[8 * kEntries + entry]) << extra() | low(entry) >> 1 >> (63 - extra());
+  }
+
+  // Returns an entry of a bucket whose smallest key may be `least`.
+  Entry get(int entry, uint64_t least) const {
+    return {least + ((low(entry) - least) << extra() >> extra()), slot(entry)};
   }
 
   // Returns the entry whose low bits are those of the key, or -1.
@@ -120,21 +133,26 @@ class Shard {
   // Makes room for more keys, whose slots have so many bits beyond the least. Returns false, with nothing
   // changed, if there is no memory for so many buckets.
   bool prepare(int64_t more, int slot_extra);
-  // Inserts a key that is new, once there is room. Returns false, with nothing changed, if too many keys have
-  // homes near by.
-  bool insert(uint64_t key, uint64_t slot, int slot_extra);
+  // Inserts a key, once there is room. Nothing changes if it is here already, or if too many keys have homes
+  // near by.
+  Inserted insert(uint64_t key, uint64_t slot, int slot_extra);
   // Removes a key that is here.
   void remove(uint64_t key);
+  void remove_at(Place place);
   int64_t num_keys() const { return state_->num_keys; }
 
-  // Finds the key of a slot whose key begins with the tag of 24 bits.
-  uint64_t key_of(uint64_t slot, uint64_t tag) const;
+  // Finds the entry of a slot whose key begins with the tag of 24 bits.
+  Place place_of(uint64_t slot, uint64_t tag) const;
+  uint64_t key_at(Place place) const { return get(place.bucket, place.entry).key; }
   Bucket* tag_bucket(uint64_t tag) const { return home_bucket(std::max(tag << 40, first_key_)); }
 
   template <typename Visit>
   void for_all(const Visit& visit) const {
-    for (int64_t b = 0; b < after_ + kReach; ++b)
-      for (int entry = 0, count = buckets_[b].count(); entry < count; ++entry) visit(get(b, entry));
+    for (int64_t b = 0; b < after_ + kReach; ++b) {
+      const uint64_t least = base(b);
+      for (int entry = 0, count = buckets_[b].count(); entry < count; ++entry)
+        visit(buckets_[b].get(entry, least));
+    }
   }
 
  private:
@@ -156,12 +174,7 @@ class Shard {
     const uint64_t fraction = uint64_t(first) * (first < moved_ ? before_step_ : after_step_);
     return first_key_ | fraction >> shard_bits_;
   }
-  Entry get(int64_t b, int entry) const {
-    const Bucket& bucket = buckets_[b];
-    const int shift = bucket.extra();
-    const uint64_t least = base(b);
-    return {least + ((bucket.low(entry) - least) << shift >> shift), bucket.slot(entry)};
-  }
+  Entry get(int64_t b, int entry) const { return buckets_[b].get(entry, base(b)); }
   void grow(int64_t wanted, int slot_extra);
   void move_down(int64_t target, int slot_extra);
   void take_all(int64_t b, std::vector<Entry>& entries);

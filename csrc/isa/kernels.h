@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "dist/wire.h"
+#include "index/draw.h"
 #include "index/find.h"
 #include "interaction/interaction.h"
 #include "nbit/rows.h"
@@ -36,6 +37,7 @@ struct Kernels {
   int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite
   void (*decode_wire)(const WireRowsArgs&);
   int64_t (*find)(const FindArgs&);  // returns the number of displaced keys
+  void (*draw)(const DrawArgs&, int64_t begin, int64_t end);
 };
 
 const Kernels* kernels_baseline();

@@ -19,6 +19,23 @@ def test_the_kernel_equals_the_reference(low, high, columns):
     assert torch.equal(found, first_rows.first_rows(IDS, 12345, low, step, *columns))
 
 
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_rows_are_written_where_they_lie(width):
+    slots = torch.tensor([3, 0, 11, 5, 6, 7, 9, 1])
+    rows, expected = torch.zeros(12, width), torch.zeros(12, width)
+    first_rows.write_uniform_rows(rows, slots, IDS, seed=4, low=-0.1, high=0.1, column=2)
+    step = first_rows.step_of(-0.1, 0.1)
+    first_rows.begin_rows(expected, slots, IDS, 4, -0.1, step, 2)
+    assert torch.equal(rows, expected)
+    assert torch.equal(
+        rows[slots], first_rows.uniform_rows(IDS, seed=4, low=-0.1, high=0.1, columns=(2, 2 + width))
+    )
+    torch.library.opcheck(torch.ops.meshrec.begin_rows, (rows, slots, IDS, 4, -0.1, step, 2))
+    if has_kernels:
+        with pytest.raises(ValueError, match=r"slot 12 is outside \[0, 12\)"):
+            first_rows.write_uniform_rows(rows, slots + 1, IDS, seed=4, low=-0.1, high=0.1, column=2)
+
+
 def test_rows_are_functions_of_seed_id_and_column():
     rows = first_rows.uniform_rows(IDS, seed=1, low=-1.0, high=1.0, columns=(0, 64))
     assert torch.equal(rows[6], rows[7])

@@ -44,12 +44,44 @@ def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tu
     return found
 
 
+def write_uniform_rows(
+    rows: Tensor, slots: Tensor, ids: Tensor, *, seed: int, low: float, high: float, column: int
+) -> None:
+    """Write the first values of rows, uniform in [low, high), to their slots.
+
+    Args:
+        rows: fp32 [S, D], contiguous; their columns begin at ``column``.
+        slots: the slot of each ID's row, int64 [N].
+        ids: int64 [N].
+        seed: any int64.
+        low: the least value.
+        high: the end of the values.
+        column: the first column.
+    """
+    torch.ops.meshrec.begin_rows.default(rows, slots, ids, seed, low, step_of(low, high), column)
+
+
+def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, step: float, c0: int) -> None:
+    """Write the first values of rows, see ``first_rows``, to where they lie.
+
+    Args:
+        rows: fp32 [S, D]; their columns begin at ``c0``.
+        slots: the place of each ID's row, int64 [N].
+        ids: int64 [N].
+        seed: any int64.
+        low: the least value.
+        step: the distance of two values that follow each other.
+        c0: the first column.
+    """
+    rows[slots] = first_rows(ids, seed, low, step, c0, c0 + rows.shape[1])
+
+
 def step_of(low: float, high: float) -> float:
     """Return the distance of two values that follow each other, an fp32 value."""
     return torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
 
 
-implement([first_rows])
+implement([first_rows, begin_rows])
 
 
 def _fake(
@@ -59,3 +91,4 @@ def _fake(
 
 
 torch.library.register_fake("meshrec::first_rows", _fake)
+torch.library.register_fake("meshrec::begin_rows", lambda *arguments: None)

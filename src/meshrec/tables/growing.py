@@ -13,7 +13,7 @@ the rows of a table among threads by its height.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class GrowingRows:
     """The memory of rows and their optimizer state, indexed by slot; see [Note: memory that grows].
 
     Args:
-        row: the tensors that a row consists of, each ``[1, ...]``, with the values of a new row.
+        row: the tensors that a row consists of, each ``[1, ...]``, filled with the value of a new row.
         max_rows: the greatest number of rows that the table may ever have.
         name: the table's name in messages.
 
@@ -82,6 +82,20 @@ class GrowingRows:
         for tensor, begin in zip(self.tensors[num_written:], self.first[num_written:], strict=True):
             tensor.data[self.num_rows : num_rows] = begin  # nobody's write: see ``OwnWrites``
         self.num_rows = num_rows
+
+    @torch.no_grad()
+    def begin(self, slots: Tensor, *, written: Collection[int]) -> None:
+        """Add rows up to the greatest slot, and reset those of the slots that had a row before.
+
+        Args:
+            slots: int64 [N], at least one.
+            written: the numbers of the tensors to which the caller writes itself.
+        """
+        again = slots[slots < self.num_rows]
+        self.grow(int(slots.max()) + 1, num_written=int(0 in written))
+        for number, (tensor, begin) in enumerate(zip(self.tensors, self.first, strict=True)):
+            if number not in written and len(again):
+                tensor.data.index_fill_(0, again, begin.flatten()[0])
 
     def _make_room(self, height: int) -> None:
         # All that can fail comes first.

@@ -22,7 +22,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from meshrec.ops.first_rows import uniform_rows
+from meshrec.ops.first_rows import uniform_rows, write_uniform_rows
 from meshrec.ops.index import HashIndex, mix, unique, unmix
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
@@ -192,7 +192,7 @@ class HashedTable:
     def revive(self, slots: Tensor) -> None:
         """Mark pending rows as alive, with their present values."""
         if len(slots):
-            self.memory[""][slots] = True
+            self.memory[""].index_fill_(0, slots, True)
             self.books.report.live += len(slots)
             self.books.changes += 1
 
@@ -201,21 +201,21 @@ class HashedTable:
         if len(slots) == 0:
             return
         alive = self.memory[""]
-        keys = self.keys_of(slots)
-        if self.books.is_watched:
-            self.books.evicted.append(keys)
-        alive[slots] = False
-        gone = torch.zeros(len(alive) if self.in_flight else 0, dtype=torch.bool)
-        gone[slots if self.in_flight else slots[:0]] = True
+        alive.index_fill_(0, slots, False)
+        gone = torch.zeros_like(alive).index_fill_(0, slots, True)
         for pin in self.in_flight:
             held = unique(pin.slots[gone[pin.slots]])[0]
             pin.pending = torch.cat([pin.pending, held])
             self.memory["pins"][held] += 1
-        held = self.memory["pins"][slots] > 0
+        is_held = self.memory["pins"][slots] > 0
         if self.file is not None:
             self.file.table.log(slots.sort().values)
-        self._begin(slots[held], keys[held])
-        self._free(slots[~held])
+        held = slots[is_held]
+        keys = self.keys_of(held)
+        self._begin(held, keys)
+        freed = self._free(slots[~is_held])
+        if self.books.is_watched:
+            self.books.evicted.append(torch.cat([keys, freed]))
         self.books.report.live -= len(slots)
         self.books.changes += 1
 
@@ -227,26 +227,22 @@ class HashedTable:
         """Write first rows with their initial optimizer state. Grow the memory if necessary."""
         if len(slots) == 0:
             return
-        before = self._grown.num_rows
-        self._grown.grow(int(slots.max()) + 1, num_written=int(self.file is None))
-        r = self.rectangle
-        given = {"weight": self.storage.begin(self.ids_of(keys), r.columns), "key": keys}
-        # New slots follow each other: a copy of a range is several times as fast.
-        place = slice(int(slots[0]), int(slots[-1]) + 1) if bool((slots.diff() == 1).all()) else slots
-        again = slots[slots < before]
-        for (name, tensor), begin in zip(self.memory.items(), self._grown.first, strict=True):
-            if name in given:
-                tensor.data[place] = given[name].to(tensor.dtype)
-            elif name != "pins" and len(again):
-                tensor.data[again] = begin
-        if self.file is not None:
-            self.file.begin(slots, given["weight"])
+        written = [number for number, name in enumerate(self.memory) if name in ("weight", "key", "pins")]
+        self._grown.begin(slots, written=written)
+        ids, columns = self.ids_of(keys), self.rectangle.columns
+        if self.file is None:
+            self.storage.begin_at(self.memory["weight"].data, slots, ids, columns)
+        else:
+            self.file.begin(slots, self.storage.begin(ids, columns))
+        if self.slot_keys is not None:
+            self.slot_keys.index_copy_(0, slots, keys)
 
-    def _free(self, slots: Tensor) -> None:
-        if len(slots):
-            self.slots.remove(self.keys_of(slots))
-            if self.file is not None:
-                self.file.table.drop(slots.sort().values)
+    def _free(self, slots: Tensor) -> Tensor:
+        """Remove the IDs of some slots from the index, and return their keys."""
+        keys = self.slots.free(slots)
+        if self.file is not None and len(slots):
+            self.file.table.drop(slots.sort().values)
+        return keys
 
     # ---- streams ----------------------------------------------------------------------------------
 
@@ -480,6 +476,14 @@ class HashedRows(SideRows):
     def row_seed(self) -> int:
         """The seed of the first rows, from the table's name and seed."""
         return seed_of_rows(self.name, self.keys.seed)
+
+    def begin_at(self, rows: Tensor, slots: Tensor, ids: Tensor, columns: Span) -> None:
+        """Write the first rows of IDs to their slots."""
+        if self.dtype == torch.float32 and self.init_fn is None:
+            low, high = self.bounds
+            write_uniform_rows(rows, slots, ids, seed=self.row_seed, low=low, high=high, column=columns[0])
+            return
+        rows.index_copy_(0, slots, self.begin(ids, columns))
 
     def begin(self, ids: Tensor, columns: Span) -> Tensor:
         """Return the first rows as they lie in memory; codes have the scale and bias of the whole row."""

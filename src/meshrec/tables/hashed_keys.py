@@ -42,7 +42,7 @@ class Clock(NamedTuple):
 
 
 class RowsToJudge(NamedTuple):
-    """The rows of a table on one rank, in the order of their keys, for a score."""
+    """Rows of a table on one rank, for a score. A policy that needs no rows gets its own parts only."""
 
     ids: Tensor
     """int64 [N]."""
@@ -67,7 +67,7 @@ class Eviction(ABC):
 
     @abstractmethod
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return a score for each row, int64 [N]."""
+        """Return a score for each row, int32 or int64 [N]."""
 
     def expired(self, own: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
         """Return which rows to evict even if the table is not full, bool by slot; None: no row."""
@@ -82,11 +82,11 @@ class LRU(Eviction):
 
     def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
         """Record the number of the update."""
-        own["last"][slots] = clock.step
+        own["last"].index_fill_(0, slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the steps of the last updates."""
-        return rows.parts["last"].long()
+        return rows.parts["last"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class LFU(Eviction):
         uses, last = own["uses"], own["last"]
         uses[slots] = uses[slots] >> self._halvings(last[slots], clock)
         uses.index_add_(0, slots, torch.full_like(slots, _USE))
-        last[slots] = clock.step
+        last.index_fill_(0, slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the decayed counts, in units of 2^-16 reads."""
@@ -148,7 +148,7 @@ class TTL(Eviction):
 
     def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
         """Record the number of the update, or the event time."""
-        own["last"][slots] = self._now(clock)
+        own["last"].index_fill_(0, slots, self._now(clock))
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the times of the last updates."""
@@ -195,7 +195,7 @@ class Score(Eviction):
 
     def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
         """Record the number of the update, which the score reads as ``rows.parts["last"]``."""
-        own["last"][slots] = clock.step
+        own["last"].index_fill_(0, slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the scores as integers of the same order.

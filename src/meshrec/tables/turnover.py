@@ -4,30 +4,33 @@
 
 Every rank tells how many rows each interval of keys has, and how many more it would have (one small sum over
 ranks for all tables). If a table would be too full, the ranks find the score of the last row that must go,
-digit by digit, from histograms that they add up. Of equal scores the least keys go. Rows of the update itself
-stay. Only rectangles that begin at column 0 are counted, so that each row counts once; the others follow the
-threshold with the same scores. A table that is full gives up a 64th of its rows, so that it is not searched
-in every step.
+digit by digit, from histograms that they add up. Of equal scores the least keys go: they are found in the
+same way, first among those keys that are probably small enough. Rows of the update itself stay. Only
+rectangles that begin at column 0 are counted, so that each row counts once; the others follow the threshold
+with the same scores. A table that is full gives up a 64th of its rows, so that it is not searched in every
+step.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from meshrec.ops.index import unique
+from meshrec.ops.index import marked_between, marked_histogram, marked_range, unique
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_books import PinnedRows
 from meshrec.tables.hashed_keys import TTL, Clock, RowsToJudge
+from meshrec.tables.key_space import FIRST_KEY
 from meshrec.tables.table import Span
 from meshrec.tables.waiting import in_span
 
 # N rows, U distinct IDs of an update
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_DIGITS = 1 << 16
-_MOST = (1 << 63) - 1
+_DIGIT_BITS = 12
+_LAST_KEY = (1 << 63) - 1
 _SLACK = 64
 _FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index
 
@@ -99,6 +102,33 @@ class Due(NamedTuple):
     clock: Clock
 
 
+class Judged(NamedTuple):
+    """The scores of a rectangle's rows, by slot."""
+
+    scores: Tensor
+    """int32 or int64 [S]."""
+    marks: Tensor
+    """Whether the row may go, bool [S]."""
+
+
+class Spread(NamedTuple):
+    """The least and the greatest of some values, and their number."""
+
+    least: int
+    greatest: int
+    number: int
+
+
+class Nth(NamedTuple):
+    """The n-th smallest of some values, from 1 on."""
+
+    value: int
+    below: int
+    """The number of smaller values."""
+    equal: int
+    """The number of values that are equal to it."""
+
+
 class Decision(NamedTuple):
     """The turnover of all tables of a rank."""
 
@@ -131,10 +161,12 @@ class Turnover:
         """The number of rows in each interval of each table, on whatever rank."""
         self.seconds = 0
         """The latest event time that was set on this rank."""
+        self._passed: dict[int, tuple[int, int]] = {}
+        """The score and the key of the last row that each table has evicted."""
 
     def recount(self) -> None:
         """Count the rows of all ranks anew. Collective."""
-        self.live = self._counted({})
+        self.live, self._passed = self._counted({}), {}
 
     def prepare(self, pins: Sequence[object], steps: Mapping[int, int]) -> Decision:
         """Compute the turnover of the next update, without changing anything yet. Collective.
@@ -222,50 +254,76 @@ class Turnover:
                 f"rows, and max_rows is {most:,}. Nothing was changed. Raise max_rows, or choose which rows "
                 "go: Hashed(evict=LRU())."
             )
-        candidates = {i: _candidates(self.tables[i], each) for i, each in due.items()}
-        owned = [i for i in due if self.tables[i].rectangle.c0 == 0]
-        sizes = torch.tensor([sum(len(candidates[i]) for i in owned)])
-        num_candidates = int(self._everyone.sum(sizes))
-        if num_candidates < total - most:
+        judged = self._judged(table, due)
+        owned = [judged[i] for i in due if self.tables[i].rectangle.c0 == 0]
+        spread = spread_of(owned, self._everyone)
+        if spread.number < total - most:
             raise ValueError(
-                f"table {storage.name!r}: this update alone has {total - num_candidates:,} distinct IDs that "
+                f"table {storage.name!r}: this update alone has {total - spread.number:,} distinct IDs that "
                 f"need a row, and max_rows is {most:,}. Nothing was changed. Raise max_rows, or make batches "
                 "smaller."
             )
-        num_going = min(num_candidates, total - most + most // _SLACK)
-        scores = self._scores(table, candidates, due)
-        of_owned = torch.cat([sizes[:0], *(scores[i] for i in owned)])
-        last, below = nth(of_owned, num_going, self._everyone)
-        tied = {i: _with_keys(self.tables[i], candidates[i][scores[i] == last]) for i in due}
-        ties = torch.cat([sizes[:0], *(tied[i][0] for i in owned)])
-        last_key, _ = nth(ties, num_going - below, self._everyone)
+        num_going = min(spread.number, total - most + most // _SLACK)
+        last = nth(owned, num_going, spread, self._everyone)
+        tied = self._tied(table, judged, last, num_going - last.below)
         found = {}
         for i, each in due.items():
-            keys, slots = tied[i]
-            going = torch.cat([candidates[i][scores[i] < last], slots[keys <= last_key]])
-            found[i] = each._replace(gone=torch.cat([each.gone, unique(going)[0]]))
+            smaller = marked_between(*judged[i], spread.least, last.value - 1) if last.below else _NONE
+            found[i] = each._replace(gone=torch.cat([each.gone, smaller, tied[i]]))
         return found
 
-    def _scores(
-        self, number: int, candidates: Mapping[int, Tensor], due: Mapping[int, Due]
-    ) -> dict[int, Tensor]:
+    def _judged(self, number: int, due: Mapping[int, Due]) -> dict[int, Judged]:
+        """Return the scores of the rows of a table. Collective where a score reads whole rows."""
         policy = self.storages[number].keys.evict
         assert policy is not None
-        found: dict[int, Tensor] = {}
-        for i, slots in candidates.items():
-            table = self.tables[i]
-            names = None if policy.needs_rows else [part.name for part in policy.parts]
-            scores = [slots[:0]]
+        found = {i: Judged(_NONE, _candidates(self.tables[i], each)) for i, each in due.items()}
+        if not policy.needs_rows:
+            for i, (_, marks) in found.items():
+                parts = {part.name: self.tables[i].memory[part.name][: len(marks)] for part in policy.parts}
+                scores = policy.scores(RowsToJudge(_NONE, parts), due[i].clock)
+                found[i] = Judged(scores, marks)
+            return found
+        slots = {i: marks.nonzero()[:, 0] for i, (_, marks) in found.items()}
+        own = []
+        for i, candidates in slots.items():
+            table, scores = self.tables[i], [_NONE]
             # Whole rows may be more than memory holds.
-            for some in slots.split(table.block_rows) if policy.needs_rows else (slots,):
-                parts = table.gathered(some, table.rectangle.columns, names)
-                ids = table.ids_of(table.keys_of(some)) if policy.needs_rows else some
-                scores.append(policy.scores(RowsToJudge(ids, parts), due[i].clock))
-            found[i] = torch.cat(scores)
-        if policy.needs_rows:
-            sums = self._everyone.row_sums(number, list(found.values()))
-            found = dict(zip(found, sums, strict=True))
+            for some in candidates.split(table.block_rows):
+                rows = RowsToJudge(
+                    table.ids_of(table.keys_of(some)), table.gathered(some, table.rectangle.columns)
+                )
+                scores.append(policy.scores(rows, due[i].clock))
+            own.append(torch.cat(scores))
+        for (i, (_, marks)), sums in zip(found.items(), self._everyone.row_sums(number, own), strict=True):
+            scores_by_slot = torch.zeros(len(marks), dtype=torch.int64).index_copy_(0, slots[i], sums)
+            found[i] = Judged(scores_by_slot, marks)
         return found
+
+    def _tied(
+        self, number: int, judged: Mapping[int, Judged], last: Nth, num_going: int
+    ) -> dict[int, Tensor]:
+        """Return the slots of the rows that go among those with the score of the last one. Collective."""
+        if num_going == last.equal:
+            return {i: marked_between(*each, last.value, last.value) for i, each in judged.items()}
+        for most in (self._likely_bound(number, last, num_going), _LAST_KEY):
+            tied = {i: _with_keys(self.tables[i], each, last.value, most) for i, each in judged.items()}
+            owned = [(keys, None) for i, (keys, _) in tied.items() if self.tables[i].rectangle.c0 == 0]
+            spread = spread_of(owned, self._everyone)
+            if spread.number >= num_going:
+                break
+        key = nth(owned, num_going, spread, self._everyone).value
+        self._passed[number] = last.value, key
+        return {i: slots[keys <= key] for i, (keys, slots) in tied.items()}
+
+    def _likely_bound(self, number: int, last: Nth, num_going: int) -> int:
+        """Return a key that probably has ``num_going`` tied rows at or below it, and not many more.
+
+        Keys are spread evenly; of the same score, those up to a key may have gone before.
+        """
+        score, key = self._passed.get(number, (last.value, FIRST_KEY))
+        first = key if score == last.value else FIRST_KEY
+        wanted = num_going + 8 * math.isqrt(num_going) + 64
+        return min(_LAST_KEY, first + (_LAST_KEY - first) * wanted // last.equal)
 
 
 def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
@@ -307,50 +365,65 @@ def _num_rows(table: HashedTable, due: Due | None, span: Span | None) -> int:
 
 
 def _candidates(table: HashedTable, due: Due) -> Tensor:
-    """Return the slots of the rows that may go: not those of the update."""
-    free = table.memory[""].clone()
-    free[due.gone] = False
-    free[due.slots] = False
-    return free.nonzero()[:, 0]
+    """Return which rows may go, bool by slot: not those of the update."""
+    free = table.memory[""][: table.slots.num_slots].clone()
+    for slots in (due.gone, due.slots):
+        free.index_fill_(0, slots, False)
+    return free
 
 
-def _with_keys(table: HashedTable, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys of distinct slots, and the slots in the same order."""
-    if len(slots) * _FEW < table.slots.num_live:
-        return table.keys_of(slots), slots
-    marks = torch.zeros(len(table.memory[""]), dtype=torch.bool)
-    marks[slots] = True
-    return table.slots.marked(marks)
+def _with_keys(table: HashedTable, judged: Judged, score: int, most: int) -> tuple[Tensor, Tensor]:
+    """Return the keys up to ``most`` of the rows with a score, and their slots."""
+    tied = (judged.scores == score).logical_and_(judged.marks)
+    if int(tied.count_nonzero()) * _FEW >= table.slots.num_live:
+        return table.slots.marked(tied, most)
+    slots = tied.nonzero()[:, 0]
+    keys = table.keys_of(slots)
+    inside = keys <= most
+    return keys[inside], slots[inside]
 
 
-def nth(values: Tensor, n: int, everyone: Everyone) -> tuple[int, int]:
-    """Return the n-th smallest value of all ranks, from 1 on, and how many are smaller. Collective.
+def spread_of(parts: Sequence[tuple[Tensor, Tensor | None]], everyone: Everyone) -> Spread:
+    """Return the least and the greatest marked value of all ranks, and their number. Collective.
 
     Args:
-        values: int64, those of this rank; all ranks together have at least ``n``.
+        parts: the values of this rank and their marks, as ``marked_range`` takes them.
     """
-    shift, base, below = _range_of(values, everyone)
+    own = torch.zeros(everyone.size, 3, dtype=torch.int64)
+    found = [marked_range(*part) for part in parts]
+    if found:
+        least, greatest, numbers = torch.stack(found).unbind(1)
+        own[everyone.rank] = torch.stack([least.min(), greatest.max(), numbers.sum()])
+    rows = [row for row in everyone.sum(own.view(-1)).view(-1, 3).tolist() if row[2]]
+    if not rows:
+        return Spread(0, 0, 0)
+    least_of, greatest_of, number_of = zip(*rows, strict=True)
+    return Spread(min(least_of), max(greatest_of), sum(number_of))
+
+
+def nth(parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: Spread, everyone: Everyone) -> Nth:
+    """Return the n-th smallest of the marked values of all ranks. Collective.
+
+    Args:
+        parts: the values of this rank and their marks.
+        n: from 1 on, at most ``spread.number``.
+        spread: what ``spread_of`` returned for the same values.
+        everyone: the ranks.
+    """
+    size, shift = 1 << _DIGIT_BITS, 0
+    while (spread.greatest >> shift) - (spread.least >> shift) >= size:
+        shift += 1
+    base, below = spread.least, 0
     while True:
-        digits = (values >> shift) - (base >> shift)
-        counts = everyone.sum(torch.bincount(digits, minlength=_DIGITS))
+        own = torch.zeros(size, dtype=torch.int64)
+        for part in parts:
+            own += marked_histogram(*part, base, shift, size)
+        counts = everyone.sum(own)
         ends = counts.cumsum(0)
         digit = int(torch.searchsorted(ends, n - below))
-        below += int(ends[digit] - counts[digit])
+        equal = int(counts[digit])
+        below += int(ends[digit]) - equal
         base = ((base >> shift) + digit) << shift
         if shift == 0:
-            return base, below
-        values = values[digits == digit]
-        shift = max(0, shift - 16)
-
-
-def _range_of(values: Tensor, everyone: Everyone) -> tuple[int, int, int]:
-    """Return the shift that makes the range of all ranks' values fit one digit, the least value, and 0."""
-    own = torch.zeros(everyone.size, 3, dtype=torch.int64)
-    if len(values):
-        own[everyone.rank] = torch.stack([values.min(), values.max(), torch.ones((), dtype=torch.int64)])
-    found = everyone.sum(own.view(-1)).view(-1, 3)
-    least, greatest, _ = zip(*[row for row in found.tolist() if row[2]], strict=True)
-    base, end, shift = min(least), max(greatest), 0
-    while (end >> shift) - (base >> shift) >= _DIGITS:
-        shift += 1
-    return shift, base, 0
+            return Nth(base, below, equal)
+        shift = max(0, shift - _DIGIT_BITS)

@@ -40,7 +40,12 @@ def drawn(index, reference, universe, generator, num_operations):
             assert torch.equal(index.insert(new), reference.insert(new))
         else:
             old = distinct[known][torch.randperm(int(known.sum()))]
-            assert torch.equal(index.remove(old), reference.remove(old))
+            if generator.random() < 0.5:
+                assert torch.equal(index.remove(old), reference.remove(old))
+            else:
+                slots = index.find(old)
+                assert torch.equal(index.free(slots), old)
+                assert torch.equal(reference.free(slots), old)
         done += len(ids)
         growing = (growing and index.num_live < len(universe) * 0.7) or index.num_live < len(universe) * 0.2
     same(index, reference)
@@ -50,6 +55,8 @@ def drawn(index, reference, universe, generator, num_operations):
     found, marked = index.marked(marks)
     assert torch.equal(found, reference.ids_of(marked))
     assert torch.equal(marked.sort().values, slots[marks[slots]].sort().values)
+    most = int(found.median())
+    assert torch.equal(index.marked(marks, most)[0].sort().values, found[found <= most].sort().values)
     with pytest.raises(
         ValueError, match=r"takes a bool tensor of [\d,]+ marks or more on the CPU; this one is"
     ):

@@ -101,9 +101,12 @@ def test_bad_input_changes_nothing():
         (index.insert, [2, 1], "distinct and ascending"),
         (index.insert, [1, 1], "distinct and ascending"),
         (index.insert, [-1, 7], "ID -1 has a slot"),
+        (index.insert, [-1], "ID -1 has a slot"),
         (index.insert, [5, 6], "room for 3"),
         (index.remove, [0, 9], "no ID 9"),
         (index.remove, [0, 0], "distinct"),
+        (index.free, [0, 2], "slot 2 is free"),
+        (index.free, [1, 0, 1], "distinct"),
         (index.ids_of, [0, 2], "slot 2 is free"),
         (index.ids_of, [-1], "slot -1 is free"),
     ]:

@@ -8,7 +8,24 @@ from torch import Tensor
 from meshrec.ops.index import fakes  # noqa: F401 - registers the shapes
 from meshrec.ops.index.hash_index import HashIndex, SearchedPart, find_parts
 
-__all__ = ["BYTES_PER_ID", "HashIndex", "SearchedPart", "find_parts", "mix", "mix_parts", "unique", "unmix"]
+__all__ = [
+    "BYTES_PER_ID",
+    "HashIndex",
+    "SearchedPart",
+    "find_parts",
+    "marked_between",
+    "marked_histogram",
+    "marked_range",
+    "mix",
+    "mix_parts",
+    "unique",
+    "unmix",
+]
+
+# The kernels, or what marked.py has in their place, with its arguments.
+marked_range = torch.ops.meshrec.marked_range.default
+marked_histogram = torch.ops.meshrec.marked_histogram.default
+marked_between = torch.ops.meshrec.marked_between.default
 
 BYTES_PER_ID = 16
 """The bytes that a ``HashIndex`` takes for each ID that it has had at once, at most."""

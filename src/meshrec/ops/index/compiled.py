@@ -20,6 +20,7 @@ _HEADER_WORDS, _SHARD_WORDS, _LEAST_BUCKETS = 8, 4, 8
 _NUM_LIVE, _NUM_SLOTS, _MAX_SLOTS, _SHARD_BITS, _ROOM, _SLOT_ROOM = range(6)
 _SLOTS_PER_SHARD, _MOST_SHARD_BITS = 1 << 20, 4
 _FIRST_SLOTS, _FIRST_BUCKETS = 1 << 12, 64
+_PAGE_BUCKETS = (1 << 21) // _BUCKET_BYTES
 _pointers = ctypes.c_void_p * 4
 
 
@@ -31,9 +32,10 @@ def _kernels() -> ctypes.CDLL | None:
     for name, arguments in (
         ("insert", [memory, seed, address, count, address, address]),
         ("remove", [memory, seed, address, count, address]),
+        ("free", [memory, seed, address, count, address]),
         ("ids_of", [memory, seed, address, count, address]),
         ("items", [memory, seed, address, address]),
-        ("marked", [memory, seed, address, address, address]),
+        ("marked", [memory, seed, address, count, address, address]),
         ("num_bytes", [memory]),
     ):
         function = getattr(library, f"meshrec_index_{name}")
@@ -66,6 +68,9 @@ class CompiledIndex:
         # A quarter more than the share of each shard: with more than that an index gets new memory.
         share = max_slots if shard_bits == 0 else (max_slots >> shard_bits) * 5 // 4 + _FIRST_SLOTS
         room = share * 25 // 126 * 9 // 8 + _FIRST_BUCKETS
+        # Shards grow evenly. Each begins at another place of a huge page, so that they do not all reach their
+        # next page in the same step.
+        room += -room % _PAGE_BUCKETS + (_PAGE_BUCKETS >> shard_bits)
         if not self._set_room(room, max_slots, reserved=True):
             self._set_room(_FIRST_BUCKETS, min(max_slots, _FIRST_SLOTS), reserved=False)
 
@@ -119,6 +124,15 @@ class CompiledIndex:
         )
         return Status(status) if status else slots
 
+    def free(self, slots_N: Tensor) -> Tensor | Status:
+        """Remove the IDs of slots; return them, or why nothing has changed."""
+        assert _library is not None
+        ids = torch.empty_like(slots_N)
+        status = _library.meshrec_index_free(
+            self._addresses, self.seed, slots_N.data_ptr(), len(slots_N), ids.data_ptr()
+        )
+        return Status(status) if status else ids
+
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
         """Return the IDs of slots, or why there is none."""
         assert _library is not None
@@ -135,11 +149,11 @@ class CompiledIndex:
         ids, order = ids.sort()
         return ids, slots[order]
 
-    def marked(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+    def marked(self, marks: Tensor, most: int) -> tuple[Tensor, Tensor]:
         assert _library is not None
         ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
         count = _library.meshrec_index_marked(
-            self._addresses, self.seed, marks.data_ptr(), ids.data_ptr(), slots.data_ptr()
+            self._addresses, self.seed, marks.data_ptr(), most, ids.data_ptr(), slots.data_ptr()
         )
         return ids[:count], slots[:count]
 

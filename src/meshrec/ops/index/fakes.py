@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-import meshrec.ops.index.naive  # noqa: F401 - the ops must exist before fakes are registered for them
+# The ops must exist before fakes are registered for them.
+import meshrec.ops.index.marked  # noqa: F401
+import meshrec.ops.index.naive  # noqa: F401
 
 
 def _fake_mix(ids: Tensor, seed: int, inverse: bool) -> Tensor:
@@ -35,11 +37,26 @@ def _fake_find_parts(
     return torch.empty_like(ids), ids.new_empty(len(begins))
 
 
+def _fake_range(values: Tensor, marks: Tensor | None) -> Tensor:
+    return values.new_empty(3, dtype=torch.int64)
+
+
+def _fake_histogram(values: Tensor, marks: Tensor | None, base: int, shift: int, size: int) -> Tensor:
+    return values.new_empty(size, dtype=torch.int64)
+
+
+def _fake_between(values: Tensor, marks: Tensor | None, least: int, greatest: int) -> Tensor:
+    return values.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
+
+
 for _name, _fake in (
-    ("mix", _fake_mix),
-    ("unique", _fake_unique),
-    ("find", _fake_find),
-    ("mix_parts", _fake_mix_parts),
-    ("find_parts", _fake_find_parts),
+    ("index_mix", _fake_mix),
+    ("index_unique", _fake_unique),
+    ("index_find", _fake_find),
+    ("index_mix_parts", _fake_mix_parts),
+    ("index_find_parts", _fake_find_parts),
+    ("marked_range", _fake_range),
+    ("marked_histogram", _fake_histogram),
+    ("marked_between", _fake_between),
 ):
-    torch.library.register_fake(f"meshrec::index_{_name}", _fake)
+    torch.library.register_fake(f"meshrec::{_name}", _fake)

@@ -41,6 +41,11 @@ class HashIndex:
         return self._rows.num_live
 
     @property
+    def num_slots(self) -> int:
+        """The number of slots from 0 to the greatest that an ID has had."""
+        return self._rows.num_slots
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of memory that the index takes: at most 16 for each ID that it has had at once."""
         return self._rows.num_bytes
@@ -82,6 +87,22 @@ class HashIndex:
         found = self._rows.remove(ids_N)
         return found if isinstance(found, Tensor) else self._refuse(found, ids_N)
 
+    def free(self, slots_N: Tensor) -> Tensor:
+        """Remove the IDs of some slots, which are free then.
+
+        Args:
+            slots_N: int64, distinct, each with an ID.
+
+        Returns:
+            The IDs, int64 [N].
+
+        Raises:
+            ValueError: a slot is free already, or repeats. Nothing has changed then.
+        """
+        slots_N = self._checked(slots_N)
+        found = self._rows.free(slots_N)
+        return found if isinstance(found, Tensor) else self._refuse(found, slots_N)
+
     def ids_of(self, slots_N: Tensor) -> Tensor:
         """Return the ID that has each slot, int64 [N]. Slots may repeat.
 
@@ -96,24 +117,25 @@ class HashIndex:
         """Return all IDs in ascending order, and their slots: int64 [num_live] each."""
         return self._rows.items()
 
-    def marked(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+    def marked(self, marks: Tensor, most: int = (1 << 63) - 1) -> tuple[Tensor, Tensor]:
         """Return the IDs whose slots are marked, in any order, and these slots: int64 [M] each.
 
         Much faster than ``ids_of`` if most slots are marked: the index is read from begin to end.
 
         Args:
             marks: bool, one for each slot from 0 to the greatest that an ID has had; there may be more.
+            most: the greatest ID that is wanted.
 
         Raises:
             ValueError: the marks have another type or shape, or are too few.
         """
-        num = self._rows.num_slots
+        num = self.num_slots
         if marks.dtype != torch.bool or marks.dim() != 1 or not marks.is_cpu or len(marks) < num:
             raise ValueError(
                 f"{self.name} takes a bool tensor of {num:,} marks or more on the CPU; this one is "
                 f"{marks.dtype} {list(marks.shape)} on {marks.device}."
             )
-        return self._rows.marked(marks.contiguous())
+        return self._rows.marked(marks.contiguous(), most)
 
     def _checked(self, integers_N: Tensor) -> Tensor:
         if integers_N.dtype != torch.int64 or integers_N.dim() != 1 or not integers_N.is_cpu:
@@ -143,7 +165,7 @@ class HashIndex:
             absent = given_N[self.find(given_N) < 0]
             what = f"there is no ID {int(absent[0])}, so it cannot be removed."
         elif status is Status.REPEATS:
-            what = "the IDs to remove must be distinct; use unique()."
+            what = "the IDs or slots to remove must be distinct; use unique()."
         else:
             free = set(given_N.tolist()) - set(self.items()[1].tolist())
             what = f"slot {min(free)} is free."

@@ -231,6 +231,14 @@ class NaiveIndex:
             heapq.heappush(self._free, slot)
         return torch.tensor(slots, dtype=torch.int64)
 
+    def free(self, slots_N: Tensor) -> Tensor | Status:
+        if len(set(slots_N.tolist())) < len(slots_N):
+            return Status.REPEATS
+        ids = self.ids_of(slots_N)
+        if isinstance(ids, Tensor):
+            self.remove(ids)
+        return ids
+
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
         ids = [self._ids[slot] if 0 <= slot < len(self._ids) else None for slot in slots_N.tolist()]
         return Status.FREE if None in ids else torch.tensor(ids, dtype=torch.int64)
@@ -239,9 +247,10 @@ class NaiveIndex:
     def num_slots(self) -> int:
         return len(self._ids)
 
-    def marked(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+    def marked(self, marks: Tensor, most: int) -> tuple[Tensor, Tensor]:
         ids, slots = self.items()
-        return ids[marks[slots]], slots[marks[slots]]
+        chosen = marks[slots] & (ids <= most)
+        return ids[chosen], slots[chosen]
 
     def items(self) -> tuple[Tensor, Tensor]:
         ids = sorted(self._slots)

@@ -1,0 +1,135 @@
+// Passes over the scores of a table's rows, of which marks choose some. src/meshrec/ops/index/marked.py has
+// the reference.
+#include <limits>
+#include <mutex>
+#include <optional>
+
+#include "index/ids.h"
+
+namespace meshrec {
+
+namespace {
+
+constexpr int64_t kGrainValues = 1 << 15;
+
+// Runs work(values, marks) on a tensor of int32 or int64 and its marks; without marks, all values count.
+template <typename Work>
+void with_marked(const Tensor& values, const std::optional<Tensor>& marks, const Work& work) {
+  if (values.dim() != 1 || !values.is_contiguous()) fail("the values must be contiguous with 1 dimension");
+  const bool* chosen = nullptr;
+  if (marks.has_value()) {
+    if (marks->scalar_type() != ScalarType::Bool || marks->numel() != values.numel() ||
+        !marks->is_contiguous())
+      fail("the marks must be bool and contiguous, one for each of ", values.numel(), " values");
+    chosen = static_cast<const bool*>(marks->const_data_ptr());
+  }
+  const auto each = [&](const auto* value) {
+    if (chosen != nullptr) return work(value, [chosen](int64_t i) { return chosen[i]; });
+    work(value, [](int64_t) { return true; });
+  };
+  if (values.scalar_type() == ScalarType::Int)
+    return each(static_cast<const int32_t*>(values.const_data_ptr()));
+  if (values.scalar_type() != ScalarType::Long) fail("the values must be int32 or int64");
+  each(static_cast<const int64_t*>(values.const_data_ptr()));
+}
+
+// Pieces of the values, the same for every number of threads.
+int64_t num_pieces(int64_t count) { return (count + kGrainValues - 1) / kGrainValues; }
+
+template <typename Work>
+void for_values(int64_t count, const Work& work) {
+  parallel_for(num_pieces(count), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece)
+      work(piece, piece * kGrainValues, std::min(count, (piece + 1) * kGrainValues));
+  });
+}
+
+Tensor marked_range(Tensor values, std::optional<Tensor> marks) {
+  const int64_t count = values.numel();
+  struct Range {
+    int64_t least = INT64_MAX, greatest = INT64_MIN, number = 0;
+  };
+  std::vector<Range> found(size_t(num_pieces(count)));
+  with_marked(values, marks, [&](const auto* value, const auto& is_marked) {
+    for_values(count, [&](int64_t piece, int64_t begin, int64_t end) {
+      using Value = std::decay_t<decltype(*value)>;
+      Value least = std::numeric_limits<Value>::max(), greatest = std::numeric_limits<Value>::min();
+      int64_t number = 0;
+      for (int64_t i = begin; i < end; ++i) {
+        const bool counts = is_marked(i);
+        least = std::min(least, counts ? value[i] : least);
+        greatest = std::max(greatest, counts ? value[i] : greatest);
+        number += counts;
+      }
+      if (number > 0) found[size_t(piece)] = {least, greatest, number};
+    });
+  });
+  Range all;
+  for (const Range& each : found)
+    all = {std::min(all.least, each.least), std::max(all.greatest, each.greatest), all.number + each.number};
+  Tensor result = new_int64(3);
+  auto* to = static_cast<int64_t*>(result.mutable_data_ptr());
+  to[0] = all.least, to[1] = all.greatest, to[2] = all.number;
+  return result;
+}
+
+Tensor marked_histogram(Tensor values, std::optional<Tensor> marks, int64_t base, int64_t shift,
+                        int64_t size) {
+  if (shift < 0 || shift > 63 || size < 1)
+    fail("a histogram needs a shift in [0, 63] and a size of 1 or more");
+  const int64_t count = values.numel();
+  Tensor result = new_int64(size);
+  auto* const sums = static_cast<int64_t*>(result.mutable_data_ptr());
+  std::fill_n(sums, size, 0);
+  std::mutex adding;
+  with_marked(values, marks, [&](const auto* value, const auto& is_marked) {
+    parallel_for(count, kGrainValues, [&](int64_t begin, int64_t end) {
+      // Four counts of each digit: equal values that follow each other do not wait for each other's sum.
+      std::vector<int64_t> counts(size_t(4 * size), 0);
+      const uint64_t first = uint64_t(base >> shift);
+      for (int64_t i = begin; i < end; ++i) {
+        const uint64_t digit = uint64_t(int64_t(value[i]) >> shift) - first;
+        if (is_marked(i) && digit < uint64_t(size)) ++counts[4 * digit + uint64_t(i & 3)];
+      }
+      const std::lock_guard lock(adding);
+      for (int64_t digit = 0; digit < size; ++digit)
+        for (int64_t k = 0; k < 4; ++k) sums[digit] += counts[size_t(4 * digit + k)];
+    });
+  });
+  return result;
+}
+
+Tensor marked_between(Tensor values, std::optional<Tensor> marks, int64_t least, int64_t greatest) {
+  const int64_t count = values.numel();
+  std::vector<int64_t> begins(size_t(num_pieces(count)) + 1, 0);
+  Tensor result = new_int64(0);
+  with_marked(values, marks, [&](const auto* value, const auto& is_marked) {
+    const auto is_chosen = [&](int64_t i) {
+      return bool(is_marked(i)) & bool(value[i] >= least) & bool(value[i] <= greatest);
+    };
+    for_values(count, [&](int64_t piece, int64_t begin, int64_t end) {
+      int64_t number = 0;
+      for (int64_t i = begin; i < end; ++i) number += is_chosen(i);
+      begins[size_t(piece) + 1] = number;
+    });
+    for (size_t piece = 1; piece < begins.size(); ++piece) begins[piece] += begins[piece - 1];
+    result = new_int64(begins.back());
+    auto* const to = static_cast<int64_t*>(result.mutable_data_ptr());
+    for_values(count, [&](int64_t piece, int64_t begin, int64_t end) {
+      int64_t at = begins[size_t(piece)];
+      const int64_t stop = begins[size_t(piece) + 1];
+      for (int64_t i = begin; i < end && at < stop; ++i)
+        if (is_chosen(i)) to[at++] = i;
+    });
+  });
+  return result;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("marked_range", TORCH_BOX(&marked_range));
+  m.impl("marked_histogram", TORCH_BOX(&marked_histogram));
+  m.impl("marked_between", TORCH_BOX(&marked_between));
+}
+
+}  // namespace
+}  // namespace meshrec
