@@ -4,7 +4,7 @@
 // requested; some groups later, when the lines have come, each key is compared with its bucket. Keys whose
 // home is full and does not have them are collected, and compared with the next bucket in a further turn.
 
-constexpr int kKeys = 8, kGroupsAhead = 12;
+constexpr int kKeys = 8, kGroupsAhead = 16;
 constexpr int64_t kDisplacedAhead = 32;
 static_assert(kMostFound % kKeys == 0);
 

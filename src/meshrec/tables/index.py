@@ -91,6 +91,7 @@ def slots_of(
     *,
     num_keys: int,
     train: bool,
+    at_once: bool = False,
 ) -> tuple[Tensor, list[object]]:
     """Replace the keys of some features by slots; each index is asked once.
 
@@ -101,6 +102,7 @@ def slots_of(
         readers: by feature, who reads it.
         num_keys: the number of features of a block.
         train: whether the rows will be updated.
+        at_once: whether the slots are used before any other call: then known keys need no pins.
 
     Returns: the values [N], of the same type, and the pins (see ``Resolved``).
     """
@@ -115,8 +117,11 @@ def slots_of(
     for keys in by_indexes.values():
         reader = readers[keys[0]]
         places = [block * num_keys + key for key in keys for block in range(num_blocks)]
+        is_known = not any(missing.get(place, 1) for place in places)
+        if is_known and at_once:
+            continue
         parts = [memory[bounds[place] : bounds[place + 1]] for place in places]
-        if not any(missing.get(place, 1) for place in places):
+        if is_known:
             pins += [index.hold(parts, train=train) for index in reader.indexes]  # type: ignore[attr-defined]
             continue
         given = torch.cat([values[bounds[place] : bounds[place + 1]] for place in places]).long()
