@@ -30,6 +30,7 @@ namespace {
 #include "dist/wire.inl"
 #include "index/draw.inl"
 #include "index/find.inl"
+#include "index/keyed.inl"
 
 #define MESHREC_BY_ID(function, ...) {function<__VA_ARGS__, int32_t>, function<__VA_ARGS__, int64_t>}
 #define MESHREC_BY_ROWS(function)                                                           \
@@ -61,6 +62,7 @@ const Kernels kTable = {MESHREC_NAME,
                         encode_wire,
                         decode_wire,
                         find,
+                        find_rows,
                         draw};
 
 }  // namespace
