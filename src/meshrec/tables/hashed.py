@@ -212,11 +212,10 @@ class HashedTable:
         if self.file is not None:
             self.file.table.log(slots.sort().values)
         held = slots[is_held]
-        keys = self.keys_of(held)
-        self._begin(held, keys)
+        self.reset(held)
         freed = self._free(slots[~is_held])
         if self.books.is_watched:
-            self.books.evicted.append(torch.cat([keys, freed]))
+            self.books.evicted.append(torch.cat([self.keys_of(held), freed]))
         self.books.report.live -= len(slots)
         self.books.changes += 1
 
@@ -236,7 +235,7 @@ class HashedTable:
         else:
             self.file.begin(slots, self.storage.begin(ids, columns))
         if self.slot_keys is not None:
-            self.slot_keys.index_copy_(0, slots, keys)
+            self.slot_keys.data.index_copy_(0, slots, keys)
 
     def _free(self, slots: Tensor) -> Tensor:
         """Remove the IDs of some slots from the index, and return their keys."""
