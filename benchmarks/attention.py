@@ -214,7 +214,7 @@ def report_peak(name: str, shape: Shape, kind: str) -> int:
 
 
 def _memory(name: str) -> int:
-    """Return a size that the system keeps of this process, in bytes."""
+    """Return a value of /proc/self/status, such as ``VmHWM``, in bytes."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])

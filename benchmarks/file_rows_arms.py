@@ -65,7 +65,7 @@ class Clicks(nn.Module):
         self.dlrm = DLRM(collection, 13, [*sizes.bottom, WIDTH], sizes.top)
 
     def forward(self, batch: tuple[Tensor, meshrec.KeyedJaggedTensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss twice, in the form of the pipelines."""
+        """Return (loss, output), as pipelines expect; the output is the detached loss."""
         logits = self.dlrm(*batch[:2]).squeeze(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch[2])
         return loss, loss.detach()

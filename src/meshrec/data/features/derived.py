@@ -119,9 +119,10 @@ class Buckets(IdFeature):
     """Numbers as IDs: ranges that are equally frequent in training. Row 0 is for null and NaN.
 
     Args:
-        num_buckets: at most so many; equal values are never parted.
-        part, unit: of times, as for `Number`.
-        edges: where one bucket ends and the next begins; fitted.
+        num_buckets: the largest number of buckets. There are fewer if many values are equal, because equal
+            values share a bucket.
+        part, unit: which part of a time to read, and the unit of integer times, as for `Number`.
+        edges: the borders between buckets, ascending; fitted on the training data.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("number", "integer", "time")
