@@ -125,7 +125,10 @@ def padded(inputs: Inputs, kind: str) -> Tensor:
 
 
 def in_buckets(inputs: Inputs, _: str) -> Tensor:
-    """Compute the softmax with SDPA, bucket by bucket: none has a sample below 3/4 of its longest one."""
+    """Compute softmax attention with SDPA in buckets of similar lengths.
+
+    Each sample of a bucket has at least 3/4 of the length of its longest one.
+    """
     order = inputs.lengths.argsort(descending=True)
     lengths = inputs.lengths[order]
     parts, places, first = [], [], 0
