@@ -106,7 +106,7 @@ class CheckpointManager:
         load(path, state, group=self._group)
 
     def load_latest(self, state: Mapping[str, Any]) -> int | None:
-        """Load the newest intact checkpoint and return its step, or None if there is no checkpoint.
+        """Load the newest intact checkpoint. Return its step, or None without a checkpoint.
 
         If a checkpoint turns out to be damaged, a warning names it, and the one before it is loaded.
 

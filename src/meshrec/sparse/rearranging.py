@@ -36,7 +36,7 @@ def cut_keys(kjt: KeyedBags, sizes: list[int]) -> list[Group]:
 
 
 def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
-    """Implement ``KeyedJaggedTensor.split``."""
+    """Return a group of neighbouring keys for each of ``segments``, the numbers of keys in the groups."""
     num_keys, num_taken = len(kjt.keys()), sum(segments)
     if num_taken > num_keys or min(segments, default=0) < 0:
         raise ValueError(
@@ -61,7 +61,7 @@ def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
 
 
 def permuted_keys(kjt: Bags, indices: list[int]) -> Bags:
-    """Implement ``KeyedJaggedTensor.permute``."""
+    """Return the keys at ``indices``, in that order; a key may occur several times, or not at all."""
     keys, values, lengths = kjt.keys(), kjt.values(), kjt.lengths()
     for index in indices:
         if not 0 <= index < len(keys):

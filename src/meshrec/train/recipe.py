@@ -20,6 +20,8 @@ from meshrec.train.query_loss import Ranking
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from meshrec.data import Dataset, Split
     from meshrec.data.features import Features
     from meshrec.train.ranks import Ranks
@@ -49,6 +51,14 @@ class FittedSource(Protocol):
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
         """Open other data of the same form, unshuffled, as the training part of a dataset."""
+
+
+@runtime_checkable
+class RawSource(FittedSource, Protocol):
+    """A fitted source whose samples are rows of a table, so that requests to a server can consist of them."""
+
+    def raw_schema(self, features: "Features") -> "pa.Schema":
+        """Return the columns of a row and their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +127,16 @@ class TableSource(ABC):
             open_tables, data, features, labelled=labelled, on_error=self.on_error, window=self.window
         )
         return described_by(features, reader, type(self).__name__.lower())
+
+    def raw_schema(self, features: "Features") -> "pa.Schema":
+        """Return the columns of a training row and their types."""
+        from meshrec.data.faults import Faults
+        from meshrec.data.frames import open_tables
+        from meshrec.data.tables import Tables
+
+        source = open_tables(self.parts()[0], features, Faults("raise"))
+        assert isinstance(source, Tables)
+        return source.arrow_schema
 
     def load(self) -> "Dataset":
         """Fit the features, and open the data."""
@@ -250,10 +270,10 @@ class Placement:
     sharding_types: tuple[str, ...] | None = None
     """Sharding types that the planner may choose from."""
     wire: str = str(FULL_PRECISION)
-    """Wire format of embeddings and their gradients: fp32, fp16, bf16, int8 or int4. Two formats such as
-    int8/bf16: for embeddings, and for gradients. +stochastic rounds at random, and +feedback adds what
-    rounding took to the next gradients. Formats of single tables come after commas: int8/bf16,users:fp32.
-    auto: the fastest formats within wire_auc_loss and wire_error."""
+    """Wire format of embeddings and their gradients: fp32, fp16, bf16, int8 or int4. Two formats, such as
+    int8/bf16, are for embeddings and for gradients. +stochastic rounds at random. +feedback adds the rounding
+    error to the next gradients. Formats of single tables come after commas: int8/bf16,users:fp32. auto takes
+    the fastest formats within wire_auc_loss and wire_error."""
     wire_auc_loss: float | None = 5e-4
     """For wire auto: AUC that the formats may cost, by MeshRec's measurements; none: no limit."""
     wire_error: float | None = None
