@@ -85,7 +85,7 @@ def jagged_attention_grad(
 def _of_bias(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
     """Return the gradient of a bias: the sum of the parts of all blocks of queries. Empty for no bias."""
     size = 0 if bias is None else len(bias)
-    total = results.grad.new_zeros(size)
+    total: Tensor = results.grad.new_zeros(size)
     (num_blocks,), samples = launch.over(len(results.grad), 1)
     rows = 1 if is_time else 2
     step = max(1, _PART_BYTES // (4 * max(1, num_blocks * rows * size)))
@@ -126,9 +126,9 @@ def _launch_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Lau
     biases = (each if each is None else each.contiguous() for each in (position, time, timestamps))
     widths = [max(16, kernels.next_power_of_2(each)) for each in sizes[1:]]
     return _Launch(
-        kernels.Tokens(query, key, value, *strides, *sizes, scale),
+        kernels.Tokens._make([query, key, value, *strides, *sizes, scale]),
         kernels.Samples(offsets.contiguous(), query_offsets.contiguous(), num_targets.contiguous(), 0),
-        kernels.Biases(*biases, begins, max_length, 0 if time is None else len(time)),
+        kernels.Biases._make([*biases, begins, max_length, 0 if time is None else len(time)]),
         {
             "SOFTMAX": softmax,
             "CAUSAL": causal,
