@@ -17,10 +17,10 @@ from triton.compiler import ASTSource
 from meshrec.ops.attention import triton_kernels as kernels
 from meshrec.ops.attention.triton_bias_kernels import of_biases
 
-TOKENS = kernels.Tokens(*["*fp32"] * 3, *["i32"] * 9, "fp32")
-SAMPLES = kernels.Samples(*["*i64"] * 3, "i32")
-BIASES = kernels.Biases("*fp32", "*fp32", "*i64", "*fp32", "i32", "i32")
-RESULTS = kernels.Results(*["*fp32"] * 3)
+TOKENS = kernels.AttentionTokens(*["*fp32"] * 3, *["i32"] * 9, "fp32")
+SAMPLES = kernels.AttentionSamples(*["*i64"] * 3, "i32")
+BIASES = kernels.AttentionBiases("*fp32", "*fp32", "*i64", "*fp32", "i32", "i32")
+RESULTS = kernels.AttentionResults(*["*fp32"] * 3)
 ARGUMENTS = {"tokens": TOKENS, "samples": SAMPLES, "biases": BIASES, "results": RESULTS}
 ARGUMENTS["first_sample"] = "i32"
 

@@ -18,9 +18,6 @@ from meshrec.ops.library import implement
 from meshrec.ops.sending import sent_to, stream_of
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-if _HAS_TRITON:
-    from meshrec.ops.attention import triton_bias_kernels
-    from meshrec.ops.attention import triton_kernels as kernels
 
 WIDEST = 128
 """The largest width of a head that has a kernel, because a program keeps the rows of a block in registers."""
@@ -45,6 +42,8 @@ class _Launch(NamedTuple):
 
 def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Compute ``naive.jagged_attention`` with Triton kernels."""
+    from meshrec.ops.attention import triton_kernels as kernels
+
     if not _has_kernel(query, value):
         return naive.jagged_attention(query, key, value, *options)
     launch = _launch_of(query, key, value, *options)
@@ -62,12 +61,14 @@ def jagged_attention_grad(
     grad: Tensor, out: Tensor, log_sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
     """Compute ``naive.jagged_attention_grad`` with Triton kernels."""
+    from meshrec.ops.attention import triton_kernels as kernels
+
     if not _has_kernel(query, value):
         return naive.jagged_attention_grad(grad, out, log_sums, query, key, value, *options)
     launch = _launch_of(query, key, value, *options)
     grad, is_softmax = grad.contiguous(), launch.constants["SOFTMAX"]
     deltas = (grad * out).sum(2) if is_softmax else log_sums
-    results = kernels.Results(grad, log_sums.contiguous(), deltas)
+    results = kernels.AttentionResults(grad, log_sums.contiguous(), deltas)
     of_query, of_key, of_value = (each.new_empty(each.shape) for each in (query, key, value))
     num_heads, num_samples = query.shape[1], len(options[0]) - 1
     shared = launch.biases, results
@@ -84,6 +85,8 @@ def jagged_attention_grad(
 
 def _of_bias(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
     """Return the gradient of a bias: the sum of the parts of all blocks of queries. Empty for no bias."""
+    from meshrec.ops.attention import triton_bias_kernels
+
     size = 0 if bias is None else len(bias)
     total: Tensor = results.grad.new_zeros(size)
     (num_blocks,), samples = launch.over(len(results.grad), 1)
@@ -100,7 +103,7 @@ def _of_bias(launch: _Launch, results: Any, num_samples: int, bias: Tensor | Non
             parts,
             first,
             **launch.constants,
-            BUCKETS=kernels.next_power_of_2(size) if is_time else 0,
+            BUCKETS=max(16, 1 << (size - 1).bit_length()) if is_time else 0,
         )
         total.add_(parts.sum(0))
     return total
@@ -116,6 +119,8 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def _launch_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Launch:
+    from meshrec.ops.attention import triton_kernels as kernels
+
     offsets, query_offsets, num_targets, position, time, timestamps, max_length, scale, *rest = options
     softmax, causal, window, num_contextual = rest
     # Parts of one projection are read where they are.
@@ -126,9 +131,11 @@ def _launch_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Lau
     biases = (each if each is None else each.contiguous() for each in (position, time, timestamps))
     widths = [max(16, kernels.next_power_of_2(each)) for each in sizes[1:]]
     return _Launch(
-        kernels.Tokens._make([query, key, value, *strides, *sizes, scale]),
-        kernels.Samples(offsets.contiguous(), query_offsets.contiguous(), num_targets.contiguous(), 0),
-        kernels.Biases._make([*biases, begins, max_length, 0 if time is None else len(time)]),
+        kernels.AttentionTokens._make([query, key, value, *strides, *sizes, scale]),
+        kernels.AttentionSamples(
+            offsets.contiguous(), query_offsets.contiguous(), num_targets.contiguous(), 0
+        ),
+        kernels.AttentionBiases._make([*biases, begins, max_length, 0 if time is None else len(time)]),
         {
             "SOFTMAX": softmax,
             "CAUSAL": causal,

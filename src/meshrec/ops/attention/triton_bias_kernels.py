@@ -28,6 +28,17 @@ def _sums_by_distance(tile, least, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _with_sums_by_bucket(histogram, tile, buckets, seen, num_buckets, BUCKETS: tl.constexpr):
+    """Add the sums of a tile by bucket to a histogram, one bucket after the other."""
+    low = tl.min(tl.min(tl.where(seen, buckets, num_buckets), 1), 0)
+    high = tl.max(tl.max(tl.where(seen, buckets, -1), 1), 0)
+    for bucket in range(low, high + 1):
+        found = tl.sum(tl.sum(tl.where(buckets == bucket, tile, 0.0), 1), 0)
+        histogram += tl.where(tl.arange(0, BUCKETS) == bucket, found, 0.0)
+    return histogram
+
+
+@triton.jit
 def _sum_of_heads(
     tokens,
     results,
@@ -90,13 +101,13 @@ def of_biases(
     lanes, before = tl.arange(0, BLOCK), length - queries
     index = begin + lanes
     is_row, row = index < queries, index + before
+    rows = first_query, index, is_row
     times = times_of_queries(biases, first, row, is_row, history)
     end = tl.minimum(begin + BLOCK, queries)
     contextual, past, num_before, own, num = key_blocks(
         begin + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
     )
     if BUCKETS:
-        every_bucket = tl.arange(0, BUCKETS)
         histogram = tl.zeros([BUCKETS], tl.float32)
     else:
         num_positions = 2 * biases.max_length - 1
@@ -107,18 +118,12 @@ def of_biases(
         bias, buckets, seen = pairs(
             biases, first, length, history, row, is_row, times, column, CAUSAL, WINDOW, CONTEXTUAL
         )
-        rows = first_query, index, is_row
-        keys = first, column, column < length
-        shared = bias, seen, biases.max_length
+        keys, shared = (first, column, column < length), (bias, seen, biases.max_length)
         sums = _sum_of_heads(
             tokens, results, rows, keys, shared, SOFTMAX, PRECISION, BLOCK, QUERY_WIDTH, VALUE_WIDTH
         )
         if BUCKETS:
-            low = tl.min(tl.min(tl.where(seen, buckets, biases.num_buckets), 1), 0)
-            high = tl.max(tl.max(tl.where(seen, buckets, -1), 1), 0)
-            for bucket in range(low, high + 1):
-                found = tl.sum(tl.sum(tl.where(buckets == bucket, sums, 0.0), 1), 0)
-                histogram += tl.where(every_bucket == bucket, found, 0.0)
+            histogram = _with_sums_by_bucket(histogram, sums, buckets, seen, biases.num_buckets, BUCKETS)
         else:
             # The place of the smallest distance, that of the last query and the first key.
             least = biases.max_length - 1 + first_column - begin - before - (BLOCK - 1)
@@ -128,5 +133,6 @@ def of_biases(
                 inside = (place >= 0) & (place < num_positions)
                 tl.store(positions + half * num_positions + place, found, inside)
     if BUCKETS:
+        bucket = tl.arange(0, BUCKETS)
         part = parts + program.to(tl.int64) * biases.num_buckets
-        tl.store(part + every_bucket, histogram, every_bucket < biases.num_buckets)
+        tl.store(part + bucket, histogram, bucket < biases.num_buckets)

@@ -18,7 +18,7 @@ next_power_of_2 = triton.next_power_of_2
 _NEVER = tl.constexpr(-1e30)  # the score of a key that a softmax must not see
 
 
-class Tokens(NamedTuple):
+class AttentionTokens(NamedTuple):
     """Queries, keys and values, their strides between tokens and heads, and their sizes."""
 
     query: Any
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
     scale: Any
 
 
-class Samples(NamedTuple):
+class AttentionSamples(NamedTuple):
     """The places where samples begin, and the most blocks that one of them can have."""
 
     offsets: Any
@@ -45,7 +45,7 @@ class Samples(NamedTuple):
     num_blocks: Any
 
 
-class Biases(NamedTuple):
+class AttentionBiases(NamedTuple):
     """The biases; ``begins`` has the smallest time difference of each bucket."""
 
     position: Any
@@ -56,7 +56,7 @@ class Biases(NamedTuple):
     num_buckets: Any
 
 
-class Results(NamedTuple):
+class AttentionResults(NamedTuple):
     """The gradient of the result, and what a softmax needs beside it: the logarithms of sums [M, H], and the
     products of each result with its gradient [M, H].
     """
