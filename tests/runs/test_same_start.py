@@ -131,14 +131,14 @@ def test_ranks_with_other_options_data_source_or_plan_do_not_train(tmp_path):
     arguments, other = [], ["--tables.lr", "0.2", "--training.batch-size", "50"]
     for rank in range(2):
         folder = tmp_path / f"rank{rank}"
-        folder.mkdir()
-        write_clicks(folder / "train.parquet", 600, seed=rank)
-        write_clicks(folder / "test.parquet", 100)
+        (folder / "data").mkdir(parents=True)
+        write_clicks(folder / "data" / "train.parquet", 600, seed=rank)
+        write_clicks(folder / "data" / "test.parquet", 100)
         (folder / "mine.py").write_text("from neighbour import recipe\n")
         source = (ROOT / "tests" / "train" / "clicks.py").read_text()
         (folder / "neighbour.py").write_text(source + rank * "# changed\n")
         (folder / "plan.json").write_text(f'{{"version": 1, "rank": {rank}}}')
-        named = ["--data.folder", str(folder), "--placement.plan", f"{folder}/plan.json"]
+        named = ["--data.folder", f"{folder}/data", "--placement.plan", f"{folder}/plan.json"]
         arguments.append([f"{folder}/mine.py:recipe", *named, *(other if rank else [])])
     codes, errors = by_hand(tmp_path, *arguments)
     assert codes == [1, 1], errors
