@@ -27,7 +27,7 @@ def concatenated(kjts: Sequence[Bags]) -> Bags:
 
 
 def concatenated_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Concatenate the values, weights and lengths of all parts.
+    """Return the values, weights and lengths of all parts, each concatenated.
 
     Raises:
         ValueError: Only some parts have weights, or only some have integer values.

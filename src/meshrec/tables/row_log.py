@@ -32,7 +32,7 @@ class FrozenSource(Protocol):
     """The interface that a snapshot needs of its table."""
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
-        """Yield the spans of keys that form one block each."""
+        """Split keys into spans, one for each block."""
 
     def rows_at(self, keys: Tensor, known: Tensor | None = None) -> list[Tensor]:
         """Return the parts of the rows of some keys as they are now; rows of ``known`` keys are not read."""

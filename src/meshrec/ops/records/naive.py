@@ -122,7 +122,7 @@ def records_write(
 
 
 def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Stamp slots with the batch that uses them; return those that it has not used before.
+    """Return the slots that a batch uses for the first time, and stamp them with the batch.
 
     The result has each slot once, in order of first use.
 
