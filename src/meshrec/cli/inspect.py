@@ -1,5 +1,6 @@
 """``meshrec inspect``: look at data and write a recipe for it."""
 
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _ROWS = 1 << 16
 _MANY_ROWS = 400_000
+_TREES = 300  # where LightGBM is installed
 # Model, optimizers, and epochs of few rows: without a linear part that is fitted, and with it.
 _MODELS = (
     (
@@ -36,7 +38,7 @@ _MODELS = (
         4,
     ),
     (
-        "WideDeepConfig(fit_wide=True, shrinkage=3.0, dropout=0.1)",
+        "WideDeepConfig(fit_wide=True, fit_trees={trees}, shrinkage=3.0, dropout=0.1)",
         "Adam(lr=2e-3)",
         "DenseOptimizer(lr=3e-3)",
         12,
@@ -219,6 +221,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     labels = ", ".join(map(call_of, features.labels)) + ("," if len(features.labels) == 1 else "")
     loss, names = _loss(features.labels)
     model, tables, dense, epochs = _MODELS[not loss]
+    model = model.format(trees=_TREES if importlib.util.find_spec("lightgbm") else 0)
     epochs = epochs if num_rows < _MANY_ROWS else 4
     # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
