@@ -48,8 +48,8 @@ class WideDeepConfig(ModelConfig):
     fit_wide: bool = False
     """Begin with the linear weights of a logistic regression; the embeddings learn what it cannot tell."""
     fit_trees: int = 0
-    """With fit_wide: begin also with this many boosted trees, at most, of what the regression leaves over;
-    300 are enough. They need LightGBM: pip install "meshrec[lightgbm]".
+    """Number of boosted trees, at most, that learn what the regression of fit_wide leaves over; 300 are
+    enough. They need LightGBM: pip install "meshrec[lightgbm]".
     """
     shrinkage: float = 0.0
     """L2 penalty of each row of a table, over the whole training data: what occurs rarely stays near 0."""
