@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import meshrec
+from benchmarks.clicks_model import TABLES, Clicks, ClicksLoop
 from meshrec import distributed as md
-from meshrec.model_parallel import DistributedModelParallel
-from meshrec.models.dlrm import DLRM
-from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdagrad
-from meshrec.pipeline import TrainPipeline
 from meshrec.tables.file_table import FileTable
 
 WIDTH, EXPONENT, SHARE = 64, 1.05, 0.1
@@ -45,30 +42,19 @@ SIZES = Sizes(4, 800_000, 2048, 2, [512, 256], [512, 512, 256, 1], 6, 10)
 TINY = Sizes(2, 2_000, 32, 2, [16], [16, 1], 3, 2)
 
 
-class Clicks(nn.Module):
-    """A DLRM with its loss."""
-
-    def __init__(self, sizes: Sizes, storage: meshrec.FileRows | None) -> None:
-        super().__init__()
-        configs = [
-            meshrec.EmbeddingBagConfig(
-                name=f"t{i}",
-                num_embeddings=sizes.num_rows,
-                embedding_dim=WIDTH,
-                feature_names=[f"f{i}"],
-                storage=storage,
-            )
-            for i in range(sizes.num_tables)
-        ]
-        torch.manual_seed(0)
-        collection = meshrec.EmbeddingBagCollection(configs, device="meta")
-        self.dlrm = DLRM(collection, 13, [*sizes.bottom, WIDTH], sizes.top)
-
-    def forward(self, batch: tuple[Tensor, meshrec.KeyedJaggedTensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss twice, in the form of the pipelines."""
-        logits = self.dlrm(*batch[:2]).squeeze(-1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch[2])
-        return loss, loss.detach()
+def _model(sizes: Sizes, storage: meshrec.FileRows | None) -> Clicks:
+    configs = [
+        meshrec.EmbeddingBagConfig(
+            name=f"t{i}",
+            num_embeddings=sizes.num_rows,
+            embedding_dim=WIDTH,
+            feature_names=[f"f{i}"],
+            storage=storage,
+        )
+        for i in range(sizes.num_tables)
+    ]
+    tables = meshrec.EmbeddingBagCollection(configs, device="meta")
+    return Clicks(tables, [*sizes.bottom, WIDTH], sizes.top)
 
 
 class Batches:
@@ -109,25 +95,9 @@ class Arm:
     """A model that is trained step by step."""
 
     def __init__(self, sizes: Sizes, storage: meshrec.FileRows | None, *, ahead: bool) -> None:
-        model, env = Clicks(sizes, storage), md.ShardingEnv.single_process()
-        path = "dlrm.sparse_arch.embedding_bag_collection"
-        plan = md.construct_module_sharding_plan(
-            model.get_submodule(path),
-            {f"t{i}": md.table_wise(rank=0) for i in range(sizes.num_tables)},
-            world_size=1,
-        )
-        self.model = DistributedModelParallel(
-            model,
-            env,
-            plan=md.ShardingPlan({path: plan}),
-            sharders=[md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.05))],
-        )
-        fused = self.model.fused_optimizer
-        rest = {name: p for name, p in self.model.named_parameters() if name not in fused.params}
-        dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=0.01))
-        self._optimizer = CombinedOptimizer([fused, dense])
-        self._pipeline = TrainPipeline(self.model, self._optimizer) if ahead else None
-        shards = self.model.module.get_submodule(path).built.shards  # type: ignore[union-attr]
+        env = md.ShardingEnv.single_process()
+        self._loop = ClicksLoop(_model(sizes, storage), env, pipelined=ahead)
+        shards = self._loop.model.module.get_submodule(TABLES).built.shards  # type: ignore[union-attr]
         self.tables = [rows for each in shards.values() for rows in each.tables]
 
     def fill(self, batches: Batches) -> None:
@@ -155,16 +125,6 @@ class Arm:
         losses, seconds = [], []
         for _ in range(count):
             start = time.perf_counter()
-            losses.append(float(self._step(batches)))
+            losses.append(float(self._loop.step(batches)))
             seconds.append(time.perf_counter() - start)
         return losses, seconds
-
-    def _step(self, batches: Iterator[Any]) -> Tensor:
-        if self._pipeline is not None:
-            output: Tensor = self._pipeline.progress(batches)
-            return output
-        self._optimizer.zero_grad()
-        loss, output = self.model(next(batches))
-        loss.backward()
-        self._optimizer.step()
-        return output

@@ -4,8 +4,11 @@
 Hosts are network namespaces of this machine, with a rank each. Weak scaling: every rank has the same batch.
 The machine is calibrated with as many ranks as are measured, as `meshrec calibrate` asks. Predictions beyond
 are those of the profile of two ranks, for the planner's best plan. The loss of the first step is compared
-with that of a single rank before anything is believed. Needs root, and no other load: 8 ranks share the
-machine's cores.
+with that of a single rank before anything is believed.
+
+The time of the tables is that of a step in which nothing overlaps, without its dense part, as the model
+predicts it. Phases are those of the slowest rank, which may be another one in each of them. Needs root, and
+no other load: 8 ranks share the machine's cores.
 
     sudo python -m benchmarks.scaling
     sudo python -m benchmarks.scaling --folder F --ranks 1 2  # some sizes now, others and the tables later
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,7 +38,7 @@ from meshrec.calibration.calibrate import Sizes, calibrate
 from meshrec.comms.joining import form_group
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import HardwareProfile, plan_tables
-from meshrec.reports.measured import compare
+from meshrec.reports.measured import DENSE, PhaseTime, compare
 from meshrec.testing.namespaces import hosts
 
 # Larger than the caches, as the cost model assumes, and with some work in the dense part.
@@ -52,7 +56,7 @@ def worker(out: Path) -> None:
     torch.set_num_threads(1)
     form_group("gloo", timedelta(minutes=5))
     if out.name.endswith(_PROFILE):
-        profile = calibrate(dist.group.WORLD, sizes=Sizes(batch_size=512, steps=3, rounds=6, seconds=30.0))
+        profile = calibrate(dist.group.WORLD, sizes=Sizes(batch_size=512))
         found = profile.to_json()
     else:
         found = _measure(HardwareProfile.load(out.with_name(out.stem + _PROFILE)))
@@ -66,9 +70,12 @@ def _measure(profile: HardwareProfile) -> dict[str, Any]:
     """Return predicted and measured phases, and whole steps. Collective."""
     size = dist.get_world_size()
     # In windows some time apart, so that a slow moment of the machine does not decide.
-    times = [time for _ in range(_WINDOWS) for time in measure_phases(KIND, SHAPE)]
+    windows = [measure_phases(KIND, SHAPE) for _ in range(_WINDOWS)]
     every: list[Any] = [None] * size
-    dist.all_gather_object(every, times)
+    dist.all_gather_object(every, list(itertools.chain(*windows)))
+    # Between two barriers: ranks that are late in a phase make the others wait in the next one.
+    tables = torch.tensor([seconds for times in windows for seconds in _tables_seconds(times)])
+    dist.all_reduce(tables)
     alone = [_first_loss(other) for other in range(max(SIZES))] if size == 1 else []
     step = build("meshrec", KIND, SHAPE).step
     batches = [make_inputs(SHAPE, number) for number in range(4)]
@@ -87,12 +94,22 @@ def _measure(profile: HardwareProfile) -> dict[str, Any]:
     return {
         "ranks": size,
         "phases": {each.phase: (each.predicted, each.measured) for each in phases},
-        "dense": statistics.median(t.seconds for of_rank in every for t in of_rank if t.phase == "dense"),
+        "tables": statistics.median((tables / size).tolist()),
+        "dense": statistics.median(t.seconds for of_rank in every for t in of_rank if t.phase == DENSE),
         "whole": statistics.median(taken),
         "losses": (total / size).tolist(),
         "alone": alone,
         "profile": profile.to_json(),
     }
+
+
+def _tables_seconds(times: Sequence[PhaseTime]) -> list[float]:
+    """Return the seconds of each step without its dense part."""
+    steps: dict[int, float] = {}
+    for each in times:
+        if each.phase != DENSE:
+            steps[each.step] = steps.get(each.step, 0.0) + each.seconds
+    return list(steps.values())
 
 
 def _first_loss(rank: int) -> float:
@@ -140,7 +157,7 @@ def run(folder: Path) -> str:
         by_two = 1e3 * sum(best.estimate().phases.values())
         if size in results:
             each = results[size]
-            predicted, real = each["phases"]["step"]
+            predicted, real = each["phases"]["step"][0], each["tables"]
             cells = [f"{1e3 * real:.1f}", f"{1e3 * predicted:.1f}", f"{100 * (predicted / real - 1):+.0f} %"]
             rest = [f"{1e3 * each['dense']:.1f}", f"{1e3 * each['whole']:.1f}"]
         else:

@@ -17,19 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import meshrec
 from benchmarks import train_pipeline_torchrec
+from benchmarks.clicks_model import Clicks, ClicksLoop
 from benchmarks.dlrm_contenders import fill
 from benchmarks.harness import Bar, Effort, Result, table
 from benchmarks.slow_network import BACKEND, set_network
 from meshrec import distributed as md
 from meshrec.comms.dense_gradients import DENSE_GRADIENTS
-from meshrec.model_parallel import DistributedModelParallel
-from meshrec.models.dlrm import DLRM
-from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdagrad
-from meshrec.pipeline import TrainPipeline
 from meshrec.testing import RankPool
 
 LOOPS = ("plain", "pipeline")
@@ -50,31 +47,19 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
-class Clicks(nn.Module):
-    """A DLRM with its loss."""
-
-    def __init__(self, tiny: bool) -> None:
-        super().__init__()
-        width, top = _sizes(tiny)
-        tables = [
-            meshrec.EmbeddingBagConfig(
-                name=f"t{i}",
-                embedding_dim=width,
-                num_embeddings=10_000,
-                feature_names=[f"f{i}"],
-                init_fn=fill,
-            )
-            for i in range(_NUM_TABLES)
-        ]
-        collection = meshrec.EmbeddingBagCollection(tables)
-        torch.manual_seed(0)
-        self.dlrm = DLRM(collection, 13, [2 * width, width], top)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss twice, in the form of the pipelines."""
-        logits = self.dlrm(batch.dense, batch.features).squeeze(-1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, loss.detach()
+def _model(tiny: bool) -> Clicks:
+    width, top = _sizes(tiny)
+    tables = [
+        meshrec.EmbeddingBagConfig(
+            name=f"t{i}",
+            embedding_dim=width,
+            num_embeddings=10_000,
+            feature_names=[f"f{i}"],
+            init_fn=fill,
+        )
+        for i in range(_NUM_TABLES)
+    ]
+    return Clicks(meshrec.EmbeddingBagCollection(tables), [2 * width, width], top)
 
 
 def _sizes(tiny: bool) -> tuple[int, list[int]]:
@@ -101,36 +86,13 @@ class _Loop:
     """One of our two loops on a rank."""
 
     def __init__(self, name: str, tiny: bool) -> None:
-        model = Clicks(tiny)
         env = _slow_env()
-        plan = md.construct_module_sharding_plan(
-            model.dlrm.sparse_arch.embedding_bag_collection,
-            {f"t{i}": md.table_wise(rank=i % env.shard.size) for i in range(_NUM_TABLES)},
-            world_size=env.shard.size,
-        )
-        path = "dlrm.sparse_arch.embedding_bag_collection"
-        self.model = DistributedModelParallel(
-            model,
-            env,
-            plan=md.ShardingPlan({path: plan}),
-            sharders=[md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.05))],
-        )
-        fused = self.model.fused_optimizer
-        rest = {name: p for name, p in self.model.named_parameters() if name not in fused.params}
-        dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=0.01))
-        self.optimizer = CombinedOptimizer([fused, dense])
-        self.batches = itertools.cycle(_batches(env.world.rank, 64 if tiny else 1024))
-        self.pipeline = TrainPipeline(self.model, self.optimizer, strict=True) if name == "pipeline" else None
+        self._loop = ClicksLoop(_model(tiny), env, pipelined=name == "pipeline", strict=True)
+        self._batches = itertools.cycle(_batches(env.world.rank, 64 if tiny else 1024))
+        self.model = self._loop.model
 
     def step(self) -> Tensor:
-        if self.pipeline is not None:
-            output: Tensor = self.pipeline.progress(self.batches)
-            return output
-        self.optimizer.zero_grad()
-        loss, output = self.model(next(self.batches))
-        loss.backward()
-        self.optimizer.step()
-        return output
+        return self._loop.step(self._batches)
 
 
 def _slow_env() -> md.ShardingEnv:

@@ -1,5 +1,9 @@
+import os
+import signal
 import subprocess
 import sys
+
+import pytest
 
 from meshrec.__main__ import main
 
@@ -20,6 +24,30 @@ def test_a_missing_package_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "meshrec: the command line needs the package 'tyro': pip install \"meshrec[cli,train]\"\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        ("--version", ""),
+        ("--version", "1"),
+        ("runs --help", ""),
+        ("plan movielens_dlrm --ranks 2", "1"),
+        ("launch slurm RECIPE --dry-run", ""),
+    ],
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly(words, unbuffered):
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "meshrec", *words.split()],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_what_is_registered_for_the_exit_runs():

@@ -7,6 +7,8 @@
 namespace meshrec {
 
 constexpr int kMostShards = 16;
+constexpr int64_t kReach = 16;           // a key lies in one of so many buckets from its home on
+constexpr int64_t kMostFound = 1 << 12;  // IDs of a search
 
 // What a search reads of an index.
 struct IndexView {
@@ -22,11 +24,23 @@ struct IndexView {
 struct FindArgs {
   const IndexView* index = nullptr;
   const int64_t* ids = nullptr;
-  int64_t count = 0;
+  int64_t count = 0;  // at most kMostFound
   bool mixes = false;
   uint64_t mix_seed = 0, first = 0;
-  int64_t* slots = nullptr;      // -1 where an ID has none, or is displaced
-  int64_t* displaced = nullptr;  // which IDs are not in their home, which is full; room for `count` + 1
+  int64_t* slots = nullptr;  // -1 where an ID has none
+};
+
+// Finds the rows of IDs among the keys of a table: of `mix(id, seed)`. See index/keyed.cpp.
+struct FindRowsArgs {
+  const int64_t* keys = nullptr;  // ascending
+  int64_t num_keys = 0;
+  const int64_t* starts = nullptr;
+  int shift = 0;  // from 1 to 64: the bits of a key that do not tell its bucket
+  uint64_t seed = 0;
+  const void* ids = nullptr;
+  bool wide_ids = false;  // int64; otherwise int32
+  int64_t count = 0;
+  int64_t* slots = nullptr;  // -1 where an ID has no row
 };
 
 }  // namespace meshrec

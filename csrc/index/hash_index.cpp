@@ -97,16 +97,16 @@ class Index {
     });
   }
 
-  // Finds the slots of IDs, -1 where there is none.
-  void find_some(FindArgs args) const {
-    thread_local std::vector<int64_t> displaced(kGrainIds + 1);
-    const int64_t count = args.count;
-    args.index = &view_, args.displaced = displaced.data();
-    for (int64_t begin = 0; begin < count;
-         begin += kGrainIds, args.ids += kGrainIds, args.slots += kGrainIds) {
-      args.count = std::min(kGrainIds, count - begin);
-      find_displaced(args, kernels().find(args));
+  // Finds the slots of IDs, -1 where there is none. Returns how many have none.
+  int64_t find_some(FindArgs args) const {
+    int64_t absent = 0;
+    args.index = &view_;
+    for (int64_t left = args.count; left > 0;
+         left -= args.count, args.ids += args.count, args.slots += args.count) {
+      args.count = std::min(kMostFound, left);
+      absent += kernels().find(args);
     }
+    return absent;
   }
 
   // given: the slots that the IDs get; null: the lowest free ones.
@@ -234,30 +234,6 @@ class Index {
     std::unique_ptr<int64_t[]> places;
   };
 
-  struct Home {
-    uint64_t key;
-    const Shard* shard;
-    const Bucket* bucket;
-  };
-
-  void find_displaced(const FindArgs& args, int64_t num_displaced) const {
-    Home homes[kAhead];
-    const auto begin_one = [&](int64_t k) __attribute__((always_inline)) {
-      uint64_t id = uint64_t(args.ids[args.displaced[k]]);
-      if (args.mixes) id = mix(id, args.mix_seed);
-      const uint64_t key = mix(id + args.first, seed_);
-      const Shard& shard = shard_of(key);
-      homes[k & (kAhead - 1)] = {key, &shard, shard.home_bucket(key)};
-      __builtin_prefetch(homes[k & (kAhead - 1)].bucket + 1, 0, 3);
-    };
-    for (int64_t k = 0; k < std::min(num_displaced, kAhead); ++k) begin_one(k);
-    for (int64_t k = 0; k < num_displaced; ++k) {
-      const Home& home = homes[k & (kAhead - 1)];
-      args.slots[args.displaced[k]] = home.shard->find_behind(home.bucket, home.key);
-      if (k + kAhead < num_displaced) begin_one(k + kAhead);
-    }
-  }
-
   const Shard& shard_of(uint64_t key) const {
     return shards_[header_.shard_bits == 0 ? 0 : key >> (64 - header_.shard_bits)];
   }
@@ -378,13 +354,12 @@ std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vec
   std::vector<std::atomic<int64_t>> missing(parts);
   for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const Piece& piece) {
     const size_t p = size_t(piece.part);
-    found[size_t(indexes[p])].find_some({.ids = from + piece.begin,
-                                         .count = piece.end - piece.begin,
-                                         .mixes = !mixes.empty(),
-                                         .mix_seed = mixes.empty() ? 0 : uint64_t(mixes[p]),
-                                         .first = uint64_t(firsts[p]),
-                                         .slots = to + piece.begin});
-    missing[p] += std::count_if(to + piece.begin, to + piece.end, [](int64_t slot) { return slot < 0; });
+    missing[p] += found[size_t(indexes[p])].find_some({.ids = from + piece.begin,
+                                                       .count = piece.end - piece.begin,
+                                                       .mixes = !mixes.empty(),
+                                                       .mix_seed = mixes.empty() ? 0 : uint64_t(mixes[p]),
+                                                       .first = uint64_t(firsts[p]),
+                                                       .slots = to + piece.begin});
   });
   std::copy(missing.begin(), missing.end(), static_cast<int64_t*>(absent.mutable_data_ptr()));
   return {slots, absent};

@@ -1,15 +1,13 @@
 // What the ops on IDs share: their tensors, and pieces of a batch for parallel work.
 #pragma once
 
-#include "stable_abi.h"
+#include "host/memory.h"
 
 namespace meshrec {
 
 constexpr int64_t kGrainIds = 1 << 12;
 
-inline Tensor new_int64(int64_t size) {
-  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(&size, 1), ScalarType::Long);
-}
+inline Tensor new_int64(int64_t size) { return empty_buffer({size}, ScalarType::Long); }
 
 inline void check_ids(const Tensor& ids) {
   if (ids.dim() != 1 || ids.scalar_type() != ScalarType::Long) fail("ids must be int64 with 1 dimension");

@@ -1,9 +1,12 @@
 // Lookups of raw 64-bit IDs in tables that only read: ops/keyed/naive.py is the reference.
 //
+// [Note: keys in ascending order]
+//
 // A table is its keys (mixed IDs) in ascending order, and the row of each key at the same position. Keys are
 // spread evenly, so the first bits of a key tell where it lies: `starts` has the first position of each of
-// 2^k buckets of about eight keys. A search reads one entry of `starts` and one or two cache lines of keys.
-// All of it is a mapped file, and is read as it is. Rows that came later lie in a second, small table.
+// 2^k buckets of a few keys. A search reads one entry of `starts` and one or two cache lines of keys
+// (keyed.inl). All of it is a mapped file, and is read as it is. Rows that came later lie in a second, small
+// table.
 //
 // [Note: rows beside the table]
 //
@@ -18,12 +21,13 @@
 #include "host/memory.h"
 #include "index/first_rows.h"
 #include "index/mix.h"
+#include "isa/kernels.h"
 #include "tbe/batch.h"
 
 namespace meshrec {
 namespace {
 
-constexpr int64_t kGrainIds = 1 << 10, kAtOnce = 64, kScan = 32;
+constexpr int64_t kGrainIds = 1 << 10;
 constexpr int64_t kUnknown = -1, kFirstAdded = -2;  // kFirstAdded - s: row s of the added ones
 constexpr int kPerTable = 4;                        // tensors in `found_by`
 
@@ -52,27 +56,23 @@ class KeyedTable {
       fail("the rows that were added to table ", table, " are not as wide as the others.");
   }
 
-  // Writes the slot of each ID in [begin, end) of the batch.
-  void find(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
-    uint64_t keys[kAtOnce];
-    int64_t firsts[kAtOnce], ends[kAtOnce];
-    for (int64_t from = begin; from < end; from += kAtOnce) {
-      const int64_t count = std::min(kAtOnce, end - from);
-      for (int64_t i = 0; i < count; ++i) {
-        keys[i] = mix(uint64_t(batch.id(from + i)), seed_);
-        __builtin_prefetch(starts_ + bucket(keys[i]));
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t* start = starts_ + bucket(keys[i]);
-        firsts[i] = start[0], ends[i] = start[1];
-        if (firsts[i] < 0 || firsts[i] > ends[i] || ends[i] > num_keys_)
-          fail("the keys of table ", table_,
-               " are damaged. Copy the package again, or export the model again.");
-        __builtin_prefetch(keys_ + firsts[i]);
-        __builtin_prefetch(keys_ + firsts[i] + 7);
-      }
-      for (int64_t i = 0; i < count; ++i) slots[from + i] = slot_of(int64_t(keys[i]), firsts[i], ends[i]);
-    }
+  // Writes the slot of each ID in [begin, end) of the batch. Returns how many slots are negative.
+  int64_t find(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
+    const int64_t num_absent = kernels().find_rows({.keys = keys_,
+                                                    .num_keys = num_keys_,
+                                                    .starts = starts_,
+                                                    .shift = shift_,
+                                                    .seed = seed_,
+                                                    .ids = batch.ids(begin),
+                                                    .wide_ids = batch.wide_ids,
+                                                    .count = end - begin,
+                                                    .slots = slots + begin});
+    if (num_absent < 0)
+      fail("the keys of table ", table_, " are damaged. Copy the package again, or export the model again.");
+    if (num_absent > 0 && num_added_ > 0)
+      for (int64_t i = begin; i < end; ++i)
+        if (slots[i] < 0) slots[i] = added_slot(int64_t(mix(uint64_t(batch.id(i)), seed_)));
+    return num_absent;
   }
 
   const char* added_row(int64_t slot, int64_t row_bytes) const {
@@ -81,16 +81,7 @@ class KeyedTable {
   }
 
  private:
-  int64_t bucket(uint64_t key) const {
-    return shift_ == 64 ? 0 : int64_t((key ^ uint64_t(1) << 63) >> shift_);  // keys are in signed order
-  }
-  int64_t slot_of(int64_t key, int64_t first, int64_t end) const {
-    while (end - first > kScan) {  // only where many keys begin alike
-      const int64_t middle = first + (end - first) / 2;
-      (keys_[middle] <= key ? first : end) = middle;
-    }
-    for (; first < end; ++first)
-      if (keys_[first] == key) return first;
+  int64_t added_slot(int64_t key) const {
     const int64_t* found = std::lower_bound(added_, added_ + num_added_, key);
     if (found == added_ + num_added_ || *found != key) return kUnknown;
     return kFirstAdded - added_[num_added_ + (found - added_)];
@@ -134,7 +125,6 @@ std::vector<Tensor> place_others(const Batch& batch, const std::vector<const Loo
       if (*slot == kUnknown) unknown.push_back(batch.id(i));
     }
   }
-  if (others.empty()) return {};
   const int64_t row_bytes = weights.row_bytes[number], dim = weights.dims[number];
   const int64_t count = others.size();
   std::vector<Tensor> kept = {empty_buffer({(count + 1) * row_bytes}, ScalarType::Byte)};
@@ -191,18 +181,20 @@ Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
                            uint64_t(seeds[2 * k]), t);
     std::vector<const Lookup*> own;
     std::vector<int64_t*> own_slots;
+    std::atomic<int64_t> num_others{0};
     for (size_t l = 0; l < batch.lookups.size(); ++l) {
       Lookup& lookup = batch.lookups[l];
       if (lookup.table != t) continue;
       slots[l].resize(lookup.num_ids);
       int64_t* by_position = slots[l].data() - lookup.first_id;
       parallel_for(lookup.num_ids, kGrainIds, [&](int64_t begin, int64_t end) {
-        table.find(batch, lookup.first_id + begin, lookup.first_id + end, by_position);
+        num_others += table.find(batch, lookup.first_id + begin, lookup.first_id + end, by_position);
       });
       lookup.slots = by_position;
       own.push_back(&lookup);
       own_slots.push_back(by_position);
     }
+    if (num_others == 0) continue;
     const FirstRows first{seeds[2 * k + 1], firsts[2 * k], firsts[2 * k + 1]};
     kept.push_back(place_others(batch, own, own_slots.data(), table, first, bits[t], t, weights));
   }

@@ -6,17 +6,6 @@
 
 namespace meshrec::index {
 
-int64_t Shard::find_behind(const Bucket* home, uint64_t key) const {
-  int64_t b = home - buckets_;
-  for (int64_t turn = 1; turn < kReach; ++turn, ++b) {
-    if (get(b, kEntries - 1).key > key) return -1;
-    const Bucket& next = buckets_[b + 1];
-    if (const int entry = next.find(key); entry >= 0) return int64_t(next.slot(entry));
-    if (!next.full()) return -1;
-  }
-  return -1;
-}
-
 bool Shard::prepare(int64_t more, int slot_extra) {
   // So many that low bits tell the keys of kReach buckets apart, with a quarter to spare.
   const int64_t told_apart =

@@ -26,13 +26,16 @@
 #include <cstring>
 #include <vector>
 
+#include "index/find.h"
+
 namespace meshrec::index {
 
 constexpr int kEntries = 7, kBucketBytes = 64, kLeastSlotBits = 8;
-constexpr int64_t kReach = 16;     // a key lies in one of so many buckets from its home on
-constexpr int64_t kFarthest = 12;  // and in one of so many when it comes: growth may round it further away
-constexpr int64_t kLeast = 8;      // buckets of a new shard
-constexpr int64_t kStretch = 16;   // buckets that move at least when a shard grows
+// A key that comes lies in one of so many buckets from its home on: growth may round it further away, to
+// kReach.
+constexpr int64_t kFarthest = 12;
+constexpr int64_t kLeast = 8;     // buckets of a new shard
+constexpr int64_t kStretch = 16;  // buckets that move at least when a shard grows
 
 inline uint64_t load64(const uint8_t* p) {
   uint64_t word;
@@ -105,9 +108,6 @@ class Shard {
     return int64_t(scaled(fraction, fraction < boundary_ ? before_ : behind_));
   }
   Bucket* home_bucket(uint64_t key) const { return buckets_ + home(key); }
-
-  // Finds the slot of a key that is not in its home, which is full, but may be behind it; or returns -1.
-  int64_t find_behind(const Bucket* home, uint64_t key) const;
 
   // The three numbers of IndexView.
   uint64_t boundary() const { return boundary_; }

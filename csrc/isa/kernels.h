@@ -35,7 +35,8 @@ struct Kernels {
   int64_t (*quantize[3])(QuantizeArgs);
   int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite
   void (*decode_wire)(const WireRowsArgs&);
-  int64_t (*find)(const FindArgs&);  // returns the number of displaced keys
+  int64_t (*find)(const FindArgs&);  // returns how many IDs have no slot
+  int64_t (*find_rows)(const FindRowsArgs&);
 };
 
 const Kernels* kernels_baseline();

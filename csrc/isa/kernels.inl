@@ -29,6 +29,7 @@ namespace {
 // Rows between ranks, with the vectors of simd.h.
 #include "dist/wire.inl"
 #include "index/find.inl"
+#include "index/keyed.inl"
 
 #define MESHREC_BY_ID(function, ...) {function<__VA_ARGS__, int32_t>, function<__VA_ARGS__, int64_t>}
 #define MESHREC_BY_ROWS(function)                                                           \
@@ -59,7 +60,8 @@ const Kernels kTable = {MESHREC_NAME,
                         {quantize<8>, quantize<4>, quantize<2>},
                         encode_wire,
                         decode_wire,
-                        find};
+                        find,
+                        find_rows};
 
 }  // namespace
 

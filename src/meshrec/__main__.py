@@ -8,6 +8,11 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
+from meshrec.cli.unread import nobody_reads
+
+_UNREAD = 128 + 13
+"""The status of a program that SIGPIPE has ended, as a shell reports it."""
+
 
 def main() -> int:
     """Run the command line; if a package is missing, print which extra installs it."""
@@ -26,6 +31,16 @@ def main() -> int:
     except KeyboardInterrupt:
         _say_stopped()
         return 128 + signal.SIGINT
+    except BrokenPipeError:
+        if not nobody_reads():
+            raise
+        return _UNREAD
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # in whose place rich raises it
+            return _UNREAD
+        if not isinstance(ended.code, int):
+            raise
+        return ended.code
 
 
 def command() -> NoReturn:
@@ -42,6 +57,8 @@ def command() -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except BrokenPipeError:
+        os._exit(_UNREAD)
     except (OSError, ValueError):  # nobody reads any more, which Python itself knows how to say
         sys.exit(code)
     os._exit(code)

@@ -26,7 +26,7 @@ def measured():
     return calibrate(dist.group.WORLD, sizes=TINY).to_json()
 
 
-def test_all_ranks_agree_on_the_slowest_figures(ranks):
+def test_all_ranks_agree_on_the_figures(ranks):
     first, second = ranks(2).run(measured)
     assert first == second
     assert first["intra"] == first["inter"]

@@ -48,6 +48,24 @@ def test_no_round_begins_that_would_end_too_late(max_seconds, num_rounds, monkey
     assert len(made) == num_rounds
 
 
+def measured_by_late_ranks():
+    """Ranks whose steps take equally long, though another one of them is late in each."""
+    late = dist.get_rank()
+    steps = [
+        {"lookup": 2.0 * late + 1, "output": 10.0 - 2 * late},
+        {"lookup": 3.0 - 2 * late, "output": 8.0 + 2 * late},
+    ]
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "_take_steps", lambda *_: steps)
+        return measure([Trial("table_wise", **TINY)], env, DEVICE, steps=2, rounds=1)
+
+
+def test_phases_add_up_to_a_step_however_late_single_ranks_are(ranks):
+    for found in ranks(2).run(measured_by_late_ranks):
+        assert found == [{"lookup": 2.0, "output": 9.0}]
+
+
 def measured():
     tried = [Trial(kind, **TINY) for kind in ("column_wise", "data_parallel")]
     env = ShardingEnv.from_process_group(dist.group.WORLD)

@@ -4,7 +4,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from meshrec.calibration.fit import fit
 from meshrec.calibration.trials import make_trials, measure
 from meshrec.comms.collectives import Splits, all_gather, all_to_all
 from meshrec.comms.mesh import Axis, ShardingEnv
-from meshrec.planner.estimators import PHASES
 from meshrec.planner.hardware import HardwareProfile, Link, get_profile
 from meshrec.planner.types import Topology
 
@@ -42,8 +41,7 @@ def calibrate(
     device: torch.device | str = "cpu",
     sizes: Sizes | None = None,
 ) -> HardwareProfile:
-    """Measure a hardware profile in about a minute. Collective over `group`; all ranks get the slowest rank's
-    figures.
+    """Measure a hardware profile in about a minute. Collective over `group`; all ranks get the same figures.
 
     Training steps of small sharded modules run on all ranks at once. The profile has the figures with which
     the cost model best explains the duration of their phases. If `local_size` ranks per node are fewer than
@@ -71,7 +69,7 @@ def calibrate(
     )
     trials = make_trials(num_ranks, sizes.batch_size)
     found = measure(trials, env, device, steps=sizes.steps, rounds=sizes.rounds, max_seconds=sizes.seconds)
-    profile = fit(known, trials, _slowest(found, group, device), topology)
+    profile = fit(known, trials, found, topology)
     if group is None or group.rank() == 0:
         for name, source in profile.sources.items():
             _logger.warning("calibration: %s is %s", name, source)
@@ -81,17 +79,6 @@ def calibrate(
         memory=_memory_per_rank(device, group, local_size),
         sources={"kernels": measured, "intra": intra_source, "inter": inter_source, **profile.sources},
     )
-
-
-def _slowest(
-    measured: Sequence[Mapping[str, float]], group: dist.ProcessGroup | None, device: torch.device
-) -> list[dict[str, float]]:
-    """Return the seconds of the slowest rank, by phase."""
-    table = [[times.get(phase, 0.0) for phase in PHASES] for times in measured]
-    seconds = torch.tensor(table, dtype=torch.float64, device=device)
-    if group is not None:
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    return [dict(zip(PHASES, row, strict=True)) for row in seconds.tolist()]
 
 
 def _link(

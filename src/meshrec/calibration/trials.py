@@ -7,7 +7,6 @@ once.
 import gc
 import logging
 import math
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrec.comms.mesh import ShardingEnv
-from meshrec.comms.phase_clock import DENSE, record_phases
+from meshrec.comms.phase_clock import record_phases
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder
 from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.optim import RowWiseAdagrad
 from meshrec.plan.builders import WorldShape, column_wise, data_parallel, row_wise, table_wise
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, TableSize
+from meshrec.planner.estimators import PHASES
 from meshrec.planner.types import OptimizerKind, Table
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -91,7 +91,10 @@ def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
         for_all = -(-num_tables // num_ranks) * num_ranks
         rows = min(_ROWS_PER_ID * bag * batch * num_ranks, _MOST_ROWS)
         for kind in _KINDS if num_ranks > 1 else _KINDS[:1]:
-            found.append(Trial(kind, for_all, rows, dim, batch, bag))
+            # A rank holds as many bytes as under the other kinds: whole tables would take longer to travel
+            # to all ranks than the steps take.
+            held = -(-rows // num_ranks) if kind == "data_parallel" else rows
+            found.append(Trial(kind, for_all, held, dim, batch, bag))
     return found
 
 
@@ -104,29 +107,36 @@ def measure(
     rounds: int,
     max_seconds: float = math.inf,
 ) -> list[Mapping[str, float]]:
-    """Measure the seconds of each trial's phases on this rank: medians over ``rounds`` times ``steps`` steps.
+    """Measure the seconds of each trial's phases: medians over ``rounds`` times ``steps`` steps of the mean
+    over ranks.
+
+    A rank that is late in a phase makes the others wait in the next exchange. So the phases of each rank add
+    up to the whole step, and so do their means; the slowest ranks of all phases together take longer than
+    any step. The trials give all ranks the same work.
 
     Every round runs all trials, so that disturbances of the machine affect all of them. On slow links a round
     may take half a minute: no round begins that would end after ``max_seconds``, but the first. Collective.
     """
-    found: list[dict[str, list[float]]] = [{} for _ in trials]
+    found: list[list[list[float]]] = [[] for _ in trials]
     dense = torch.ones(_DENSE_BYTES // 4, device=device)
     began = time.monotonic()
     gc.freeze()
     for number in range(1, rounds + 1):
         for trial, times in zip(trials, found, strict=True):
             for seconds in _take_steps(trial, env, dense, steps):
-                for phase, taken in seconds.items():
-                    times.setdefault(phase, []).append(taken)
+                times.append([seconds.get(phase, 0.0) for phase in PHASES])
             gc.collect()  # tables lie in reference cycles
         passed = _largest(time.monotonic() - began, env, device)
         if number < rounds and passed * (number + 1) / number > max_seconds:
             _logger.info("calibration: %d of %d rounds took %.0f s", number, rounds, passed)
             break
     gc.unfreeze()
+    sums = torch.tensor(found, dtype=torch.float64, device=device)
+    if env.world.group is not None:
+        dist.all_reduce(sums, group=env.world.group)
+    medians = (sums / env.world.size).quantile(0.5, dim=1).tolist()
     return [
-        {phase: statistics.median(taken) for phase, taken in times.items() if phase != DENSE}
-        for times in found
+        {phase: seconds for phase, seconds in zip(PHASES, row, strict=True) if seconds > 0} for row in medians
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from meshrec.cli.unread import check_reader
 from meshrec.comms.leaving import leave_process_group
 from meshrec.runs.job import RUN_VARIABLE
 from meshrec.train.launch import launch
@@ -49,6 +50,7 @@ def on_ranks(
             environment={RUN_VARIABLE: folder},
         )
     if ended.error is not None:
+        check_reader(ended.error)
         print(f"meshrec: {ended.error}", file=sys.stderr)
     return ended.code
 

@@ -17,6 +17,7 @@ import tyro
 from meshrec.cli.arguments import HELP, UsageError
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
+from meshrec.cli.unread import check_reader
 from meshrec.data.faults import needs
 from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
@@ -157,6 +158,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         rank_timeout=options.rank_timeout,
     )
     if ended.error is not None:
+        check_reader(ended.error)
         return _tell_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
 

@@ -97,9 +97,14 @@ def inverse_rows(features: KeyedJaggedTensor, wanted: Sequence[str]) -> list[Ten
 
 def key_bounds(offsets: Tensor, segments: Tensor | None, num_keys: int) -> list[int]:
     """Return where the IDs of each key begin, and their number, [K + 1]."""
-    step = (len(offsets) - 1) // max(1, num_keys)
-    firsts = [key * step for key in range(num_keys + 1)] if segments is None else segments.tolist()
-    bounds: list[int] = offsets[firsts].tolist()
+    if segments is None:
+        step = (len(offsets) - 1) // max(1, num_keys)
+        if step == 0:
+            return [0] * (num_keys + 1)
+        chosen = offsets[: num_keys * step + 1 : step]
+    else:
+        chosen = offsets[segments]
+    bounds: list[int] = chosen.tolist()
     return bounds
 
 

@@ -204,7 +204,9 @@ class TableLookup:
         }
         bounds = key_bounds(lookups.offsets, lookups.segments, num_keys)
         train = torch.is_grad_enabled()
-        values, pins = slots_of(lookups.values, bounds, readers, num_keys=num_keys, train=train)
+        values, pins = slots_of(
+            lookups.values, bounds, readers, num_keys=num_keys, train=train, at_once=not train
+        )
         pin(values, pins)
         return lookups._replace(values=values)
 

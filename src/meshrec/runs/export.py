@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data import Dataset
-from meshrec.data.faults import Faults
 from meshrec.data.log_columns import ITEM
 from meshrec.data.logs import requests_of_histories, vocabulary_of
 from meshrec.export.next_items import NextItemQuery, RankedItems
@@ -25,11 +24,10 @@ from meshrec.quant.quantize import copied_but_for
 from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.runs.recommending import ItemValues
 from meshrec.runs.saved_recipe import load_recipe
-from meshrec.train.click_logs import ClickLog
 from meshrec.train.log_sources import LogSource
 from meshrec.train.losses import Tasks
 from meshrec.train.progress import origin_of
-from meshrec.train.recipe import Recipe, TableSource
+from meshrec.train.recipe import RawSource, Recipe
 from meshrec.train.run_folder import RunFolder
 
 
@@ -186,14 +184,7 @@ def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module,
 
 
 def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:
-    if isinstance(recipe.data, ClickLog):
-        return RawValues(features_of(run), recipe.data.table().schema)
-    if not isinstance(recipe.data, TableSource) or dataset.has_id_weights:
+    if not isinstance(recipe.data, RawSource) or dataset.has_id_weights:
         return None
-    from meshrec.data.frames import open_tables
-    from meshrec.data.tables import Tables
-
     features = features_of(run)
-    source = open_tables(recipe.data.parts()[0], features, Faults("raise"))
-    assert isinstance(source, Tables)
-    return RawValues(features, source.arrow_schema)
+    return RawValues(features, recipe.data.raw_schema(features))

@@ -41,6 +41,7 @@ from meshrec.tables.waiting import Waiting, in_span, waiting_for
 
 # N IDs or slots
 
+_NONE = torch.empty(0, dtype=torch.int64)
 _BLOCK_BYTES = 1 << 23
 _SPARE_ROWS = 1 << 24
 _MOST_SLOTS = (1 << 32) - 1
@@ -159,7 +160,7 @@ class HashedTable:
         """Pin the slots of a batch's keys. ``fresh`` has the slots that were assigned for this batch."""
         if train and self.storage.is_trainable:
             self.books.note_reads(sum(map(len, parts)), fresh)
-        pending, num_pending = parts[0][:0], self.slots.num_live - self.num_alive
+        pending, num_pending = _NONE, self.slots.num_live - self.num_alive
         if fresh is not None and len(fresh.slots) == num_pending:
             pending = fresh.slots
             self.memory["pins"][pending] += 1

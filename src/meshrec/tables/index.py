@@ -1,7 +1,7 @@
 """The protocol of an index, which finds the slot of a key where it is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -59,7 +59,6 @@ class Index(Protocol):
         """Return the key whose row each of these slots has now, int64 [N]."""
 
 
-@runtime_checkable
 class SearchableIndex(Protocol):
     """An index on a hash index. One call searches several such indexes."""
 
@@ -92,6 +91,7 @@ def slots_of(
     *,
     num_keys: int,
     train: bool,
+    at_once: bool = False,
 ) -> tuple[Tensor, list[object]]:
     """Replace the keys of some features by slots; each index is asked once.
 
@@ -102,6 +102,7 @@ def slots_of(
         readers: by feature, who reads it.
         num_keys: the number of features of a block.
         train: whether the rows will be updated.
+        at_once: whether the slots are used before any other call: then known keys need no pins.
 
     Returns: the values [N], of the same type, and the pins (see ``Resolved``).
     """
@@ -116,8 +117,11 @@ def slots_of(
     for keys in by_indexes.values():
         reader = readers[keys[0]]
         places = [block * num_keys + key for key in keys for block in range(num_blocks)]
+        is_known = not any(missing.get(place, 1) for place in places)
+        if is_known and at_once:
+            continue
         parts = [memory[bounds[place] : bounds[place + 1]] for place in places]
-        if not any(missing.get(place, 1) for place in places):
+        if is_known:
             pins += [index.hold(parts, train=train) for index in reader.indexes]  # type: ignore[attr-defined]
             continue
         given = torch.cat([values[bounds[place] : bounds[place + 1]] for place in places]).long()
@@ -143,26 +147,29 @@ def _searched(
 
     Returns: the values, and the number of keys without a slot for each place that was searched.
     """
-    searched = {
-        key: reader
-        for key, reader in sorted(readers.items())
-        if all(isinstance(index, SearchableIndex) for index in reader.indexes)
-    }
+    searched: dict[int, tuple[KeyReader, list[SearchableIndex]]] = {}
+    for key, reader in sorted(readers.items()):
+        indexes = [index for index in reader.indexes if _is_searchable(index)]
+        if len(indexes) == len(reader.indexes):
+            searched[key] = reader, indexes
     if not searched:
         return values.clone(), {}
     parts: dict[int, SearchedPart] = {}
     for block in range((len(bounds) - 1) // max(1, num_keys)):
-        for key, reader in searched.items():
-            place, index = block * num_keys + key, reader.indexes[0]
-            assert isinstance(index, SearchableIndex)
+        for key, (reader, indexes) in searched.items():
+            place = block * num_keys + key
             parts[place] = SearchedPart(
-                bounds[place], bounds[place + 1], index.slots, reader.first_row, reader.mix_seed
+                bounds[place], bounds[place + 1], indexes[0].slots, reader.first_row, reader.mix_seed
             )
-    for index in {id(each): each for reader in searched.values() for each in reader.indexes}.values():
-        assert isinstance(index, SearchableIndex)
+    for index in {id(each): each for _, indexes in searched.values() for each in indexes}.values():
         index.release()
     found, missing = find_parts(values.long().contiguous(), list(parts.values()))
     return found.to(values.dtype), dict(zip(parts, missing, strict=True))
+
+
+def _is_searchable(index: Index) -> TypeGuard[SearchableIndex]:
+    # Not isinstance, which takes 10 us for a protocol: every lookup asks this for every table.
+    return isinstance(getattr(index, "slots", None), HashIndex)
 
 
 def pin(slots: Tensor, pins: Sequence[object]) -> None:

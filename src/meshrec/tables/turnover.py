@@ -10,6 +10,7 @@ threshold with the same scores. A table that is full gives up a 64th of its rows
 in every step.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from meshrec.tables.waiting import in_span
 # N rows, U distinct IDs of an update
 
 _NONE = torch.empty(0, dtype=torch.int64)
+_NOBODY = torch.empty(0, dtype=torch.bool)
 _DIGITS = 1 << 16
 _MOST = (1 << 63) - 1
 _SLACK = 64
@@ -98,6 +100,11 @@ class Due(NamedTuple):
     """The slots of the rows to evict."""
     clock: Clock
 
+    @property
+    def num_admitted(self) -> int:
+        """The number of IDs that are admitted."""
+        return int(self.admitted.sum()) if len(self.admitted) else 0
+
 
 class Decision(NamedTuple):
     """The turnover of all tables of a rank."""
@@ -165,9 +172,8 @@ class Turnover:
         due, self.live = decision
         for i, each in due.items():
             table, admitted, policy = self.tables[i], each.admitted, self.tables[i].storage.keys.evict
-            report = table.books.report
+            report, num_admitted = table.books.report, each.num_admitted
             table.forget(each.gone)
-            num_admitted = int(admitted.sum())
             if len(admitted):
                 table.waiting.count(each.keys, each.counts, admitted)
                 table.revive(each.new if num_admitted == len(admitted) else each.new[admitted])
@@ -188,8 +194,8 @@ class Turnover:
     def _counted(self, due: Mapping[int, Due]) -> dict[int, list[int]]:
         """Return the rows that each interval will have, over all ranks."""
         sizes = [len(spans) for spans in self.intervals.values()]
-        own = torch.zeros(sum(sizes), dtype=torch.int64)
-        begins = dict(zip(self.intervals, torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False))
+        own = [0] * sum(sizes)
+        begins = dict(zip(self.intervals, itertools.accumulate(sizes, initial=0), strict=False))
         for i, table in self.tables.items():
             r = table.rectangle
             if r.c0 == 0:
@@ -200,8 +206,8 @@ class Turnover:
                 ]
                 for place, span in inside:
                     own[place] = _num_rows(table, due.get(i), None if len(inside) == 1 else span)
-        split = self._everyone.sum(own).split(sizes)
-        return {table: each.tolist() for table, each in zip(self.intervals, split, strict=True)}
+        total = iter(self._everyone.sum(torch.tensor(own, dtype=torch.int64)).tolist())
+        return {table: list(itertools.islice(total, len(spans))) for table, spans in self.intervals.items()}
 
     def _latest(self) -> int:
         """Return the latest event time of all ranks, where a policy asks for it. Collective."""
@@ -273,7 +279,7 @@ def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
     slots = own[0].slots if len(own) == 1 else torch.cat([_NONE, *(pin.slots for pin in own)])
     alive, policy = table.memory[""], table.storage.keys.evict
     new = keys = counts = _NONE
-    admitted = _NONE.bool()
+    admitted = _NOBODY
     if table.slots.num_live > table.num_alive:
         fresh = own[0].fresh() if len(own) == 1 else None
         if fresh is not None and not bool(alive[fresh.slots].any()):
@@ -298,7 +304,7 @@ def _num_rows(table: HashedTable, due: Due | None, span: Span | None) -> int:
     if span is None:
         if due is None:
             return table.num_alive
-        return table.num_alive - len(due.gone) + int(due.admitted.sum())
+        return table.num_alive - len(due.gone) + due.num_admitted
     num = int(in_span(table.listed()[0], span).sum())
     if due is not None:
         num -= int(in_span(table.keys_of(due.gone), span).sum())

@@ -69,6 +69,10 @@ class ClickLog(DataSource):
         """Open another log, whose rows have their histories from it."""
         return self._frame(data).scored(features, self.table(data), labelled=labelled)
 
+    def raw_schema(self, features: "Features") -> "pa.Schema":
+        """Return the columns of a row with its history, and their types."""
+        return self.table().schema
+
     def load(self) -> "Dataset":
         """Learn the vocabularies, and make the dataset."""
         return self.dataset(self.fit())

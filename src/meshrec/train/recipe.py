@@ -20,6 +20,8 @@ from meshrec.train.query_loss import Ranking
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from meshrec.data import Dataset, Split
     from meshrec.data.features import Features
     from meshrec.train.ranks import Ranks
@@ -49,6 +51,14 @@ class FittedSource(Protocol):
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
         """Open other data of the same form, unshuffled, as the training part of a dataset."""
+
+
+@runtime_checkable
+class RawSource(FittedSource, Protocol):
+    """A fitted source whose samples are rows of a table, so that requests to a server can consist of them."""
+
+    def raw_schema(self, features: "Features") -> "pa.Schema":
+        """Return the columns of a row and their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +128,16 @@ class TableSource(ABC):
         )
         return described_by(features, reader, type(self).__name__.lower())
 
+    def raw_schema(self, features: "Features") -> "pa.Schema":
+        """Return the columns of a training row and their types."""
+        from meshrec.data.faults import Faults
+        from meshrec.data.frames import open_tables
+        from meshrec.data.tables import Tables
+
+        source = open_tables(self.parts()[0], features, Faults("raise"))
+        assert isinstance(source, Tables)
+        return source.arrow_schema
+
     def load(self) -> "Dataset":
         """Fit the features, and open the data."""
         return self.dataset(self.fit())
@@ -146,6 +166,11 @@ class ModelConfig(ABC):
 
         Called as ``model(dense, sparse)``, it returns logits, [B] or [B, 1]; for T labels, [B, T].
         """
+
+    @property
+    def attention_width(self) -> int:
+        """The width of self-attention over histories, whose cost grows with squared lengths; 0: none."""
+        return 0
 
     def start(self, model: nn.Module, recipe: "Recipe", dataset: "Dataset", ranks: "Ranks") -> bool:
         """Give a new model, which may be sharded, first weights that depend on the data. Collective.

@@ -1,5 +1,9 @@
 """The lookup of raw IDs: the kernel against plain torch, and both against a table with a row for each ID."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -80,6 +84,34 @@ def test_the_kernel_equals_plain_torch(kind, num_rows):
         plain = _plainly(*arguments)
         assert torch.equal(got, plain) if pooling == 2 else torch.allclose(got, plain, rtol=1e-5, atol=1e-5)
         assert torch.equal(got, _as_fixed(*arguments))
+
+
+RUN = """
+import sys, torch
+from meshrec.ops import keyed
+calls = torch.load(sys.argv[1], weights_only=False)
+torch.save([keyed.forward(*each) for each in calls], sys.argv[2])
+"""
+
+
+def test_every_instruction_set_finds_the_same_rows(tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    calls, expected = [], []
+    for num_rows in (0, 1, 5, 8, 9, 5000):
+        found, weight, ids = _table(generator, num_rows, 4, 0, torch.float32, num_rows // 5)
+        for size, kind in ((1, torch.int64), (9, torch.int32), (1999, torch.int64), (1999, torch.int32)):
+            values = torch.randint(-(1 << 31), 1 << 31, (size,), generator=generator)
+            if kind is torch.int64:
+                values = torch.cat([ids, values])[torch.randperm(len(ids) + size, generator=generator)]
+            lookups = _lookups(values.to(kind), torch.arange(len(values) + 1), [0], [4], [2], flat=True)
+            options = LookupOptions(4 * len(values), torch.float32, True, NAMES)
+            calls.append(([0], {0: found}, [weight], lookups, options))
+            expected.append(_plainly(*calls[-1][:3], lookups._replace(values=values), options))
+    torch.save(calls, tmp_path / "calls.pt")
+    for isa in ("baseline", "avx2", "avx512"):
+        command = [sys.executable, "-c", RUN, str(tmp_path / "calls.pt"), str(tmp_path / f"{isa}.pt")]
+        subprocess.run(command, check=True, env={**os.environ, "MESHREC_ISA": isa})
+        assert all(map(torch.equal, torch.load(tmp_path / f"{isa}.pt"), expected))
 
 
 def _plainly(bits, keyed_tables, weights, lookups, options):

@@ -25,8 +25,8 @@ from meshrec.ops.tbe.layout import OutputLayout, make_layout
 
 # F features, N ids, n rows, U unknown IDs
 
-KEYS_PER_BUCKET = 8
-"""Keys of a bucket of ``starts``, at most and on average: one cache line."""
+KEYS_PER_BUCKET = 4
+"""Keys of a bucket of ``starts``, at most and on average: few buckets have more than a cache line."""
 PER_TABLE = 4
 """Tensors that find the rows of a table."""
 

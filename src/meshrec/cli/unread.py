@@ -1,0 +1,20 @@
+"""The end of a command whose output nobody reads any more."""
+
+import select
+
+
+def nobody_reads() -> bool:
+    """Return whether the reader of this process's output has ended, as ``head`` does after ten lines."""
+    poll = select.poll()
+    poll.register(1, 0)  # errors are reported without being asked for
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def check_reader(error: str) -> None:
+    """Raise BrokenPipeError if nobody reads the output, and the error of a rank is due to that.
+
+    Args:
+        error: the error of the rank that failed first. rich raises SystemExit for a broken pipe.
+    """
+    if nobody_reads() and any(name in error for name in ("BrokenPipeError", "SystemExit")):
+        raise BrokenPipeError
