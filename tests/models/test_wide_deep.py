@@ -4,7 +4,7 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
 from meshrec.models import DLRMTrain, WideDeep
-from meshrec.modules.boosted_trees import BoostedTrees, Leaf, Split
+from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 from meshrec.optim import SGD
 from meshrec.testing import assert_equal_to_unsharded
 
@@ -61,7 +61,7 @@ def test_tables_must_be_wider_than_the_linear_weights():
 def grown(num_inputs=5):
     """Trees that split the numbers and the scores of both features."""
     trees = BoostedTrees(num_inputs, 1)
-    trees.grow([Split(at, 0.2, Leaf(-1.0), Leaf(float(at))) for at in range(num_inputs)])
+    trees.grow([Branch(at, 0.2, Leaf(-1.0), Leaf(float(at))) for at in range(num_inputs)])
     return trees
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from meshrec.modules.boosted_trees import BoostedTrees, Leaf, Split
+from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 
 
 def drawn(generator, level):
@@ -9,11 +9,11 @@ def drawn(generator, level):
         return Leaf(float(torch.randn((), generator=generator)))
     at = int(torch.randint(0, 5, (), generator=generator))
     threshold = float(torch.randint(-2, 3, (), generator=generator))
-    return Split(at, threshold, drawn(generator, level - 1), drawn(generator, level - 1))
+    return Branch(at, threshold, drawn(generator, level - 1), drawn(generator, level - 1))
 
 
 def plain(node, sample):
-    while isinstance(node, Split):
+    while isinstance(node, Branch):
         node = node.left if sample[node.input] <= node.threshold else node.right
     return node.value
 
@@ -33,7 +33,7 @@ def test_the_sum_of_leaves_is_that_of_a_plain_walk(seed):
 
 
 def test_trees_that_do_not_fit_are_refused():
-    deep = Split(0, 0.0, Leaf(1.0), Split(0, 1.0, Leaf(2.0), Leaf(3.0)))
+    deep = Branch(0, 0.0, Leaf(1.0), Branch(0, 1.0, Leaf(2.0), Leaf(3.0)))
     with pytest.raises(ValueError, match="2 trees, and room for 1"):
         BoostedTrees(1, 2).grow([deep, deep])
     with pytest.raises(ValueError, match="tree 0 has more than 1 levels"):
@@ -42,7 +42,7 @@ def test_trees_that_do_not_fit_are_refused():
 
 def test_exports_for_batches_of_any_size():
     module, inputs = BoostedTrees(3, 2), torch.randn(5, 2)
-    module.grow([Split(1, 0.0, Leaf(1.0), Leaf(2.0))])
+    module.grow([Branch(1, 0.0, Leaf(1.0), Leaf(2.0))])
     program = torch.export.export(module, (inputs,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
     more = torch.randn(9, 2)
     assert torch.equal(program.module()(more), module(more))

@@ -7,7 +7,7 @@ from meshrec.metrics import area_under_curve
 from meshrec.modules.boosted_trees import BoostedTrees
 from meshrec.optim import Adam
 from meshrec.train import Trainer, WideDeepConfig, join
-from meshrec.train.boosting import NUM_LEVELS, Judged, boosted, scores_of
+from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, scores_of
 from meshrec.train.linear import first_samples
 from meshrec.train.wide_deep import _fitted, _pooled
 from tests.train.raw_ids import recipe as visits_recipe
@@ -22,7 +22,7 @@ def crossed(num, seed):
     inputs = torch.randn(num, 3, generator=generator)
     chance = torch.sigmoid(2 * torch.sign(inputs[:, 0] * inputs[:, 1]))
     labels = (torch.rand(num, generator=generator) < chance).float()
-    return Judged(inputs, labels, torch.zeros(num, dtype=torch.float64))
+    return TreeSamples(inputs, labels, torch.zeros(num, dtype=torch.float64))
 
 
 def test_trees_add_what_the_model_leaves_over_and_the_module_sums_them():
@@ -39,7 +39,7 @@ def test_thresholds_are_rounded_down_so_that_no_sample_changes_sides():
     high = torch.nextafter(low, torch.tensor(1.0))
     inputs = torch.where(torch.arange(200) % 2 == 0, low, high)[:, None]
     labels = (torch.arange(200) % 2).float()
-    samples = Judged(inputs, labels, torch.zeros(200, dtype=torch.float64))
+    samples = TreeSamples(inputs, labels, torch.zeros(200, dtype=torch.float64))
     module = BoostedTrees(5, NUM_LEVELS)
     module.grow(boosted(samples, samples, 5, seed=0))
     assert area_under_curve(module(inputs), labels) == 1.0

@@ -15,13 +15,13 @@ class Leaf(NamedTuple):
     value: float
 
 
-class Split(NamedTuple):
+class Branch(NamedTuple):
     """A node of a tree: samples go to the left where the input is at most the threshold."""
 
     input: int
     threshold: float
-    left: "Split | Leaf"
-    right: "Split | Leaf"
+    left: "Branch | Leaf"
+    right: "Branch | Leaf"
 
 
 class BoostedTrees(nn.Module):
@@ -52,7 +52,7 @@ class BoostedTrees(nn.Module):
         roots = torch.arange(num_trees, device=device)
         self.register_buffer("roots", roots, persistent=False)
 
-    def grow(self, trees: list[Split | Leaf]) -> None:
+    def grow(self, trees: list[Branch | Leaf]) -> None:
         """Set the trees; those that are missing add 0.
 
         Raises:
@@ -63,7 +63,7 @@ class BoostedTrees(nn.Module):
         inputs, thresholds = torch.zeros_like(self.inputs), torch.full_like(self.thresholds, torch.inf)
         values = torch.zeros_like(self.values)
 
-        def place(node: Split | Leaf, tree: int, at: int, level: int) -> None:
+        def place(node: Branch | Leaf, tree: int, at: int, level: int) -> None:
             if isinstance(node, Leaf):
                 # No split below: every sample goes on to the left.
                 values[(tree << self.num_levels) + (at << (self.num_levels - level))] = node.value

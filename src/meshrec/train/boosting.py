@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve
-from meshrec.modules.boosted_trees import Leaf, Split
+from meshrec.modules.boosted_trees import Branch, Leaf
 
 if TYPE_CHECKING:
     Floats = np.typing.NDArray[np.float64]
@@ -36,7 +36,7 @@ _OPTIONS = {
 }
 
 
-class Judged(NamedTuple):
+class TreeSamples(NamedTuple):
     """Samples that trees read: their inputs [B, X] float32, labels [B], and a fitted model's logits [B]."""
 
     inputs: Tensor
@@ -62,7 +62,7 @@ def scores_of(ids: Tensor, labels: Tensor, num_rows: int) -> Tensor:
     return torch.where(counts >= _LEAST, scores, 0.0).float()
 
 
-def boosted(train: Judged, judged: Judged, num_trees: int, *, seed: int) -> list[Split | Leaf]:
+def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: int) -> list[Branch | Leaf]:
     """Fit trees whose sum is added to the logits of a model; return those with the best AUC on other samples.
 
     There are none if all of them together make the AUC no better, or if it does not exist.
@@ -97,7 +97,7 @@ def boosted(train: Judged, judged: Judged, num_trees: int, *, seed: int) -> list
     return [_node(each["tree_structure"]) for each in found]
 
 
-def _node(saved: dict[str, Any]) -> Split | Leaf:
+def _node(saved: dict[str, Any]) -> Branch | Leaf:
     """Return a node, and those below it, from LightGBM's form."""
     if "split_feature" not in saved:
         return Leaf(saved["leaf_value"])
@@ -105,4 +105,4 @@ def _node(saved: dict[str, Any]) -> Split | Leaf:
     if float(threshold) > saved["threshold"]:  # An input just above must stay above: round down.
         threshold = np.nextafter(threshold, np.float32(-np.inf))
     left, right = _node(saved["left_child"]), _node(saved["right_child"])
-    return Split(saved["split_feature"], float(threshold), left, right)
+    return Branch(saved["split_feature"], float(threshold), left, right)

@@ -11,10 +11,10 @@ from meshrec.data import Batch
 from meshrec.data.faults import needs
 from meshrec.models import WideDeep
 from meshrec.modules import EmbeddingBagCollection
-from meshrec.modules.boosted_trees import BoostedTrees, Leaf, Split
+from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 from meshrec.tables.initial import init_table
 from meshrec.train.architectures import tables_on_meta
-from meshrec.train.boosting import NUM_LEVELS, Judged, boosted, scores_of
+from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, scores_of
 from meshrec.train.linear import chosen, columns, first_samples, regression
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.recipe import ModelConfig, Recipe
@@ -137,7 +137,7 @@ class _Fitted(NamedTuple):
     """A weight per row of each table, per bin and per number, and the bias; hashed tables have none."""
     scores: list[Tensor]
     """The scores of each table's rows, without hashed tables; none without trees."""
-    trees: list[Split | Leaf]
+    trees: list[Branch | Leaf]
 
 
 def _fitted(model: WideDeep, dataset: "Dataset", seed: int) -> _Fitted:
@@ -160,14 +160,17 @@ def _fitted(model: WideDeep, dataset: "Dataset", seed: int) -> _Fitted:
         return _Fitted(linear, [], [])
     scores = _scores(dataset, train)
 
-    def judged(samples: Batch, matrix: Any) -> Judged:
+    def judged(samples: Batch, matrix: Any) -> TreeSamples:
         inputs = torch.cat([samples.dense, _pooled(dataset, samples, scores)], dim=1)
-        return Judged(inputs, samples.labels, torch.from_numpy(matrix @ weights))
+        return TreeSamples(inputs, samples.labels, torch.from_numpy(matrix @ weights))
 
     learns = judged(train, learnt[0])
     if others is None or chooses is None:
         apart = torch.from_numpy(chosen(len(train)))
-        parts = Judged(*(each[~apart] for each in learns)), Judged(*(each[apart] for each in learns))
+        parts = (
+            TreeSamples(*(each[~apart] for each in learns)),
+            TreeSamples(*(each[apart] for each in learns)),
+        )
     else:
         parts = learns, judged(others, chooses[0])
     return _Fitted(linear, scores, boosted(*parts, model.trees.num_trees, seed=seed))
