@@ -46,7 +46,7 @@ def write(
 
 
 def used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the slots that this batch uses first; see ``naive.cache_used``."""
+    """Stamp the slots that a batch uses, and return the new ones; see ``naive.cache_used``."""
     found: Tensor = torch.ops.meshrec.cache_used.default(slots, stamps, batch)
     return found
 
