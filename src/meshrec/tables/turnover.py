@@ -292,14 +292,14 @@ class Turnover:
         slots = {i: marks.nonzero()[:, 0] for i, (_, marks) in found.items()}
         own = []
         for i, candidates in slots.items():
-            table, scores = self.tables[i], [_NONE]
+            table, parts_of_scores = self.tables[i], [_NONE]
             # Whole rows may be more than memory holds.
             for some in candidates.split(table.block_rows):
                 rows = RowsToJudge(
                     table.ids_of(table.keys_of(some)), table.gathered(some, table.rectangle.columns)
                 )
-                scores.append(policy.scores(rows, due[i].clock))
-            own.append(torch.cat(scores))
+                parts_of_scores.append(policy.scores(rows, due[i].clock))
+            own.append(torch.cat(parts_of_scores))
         for (i, (_, marks)), sums in zip(found.items(), self._everyone.row_sums(number, own), strict=True):
             scores_by_slot = torch.zeros(len(marks), dtype=torch.int64).index_copy_(0, slots[i], sums)
             found[i] = Judged(scores_by_slot, marks)
