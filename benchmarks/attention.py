@@ -125,7 +125,10 @@ def padded(inputs: Inputs, kind: str) -> Tensor:
 
 
 def in_buckets(inputs: Inputs, _: str) -> Tensor:
-    """Compute the softmax with SDPA, bucket by bucket: none has a sample below 3/4 of its longest one."""
+    """Compute softmax attention with SDPA in buckets of similar lengths.
+
+    Each sample of a bucket has at least 3/4 of the length of its longest one.
+    """
     order = inputs.lengths.argsort(descending=True)
     lengths = inputs.lengths[order]
     parts, places, first = [], [], 0
@@ -214,7 +217,7 @@ def report_peak(name: str, shape: Shape, kind: str) -> int:
 
 
 def _memory(name: str) -> int:
-    """Return a size that the system keeps of this process, in bytes."""
+    """Return a value of /proc/self/status, such as ``VmHWM``, in bytes."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])

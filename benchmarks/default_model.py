@@ -146,7 +146,10 @@ def _logistic(fields: Any, labels: Any, rows: dict[str, Any], seed: int) -> Any:
 
 
 def _lightgbm(fields: Any, labels: Any, rows: dict[str, Any], seed: int) -> Any:
-    """Texts are categories; trees are added until validation data gains nothing for 100 of them."""
+    """Return LightGBM's scores of the test data. Texts are categories.
+
+    Trees are added until 100 in a row do not improve the validation data.
+    """
     import lightgbm
     import pandas
 

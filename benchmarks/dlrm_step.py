@@ -147,9 +147,7 @@ def _timed(group: Sequence[str], shape: Shape, effort: Effort) -> dict[str, list
 
 
 def _chosen(only: Sequence[str]) -> list[list[str]]:
-    """Return the groups without contenders that were not asked for or are not installed; keep the dense
-    part.
-    """
+    """Return the groups of contenders that are wanted and installed, each with its dense part."""
     known = names = {name for group in GROUPS for name in group}
     if importlib.util.find_spec("torchrec") is None:
         names = {name for name in names if not name.startswith("torchrec")}
@@ -233,8 +231,9 @@ def _round_medians(ranks: list[Measured]) -> list[float]:
 
 
 def _verify(measured: dict[str, list[Measured]]) -> None:
-    """Check that all contenders but the dense part start with one loss, and that those with one optimizer
-    stay equal.
+    """Check that all contenders have the same first loss, and those with equal optimizers the same losses.
+
+    The dense part alone is not compared.
     """
     names = [name for name in measured if name not in DENSE]
     reference = next((n for n in names if n.startswith("meshrec")), None)

@@ -157,7 +157,7 @@ def new(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
 
 
 def fresh_pages(num_bytes: int) -> Callable[[], object]:
-    """Return a function that writes to so many bytes of memory that nobody has touched before."""
+    """Return a function that writes to ``num_bytes`` of memory, at each call to pages not touched before."""
     room = 64
     memory, turn = reserve_pages((room, num_bytes), torch.uint8, None), 0
 

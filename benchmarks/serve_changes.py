@@ -370,7 +370,7 @@ def _torn(changes: Changes, folder: Path) -> dict[str, float]:
 def _stop(changes: Changes, folder: Path) -> dict[str, float]:
     """Stop servers one after the other, while clients move on to the next when nobody listens any more.
 
-    Only a refused connection is no loss: every request that was sent must be answered, and correctly.
+    A refused connection is not a loss. Every request that was sent must get a correct answer.
     """
     shape = changes.served
     package = package_of(shape, folder / "package")

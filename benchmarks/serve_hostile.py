@@ -160,9 +160,9 @@ def _large_package(sizes: Sizes, folder: Path) -> Path:
 
 
 def _start(sizes: Sizes, package: Path) -> dict[str, float]:
-    """Measure how long a package takes to open with all files compared, over reading its weights.
+    """Measure the time of opening a package, which verifies all files, over that of reading its weights.
 
-    Cold: both begin with a file that is not in the page cache. Warm: all of it is in the page cache.
+    Cold: the file is not in the page cache. Warm: all of it is.
     """
     found = {"package, GiB": (package / WEIGHTS).stat().st_size / _GIB}
     for state, prepare in {"cold": _forget, "warm": lambda package: _read(package / WEIGHTS)}.items():

@@ -159,7 +159,7 @@ def _bytes_per_step(loop: _Loop) -> int:
 
 
 def _timed(loop: Any, latency_seconds: float, bytes_per_second: float) -> Round:
-    """Run some steps of the loop, whose batches in flight are on the same network."""
+    """Run some steps of the loop on a network of this latency and bandwidth."""
     steps: list[float] = []
     exchanges: dict[str, list[float]] = {name: [] for name in EXCHANGES}
     set_network(latency_seconds=latency_seconds, bytes_per_second=bytes_per_second)

@@ -1,6 +1,7 @@
 """The rules of the house: imports point downward, classes are shallow, files are short, each has its test."""
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
@@ -130,6 +131,12 @@ class Import(NamedTuple):
     line: int
 
 
+@functools.cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a module. Every rule reads them, and to find them takes longer than the rules."""
+    return list(ast.walk(tree))
+
+
 def module_name(path: Path, root: Path = SOURCE) -> str:
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -143,7 +150,7 @@ def is_module(name: str) -> bool:
 def imports_of(tree: ast.Module, importer: str, *, is_package: bool) -> list[Import]:
     """Return every import of a part of meshrec in ``tree``, also inside functions and for type checkers."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -224,11 +231,11 @@ def circles(imports: list[Import]) -> list[list[str]]:
 
 def class_bases(trees: dict[str, ast.Module]) -> dict[str, dict[str, list[str]]]:
     """Module -> class -> the bases that are classes of this package (by name, as the module calls them)."""
-    ours = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    ours = {node.name for tree in trees.values() for node in nodes_of(tree) if isinstance(node, ast.ClassDef)}
     found: dict[str, dict[str, list[str]]] = {}
     for module, tree in trees.items():
-        local = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        for node in ast.walk(tree):
+        local = {node.name for node in nodes_of(tree) if isinstance(node, ast.ClassDef)}
+        for node in nodes_of(tree):
             if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("meshrec")):
                 local |= {alias.asname or alias.name for alias in node.names}
         found[module] = {
@@ -237,7 +244,7 @@ def class_bases(trees: dict[str, ast.Module]) -> dict[str, dict[str, list[str]]]
                 for name in (ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
                 if name in ours & local
             ]
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
             if isinstance(node, ast.ClassDef)
         }
     return found
@@ -283,7 +290,7 @@ def is_record(node: ast.ClassDef) -> bool:
 
 
 def wide_classes(trees: dict[str, ast.Module]) -> set[str]:
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees.values() for node in nodes_of(tree) if isinstance(node, ast.ClassDef)]
     return {
         node.name for node in classes if not is_record(node) and len(attributes_of(node)) > MAX_ATTRIBUTES
     }
@@ -293,7 +300,7 @@ def long_functions(trees: dict[str, ast.Module]) -> set[str]:
     """The functions with too many lines; those of a docstring do not count."""
     found = set()
     for module, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 last = node.end_lineno or node.lineno
                 text = ast.get_docstring(node, clean=False)
@@ -303,19 +310,18 @@ def long_functions(trees: dict[str, ast.Module]) -> set[str]:
     return found
 
 
+@functools.cache
 def package_trees() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
+@functools.cache
 def package_imports() -> list[Import]:
+    packages = {module_name(path) for path in SOURCE.rglob("__init__.py")}
     found = [
         each
-        for path in sorted(SOURCE.rglob("*.py"))
-        for each in imports_of(
-            ast.parse(path.read_text()),
-            module_name(path),
-            is_package=path.name == "__init__.py",
-        )
+        for module, tree in package_trees().items()
+        for each in imports_of(tree, module, is_package=module in packages)
     ]
     assert found, "the walk found no import at all: it looks at the wrong folder"
     return found

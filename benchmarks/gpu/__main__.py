@@ -30,7 +30,7 @@ print(json.dumps({
 
 
 class Found(NamedTuple):
-    """A Python that was asked for its torch."""
+    """The torch and the devices that a Python interpreter reported, or why it cannot be used."""
 
     python: str
     problem: str | None

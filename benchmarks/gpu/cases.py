@@ -9,6 +9,7 @@ from torch import Tensor
 from meshrec import distributed as md
 from meshrec.distributed.pieces import as_tensor, local_spans, pieces_of, rank_spans
 from meshrec.distributed.routing import RoutedTable, compile_plan
+from meshrec.ops.attention import naive as attention_naive
 from meshrec.ops.dist import naive as dist_naive
 from meshrec.ops.dist import wire_naive
 from meshrec.ops.dist.wire_naive import BFLOAT16, HALF, INT4, INT8, STOCHASTIC
@@ -137,6 +138,33 @@ def wire_calls() -> Iterator[Call]:
         yield Call(f"encoding, width {dim}", "wire_encode", (values, *layout, *noise))
         message, _ = wire_naive.wire_encode(values, *layout, *noise)
         yield Call(f"decoding, width {dim}", "wire_decode", (message, *layout))
+
+
+def attention_calls(*, quick: bool = False) -> Iterator[Call]:
+    """Calls with both kinds of weights, all masks and biases, targets, and histories without some queries."""
+    longest = 70 if quick else 700
+    masks = [(True, 0, 0), (False, 0, 3), (True, 5, 2), (False, 40, 0)]
+    sizes = [(1, 64, 64), (2, 17, 70), (4, 32, 8), (1, 128, 128)]
+    for number, (mask, (heads, width, value_width)) in enumerate(zip(masks, sizes, strict=True)):
+        lengths = torch.tensor([0, 1, longest, 65, 64, longest // 3])
+        num_queries = lengths if number % 2 else (lengths * 0.7).long()
+        targets = (lengths - 4).clamp(min=0) // 3
+        offsets, query_offsets = (
+            torch.cat([torch.zeros(1, dtype=torch.int64), each.cumsum(0)]) for each in (lengths, num_queries)
+        )
+        count, max_length = int(lengths.sum()), longest + 2
+        query = torch.randn(int(num_queries.sum()), heads, width)
+        key, value = torch.randn(count, heads, width), torch.randn(count, heads, value_width)
+        biases = (torch.randn(2 * max_length - 1), torch.randn(129), torch.randint(0, 10**9, (count,)))
+        for softmax in (False, True):
+            own = biases if softmax == (number % 2 == 0) else (None, None, None)
+            options = (offsets, query_offsets, targets, *own, max_length, width**-0.5, softmax, *mask)
+            what = f"{mask=}, {softmax=}, {heads} heads of {width} and {value_width}"
+            yield Call(f"attention, {what}", "jagged_attention", (query, key, value, *options))
+            out, log_sums = attention_naive.jagged_attention(query, key, value, *options)
+            grad = torch.randn(out.shape) / len(out) ** 0.5
+            back = (grad, out, log_sums, query, key, value, *options)
+            yield Call(f"gradients of attention, {what}", "jagged_attention_grad", back)
 
 
 def dist_calls(*, ragged: bool, weighted: bool, wide: bool, batch: int = 64) -> Iterator[Call]:

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshrec
-from benchmarks.gpu.cases import Call, dist_calls, moved, nbit_calls, tbe_calls, wire_calls
+from benchmarks.gpu.cases import Call, attention_calls, dist_calls, moved, nbit_calls, tbe_calls, wire_calls
 from meshrec import distributed as md
 from meshrec.model_parallel import DistributedModelParallel
+from meshrec.ops.attention import naive as attention_naive
+from meshrec.ops.attention import triton as attention_triton
 from meshrec.ops.dist import naive as dist_naive
 from meshrec.ops.dist import triton as dist_triton
 from meshrec.ops.dist import wire_naive, wire_triton
@@ -26,8 +28,12 @@ from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdagr
 from meshrec.pipeline import TrainPipeline
 from meshrec.pipeline.stages import DeviceLink, Staged
 
-NAIVE = {**vars(dist_naive), **vars(wire_naive), **vars(tbe_naive), **vars(nbit_naive)}
-MODULES = (dist_triton, wire_triton, tbe_triton, nbit_triton)
+NAIVE = {
+    name: op
+    for module in (attention_naive, dist_naive, wire_naive, tbe_naive, nbit_naive)
+    for name, op in vars(module).items()
+}
+MODULES = (attention_triton, dist_triton, wire_triton, tbe_triton, nbit_triton)
 TRITON = {op.__name__: op for module in MODULES for op in module.OPS}
 
 
@@ -63,7 +69,9 @@ def kernels(device: torch.device) -> str:
     """Compare every Triton kernel with its plain torch version."""
     torch.manual_seed(0)
     quick = device.type != "cuda"  # Triton's interpreter takes seconds where a GPU takes none
-    calls: list[Iterable[Call]] = [tbe_calls(quick=quick), nbit_calls(quick=quick), wire_calls()]
+    calls: list[Iterable[Call]] = [
+        *(tbe_calls(quick=quick), nbit_calls(quick=quick), wire_calls(), attention_calls(quick=quick))
+    ]
     for ragged, weighted, wide in itertools.product((False, True), repeat=3):
         if not quick or wide == (ragged != weighted):  # every pair of two options
             batch = 4 if quick else 64

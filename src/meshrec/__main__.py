@@ -21,7 +21,7 @@ def main() -> int:
 
         return run()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("tyro", "rich", "torchmetrics"):
+        if error.name is None or error.name.split(".")[0] not in ("tyro", "rich"):
             raise
         print(
             f'meshrec: the command line needs the package {error.name!r}: pip install "meshrec[cli,train]"',

@@ -33,7 +33,7 @@ def test_without_a_device_it_says_what_it_looked_for(tmp_path):
 @pytest.mark.parametrize(
     ("check", "found"),
     [
-        ("kernels", "calls of 14 ops equal plain torch"),
+        ("kernels", "calls of 16 ops equal plain torch"),
         ("sharded", "equal unsharded ones"),
         ("pipelines", "two stages equal the whole model"),
     ],

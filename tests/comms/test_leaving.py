@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import atexit, os, sys, threading, time
+import atexit, itertools, os, sys, threading, time
 from pathlib import Path
 
 import torch
@@ -16,9 +16,6 @@ import torch.distributed as dist
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
 from meshrec.model_parallel import DistributedModelParallel
-
-rank, store, dense = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -52,7 +49,8 @@ def threads():
 
 
 def work():
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    store = dist.FileStore(f"{folder}/store of {dense}", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = DistributedModelParallel(Model(), dense=dense)
     if dense == "ddp":
         model.register_comm_hook(None, lingering)
@@ -62,26 +60,30 @@ def work():
     md.leave_process_group()
 
 
-atexit.register(lambda: print("at the end:", threads()))
-work()
+folder, ranks = sys.argv[1], {}
+for dense, rank in itertools.product(["ddp", "fsdp2"], range(2)):
+    child = os.fork()  # it ends as any program does, and need not import everything
+    if child == 0:
+        output = os.open(f"{folder}/{dense} {rank}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        atexit.register(lambda: print("at the end:", threads()))
+        work()
+        sys.exit()
+    ranks[child] = f"{dense} {rank}"
+for child, name in ranks.items():
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(f"{name}: {code}")
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are found in Linux's /proc")
-@pytest.mark.parametrize("dense", ["ddp", "fsdp2"])
-def test_no_thread_of_the_group_outlives_the_interpreter(tmp_path: Path, dense):
+def test_no_thread_of_the_group_outlives_the_interpreter(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store"), dense],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in ranks]
-    for process, (said, errors) in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, errors
-        assert said == "during: True\nat the end: []\n"
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    ranks = ["ddp 0", "ddp 1", "fsdp2 0", "fsdp2 1"]
+    said = {rank: (tmp_path / rank).read_text() for rank in ranks}
+    assert done.stdout.splitlines() == [f"{rank}: 0" for rank in ranks], (done.stderr, said)
+    assert said == dict.fromkeys(ranks, "during: True\nat the end: []\n")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshrec.data import Dataset, Feature, InMemoryReader, Position, Ranges
-from meshrec.data.balance import balanced_reader, balanced_shares
+from meshrec.data.balance import EVEN_LENGTH, balanced_reader, balanced_shares
 
 
 def zipf(num, seed=0):
@@ -15,25 +15,23 @@ def zipf(num, seed=0):
     return generator.choice(np.arange(1, 513), num, p=chances / chances.sum())
 
 
-def costs(lengths, shares):
-    return [(lengths[each].sum(), (lengths[each] ** 2).sum()) for each in shares]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("num", [0, 1, 5, 64, 129])
-def test_every_sample_has_one_rank_and_ranks_have_as_many_as_before(num, world_size):
-    shares = balanced_shares(zipf(num), world_size)
+@pytest.mark.parametrize("width", [0, 64])
+def test_every_sample_has_one_rank_and_ranks_have_as_many_as_before(num, world_size, width):
+    shares = balanced_shares(zipf(num), world_size, width)
     assert sorted(np.concatenate(shares)) == list(range(num))
     plain = [(rank + 1) * num // world_size - rank * num // world_size for rank in range(world_size)]
     assert [len(each) for each in shares] == plain
 
 
-def test_costs_are_almost_equal():
+@pytest.mark.parametrize("width", [0, 64])
+def test_costs_are_almost_equal(width):
     for seed in range(20):
         lengths = zipf(32, seed)
-        (tokens, squares), (others, other_squares) = costs(lengths, balanced_shares(lengths, 2))
-        assert abs(tokens - others) <= 0.1 * lengths.sum()
-        assert abs(squares - other_squares) <= max(0.1 * (lengths**2).sum(), lengths.max() ** 2)
+        costs = lengths + (lengths**2 / (EVEN_LENGTH * width) if width else 0)
+        one, other = (costs[each].sum() for each in balanced_shares(lengths, 2, width))
+        assert abs(one - other) <= max(0.02 * costs.sum(), 2 * costs.max() - costs.sum())
 
 
 def dataset(train, *, sequence=True):
@@ -49,7 +47,7 @@ def reader(num=50):
 
 def test_steps_have_the_samples_that_they_have_without_balancing():
     plain = reader()
-    balanced = balanced_reader(dataset(plain))
+    balanced = balanced_reader(dataset(plain), 64)
     for position in (Position(), Position(1, 16)):
         found = [
             [
@@ -69,8 +67,8 @@ def test_steps_have_the_samples_that_they_have_without_balancing():
 
 def test_what_has_no_history_or_is_streamed_stays_as_it_is(caplog):
     plain = reader()
-    assert balanced_reader(dataset(plain, sequence=False)) is plain
+    assert balanced_reader(dataset(plain, sequence=False), 64) is plain
     streamed = object()
     with caplog.at_level("INFO", "meshrec.data"):
-        assert balanced_reader(dataset(streamed)) is streamed
+        assert balanced_reader(dataset(streamed), 64) is streamed
     assert "the histories of dataset 'made up' are not balanced between ranks" in caplog.text

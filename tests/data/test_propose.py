@@ -63,6 +63,7 @@ def test_every_column_has_a_role_and_a_reason():
     kinds = {feature.name: type(feature) for feature in found.features.features}
     assert kinds == {
         "user": Vocabulary,
+        "user_number": Number,
         "country": Vocabulary,
         "visits": Number,
         "price": Number,

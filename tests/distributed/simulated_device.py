@@ -19,6 +19,7 @@ from meshrec.comms import collectives
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.ops import attention, jagged, nbit, tbe  # noqa: F401 - the ops must exist
 from meshrec.ops import dist as dist_ops
+from meshrec.ops.attention import triton as triton_of_attention
 from meshrec.ops.dist import triton as triton_of_dist
 from meshrec.ops.nbit import triton as triton_of_nbit
 from meshrec.ops.tbe import naive as naive_tbe
@@ -48,7 +49,11 @@ _NAIVE = {
     if hasattr(torch.ops.meshrec, op)
 }
 _NAIVE["new_buffer"] = lambda like, size: like.new_empty(size)
-_TRITON = {op.__name__: op for module in (triton_of_dist, triton_of_tbe, triton_of_nbit) for op in module.OPS}
+_TRITON = {
+    op.__name__: op
+    for module in (triton_of_attention, triton_of_dist, triton_of_tbe, triton_of_nbit)
+    for op in module.OPS
+}
 
 
 class Simulated(torch.Tensor):
@@ -150,9 +155,9 @@ def _moved(func, args, kwargs):
 
 
 def _launch(call, executor, *args, **kwargs):
-    for arg in args:
+    for arg in pytree.tree_leaves(args):
         assert not isinstance(arg, torch.Tensor) or isinstance(arg, Simulated), "a kernel got host memory"
-    inner = [arg.inner if isinstance(arg, Simulated) else arg for arg in args]
+    inner = pytree.tree_map_only(Simulated, lambda each: each.inner, args)
     with torch._C.DisableTorchFunction():
         return call(executor, *inner, **kwargs)
 

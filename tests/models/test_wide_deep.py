@@ -4,6 +4,7 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
 from meshrec.models import DLRMTrain, WideDeep
+from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 from meshrec.optim import SGD
 from meshrec.testing import assert_equal_to_unsharded
 
@@ -57,8 +58,36 @@ def test_tables_must_be_wider_than_the_linear_weights():
         make_model(outputs=4)
 
 
-def test_compiles_without_a_graph_break():
-    model, batch = make_model(), make_batch()
+def grown(num_inputs=5):
+    """Trees that split the numbers and the scores of both features."""
+    trees = BoostedTrees(num_inputs, 1)
+    trees.grow([Branch(at, 0.2, Leaf(-1.0), Leaf(float(at))) for at in range(num_inputs)])
+    return trees
+
+
+def test_trees_split_numbers_and_scores_which_no_gradient_moves():
+    torch.manual_seed(0)
+    model, (dense, sparse) = make_model(trees=grown(), shrink=[1.0, 1.0]), make_batch()
+    out = model.eval()(dense, sparse)
+    rows = model.sparse_arch(sparse)
+    inputs = torch.cat([dense, rows[:, :, 1]], 1)
+    added = torch.where(inputs > 0.2, torch.arange(5.0), torch.tensor(-1.0)).sum(1)
+    model.trees.grow([])
+    assert torch.allclose(out.squeeze(1), model(dense, sparse).squeeze(1) + added, atol=1e-6)
+    model.train()(dense, sparse).sum().backward()
+    for bag in model.sparse_arch.embedding_bag_collection.embedding_bags.values():
+        assert not bag.weight.grad[:, 1].any()
+        assert bag.weight.grad[:, 0].any()
+
+
+def test_trees_have_one_output():
+    with pytest.raises(ValueError, match="trees have one output, and num_outputs is 3"):
+        make_model(outputs=3, dim=8, trees=grown())
+
+
+@pytest.mark.parametrize("trees", [None, grown()])
+def test_compiles_without_a_graph_break(trees):
+    model, batch = make_model(trees=trees), make_batch()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.allclose(compiled(*batch), model(*batch))
 

@@ -1,6 +1,7 @@
 """The locks of a run's folder, and starts of one run at the same time."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -16,17 +17,14 @@ from meshrec.runs.lock import RunLock, claim_run, hold_as_rank
 from meshrec.train.run_folder import CONFIG, RunFolder
 
 ROOT = Path(__file__).parents[2]
-HOLD = """
-import sys, time
-from pathlib import Path
-from meshrec.train.run_folder import RunFolder
-from meshrec.runs.lock import RunLock, hold_as_rank
-folder = RunFolder(Path(sys.argv[1]))
-held = RunLock(folder) if sys.argv[2] == "start" else hold_as_rank(folder, 1)
-with held:
-    print("held", flush=True)
-    time.sleep(600)
-"""
+FORK = multiprocessing.get_context("fork")
+
+
+def hold_until_killed(path, kind, told):
+    folder = RunFolder(path)
+    with RunLock(folder) if kind == "start" else hold_as_rank(folder, 1):
+        told.send("held")
+        signal.pause()
 
 
 @pytest.fixture
@@ -35,17 +33,18 @@ def holding(tmp_path):
     processes = []
 
     def hold(kind):
-        command = [sys.executable, "-c", HOLD, str(tmp_path), kind]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        here, there = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=hold_until_killed, args=(tmp_path, kind, there))
+        process.start()
         processes.append(process)
-        assert process.stdout.readline() == "held\n"
+        assert here.poll(60)
+        assert here.recv() == "held"
         return process
 
     yield hold
     for process in processes:
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.join()
 
 
 def test_the_second_start_is_told_who_holds_the_run(tmp_path, holding):
@@ -59,7 +58,7 @@ def test_the_second_start_is_told_who_holds_the_run(tmp_path, holding):
 def test_a_lock_of_a_dead_process_does_not_block(tmp_path, holding, kind):
     other = holding(kind)
     other.kill()
-    other.wait()
+    other.join()
     assert [path.name for path in tmp_path.iterdir()]  # it could not tidy up
     with RunLock(RunFolder(tmp_path)) as folder:
         assert json.loads((folder.path / ".lock").read_text())["pid"] == os.getpid()

@@ -18,7 +18,6 @@ from tests.runs.differing import compare_with_a_change
 from tests.train.clicks import Clicks, write_clicks
 
 ROOT = Path(__file__).parents[2]
-SMALL = "tests/train/small.py:small"
 
 KINDS = [
     "version of meshrec",
@@ -127,48 +126,30 @@ def by_hand(tmp_path, *arguments):
     return [process.returncode for process in processes], errors
 
 
-def test_ranks_with_other_options_do_not_train(tmp_path):
-    other = ["--tables.lr", "0.2", "--training.batch-size", "50"]
-    codes, errors = by_hand(tmp_path, [SMALL], [SMALL, *other])
-    assert codes == [1, 1], errors
-    for text in errors:
-        assert "tables.lr is 0.1 on rank 0 and 0.2 on rank 1" in text.replace("'", "")
-        assert "training.batch_size is 100 on rank 0 and 50 on rank 1" in text.replace("'", "")
-        assert "Traceback" not in text
-    assert not list((tmp_path / "runs").iterdir())
-
-
-def test_ranks_with_other_data_do_not_train(tmp_path):
-    options = []
-    for rank in range(2):
-        folder = tmp_path / f"data{rank}"
-        folder.mkdir()
-        write_clicks(folder / "train.parquet", 600, seed=rank)
-        write_clicks(folder / "test.parquet", 100)
-        options.append(["tests/train/clicks.py:recipe", "--data.folder", str(folder)])
-    codes, errors = by_hand(tmp_path, *options)
-    assert codes == [1, 1], errors
-    for text in errors:
-        assert "the ranks were not started alike: data.folder: train.parquet is " in text
-        assert "Traceback" not in text
-
-
-def test_ranks_with_another_source_or_plan_do_not_train(tmp_path):
-    """The recipe's own file is the same; one that it imports differs, and so does the plan."""
-    arguments = []
+def test_ranks_with_other_options_data_source_or_plan_do_not_train(tmp_path):
+    """The recipe's own file is the same; one that it imports differs, as do options, data and plan."""
+    arguments, other = [], ["--tables.lr", "0.2", "--training.batch-size", "50"]
     for rank in range(2):
         folder = tmp_path / f"rank{rank}"
-        folder.mkdir()
-        (folder / "mine.py").write_text("from neighbour import small\n")
-        source = (ROOT / SMALL.partition(":")[0]).read_text()
+        (folder / "data").mkdir(parents=True)
+        write_clicks(folder / "data" / "train.parquet", 600, seed=rank)
+        write_clicks(folder / "data" / "test.parquet", 100)
+        (folder / "mine.py").write_text("from neighbour import recipe\n")
+        source = (ROOT / "tests" / "train" / "clicks.py").read_text()
         (folder / "neighbour.py").write_text(source + rank * "# changed\n")
         (folder / "plan.json").write_text(f'{{"version": 1, "rank": {rank}}}')
-        arguments.append([f"{folder}/mine.py:small", "--placement.plan", f"{folder}/plan.json"])
+        named = ["--data.folder", f"{folder}/data", "--placement.plan", f"{folder}/plan.json"]
+        arguments.append([f"{folder}/mine.py:recipe", *named, *(other if rank else [])])
     codes, errors = by_hand(tmp_path, *arguments)
     assert codes == [1, 1], errors
     for text in errors:
+        assert "the ranks were not started alike: data.folder: train.parquet is " in text
+        assert "test.parquet is" not in text
+        assert "tables.lr is 0.1 on rank 0 and 0.2 on rank 1" in text.replace("'", "")
+        assert "training.batch_size is 100 on rank 0 and 50 on rank 1" in text.replace("'", "")
         assert re.search(r"source neighbour.py is '\w{16}' on rank 0 and '\w{16}' on rank 1", text), text
         plan = r"placement.plan is '\d+ bytes \w{16}' on rank 0 and '\d+ bytes \w{16}' on rank 1"
         assert re.search(plan, text), text
         assert "mine.py is" not in text
         assert "Traceback" not in text
+    assert not list((tmp_path / "runs").iterdir())

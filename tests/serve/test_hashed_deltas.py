@@ -116,10 +116,17 @@ def follow(seed, folder, **options):
     return predictor
 
 
-@pytest.mark.parametrize(("kind", "update"), [("rows", "in_backward"), ("rows", "on_step")])
-def test_a_server_follows_a_run_of_one_process(kind, update, tmp_path):
-    published(kind, 1, update, tmp_path)
-    follow(1, tmp_path)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of one process, and a server's model that followed it to its last delta."""
+    folder = tmp_path_factory.mktemp("run")
+    published("rows", 1, "in_backward", folder)
+    return folder, follow(1, folder)
+
+
+def test_a_server_follows_a_run_that_updates_on_step(tmp_path):
+    published("rows", 2, "on_step", tmp_path)
+    follow(2, tmp_path)
 
 
 @pytest.mark.parametrize("kind", list(BUILDERS))
@@ -139,12 +146,11 @@ def test_a_server_follows_a_run_of_two_ranks(ranks, kind, tmp_path):
 PATHS = ["bags.embedding_bags.h0", "bags.embedding_bags.h1", "sequences.embeddings.h2"]
 
 
-def test_deltas_go_on_one_after_the_other(tmp_path):
+def test_deltas_go_on_one_after_the_other(run):
     """Rows that were added change, are evicted, and come back; free rows are used again."""
-    published("rows", 2, "in_backward", tmp_path)
-    whole = follow(2, tmp_path)
-    step_by_step = Predictor(tmp_path / "package")
-    deltas = Deltas(tmp_path / "deltas", step_by_step.about, step_by_step.weights, hashed=step_by_step.hashed)
+    folder, whole = run
+    step_by_step = Predictor(folder / "package")
+    deltas = Deltas(folder / "deltas", step_by_step.about, step_by_step.weights, hashed=step_by_step.hashed)
     place(deltas)
     assert deltas.freshness.delta == NUM_DELTAS
     ids = torch.cat([torch.arange(80) * 0x5851F42D4C957F2D, torch.tensor(made.EDGES)])
@@ -155,21 +161,20 @@ def test_deltas_go_on_one_after_the_other(tmp_path):
         assert added.shape[1] <= formula["max_rows"]
         assert bool((added[0].diff() > 0).all())
         assert len(added[1].unique()) == added.shape[1]
-    fresh_one = Predictor(tmp_path / "package")  # the file is as it was
+    fresh_one = Predictor(folder / "package")  # the file is as it was
     assert all(
         fresh_one.weights[name.removesuffix("weight") + "added"].shape[1] == 0 for name in whole.hashed
     )
 
 
-def test_deltas_of_other_tables_are_refused(tmp_path):
-    published("rows", 1, "in_backward", tmp_path)
-    follow(1, tmp_path)
-    predictor = Predictor(tmp_path / "package")
+def test_deltas_of_other_tables_are_refused(run):
+    folder, _ = run
+    predictor = Predictor(folder / "package")
     for hashed, words in (
         ({}, "with other weights than the package"),
         (dict(list(predictor.hashed.items())[1:]), "with other weights than the package"),
         ({n: {**f, "max_rows": 3} for n, f in predictor.hashed.items()}, "which has at most 3"),
     ):
-        deltas = Deltas(tmp_path / "deltas", predictor.about, predictor.weights, hashed=hashed)
+        deltas = Deltas(folder / "deltas", predictor.about, predictor.weights, hashed=hashed)
         place(deltas)
         assert words in deltas.freshness.reason

@@ -54,6 +54,18 @@ def test_no_id_is_reserved():
     assert sorted(table.items()[0].tolist()) == sorted(ids)
 
 
+def test_evaluation_between_the_passes_of_a_batch_leaves_its_new_rows():
+    module, table = make(Hashed(max_rows=4))
+    first = table.storage.first_rows(torch.tensor([1, 2, 3]))
+    out = module(KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.ones(2).int())).values()
+    for ids in ([1, 2], [3, 1, 2], [1, 2]):
+        assert torch.equal(read(module, ids, train=False), first[torch.tensor(ids) - 1])
+    out.sum().backward()
+    del out
+    assert torch.equal(read(module, [1, 2, 3], train=False), first - torch.tensor([[0.5], [0.5], [0.0]]))
+    assert table.num_alive == 2
+
+
 def test_two_features_bring_one_new_id():
     module, table = make(Hashed(max_rows=4), ["a", "b"])
     out = read(module, [7, -1], [-1, 7])

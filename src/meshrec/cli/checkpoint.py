@@ -105,13 +105,6 @@ Command = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
-    """Inspect and verify checkpoints; export and import weights."""
-
-    command: Annotated[Command, tyro.conf.arg(name="")]
-
-
 def main(arguments: Sequence[str]) -> int:
     options: Any = parse(Command, arguments, program="meshrec checkpoint")
     return run(options)

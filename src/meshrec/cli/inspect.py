@@ -1,5 +1,6 @@
 """``meshrec inspect``: look at data and write a recipe for it."""
 
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _ROWS = 1 << 16
 _MANY_ROWS = 400_000
+_TREES, _FEWER_TREES = 300, 100  # A sample costs some 30 ns a tree: with many rows, that counts.
 # Model, optimizers, and epochs of few rows: without a linear part that is fitted, and with it.
 _MODELS = (
     (
@@ -36,7 +38,7 @@ _MODELS = (
         4,
     ),
     (
-        "WideDeepConfig(fit_wide=True, shrinkage=3.0, dropout=0.1)",
+        "WideDeepConfig(fit_wide=True, fit_trees={trees}, shrinkage=3.0, dropout=0.1)",
         "Adam(lr=2e-3)",
         "DenseOptimizer(lr=3e-3)",
         12,
@@ -219,7 +221,10 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     labels = ", ".join(map(call_of, features.labels)) + ("," if len(features.labels) == 1 else "")
     loss, names = _loss(features.labels)
     model, tables, dense, epochs = _MODELS[not loss]
-    epochs = epochs if num_rows < _MANY_ROWS else 4
+    trees = _TREES
+    if num_rows >= _MANY_ROWS:
+        epochs, trees = 4, _FEWER_TREES
+    model = model.format(trees=trees if importlib.util.find_spec("lightgbm") else 0)
     # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 2)

@@ -152,8 +152,8 @@ def average_gradients(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average gradients over ranks, with the same bits on all of them.
 
-    This is a hook for ``DistributedDataParallel.register_comm_hook``. Buckets are offered as they come, and
-    read together with the last one: until then no rank waits.
+    This is a hook for ``DistributedDataParallel.register_comm_hook``. It publishes each bucket when its
+    gradients are ready. No rank waits for another before the last bucket, when all buckets are averaged.
     """
     future = state.start(bucket.buffer())
     if bucket.is_last() and not state.is_late:

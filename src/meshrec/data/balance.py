@@ -2,6 +2,7 @@
 wait.
 """
 
+import functools
 import heapq
 import logging
 
@@ -14,25 +15,33 @@ from meshrec.data.samples import Ints
 
 _logger = logging.getLogger("meshrec.data")
 
+EVEN_LENGTH = 11
+"""Length of a history whose attention costs as much as its other layers, over the width of the attention.
 
-def balanced_shares(lengths_B: Ints, world_size: int) -> list[Ints]:
+Fitted to steps of HSTU on histories of 32 to 4,096 items: 705 items at width 64, and 2,308 at 256.
+"""
+
+
+def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) -> list[Ints]:
     """Divide the samples of a step among ranks by the cost of their histories.
 
-    The cost of a sample is its share of the sum of all lengths, for layers that work on tokens, plus its
-    share of the sum of all squared lengths, for attention. The costliest sample left goes to the rank with
-    the smallest cost so far that has room for one more.
+    The cost of a sample is the length of its history, for layers that work on tokens, plus a share of the
+    squared length, for attention. The costliest sample left goes to the rank with the smallest cost so far
+    that has room for one more.
 
     Args:
         lengths_B: lengths of the histories of the step's samples.
         world_size: number of ranks.
+        attention_width: width of the attention over histories; 0: there is none.
 
     Returns:
         For each rank the positions of its samples, ascending. Ranks have as many samples as without
         balancing.
     """
-    sizes = lengths_B.astype(np.float64)
-    costs = sum((each / max(each.sum(), 1.0) for each in (sizes, sizes**2)), np.zeros(len(sizes)))
-    slices = [rank_slice(len(sizes), rank, world_size) for rank in range(world_size)]
+    costs = lengths_B.astype(np.float64)
+    if attention_width:
+        costs = costs + costs**2 / (EVEN_LENGTH * attention_width)
+    slices = [rank_slice(len(costs), rank, world_size) for rank in range(world_size)]
     room = [stop - start for start, stop in slices]
     shares: list[list[int]] = [[] for _ in range(world_size)]
     heap = [(0.0, rank) for rank in range(world_size) if room[rank]]
@@ -44,8 +53,9 @@ def balanced_shares(lengths_B: Ints, world_size: int) -> list[Ints]:
     return [np.array(sorted(each), dtype=np.int64) for each in shares]
 
 
-def balanced_reader(dataset: Dataset) -> Reader:
-    """Return the reader of the training samples, balanced by the lengths of their histories.
+def balanced_reader(dataset: Dataset, attention_width: int) -> Reader:
+    """Return the reader of the training samples, balanced by the cost of their histories, see
+    `balanced_shares`.
 
     This needs samples in memory, where the lengths of all histories of a step are known. Samples that
     are streamed from files keep their ranks, because a rank reads its own part of the files only; a log line
@@ -55,7 +65,8 @@ def balanced_reader(dataset: Dataset) -> Reader:
     if not histories:
         return dataset.train
     if isinstance(dataset.train, InMemoryReader):
-        return dataset.train.balanced(histories, balanced_shares)
+        share = functools.partial(balanced_shares, attention_width=attention_width)
+        return dataset.train.balanced(histories, share)
     _logger.info(
         "the histories of dataset %r are not balanced between ranks: they are streamed from files",
         dataset.name,

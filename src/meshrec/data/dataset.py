@@ -58,7 +58,7 @@ class RowsOfFile(NamedTuple):
 
 
 class FilePlaces(NamedTuple):
-    """File (an index of `Reader.files`) and row within the file (from 0) of each of B row numbers."""
+    """The file (an index of `Reader.files`) and the row in it (from 0) of each of B samples."""
 
     file_B: Tensor
     row_B: Tensor

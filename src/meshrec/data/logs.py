@@ -159,7 +159,7 @@ def requests_of_histories(
 
 
 def vocabulary_of(features: Features, name: str) -> Vocabulary:
-    """Return a feature of a log."""
+    """Return a feature by name. The features of logs all have vocabularies."""
     found = features[name]
     assert isinstance(found, Vocabulary)
     return found

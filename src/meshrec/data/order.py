@@ -25,7 +25,7 @@ class Stream(IntEnum):
 
 
 class Step(NamedTuple):
-    """Samples ``[start, stop)`` of the global order, of all ranks."""
+    """The samples of one step on all ranks: ``[start, stop)`` of the global order."""
 
     start: int
     stop: int

@@ -33,7 +33,9 @@ class Gain(NamedTuple):
 
 
 def best_crosses(codes: dict[str, Codes], labels: Vector, most: int = 3) -> list[tuple[str, str, float]]:
-    """Return the pairs of columns whose cross tells most beyond the two alone, best first, with its gain.
+    """Return the pairs of columns whose cross predicts the label best, beyond the two columns alone.
+
+    Each pair comes with its gain, the best one first.
 
     Args:
         codes: the number of each row's value by column, from 0.
@@ -52,7 +54,7 @@ def best_crosses(codes: dict[str, Codes], labels: Vector, most: int = 3) -> list
 
 
 def ranges_pay(values: Vector, labels: Vector) -> Gain:
-    """Return what ranges of a number tell beyond a straight line through it: null and NaN have their own."""
+    """Return the gain of ranges of a number over a linear term. Null and NaN have a range of their own."""
     finite = np.isfinite(values)
     if finite.sum() < 2 * _BINS:
         return Gain(0.0, False)
@@ -64,7 +66,7 @@ def ranges_pay(values: Vector, labels: Vector) -> Gain:
 
 
 def gain(known: Sequence[Codes], more: Codes, labels: Vector, line: Vector | None = None) -> Gain:
-    """Return what ``more`` tells of the label beyond the columns ``known`` and a straight line."""
+    """Return the gain of the codes ``more`` over the columns ``known`` and a linear term in ``line``."""
     fits = np.arange(len(labels)) % 2 == 0
     logits = np.full(len(labels), _logit(labels[fits].mean()))
     for _ in range(_ROUNDS):

@@ -276,12 +276,14 @@ def _ids(column: Column) -> ColumnChoice:
         why += f": keys with rows of their own from the second read on, {_cost(rows)}"
         return ColumnChoice(name, "id", why, (feature,), rows)
     features: list[ColumnFeature] = [Vocabulary(name=name, min_count=3 if distinct > _FEW_VALUES else 1)]
-    if column.kind in ("integer", "number") and distinct > 2 and not _named_like_an_id(name):
-        missing = column.quantiles[3] if column.num_missing else None
+    if column.kind in ("integer", "number") and distinct > 2:
+        is_id = _named_like_an_id(name)
+        missing = column.quantiles[3] if column.num_missing or is_id else None  # an ID may be null later
         features.append(
             Number(name=f"{name}_number", column=name, standardize=True, missing=missing, num_bins=_BINS)
         )
-        why += "; as a number too, if its size means something"
+        use = "if IDs are given in order" if is_id else "if its size means something"
+        why += f"; as a number too, {use}"
     return ColumnChoice(name, "id", why, tuple(features), distinct + 2)
 
 

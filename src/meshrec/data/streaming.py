@@ -154,7 +154,7 @@ class StreamReader(Reader):
         return generator(self._seed, Stream.BLOCKS, epoch).permutation(num_blocks).astype(np.int64)
 
     def _windows_from(self, order: Ints, epoch: int, row: int) -> Generator[Samples, None, None]:
-        """Yield shuffled windows without end, from row ``row`` of the line on. The first window is cut."""
+        """Yield shuffled windows to the end of the epoch, from row ``row`` of the order on."""
         size = self._window
         ends = np.cumsum(self._source.block_sizes[order])
         at = int(np.searchsorted(ends, row, side="right"))

@@ -82,7 +82,7 @@ class ClickSource(Source):
         exponent: exponent of Zipf's law.
         seed, split: seed of the samples, and which part of the data they are.
         teacher: the teacher that decides the clicks.
-        drift: how IDs become raw ones that change over time, and those rows of tables; None: they stay.
+        drift: maps IDs to raw IDs that change over time, and raw IDs to rows of tables; None: no change.
     """
 
     def __init__(

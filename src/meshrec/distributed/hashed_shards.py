@@ -50,7 +50,7 @@ class HashedParts:
         return self._at_rest()(slot.name, torch.float32, slot.per_row)
 
     def part_names(self) -> list[str]:
-        """Return the names of all parts that a state dict has of the table: of rows, IDs and waiting IDs."""
+        """Return the names of all tensors of the table in a state dict: rows, IDs and waiting IDs."""
         return whole_names(self.storage)
 
     def whole_parts(self) -> dict[str, Tensor]:

@@ -253,7 +253,7 @@ def compile_plan(
 
 
 def _by_rank(sharding: ParameterSharding, table: int, *, in_bands: bool) -> dict[int, list[Rectangle]]:
-    """Return the rectangles of a table on each rank, as few as possible. A single owner has one."""
+    """Return the rectangles of a table on each rank. Rectangles of a rank are merged where possible."""
     own: dict[int, list[Rectangle]] = {}
     for shard in sharding.shards:
         own.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))

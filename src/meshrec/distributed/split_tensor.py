@@ -41,8 +41,13 @@ class LocalRectangles(Tensor):
     def __new__(
         cls, parts: Sequence[Tensor], rectangles: Sequence[Rectangle], like: Tensor, size: Sequence[int]
     ) -> "LocalRectangles":
-        """Make the tensor. ``like`` gives the type and device, also if nothing is here. ``size`` is the size
-        of the whole: 1-D for state with one value per row.
+        """Make the tensor from this rank's parts.
+
+        Args:
+            parts: the values of each rectangle.
+            rectangles: the rectangles of this rank.
+            like: a tensor with the dtype and device; needed where a rank has no rectangle.
+            size: the size of the whole table, or 1-D for state with one value per row.
         """
         made: LocalRectangles = Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=like.dtype, device=like.device

@@ -54,7 +54,7 @@ class Codec:
         """Whether some format rounds at random."""
 
     def encodes(self, axis: Axis) -> bool:
-        """Return whether rows are encoded after their kernel. A message to oneself is not."""
+        """Return whether rows are encoded in a pass of their own before they travel."""
         return axis.group is not None and axis.size > 1 and not self.encoding.is_cast
 
     def columns(self, spans: Sequence[Span], first_rows: Sequence[int] | None = None) -> Columns:

@@ -49,6 +49,9 @@ def durable_folder(folder: Path) -> Iterator[Path]:
     """Yield a scratch folder beside ``folder``, and rename it once all its files are on disk.
 
     After an error the scratch folder is removed.
+
+    Raises:
+        OSError: a file cannot be written, or ``folder`` exists and is not empty.
     """
     scratch = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
     scratch.mkdir(parents=True)

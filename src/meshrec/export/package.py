@@ -237,7 +237,7 @@ def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> s
 
 
 def rows_of(model: nn.Module) -> dict[str, int]:
-    """Return the rows of each feature's smallest table, if that table reports ids outside as errors."""
+    """Return the number of IDs that each feature allows, for tables that report other IDs as errors."""
     found: dict[str, int] = {}
     for child in model.modules():
         if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:

@@ -9,16 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from meshrec.models.history_model import (
-    EncodedHistories,
-    HistoryFeatures,
-    HistoryModel,
-    ItemCatalogue,
-    encoded_in_buckets,
-)
+from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection
-from meshrec.sparse import JaggedTensor
 
 
 class GRU4Rec(HistoryModel):
@@ -70,9 +63,6 @@ class GRU4Rec(HistoryModel):
         self.output = nn.Linear(hidden_dim, self.width, device=device)
 
     @override
-    def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        return encoded_in_buckets(history, self._max_length, self._encode_bucket)
-
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
         whole = self.drop(torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1))
         states = (

@@ -1,6 +1,5 @@
 """The part that all next-item models over histories share: lookups, training losses and evaluation."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -77,7 +76,7 @@ class _Targets(NamedTuple):
 class HistoryModel(nn.Module):
     """A next-item model: the score of an item is its similarity to the encoded history.
 
-    A subclass encodes histories in ``_encode``.
+    A subclass encodes histories in ``_encode_bucket`` if it pads them, or else in ``_encode``.
 
     Args:
         embedding_collection: a collection with one table that the features ``history`` and ``item`` read.
@@ -121,7 +120,6 @@ class HistoryModel(nn.Module):
         self.similarity = softmax.scores(self.width, device)
         self.draws = NegativeDraws(items.ids_I, softmax, counts_I=items.counts_I, device=device)
 
-    @abstractmethod
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
         """Encode histories. Vector ``l`` of a sample depends on its first ``l`` items only.
 
@@ -129,6 +127,11 @@ class HistoryModel(nn.Module):
             history: the rows of the items, values [N, D].
             times: the times of the items, int64 [N]; None: the model has no ``times`` feature.
         """
+        return encoded_in_buckets(history, self._max_length, self._encode_bucket)
+
+    def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
+        """Encode histories of similar lengths, as `encoded_in_buckets` asks."""
+        raise NotImplementedError
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Return the loss and the rank of each target, [B, 2]; see `meshrec.models.next_item`.

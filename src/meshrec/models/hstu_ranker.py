@@ -188,8 +188,8 @@ class HSTURanker(nn.Module):
 
         Raises:
             ValueError: a sample has no ID of a contextual feature, or several, or a history that is too long
-                or not as long as another one of its features. A sample without a history may lack them all,
-                as those do that fill up a batch.
+                or whose features differ in length. A sample without a history may also lack contextual IDs:
+                batches are filled up with such samples.
         """
         lengths_B = found[self.features.history[0]].lengths().long()
         context_B = torch.ones_like(lengths_B)

@@ -218,7 +218,7 @@ def judge_targets(
 
 
 class TopItems(NamedTuple):
-    """The best items of each sample, best first."""
+    """The K best items of each of B samples, best first: IDs, int64 [B, K], and scores, [B, K]."""
 
     ids_BK: Tensor
     """IDs; those with a score of -inf are no recommendations: fewer than K items were left."""

@@ -11,16 +11,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from meshrec.models.attention_block import AttentionBlock, check_heads
-from meshrec.models.history_model import (
-    EncodedHistories,
-    HistoryFeatures,
-    HistoryModel,
-    ItemCatalogue,
-    encoded_in_buckets,
-)
+from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection
-from meshrec.sparse import JaggedTensor
 
 
 class SASRec(HistoryModel):
@@ -70,9 +63,6 @@ class SASRec(HistoryModel):
         self.norm = nn.LayerNorm(self.width, device=device)
 
     @override
-    def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        return encoded_in_buckets(history, self._max_length, self._encode_bucket)
-
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
         whole = torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1)
         from_end = lengths[:, None] - torch.arange(whole.shape[1], device=lengths.device)

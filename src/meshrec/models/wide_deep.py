@@ -1,7 +1,10 @@
-"""Wide and deep: a linear term of every value, products of pairs, and an ensemble of MLPs, over one lookup.
+"""Wide and deep: a linear term of every value, boosted trees, products of pairs, and MLPs, over one lookup.
 
 Cheng et al.: "Wide & deep learning for recommender systems" (2016); Rendle: "Factorization machines" (2010);
 with the embeddings of numbers and the ensemble of Gorishniy et al. (2022, 2024).
+
+He et al.: "Practical lessons from predicting clicks on ads at Facebook" (2014) put boosted trees before a
+linear model; here they add what it leaves over.
 
 Shape legend: B batch, F features, N numbers, D width, T outputs, M members.
 """
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 from meshrec.models.dlrm import SparseArch
 from meshrec.modules import EmbeddingBagCollection
+from meshrec.modules.boosted_trees import BoostedTrees
 from meshrec.modules.members import MemberMLP
 from meshrec.modules.numeric import NumberEmbedding
 from meshrec.sparse import KeyedJaggedTensor
@@ -37,10 +41,12 @@ class _Shrink(torch.autograd.Function):
 
 
 class WideDeep(nn.Module):
-    """The sum of linear terms, products of pairs, and the MLPs of an ensemble.
+    """The sum of linear terms, boosted trees, products of pairs, and the MLPs of an ensemble.
 
     The first T columns of a row are the linear weights of its ID, the others its embedding, so that one set
-    of tables is enough. Numbers have embeddings of the same form.
+    of tables is enough. Numbers have embeddings of the same form. With trees, the column after the linear
+    weights is the ID's score, which only the trees read: they split numbers, and scores of IDs. No gradient
+    reaches scores or trees, so they stay as they were fitted.
 
     Args:
         embedding_bag_collection: the tables, all of one width D.
@@ -56,10 +62,12 @@ class WideDeep(nn.Module):
         shrink: for each feature, how strongly each lookup pulls its row to 0 in training; none: not at all.
             With the inverse of how often a value of the feature occurs, all rows of all tables together have
             an L2 penalty, as the weights of a logistic regression do: rare values stay near 0.
+        trees: trees over the numbers [B, N], then the scores of features [B, F]; none: neither trees nor
+            scores.
         dense_device: device of the dense parameters.
 
     Raises:
-        ValueError: the tables differ in width, or are not wider than ``num_outputs``.
+        ValueError: the tables differ in width or are too narrow, or trees stand beside several outputs.
     """
 
     def __init__(
@@ -74,27 +82,34 @@ class WideDeep(nn.Module):
         id_dropout: float = 0.0,
         wide_scale: float = 1.0,
         shrink: Sequence[float] = (),
+        trees: BoostedTrees | None = None,
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.sparse_arch = SparseArch(embedding_bag_collection)
-        if num_outputs >= self.sparse_arch.D:
+        if trees is not None and num_outputs != 1:
+            raise ValueError(f"trees have one output, and num_outputs is {num_outputs}.")
+        # The column where embeddings begin.
+        self.first = num_outputs + (trees is not None)
+        if self.first >= self.sparse_arch.D:
             raise ValueError(
-                f"embedding_dim is {self.sparse_arch.D}, and the first {num_outputs} columns are linear "
-                f"weights: take {num_outputs + 8} or more."
+                f"embedding_dim is {self.sparse_arch.D}, and the first {self.first} columns are linear "
+                f"weights{' and scores' if trees else ''}: take {self.first + 8} or more."
             )
         self.num_outputs, self.num_members, self.wide_scale = num_outputs, num_members, wide_scale
         width = self.sparse_arch.D
         scales = torch.ones(width)
         scales[:num_outputs] = wide_scale**2
+        scales[num_outputs : self.first] = 0.0
         strengths = torch.tensor(list(shrink), dtype=torch.float32)[:, None] * scales
         self.register_buffer("shrink", strengths.to(dense_device), persistent=False)
         self.shrinks = len(shrink) > 0
-        self.numbers = NumberEmbedding(edges, width, device=dense_device)
+        self.numbers = NumberEmbedding(edges, width - self.first + num_outputs, device=dense_device)
+        self.trees = trees
         vectors = self.sparse_arch.F + len(edges)
         self.id_dropout = nn.Dropout(id_dropout)
         self.mlp = MemberMLP(
-            (vectors + 1) * (width - num_outputs),
+            (vectors + 1) * (width - self.first),
             layer_sizes,
             num_outputs,
             num_members,
@@ -116,9 +131,12 @@ class WideDeep(nn.Module):
             rows = _Shrink.apply(rows, self.shrink)  # type: ignore[no-untyped-call]
         linear = self.wide_scale * rows[:, :, :num].sum(1) + numbers[:, :, :num].sum(1)
         kept = self.id_dropout(torch.ones_like(rows[:, :, :1])) if self.training else 1.0
-        vectors = torch.cat([rows[:, :, num:] * kept, numbers[:, :, num:]], dim=1)
+        vectors = torch.cat([rows[:, :, self.first :] * kept, numbers[:, :, num:]], dim=1)
         pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1))
         deep = self.mlp(torch.cat([vectors.flatten(1), pairs], dim=1))
+        if self.trees is not None:
+            scores = rows[:, :, num].detach().float()
+            linear = linear + self.trees(torch.cat([dense_features.float(), scores], dim=1)).unsqueeze(1)
         logits: Tensor = linear.unsqueeze(2) + deep
         if self.num_members == 1:
             return logits.squeeze(2)

@@ -180,7 +180,7 @@ class BaseEmbeddingConfig:
 
     @property
     def init_bounds(self) -> tuple[float, float]:
-        """The least first value and the end, where ``init_fn`` is not given."""
+        """The range [low, high) of initial values, unless ``init_fn`` is given."""
         bound = math.sqrt(1 / self.num_embeddings)
         low = -bound if self.weight_init_min is None else self.weight_init_min
         return low, bound if self.weight_init_max is None else self.weight_init_max

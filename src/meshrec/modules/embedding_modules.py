@@ -233,9 +233,9 @@ class EmbeddingBagCollection(TableCollection):
         tables: the tables. Several features may share one; a feature read by several tables gives one result
             per table, named ``feature@table``.
         is_weighted: whether each row is scaled by the input's weight of its id.
-        device: of the parameters; on ``meta`` they are not allocated.
+        device: device of the parameters; on ``meta`` they are not allocated.
         bounds_check: what happens to ids outside their table.
-        output_dtype: of the result; None: the widest of the tables', fp32 for quantised ones.
+        output_dtype: dtype of the result; None: the widest dtype of the tables, fp32 for quantised tables.
 
     Raises:
         ValueError: for no tables, and for a name given to several tables.

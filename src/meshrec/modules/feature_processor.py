@@ -112,7 +112,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         )
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return one weight per ID, from a vector of a 1 for other keys followed by all learned weights."""
+        """Return one weight per ID [N]: learned for the processed keys, 1 for other keys."""
         learned = dict(self.position_weights.items())
         device = features.values().device
         known = [learned[key] for key in features.keys() if key in learned]  # noqa: SIM118  not a dict

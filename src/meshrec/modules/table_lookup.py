@@ -44,10 +44,10 @@ class TableLookup:
 
     Args:
         tables: the tables, with unique names.
-        pooling: of each table.
+        pooling: the pooling of each table.
         is_weighted: whether the input's weights scale the rows.
         bounds_check: what happens to ids outside their table.
-        output_dtype: of the result; None: the widest of the tables', fp32 for quantised ones.
+        output_dtype: dtype of the result; None: the widest dtype of the tables, fp32 for quantised tables.
 
     Raises:
         ValueError: for no tables, names given twice, and a quantised output_dtype.

@@ -24,7 +24,7 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
         ids: int64 [N].
         seed: any int64.
         low: the least value.
-        step: the distance of two values that follow each other.
+        step: the distance between neighbouring values.
         c0: the first column of the row that is wanted.
         c1: the end of the columns.
     """

@@ -37,7 +37,7 @@ class Mapping(NamedTuple):
     Attributes:
         content: its bytes [num_bytes], uint8. A page that is written to becomes this process's own; the file
             never changes.
-        guard: what `lost_pages` asks for.
+        guard: the number under which `lost_pages` counts pages of this mapping; -1 without the kernels.
     """
 
     content: Tensor

@@ -75,7 +75,7 @@ class Telling:
 
     @property
     def read(self) -> Read:
-        """The batch that this rank told the others about."""
+        """This rank's own batch, as it described it to the other ranks."""
         return self._read
 
 

@@ -32,10 +32,10 @@ class Box(NamedTuple):
     Attributes:
         bound: the optimum.
         share_C: how many tables use each candidate, before cuts, because plans start better from there.
-        slowest_K: T.
+        slowest_K: T at the optimum, the time of each phase on its slowest rank.
         cut_at_K: values at which to split T so that the relaxation comes closer to a plan; T itself where no
             split is needed.
-        lower_K, upper_K: the box.
+        lower_K, upper_K: the bounds of T in this box.
         admitted_C: candidates that plans in the box can use at a cost within the cutoff.
     """
 

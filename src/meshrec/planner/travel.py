@@ -31,9 +31,7 @@ class Hops(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The bytes of N rectangles that leave the ranks that hold them, or stand for those: to ranks of their
-    node, and across the network.
-    """
+    """The bytes that ranks send for each of N rectangles: inside their node, and between nodes."""
 
     inside_N: Floats
     across_N: Floats

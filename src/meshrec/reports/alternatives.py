@@ -30,9 +30,7 @@ class Alternative(NamedTuple):
 
 
 def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[str, list[Alternative]]:
-    """Return the best placement of each sharding type, with the change of the step, for the `most_tables`
-    largest tables.
-    """
+    """Return the best placement of each sharding type for each of the `most_tables` largest tables."""
     inputs = plan.required_inputs()
     model = CostModel(inputs.tables, inputs.topology, batch_size=inputs.batch_size, replicas=plan.replicas)
     problem = build_problem(model, inputs.constraints)

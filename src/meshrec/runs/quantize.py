@@ -43,9 +43,7 @@ class TrainedModel(NamedTuple):
 
 
 def trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
-    """Load a run's model with the weights that it reports, or others, see
-    ``meshrec.checkpoint.find_checkpoint``.
-    """
+    """Load the model of a run, from the checkpoint that ``meshrec.checkpoint.find_checkpoint`` chooses."""
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
     dataset = data_of_run(recipe.data, run)

@@ -70,7 +70,7 @@ class KeptHistories:
         return None
 
     def keep(self, digests: list[bytes], rows: Tensor) -> None:
-        """Keep the rows of a history, instead of those of its longest beginning."""
+        """Keep the rows of a history. They replace those of its longest prefix that is kept."""
         digest = digests[-1]
         if digest in self._entries:
             return

@@ -27,10 +27,10 @@ def concatenated(kjts: Sequence[Bags]) -> Bags:
 
 
 def concatenated_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Values, weights and lengths of all parts.
+    """Return the values, weights and lengths of all parts, each concatenated.
 
     Raises:
-        ValueError: Only some have weights, or only some have integer values.
+        ValueError: Only some parts have weights, or only some have integer values.
     """
     all_values = [part.values() for part in parts]
     given = [part.weights_or_none() for part in parts]

@@ -132,7 +132,7 @@ class HashedFile:
         return found
 
     def load(self, slots: Tensor, columns: Span, parts: Mapping[str, Tensor]) -> None:
-        """Replace some columns of parts of the rows of some slots, which have rows."""
+        """Replace some columns of the given parts in the rows of ``slots``, all of which are in use."""
         slots, order = slots.sort()
         chosen = {part.name: parts[part.name][order] for part in self.table.parts if part.name in parts}
         if chosen:

@@ -198,7 +198,7 @@ def _created(path: Path, num_bytes: int) -> tuple[int, bool]:
 
 
 def _direct(path: Path) -> int | None:
-    """Open a file past the page cache; None where the system has no such way, or not for single sectors."""
+    """Open a file for reads and writes of single sectors past the page cache; None if that is impossible."""
     if not hasattr(os, "O_DIRECT") or not has_kernels:
         return None  # plain Python has no memory that begins where a sector does
     try:

@@ -29,13 +29,13 @@ _SECTOR = 512
 
 
 class FrozenSource(Protocol):
-    """The table of a snapshot."""
+    """The interface that a snapshot needs of its table."""
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
-        """Split keys into those of blocks."""
+        """Split keys into spans, one for each block."""
 
     def rows_at(self, keys: Tensor, known: Tensor | None = None) -> list[Tensor]:
-        """Return the parts of the rows of some keys as they are now, but for the ``known`` ones."""
+        """Return the parts of the rows of some keys as they are now; rows of ``known`` keys are not read."""
 
     def block_of(self, keys: range, parts: Sequence[Tensor], columns: Span | None) -> RowBlock:
         """Return a block of rows."""
@@ -127,7 +127,7 @@ class RowLog:
         self._end()
 
     def _entries(self, keys: Tensor) -> Tensor:
-        """Return the first entry of each key in the log as it is now; -1 for a key without one."""
+        """Return the number of each key's first entry in the log; -1 for a key without one."""
         with suppress(FileNotFoundError):
             self._catch_up()
         places = places_in(keys, self._seen)

@@ -108,8 +108,9 @@ class _RowUpdate(NamedTuple):
 
 
 class _RunUpdate(NamedTuple):
-    """The update of the looked-up rows of all split rectangles of a group, with what is known of their other
-    columns; see ``runs`` and ``mean_squares`` of ``tbe_update``.
+    """The arguments of ``tbe_update`` for rows whose other columns are on other ranks.
+
+    ``mean_squares`` are those of whole rows.
     """
 
     runs: Tensor

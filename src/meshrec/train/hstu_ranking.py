@@ -71,6 +71,10 @@ class HSTURankerConfig(ModelConfig):
     max_candidates: int = 512
     """Largest number of candidates of a request."""
 
+    @property
+    def attention_width(self) -> int:
+        return self.width
+
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with its tables on ``meta``.
 

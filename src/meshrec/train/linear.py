@@ -87,6 +87,11 @@ def columns(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool =
     return sparse.hstack([*parts, sparse.csr_matrix(last.numpy())], format="csr")
 
 
+def chosen(num_samples: int) -> Any:
+    """Return a mask of every tenth training sample: those that choose if no validation data does."""
+    return np.arange(num_samples) % _CHOICE == _CHOICE - 1
+
+
 def regression(
     train: "Labelled", judged: "Labelled | None" = None, *, tell: Tell = lambda done: None
 ) -> "Vector":
@@ -101,7 +106,7 @@ def regression(
     """
     data, labels = train
     if judged is None:
-        chooses = np.arange(len(labels)) % _CHOICE == _CHOICE - 1
+        chooses = chosen(len(labels))
         judged, data, labels = (data[chooses], labels[chooses]), data[~chooses], labels[~chooses]
     transposed = data.T.tocsr()
     best, kept, last = -1.0, None, None

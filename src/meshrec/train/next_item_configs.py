@@ -55,6 +55,10 @@ class NextItemConfig(ABC):
         )
 
     @property
+    def attention_width(self) -> int:
+        return self.embedding_dim
+
+    @property
     def _reads_times(self) -> bool:
         return False
 
@@ -127,6 +131,11 @@ class GRU4RecConfig(NextItemConfig, ModelConfig):
     """Number of recurrent layers."""
     hidden_dim: int = 128
     """Width of the recurrent state."""
+
+    @property
+    @override
+    def attention_width(self) -> int:
+        return 0
 
     @override
     def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:

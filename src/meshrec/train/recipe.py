@@ -167,6 +167,11 @@ class ModelConfig(ABC):
         Called as ``model(dense, sparse)``, it returns logits, [B] or [B, 1]; for T labels, [B, T].
         """
 
+    @property
+    def attention_width(self) -> int:
+        """The width of self-attention over histories, whose cost grows with squared lengths; 0: none."""
+        return 0
+
     def start(self, model: nn.Module, recipe: "Recipe", dataset: "Dataset", ranks: "Ranks") -> bool:
         """Give a new model, which may be sharded, first weights that depend on the data. Collective.
 

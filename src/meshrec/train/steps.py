@@ -131,7 +131,7 @@ class MetricLines:
         self._waits.start()
 
     def where(self) -> dict[str, Any]:
-        """Return the place in the run, as every line has it."""
+        """Return step, epoch, samples and seconds of training so far, which every line of metrics has."""
         progress = self.progress
         epoch, sample = progress.position
         return {

@@ -178,7 +178,9 @@ class Trainer:
     def _epoch(self) -> None:
         """Train the rest of the epoch, or of the run."""
         training, ranks = self.recipe.training, self.ranks
-        train = balanced_reader(self.dataset) if training.balance and ranks.size > 1 else self.dataset.train
+        train = self.dataset.train
+        if training.balance and ranks.size > 1:
+            train = balanced_reader(self.dataset, self.recipe.model.attention_width)
         reader = train.batches(
             training.batch_size // ranks.size,
             position=self.progress.position,

@@ -24,6 +24,10 @@ _MOST_CATEGORIES = 10_000
 """Largest number of categories of a column. All rarer IDs are one more category."""
 
 
+_SAMPLES_OF_A_THREAD = 10_000
+"""Number of samples for which another thread pays."""
+
+
 def has_trees() -> bool:
     """Return whether LightGBM is installed."""
     return importlib.util.find_spec("lightgbm") is not None
@@ -69,8 +73,9 @@ class Trees:
             "objective": "binary",
             "metric": "auc",
             "learning_rate": 0.1,
-            # One rank alone computes baselines, while the others wait: it takes all cores.
-            "num_threads": os.cpu_count() or 1,
+            # One rank alone computes baselines, while the others wait: it takes all cores, unless its threads
+            # would wait for each other longer than they work.
+            "num_threads": min(os.cpu_count() or 1, 1 + len(train.labels) // _SAMPLES_OF_A_THREAD),
             "seed": 0,
             "verbosity": -1,
         }

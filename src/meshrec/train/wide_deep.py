@@ -1,22 +1,26 @@
 """Wide & deep, which `meshrec inspect` proposes, sized by the dataset."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from meshrec.data import Batch
+from meshrec.data.faults import needs
 from meshrec.models import WideDeep
 from meshrec.modules import EmbeddingBagCollection
+from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 from meshrec.tables.initial import init_table
 from meshrec.train.architectures import tables_on_meta
-from meshrec.train.linear import columns, first_samples, regression
+from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, scores_of
+from meshrec.train.linear import chosen, columns, first_samples, regression
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.recipe import ModelConfig, Recipe
 
 if TYPE_CHECKING:
-    from meshrec.data import Dataset, Reader
+    from meshrec.data import Dataset
     from meshrec.train.linear import Labelled
     from meshrec.train.ranks import Ranks
 
@@ -43,6 +47,10 @@ class WideDeepConfig(ModelConfig):
     """Factor of the linear weights of IDs: with Adam, they learn that many times as fast as embeddings."""
     fit_wide: bool = False
     """Begin with the linear weights of a logistic regression; the embeddings learn what it cannot tell."""
+    fit_trees: int = 0
+    """Number of boosted trees, at most, that learn what the regression of fit_wide leaves over; 300 are
+    enough. They need LightGBM: pip install "meshrec[lightgbm]".
+    """
     shrinkage: float = 0.0
     """L2 penalty of each row of a table, over the whole training data: what occurs rarely stays near 0."""
 
@@ -54,6 +62,13 @@ class WideDeepConfig(ModelConfig):
             raise ValueError(f"model.layers is {self.layers}; it must be one size or more, such as 128 64.")
         if self.members < 1:
             raise ValueError(f"model.members is {self.members}; it must be at least 1.")
+        if self.fit_trees < 0:
+            raise ValueError(f"model.fit_trees is {self.fit_trees}; it must be at least 0.")
+        if self.fit_trees and not self.fit_wide:
+            raise ValueError(
+                f"model.fit_trees is {self.fit_trees}, and model.fit_wide is False: trees learn what fitted "
+                "linear weights leave over. Take model.fit_wide True, or fit_trees 0."
+            )
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with its tables on ``meta``."""
@@ -68,14 +83,16 @@ class WideDeepConfig(ModelConfig):
             id_dropout=self.id_dropout,
             wide_scale=self.wide_scale,
             shrink=self._shrink(tables, dataset),
+            trees=BoostedTrees(self.fit_trees, NUM_LEVELS) if self.fit_trees else None,
         )
 
     @override
     def start(self, model: nn.Module, recipe: Recipe, dataset: "Dataset", ranks: "Ranks") -> bool:
-        """Fit the linear weights on the first rank, if ``fit_wide`` asks for it, and load them on all ranks.
+        """Fit linear weights and trees on the first rank, if ``fit_wide`` asks for it, for all ranks.
 
         Raises:
-            ValueError: the loss is not `BinaryCrossEntropy`.
+            ValueError: the loss is not `BinaryCrossEntropy`, or the tables' weight decay would change scores.
+            ModuleNotFoundError: there are trees, and LightGBM is not installed.
         """
         if not self.fit_wide:
             return False
@@ -86,8 +103,17 @@ class WideDeepConfig(ModelConfig):
             )
         wide = getattr(model, "module", model)
         assert isinstance(wide, WideDeep)
-        fitted = ranks.share(_fitted(wide, dataset) if ranks.is_first else None)
-        model.load_state_dict(_with_linear_weights(wide, fitted, recipe.training.seed), strict=False)
+        if wide.trees is not None:
+            needs("lightgbm", "lightgbm")  # on every rank, although the first one fits
+            if getattr(recipe.tables, "weight_decay", 0):
+                raise ValueError(
+                    f"model.fit_trees is {self.fit_trees}, and tables.weight_decay is "
+                    f"{recipe.tables.weight_decay}: it would change the scores that trees split. Take 0, and "
+                    "model.shrinkage."
+                )
+        seed = recipe.training.seed
+        found = ranks.share(_fitted(wide, dataset, seed) if ranks.is_first else None)
+        model.load_state_dict(_first_state(wide, found, seed), strict=False)
         return True
 
     def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
@@ -104,31 +130,92 @@ class WideDeepConfig(ModelConfig):
         ]
 
 
-def _fitted(model: WideDeep, dataset: "Dataset") -> Tensor:
-    """Return a weight per row of each table, per bin and per number, and the bias."""
+class _Fitted(NamedTuple):
+    """The first values of a model."""
 
-    def labelled(reader: "Reader") -> "Labelled":
-        samples = first_samples(reader)
+    linear: Tensor
+    """A weight per row of each table, per bin and per number, and the bias; hashed tables have none."""
+    scores: list[Tensor]
+    """The scores of each table's rows, without hashed tables; none without trees."""
+    trees: list[Branch | Leaf]
+
+
+def _fitted(model: WideDeep, dataset: "Dataset", seed: int) -> _Fitted:
+    """Fit the linear weights, and trees if the model has them, on the first training samples."""
+    train = first_samples(dataset.train)
+    others = None if dataset.validation is None else first_samples(dataset.validation)
+
+    def labelled(samples: Batch) -> "Labelled":
         encoding = model.numbers.encoding
         shares = encoding(samples.dense.to(encoding.scale.device)).cpu()
         # A line through all bins, beside a weight per bin: the penalty then prefers straight lines.
         dense = torch.cat([shares.flatten(1), (shares * encoding.widths.cpu()).sum(-1)], dim=1)
         return columns(dataset, samples, dense, shared=True), samples.labels.double().numpy()
 
-    judged = None if dataset.validation is None else labelled(dataset.validation)
-    return torch.from_numpy(regression(labelled(dataset.train), judged)).float()
+    learnt = labelled(train)
+    chooses = None if others is None else labelled(others)
+    weights = regression(learnt, chooses)
+    linear = torch.from_numpy(weights).float()
+    if model.trees is None:
+        return _Fitted(linear, [], [])
+    scores = _scores(dataset, train)
+
+    def judged(samples: Batch, matrix: Any) -> TreeSamples:
+        inputs = torch.cat([samples.dense, _pooled(dataset, samples, scores)], dim=1)
+        return TreeSamples(inputs, samples.labels, torch.from_numpy(matrix @ weights))
+
+    learns = judged(train, learnt[0])
+    if others is None or chooses is None:
+        apart = torch.from_numpy(chosen(len(train)))
+        parts = (
+            TreeSamples(*(each[~apart] for each in learns)),
+            TreeSamples(*(each[apart] for each in learns)),
+        )
+    else:
+        parts = learns, judged(others, chooses[0])
+    return _Fitted(linear, scores, boosted(*parts, model.trees.num_trees, seed=seed))
 
 
-def _with_linear_weights(model: WideDeep, fitted: Tensor, seed: int) -> dict[str, Tensor]:
-    """Return first values of the parameters with these linear weights, and with a deep part that adds 0."""
+def _scores(dataset: "Dataset", samples: Batch) -> list[Tensor]:
+    """Return the scores of the rows of each table, see `scores_of`."""
+    found = []
+    for table in dataset.tables(1):
+        if table.keys is not None:
+            continue
+        jagged = [samples.sparse[name] for name in table.feature_names]
+        labels = [torch.repeat_interleave(samples.labels, each.lengths()) for each in jagged]
+        ids = torch.cat([each.values() for each in jagged])
+        found.append(scores_of(ids, torch.cat(labels), table.num_embeddings))
+    return found
+
+
+def _pooled(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
+    """Return the scores of the samples' IDs [B, F], pooled as the tables do; 0 for hashed tables."""
+    inputs, rest = [], iter(scores)
+    for table in dataset.tables(1):
+        of_rows = None if table.keys is not None else next(rest)[:, None]
+        for name in table.feature_names:
+            jagged = samples.sparse[name]
+            if of_rows is None:
+                inputs.append(torch.zeros(len(samples), 1))
+                continue
+            firsts, mode = jagged.offsets()[:-1], table.pooling.value.lower()
+            inputs.append(nn.functional.embedding_bag(jagged.values(), of_rows, firsts, mode=mode))
+    return torch.cat(inputs, dim=1)
+
+
+def _first_state(model: WideDeep, found: _Fitted, seed: int) -> dict[str, Tensor]:
+    """Return the fitted values of parameters and buffers, and a deep part that adds 0."""
     state: dict[str, Tensor] = {}
-    encoding, place = model.numbers.encoding, 0
+    encoding, place, fitted, scores = model.numbers.encoding, 0, found.linear, iter(found.scores)
     for config in model.sparse_arch.embedding_bag_collection.embedding_bag_configs():
         if config.keys is not None:
             continue
         weight = torch.empty(config.num_embeddings, config.embedding_dim)
         init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
         weight[:, 0] = fitted[place : place + len(weight)] / model.wide_scale
+        if model.trees is not None:
+            weight[:, model.num_outputs] = next(scores)
         place += len(weight)
         state[f"sparse_arch.embedding_bag_collection.embedding_bags.{config.name}.weight"] = weight
     num_bins = encoding.N * encoding.T
@@ -138,4 +225,6 @@ def _with_linear_weights(model: WideDeep, fitted: Tensor, seed: int) -> dict[str
     state["numbers.weight"] = numbers
     state["mlp.head"] = torch.zeros_like(model.mlp.head)
     state["mlp.bias"] = torch.full_like(model.mlp.bias, float(fitted[-1]))
+    if model.trees is not None:
+        model.trees.grow(found.trees)
     return state

@@ -130,7 +130,7 @@ def _concrete(kind: Any) -> list[Any]:
 
 
 def _plain(value: Any, declared: Any) -> Any:
-    """Return an object as plain values, with its type where the declared one leaves a choice."""
+    """Return an object as plain values. It has the name of its class unless the declared type implies it."""
     kind = type(value)
     if hasattr(value, "from_json"):
         return {name: each for name, each in value.to_json().items() if _FEATURES.get(name) != each}

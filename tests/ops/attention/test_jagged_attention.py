@@ -126,6 +126,15 @@ def test_times_fall_into_buckets_of_a_third_more():
     assert num_buckets_of(86_400) == 38
 
 
+def test_a_device_without_a_kernel_is_told(caplog):
+    tokens = torch.empty(5, 2, 4, device="meta")
+    with caplog.at_level("WARNING", "meshrec"):
+        for _ in range(2):
+            jagged_attention(tokens, tokens, tokens, torch.tensor([0, 5]), max_length=5)
+    (record,) = caplog.records
+    assert "no kernel for these tensors on meta: plain torch computes it" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

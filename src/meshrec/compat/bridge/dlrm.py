@@ -83,6 +83,7 @@ class DLRM(own.DLRM):
         super().__init__(embedding_bag_collection, *sizes, dense_device)
         self.sparse_arch = SparseArch(embedding_bag_collection)
 
+    # As MeshRec's, with the bridge's type of the input: TorchScript cannot compile MeshRec's own.
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Map dense [B, dense_in_features] and IDs to logits [B, over_arch_layer_sizes[-1]]."""
         embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)

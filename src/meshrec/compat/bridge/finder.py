@@ -51,8 +51,9 @@ class _BridgedModule(ModuleType):
 
 
 class Bridge(MetaPathFinder, Loader):
-    """A finder of the modules below the given packages, and of modules whose processes shall have the
-    bridge.
+    """The finder of the bridged packages' modules.
+
+    It also finds the modules that start processes, such as joblib, so that these have the bridge too.
     """
 
     def __init__(self, packages: Sequence[str]) -> None:

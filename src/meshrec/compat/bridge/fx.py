@@ -24,7 +24,7 @@ class Tracer(torch.fx.Tracer):
         self._leaf_modules = list(leaf_modules or [])
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is recorded as one call, also by the names that were given."""
+        """Return whether a module is recorded as one call: torch's own, and those in ``leaf_modules``."""
         return type(m).__name__ in self._leaf_modules or super().is_leaf_module(m, module_qualified_name)
 
     def trace(

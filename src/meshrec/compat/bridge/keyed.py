@@ -187,7 +187,7 @@ class GradientClippingOptimizer(Passing, clipping.GradientClippingOptimizer):
     Args:
         optimizer, clipping, max_gradient, norm_type: as for MeshRec's.
         enable_global_grad_clip, param_to_pgs: must be left out.
-        track_grad_norm: whether ``last_total_grad_norm`` is computed without NORM clipping as well.
+        track_grad_norm: compute ``last_total_grad_norm`` even without NORM clipping.
     """
 
     def __init__(

@@ -293,7 +293,7 @@ def _from_float(cls: Any, module: nn.Module) -> Any:
 
 
 def _adopted(made: Any, cls: Any = None) -> Any:
-    """Return TorchRec's kind of quantised collection with the rows of MeshRec's."""
+    """Return a quantised collection of TorchRec's class that shares the rows of MeshRec's collection."""
     dtype = _dtype_of(made)
     if isinstance(made, embedding_modules.EmbeddingBagCollection):
         kind = EmbeddingBagCollection if cls is None else cls

@@ -66,7 +66,7 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def left_out(self) -> str:
-        """The threshold, which the largest number of rows replaces."""
+        """The threshold: the table evicts when it reaches ``max_rows`` instead."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
@@ -115,7 +115,7 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def left_out(self) -> str:
-        """The threshold, which the largest number of rows replaces."""
+        """The threshold: the table evicts when it reaches ``max_rows`` instead."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 

@@ -38,6 +38,9 @@ class Cross(IdFeature):
         columns_crossed: at least two, none of them lists.
         num_embeddings: rows; row 0 is for samples in which one of the values is missing.
         found_crossed: what each of the columns held when it was fitted; None: not fitted.
+
+    Raises:
+        ValueError: there are fewer than two columns or two rows; or as for `IdFeature`.
     """
 
     columns_crossed: tuple[str, ...]
@@ -119,9 +122,13 @@ class Buckets(IdFeature):
     """Numbers as IDs: ranges that are equally frequent in training. Row 0 is for null and NaN.
 
     Args:
-        num_buckets: at most so many; equal values are never parted.
-        part, unit: of times, as for `Number`.
-        edges: where one bucket ends and the next begins; fitted.
+        num_buckets: the largest number of buckets. There are fewer if many values are equal, because equal
+            values share a bucket.
+        part, unit: which part of a time to read, and the unit of integer times, as for `Number`.
+        edges: the borders between buckets, ascending; fitted on the training data.
+
+    Raises:
+        ValueError: ``num_buckets`` is below 2, or part or unit is unknown; or as for `IdFeature`.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("number", "integer", "time")
@@ -173,7 +180,10 @@ class DatePart(IdFeature):
 
     Args:
         part: month, day, weekday, hour or minute.
-        unit: of times that are integers.
+        unit: unit of times that are integers.
+
+    Raises:
+        ValueError: the part has no IDs, or the unit is unknown; or as for `IdFeature`.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("time", "integer", "number")

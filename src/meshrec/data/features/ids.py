@@ -46,6 +46,9 @@ class IdFeature(ABC):
         table: the name of the table. Features that name the same table share its rows.
         average_length: the average number of IDs per sample; fitted.
         separator: the text between two values of a text, such as ``"|"``; None if a text is one value.
+
+    Raises:
+        ValueError: ``keep``, ``max_length`` or ``separator`` is not allowed, or does not fit the feature.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ()
@@ -214,6 +217,9 @@ class Hashed(IdFeature):
         num_embeddings: the number of rows.
         seed: the seed of the hash. With another seed, other values share rows.
         missing: whether null, NaN and empty texts get row 0. Otherwise they are damage.
+
+    Raises:
+        ValueError: ``num_embeddings`` is not in [2, 2**32]; or as for `IdFeature`.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = _ID_KINDS
@@ -281,6 +287,9 @@ class Integer(IdFeature):
     Args:
         num_embeddings: the number of rows.
         missing: the row of null; None if null is damage.
+
+    Raises:
+        ValueError: ``num_embeddings`` is below 1, or ``missing`` is no row; or as for `IdFeature`.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "list of integer")

@@ -41,6 +41,9 @@ class Number:
         num_bins: number of bins with equally many training values. Models that embed numbers learn a
             piecewise-linear function over them; others read the value itself.
         low, high, mean, deviation, edges: fitted values.
+
+    Raises:
+        ValueError: ``part``, ``unit``, ``clip`` or ``num_bins`` is not allowed.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("number", "integer", "time")

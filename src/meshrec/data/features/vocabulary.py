@@ -35,6 +35,9 @@ class Vocabulary(IdFeature):
         num_unseen: rows for all other values.
         num_embeddings: rows of the table; None: as many as are needed.
         vocabulary: the values; fitted.
+
+    Raises:
+        ValueError: ``min_count`` or ``num_unseen`` is below 1; or as for `IdFeature`.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "text", "list of integer", "list of text")

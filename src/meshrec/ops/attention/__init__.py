@@ -11,8 +11,10 @@ from torch import Tensor
 from meshrec.ops.attention import (
     autograd,  # noqa: F401 - registers the gradient
     fakes,  # noqa: F401 - registers the shapes
+    triton,
 )
 from meshrec.ops.attention.naive import BUCKET_WIDTH, time_buckets
+from meshrec.ops.sending import read_together
 
 __all__ = ["Bias", "Mask", "jagged_attention", "num_buckets_of", "time_buckets"]
 
@@ -71,7 +73,8 @@ def jagged_attention(
     """Compute attention within each sample; differentiable in queries, keys, values and biases.
 
     The work is done in tiles of queries and keys whose scores stay in the cache, and again in the backward
-    pass: neither is a sample padded, nor does the memory grow with the square of a length.
+    pass: neither is a sample padded, nor does the memory grow with the square of a length. On a GPU, checking
+    the offsets reads the device once.
 
     Args:
         query_MHQ, key_NHQ, value_NHV: the tokens of all samples.
@@ -90,7 +93,7 @@ def jagged_attention(
     """
     queries = offsets_B1 if query_offsets_B1 is None else query_offsets_B1
     if not torch.compiler.is_compiling():
-        if not query_MHQ.is_cpu:
+        if not query_MHQ.is_cpu and not triton.serves(query_MHQ, value_NHV):
             _tell_of_plain_torch(query_MHQ.device.type)
         _check(query_MHQ, key_NHQ, value_NHV, offsets_B1, queries, max_length=max_length, bias=bias)
     targets = torch.zeros_like(offsets_B1[1:]) if num_targets_B is None else num_targets_B
@@ -121,9 +124,11 @@ def num_buckets_of(longest_seconds: float) -> int:
 @functools.cache
 def _tell_of_plain_torch(device: str) -> None:
     _logger.warning(
-        "jagged attention has no kernel for %s: plain torch computes it, one sample at a time, with all "
-        "scores of a sample in memory. On the CPU it runs in compiled tiles.",
+        "jagged attention has no kernel for these tensors on %s: plain torch computes it, one sample at a "
+        "time, with all scores of a sample in memory. The kernels for GPUs need Triton, float32, and heads "
+        "of at most %d numbers.",
         device,
+        triton.WIDEST,
     )
 
 
@@ -143,6 +148,7 @@ def _check(
             f"{shapes}: allowed are [M, H, Q], [N, H, Q] and [N, H, V]. Give every token of a "
             "sample, targets included, a key and a value."
         )
+    offsets, query_offsets = read_together([offsets, query_offsets])
     longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
     if int(offsets[-1]) != len(key) or int(query_offsets[-1]) != len(query) or longest > max_length:
         raise ValueError(

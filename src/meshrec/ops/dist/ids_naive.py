@@ -61,7 +61,7 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
     """Return the IDs that ``pack_ids`` packed, int64 if ``wide``, else int32.
 
     Raises:
-        ValueError: the message is no message of so many IDs.
+        ValueError: the message does not contain this number of IDs.
     """
     parts, at = [], 0
     for count in counts:

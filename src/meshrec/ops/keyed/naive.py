@@ -32,10 +32,13 @@ PER_TABLE = 4
 
 
 def starts_of(keys_n: Tensor) -> Tensor:
-    """Return the first position of each bucket among ascending keys, and their number.
+    """Return where each bucket of ascending keys begins, and their number n: int64 [number of buckets + 1].
 
-    There are as many buckets, a power of 2, as give each about ``KEYS_PER_BUCKET`` keys. A bucket has the
-    keys with the same highest bits, in signed order.
+    The number of buckets is the power of 2 that gives each about ``KEYS_PER_BUCKET`` keys. The keys of a
+    bucket have the same highest bits, in signed order.
+
+    Args:
+        keys_n: int64 [n], ascending.
     """
     bits = max(0, (len(keys_n) - 1) // KEYS_PER_BUCKET).bit_length()
     size = 1 << (64 - bits)

@@ -46,7 +46,7 @@ def write(
 
 
 def used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the slots that this batch uses first; see ``naive.cache_used``."""
+    """Return the slots that a batch uses for the first time, and stamp them; see ``naive.cache_used``."""
     found: Tensor = torch.ops.meshrec.cache_used.default(slots, stamps, batch)
     return found
 

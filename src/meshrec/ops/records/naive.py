@@ -122,7 +122,9 @@ def records_write(
 
 
 def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the distinct slots from 0 on whose stamp is not ``batch``, as they come first, and stamp them.
+    """Return the slots that a batch uses for the first time, and stamp them with the batch.
+
+    The result has each slot once, in order of first use.
 
     Args:
         slots: int64 [N]; -1: no slot.

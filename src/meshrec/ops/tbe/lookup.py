@@ -90,7 +90,10 @@ def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tup
 
 
 def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of squared gradients of the touched rows, see ``naive.tbe_row_squares``."""
+    """Return the sums of squared gradients of the touched rows, their numbers by table, and ``runs``.
+
+    See ``naive.tbe_row_squares``.
+    """
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.meshrec.tbe_row_squares.default(
         grad, *lookups, num_rows
     )

@@ -179,7 +179,7 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
 
 
 def shared_parameters(traced: Traced) -> dict[str, list[int]]:
-    """Return the units that use a parameter, by its name, for each that several units use."""
+    """Return the parameters that several units use, by name, with the indices of these units."""
     users: dict[Tensor, tuple[str, dict[int, None]]] = {}
     for unit in traced.units:
         for node in unit.nodes:

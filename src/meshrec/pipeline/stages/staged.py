@@ -278,7 +278,7 @@ class _Form:
         return found
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Replace the tensors by the same ones with autograd's graph."""
+        """Replace the detached tensors by equal ones that are part of an autograd graph."""
         for (name, k, i), tensor in zip(self.places, tensors, strict=True):
             self._leaves[name, k][i] = tensor
 

@@ -262,7 +262,7 @@ def padded(
 
 
 def counting(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return which entries of a padded tensor are values [B, T]."""
+    """Return a mask of a padded tensor, bool [B, T]: true for values, false for padding."""
     return torch.arange(values.size(1), device=values.device) < lengths[:, None]
 
 

@@ -75,7 +75,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         return self._values
 
     def key_dim(self) -> int:
-        """Return the dimension that is divided."""
+        """Return the dimension along which the pieces of the keys are concatenated."""
         return self._key_dim
 
     def device(self) -> torch.device:

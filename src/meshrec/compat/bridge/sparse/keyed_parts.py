@@ -130,14 +130,14 @@ class KeyedParts:
         return self._stride_per_key_per_rank is not None
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """Return the bag that each sample takes."""
+        """Return the keys, and for each key and sample the bag that the sample uses, [K, B]."""
         inverse = self._inverse_indices
         if inverse is None:
             raise AssertionError("this KeyedJaggedTensor has no inverse indices")
         return inverse
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Return the bag that each sample takes; None if it was not given."""
+        """Return `inverse_indices`; None if there are none."""
         return self._inverse_indices
 
     def _key_indices(self) -> dict[str, int]:

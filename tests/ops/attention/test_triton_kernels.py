@@ -1,0 +1,54 @@
+"""The Triton kernels compile for GPUs; what they compute is tested in test_triton.py."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+COMPILE = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from meshrec.ops.attention import triton_kernels as kernels
+from meshrec.ops.attention.triton_bias_kernels import of_biases
+
+TOKENS = kernels.AttentionTokens(*["*fp32"] * 3, *["i32"] * 9, "fp32")
+SAMPLES = kernels.AttentionSamples(*["*i64"] * 3, "i32")
+BIASES = kernels.AttentionBiases("*fp32", "*fp32", "*i64", "*fp32", "i32", "i32")
+RESULTS = kernels.AttentionResults(*["*fp32"] * 3)
+ARGUMENTS = {"tokens": TOKENS, "samples": SAMPLES, "biases": BIASES, "results": RESULTS}
+ARGUMENTS["first_sample"] = "i32"
+
+def compiled(kernel, capability, without=(), ones=(), **constants):
+    signature = {
+        name: "constexpr" if name in constants else ARGUMENTS.get(name, "*fp32") for name in kernel.arg_names
+    }
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    # What is None, and a number that is 1, becomes a constant.
+    for group, name, value in [*(("biases", each, None) for each in without), *((*each, 1) for each in ones)]:
+        signature[group] = signature[group]._replace(**{name: "constexpr"})
+        values[kernel.arg_names.index(group), signature[group]._fields.index(name)] = value
+    target = GPUTarget("cuda", capability, 32)
+    assert triton.compile(ASTSource(kernel, signature, values), target=target).asm["cubin"]
+
+CALLS = [(kernels.attend, {}), (kernels.of_queries, {}), (kernels.of_keys, {})]
+CALLS += [(of_biases, {"BUCKETS": 256}), (of_biases, {"BUCKETS": 0})]
+ONES = [("tokens", "num_heads"), ("tokens", "query_width"), ("biases", "max_length")]
+for kernel, own in CALLS:
+    block = dict(PRECISION="tf32x3", BLOCK=32, QUERY_WIDTH=64, VALUE_WIDTH=64, **own)
+    compiled(kernel, 80, SOFTMAX=False, CAUSAL=True, WINDOW=0, CONTEXTUAL=0, **block)
+    block = dict(PRECISION="tf32", BLOCK=32, QUERY_WIDTH=128, VALUE_WIDTH=16, **own)
+    without = ("time", "timestamps", "begins") if own.get("BUCKETS") == 0 else ("position",)
+    compiled(kernel, 90, without, ONES, SOFTMAX=True, CAUSAL=False, WINDOW=5, CONTEXTUAL=3, **block)
+print("compiled")
+"""
+
+
+def test_every_kernel_compiles_for_gpus():
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    assert done.stdout == "compiled\n", done.stderr

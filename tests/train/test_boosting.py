@@ -1,0 +1,145 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshrec.metrics import area_under_curve
+from meshrec.modules.boosted_trees import BoostedTrees
+from meshrec.optim import Adam
+from meshrec.train import Trainer, WideDeepConfig, join
+from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, scores_of
+from meshrec.train.linear import first_samples
+from meshrec.train.wide_deep import _fitted, _pooled
+from tests.train.raw_ids import recipe as visits_recipe
+from tests.train.raw_ids import write_visits
+
+lightgbm = pytest.importorskip("lightgbm")
+
+
+def crossed(num, seed):
+    """Samples whose label is a product of signs, which no linear model learns."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num, 3, generator=generator)
+    chance = torch.sigmoid(2 * torch.sign(inputs[:, 0] * inputs[:, 1]))
+    labels = (torch.rand(num, generator=generator) < chance).float()
+    return TreeSamples(inputs, labels, torch.zeros(num, dtype=torch.float64))
+
+
+def test_trees_add_what_the_model_leaves_over_and_the_module_sums_them():
+    train, judged = crossed(4000, 0), crossed(2000, 1)
+    found = boosted(train, judged, 50, seed=0)
+    assert 0 < len(found) <= 50
+    module = BoostedTrees(50, NUM_LEVELS)
+    module.grow(found)
+    assert area_under_curve(module(judged.inputs), judged.labels) > 0.85
+
+
+def test_thresholds_are_rounded_down_so_that_no_sample_changes_sides():
+    low = torch.tensor(0.1)
+    high = torch.nextafter(low, torch.tensor(1.0))
+    inputs = torch.where(torch.arange(200) % 2 == 0, low, high)[:, None]
+    labels = (torch.arange(200) % 2).float()
+    samples = TreeSamples(inputs, labels, torch.zeros(200, dtype=torch.float64))
+    module = BoostedTrees(5, NUM_LEVELS)
+    module.grow(boosted(samples, samples, 5, seed=0))
+    assert area_under_curve(module(inputs), labels) == 1.0
+
+
+def test_no_trees_where_they_gain_nothing_or_no_auc_exists():
+    train, judged = crossed(400, 0), crossed(400, 1)
+    sure = judged._replace(logits=judged.labels.double())
+    assert boosted(train, sure, 20, seed=0) == []
+    assert boosted(train, judged._replace(labels=torch.ones(400)), 20, seed=0) == []
+
+
+def test_scores_are_smoothed_log_odds_and_0_for_rare_rows():
+    ids = torch.tensor([0] * 40 + [1] * 9)
+    labels = torch.tensor([1.0] * 30 + [0.0] * 19)
+    mean = 30 / 49
+    expected = torch.logit(torch.tensor((30 + 20 * mean) / 60)) - torch.logit(torch.tensor(mean))
+    assert torch.allclose(scores_of(ids, labels, 3), torch.tensor([float(expected), 0.0, 0.0]))
+
+
+def with_trees(recipe):
+    return replace(
+        recipe, model=WideDeepConfig(fit_wide=True, fit_trees=30, layers=(8,)), tables=Adam(lr=0.01)
+    )
+
+
+def begun(recipe):
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    assert recipe.model.start(trainer.built.model, recipe, trainer.dataset, trainer.ranks)
+    scored = torch.cat([each.logits_B for each in trainer.predict(trainer.dataset.validation)])
+    trees = next(each for each in trainer.built.model.modules() if isinstance(each, BoostedTrees))
+    return scored, trees.values.clone()
+
+
+def test_a_model_begins_as_regression_and_trees_alike_on_all_ranks(small, ranks):
+    recipe = with_trees(small())
+    data = replace(recipe.data, num_samples=4000)
+    recipe = replace(recipe, data=data)
+    alone, values = begun(replace(recipe, placement=replace(recipe.placement, sharded=False)))
+    assert values.abs().sum() > 0
+    dataset = recipe.data.load()
+    model = recipe.model.build(dataset)
+    found = _fitted(model, dataset, recipe.training.seed)
+    samples = first_samples(dataset.validation)
+    model.trees.grow(found.trees)
+    added = model.trees(torch.cat([samples.dense, _pooled(dataset, samples, found.scores)], 1))
+    without = replace(recipe, model=replace(recipe.model, fit_trees=0))
+    linear, _ = begun_without_trees(replace(without, placement=replace(recipe.placement, sharded=False)))
+    assert torch.allclose(alone, linear + added, atol=1e-4)
+    parts = ranks(2).run(begun, recipe)
+    assert torch.allclose(torch.cat([each for each, _ in parts]).sort()[0], alone.sort()[0], atol=1e-4)
+    assert all(torch.equal(each, values) for _, each in parts)
+
+
+def begun_without_trees(recipe):
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    recipe.model.start(trainer.built.model, recipe, trainer.dataset, trainer.ranks)
+    return torch.cat([each.logits_B for each in trainer.predict(trainer.dataset.validation)]), None
+
+
+def test_training_leaves_scores_and_trees_as_they_were_fitted(small):
+    recipe = with_trees(small(epochs=1))
+    recipe = replace(recipe, placement=replace(recipe.placement, sharded=False))
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    assert recipe.model.start(trainer.built.model, recipe, trainer.dataset, trainer.ranks)
+    kept = lambda: {  # noqa: E731
+        name: (value if "trees" in name else value[:, 1]).clone()
+        for name, value in trainer.built.model.state_dict().items()
+        if "trees" in name or "embedding_bags" in name
+    }
+    before = kept()
+    trainer.run()
+    after = kept()
+    assert len(before) > 3
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_without_validation_data_every_tenth_sample_chooses(small):
+    recipe = with_trees(small())
+    dataset = replace(replace(recipe.data, num_samples=2000).load(), validation=None)
+    found = _fitted(recipe.model.build(dataset), dataset, 0)
+    assert len(found.scores) == len(dataset.tables(1))
+
+
+def test_hashed_tables_have_no_scores(tmp_path):
+    write_visits(tmp_path, 600)
+    recipe = visits_recipe()
+    data = replace(recipe.data, train=(str(tmp_path / "all.parquet"),))
+    recipe = with_trees(replace(recipe, data=data))
+    trainer = Trainer(recipe, data.load(), join("cpu"))
+    trainer.run()
+    assert trainer.judge.early.best_auc > 0.5
+
+
+def test_contradictions_are_refused(small):
+    with pytest.raises(ValueError, match=r"model\.fit_trees is 3, and model\.fit_wide is False"):
+        WideDeepConfig(fit_trees=3)
+    with pytest.raises(ValueError, match=r"model\.fit_trees is -1; it must be at least 0"):
+        WideDeepConfig(fit_trees=-1)
+    recipe = replace(with_trees(small()), tables=Adam(lr=0.01, weight_decay=0.1))
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    with pytest.raises(ValueError, match=r"tables\.weight_decay is 0\.1: it would change the scores"):
+        trainer.run()
