@@ -106,6 +106,7 @@ CPP_TESTS = {
     "kernels_avx512.cpp": TBE_TESTS,
     "kernels_baseline.cpp": TBE_TESTS,
     "mapping.cpp": ["tests/ops/test_mapping.py"],
+    "marked.cpp": ["tests/ops/index/test_marked.py"],
     "memory.cpp": ["tests/ops/test_memory.py"],
     "nbit.cpp": NBIT_TESTS,
     "pooled_forward.cpp": TBE_TESTS,

@@ -109,7 +109,7 @@ class Due(NamedTuple):
         return int(self.admitted.sum()) if len(self.admitted) else 0
 
 
-class Judged(NamedTuple):
+class SlotScores(NamedTuple):
     """The scores of a rectangle's rows, by slot."""
 
     scores: Tensor
@@ -118,7 +118,7 @@ class Judged(NamedTuple):
     """Whether the row may go, bool [S]."""
 
 
-class Spread(NamedTuple):
+class ValueRange(NamedTuple):
     """The least and the greatest of some values, and their number."""
 
     least: int
@@ -262,7 +262,7 @@ class Turnover:
             )
         judged = self._judged(table, due)
         owned = [judged[i] for i in due if self.tables[i].rectangle.c0 == 0]
-        spread = spread_of(owned, self._everyone)
+        spread = range_of(owned, self._everyone)
         if spread.number < total - most:
             raise ValueError(
                 f"table {storage.name!r}: this update alone has {total - spread.number:,} distinct IDs that "
@@ -278,16 +278,16 @@ class Turnover:
             found[i] = each._replace(gone=torch.cat([each.gone, smaller, tied[i]]))
         return found
 
-    def _judged(self, number: int, due: Mapping[int, Due]) -> dict[int, Judged]:
+    def _judged(self, number: int, due: Mapping[int, Due]) -> dict[int, SlotScores]:
         """Return the scores of the rows of a table. Collective where a score reads whole rows."""
         policy = self.storages[number].keys.evict
         assert policy is not None
-        found = {i: Judged(_NONE, _candidates(self.tables[i], each)) for i, each in due.items()}
+        found = {i: SlotScores(_NONE, _candidates(self.tables[i], each)) for i, each in due.items()}
         if not policy.needs_rows:
             for i, (_, marks) in found.items():
                 parts = {part.name: self.tables[i].memory[part.name][: len(marks)] for part in policy.parts}
                 scores = policy.scores(RowsToJudge(_NONE, parts), due[i].clock)
-                found[i] = Judged(scores, marks)
+                found[i] = SlotScores(scores, marks)
             return found
         slots = {i: marks.nonzero()[:, 0] for i, (_, marks) in found.items()}
         own = []
@@ -302,11 +302,11 @@ class Turnover:
             own.append(torch.cat(parts_of_scores))
         for (i, (_, marks)), sums in zip(found.items(), self._everyone.row_sums(number, own), strict=True):
             scores_by_slot = torch.zeros(len(marks), dtype=torch.int64).index_copy_(0, slots[i], sums)
-            found[i] = Judged(scores_by_slot, marks)
+            found[i] = SlotScores(scores_by_slot, marks)
         return found
 
     def _tied(
-        self, number: int, judged: Mapping[int, Judged], last: Nth, num_going: int
+        self, number: int, judged: Mapping[int, SlotScores], last: Nth, num_going: int
     ) -> dict[int, Tensor]:
         """Return the slots of the rows that go among those with the score of the last one. Collective."""
         if num_going == last.equal:
@@ -314,7 +314,7 @@ class Turnover:
         for most in (self._likely_bound(number, last, num_going), _LAST_KEY):
             tied = {i: _with_keys(self.tables[i], each, last.value, most) for i, each in judged.items()}
             owned = [(keys, None) for i, (keys, _) in tied.items() if self.tables[i].rectangle.c0 == 0]
-            spread = spread_of(owned, self._everyone)
+            spread = range_of(owned, self._everyone)
             if spread.number >= num_going:
                 break
         key = nth(owned, num_going, spread, self._everyone).value
@@ -378,7 +378,7 @@ def _candidates(table: HashedTable, due: Due) -> Tensor:
     return free
 
 
-def _with_keys(table: HashedTable, judged: Judged, score: int, most: int) -> tuple[Tensor, Tensor]:
+def _with_keys(table: HashedTable, judged: SlotScores, score: int, most: int) -> tuple[Tensor, Tensor]:
     """Return the keys up to ``most`` of the rows with a score, and their slots."""
     tied = (judged.scores == score).logical_and_(judged.marks)
     if int(tied.count_nonzero()) * _FEW >= table.slots.num_live:
@@ -389,7 +389,7 @@ def _with_keys(table: HashedTable, judged: Judged, score: int, most: int) -> tup
     return keys[inside], slots[inside]
 
 
-def spread_of(parts: Sequence[tuple[Tensor, Tensor | None]], everyone: Everyone) -> Spread:
+def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], everyone: Everyone) -> ValueRange:
     """Return the least and the greatest marked value of all ranks, and their number. Collective.
 
     Args:
@@ -402,18 +402,18 @@ def spread_of(parts: Sequence[tuple[Tensor, Tensor | None]], everyone: Everyone)
         own[everyone.rank] = torch.stack([least.min(), greatest.max(), numbers.sum()])
     rows = [row for row in everyone.sum(own.view(-1)).view(-1, 3).tolist() if row[2]]
     if not rows:
-        return Spread(0, 0, 0)
+        return ValueRange(0, 0, 0)
     least_of, greatest_of, number_of = zip(*rows, strict=True)
-    return Spread(min(least_of), max(greatest_of), sum(number_of))
+    return ValueRange(min(least_of), max(greatest_of), sum(number_of))
 
 
-def nth(parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: Spread, everyone: Everyone) -> Nth:
+def nth(parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: ValueRange, everyone: Everyone) -> Nth:
     """Return the n-th smallest of the marked values of all ranks. Collective.
 
     Args:
         parts: the values of this rank and their marks.
         n: from 1 on, at most ``spread.number``.
-        spread: what ``spread_of`` returned for the same values.
+        spread: what ``range_of`` returned for the same values.
         everyone: the ranks.
     """
     size, shift = 1 << _DIGIT_BITS, 0
