@@ -27,10 +27,7 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
         )
     for number in {least, num_workers}:
         job.recipe.check(number)
-    ray, train = needs("ray", "ray"), needs("ray.train", "ray")
-    if not ray.is_initialized():
-        # A cluster that starts for this run needs no page, whose port accepts programs to run.
-        ray.init(include_dashboard=False)
+    train = needs("ray.train", "ray")
     scaling = train.ScalingConfig(
         num_workers=num_workers if least == num_workers else (least, num_workers),
         use_gpu=job.device == "cuda",
