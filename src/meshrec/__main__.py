@@ -21,7 +21,7 @@ def main() -> int:
 
         return run()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("tyro", "rich"):
+        if error.name is None or error.name.split(".")[0] not in ("tyro", "rich", "torchmetrics"):
             raise
         print(
             f'meshrec: the command line needs the package {error.name!r}: pip install "meshrec[cli,train]"',

@@ -83,7 +83,7 @@ def needs(module: str, extra: str) -> ModuleType:
     """
     try:
         with warnings.catch_warnings():
-            # Users can do nothing about what a package warns its own developers of.
+            # What a package warns its developers of, as torchmetrics 1.0 does of its setuptools.
             for kind in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", kind)
             warnings.filterwarnings("ignore", "pkg_resources is deprecated")

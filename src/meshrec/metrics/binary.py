@@ -1,7 +1,8 @@
 """Metrics of binary classification.
 
-All but AUC follow from a few sums over samples, which ranks exchange. torchmetrics has AUC and
-accuracy, but not their weighted forms; to import it takes longer than all of this.
+AUC comes from torchmetrics when all samples are available and unweighted. torchmetrics has no weights for AUC
+or accuracy, and no log loss, normalized entropy or calibration ratio. Those follow from a few sums over
+samples, and the sums are what ranks exchange.
 """
 
 import math
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshrec.data.faults import needs
 from meshrec.metrics.gathering import gathered
 
 # n samples, H bins
@@ -79,6 +81,13 @@ def area_under_curve(scores: Tensor, labels: Tensor, weights: Tensor | None = No
     """
     labels = labels.double()
     distinct, place = torch.unique(scores, return_inverse=True)
+    if weights is None and bool(((labels == 0) | (labels == 1)).all()):
+        if not 0 < float(labels.sum()) < len(labels):
+            return None
+        # Places in (0, 1) instead of scores, of which torchmetrics would take the sigmoid: in float32 that is
+        # 1 for all logits above 17, and their order is lost.
+        functional = needs("torchmetrics.functional.classification", "metrics")
+        return float(functional.binary_auroc((place + 1) / (len(distinct) + 1.0), labels.long()))
     weights = torch.ones_like(labels) if weights is None else weights.double()
     positive = torch.bincount(place, weights * labels, minlength=len(distinct))
     negative = torch.bincount(place, weights * (1 - labels), minlength=len(distinct))
