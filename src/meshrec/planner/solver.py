@@ -143,7 +143,7 @@ class _Entrant:
         return self.search.add_fitting(_FITTING_SECONDS)
 
     def new_arms(self, manner: Manner) -> "list[_Arm]":
-        """Return new starts: the bound's best box if its splits are new, and the best plan."""
+        """Return new starts of the search: the bound's best box, if its splits are new, and the best plan."""
         box = None if self._bound is None else self._bound.best_box
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
         start = None

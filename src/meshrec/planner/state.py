@@ -14,10 +14,11 @@ from meshrec.planner.types import Floats, Ints
 
 
 class Parts(NamedTuple):
-    """The pieces of one table, one entry per rank that holds one: group of equal pieces, rank and size."""
+    """The pieces of one table, with an entry for each rank that holds one."""
 
     candidate: int
     group_N: Ints
+    """The group of equal pieces that each piece belongs to."""
     rank_N: Ints
     amount_N: Floats
     """Size relative to the even split; see `Problem.fixed_PK`."""

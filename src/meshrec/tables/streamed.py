@@ -1,4 +1,4 @@
-"""Tensors whose values a table reads and writes when they are asked for: what state dicts show of it."""
+"""Tensors that state dicts have for a table which reads and writes their values only when asked to."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, final

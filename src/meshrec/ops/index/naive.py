@@ -130,7 +130,7 @@ def index_find_parts(
     firsts: list[int],
     mixes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return IDs of which some parts are replaced by their slots, and how many of each part have none.
+    """Replace the IDs of some parts by their slots, and count in each part the IDs that have no slot.
 
     Args:
         memory: the four tensors of each index, see ``index_find``.

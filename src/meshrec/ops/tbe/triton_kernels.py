@@ -257,8 +257,8 @@ def sum_parts(
     """Sum parts of long runs.
 
     Entries are cut into parts of ``_PART``. If the run of a part's first entry began in an earlier part, its
-    entries in this part are summed to ``parts[number of the part]``, so that a row that is in every sample
-    is no chain of additions.
+    entries in this part are summed to ``parts[number of the part]``. The gradients of a row that is in every
+    sample are then summed part by part at once, and not one after another.
     """
     part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS) + 1
     at = part * _PART

@@ -64,7 +64,7 @@ class StageCut(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    """Slowest stage and link of the first stages, the sum of their links, and the places where they end."""
+    """The cost of the first stages of a cut: of the slowest stage, and of all links; and where stages end."""
 
     forward: float
     backward: float
