@@ -88,7 +88,9 @@ class WideDeep(nn.Module):
         super().__init__()
         self.sparse_arch = SparseArch(embedding_bag_collection)
         if trees is not None and num_outputs != 1:
-            raise ValueError(f"trees have one output, and num_outputs is {num_outputs}. Take one output, or no trees.")
+            raise ValueError(
+                f"trees have one output, and num_outputs is {num_outputs}. Take one output, or no trees."
+            )
         # The column where embeddings begin.
         self.first = num_outputs + (trees is not None)
         if self.first >= self.sparse_arch.D:

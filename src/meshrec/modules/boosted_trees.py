@@ -59,7 +59,9 @@ class BoostedTrees(nn.Module):
             ValueError: there are more than T trees, or one has more than L levels.
         """
         if len(trees) > self.num_trees:
-            raise ValueError(f"there are {len(trees)} trees, and room for {self.num_trees}. Make the module larger.")
+            raise ValueError(
+                f"there are {len(trees)} trees, and room for {self.num_trees}. Make the module larger."
+            )
         inputs, thresholds = torch.zeros_like(self.inputs), torch.full_like(self.thresholds, torch.inf)
         values = torch.zeros_like(self.values)
 
@@ -69,7 +71,9 @@ class BoostedTrees(nn.Module):
                 values[(tree << self.num_levels) + (at << (self.num_levels - level))] = node.value
                 return
             if level == self.num_levels:
-                raise ValueError(f"tree {tree} has more than {self.num_levels} levels. Make the module deeper.")
+                raise ValueError(
+                    f"tree {tree} has more than {self.num_levels} levels. Make the module deeper."
+                )
             first = tree * ((1 << self.num_levels) - 1) + (1 << level) - 1
             inputs[first + at], thresholds[first + at] = node.input, node.threshold
             place(node.left, tree, 2 * at, level + 1)
