@@ -92,6 +92,9 @@ class SlurmJob:
         port: the port on which ranks meet; if none, one that depends on the job's ID.
         sbatch: further options of sbatch, by their long name; None: an option without a value.
         environment: variables for the ranks.
+
+    Raises:
+        ValueError: there are no nodes or ranks, or a key of ``sbatch`` is not a long option.
     """
 
     recipe: str

@@ -29,7 +29,11 @@ _SHARE_BITS = 53
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSoftmax:
-    """The training loss of a next-item model: a softmax over the target and some other items."""
+    """The training loss of a next-item model: a softmax over the target and some other items.
+
+    Raises:
+        ValueError: there are no other items, or the temperature is not above 0.
+    """
 
     negatives: Literal["uniform", "popular", "in_batch"] = "uniform"
     """Source of the other items: all items alike, items by their number in the training data, or the other

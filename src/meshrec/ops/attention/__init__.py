@@ -72,9 +72,9 @@ def jagged_attention(
 ) -> Tensor:
     """Compute attention within each sample; differentiable in queries, keys, values and biases.
 
-    The work is done in tiles of queries and keys whose scores stay in the cache, and again in the backward
-    pass: neither is a sample padded, nor does the memory grow with the square of a length. On a GPU, checking
-    the offsets reads the device once.
+    The work is done in tiles of queries and keys whose scores stay in the cache; the backward pass computes
+    them again. So no sample is padded, and memory does not grow with the square of a length. On a GPU,
+    checking the offsets reads the device once.
 
     Args:
         query_MHQ, key_NHQ, value_NHV: the tokens of all samples.
