@@ -9,7 +9,7 @@ from meshrec.optim import Adam
 from meshrec.train import Trainer, WideDeepConfig, join
 from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, scores_of
 from meshrec.train.linear import first_samples
-from meshrec.train.wide_deep import _fitted, _pooled
+from meshrec.train.wide_deep import _fitted, _pooled, _scores
 from tests.train.raw_ids import recipe as visits_recipe
 from tests.train.raw_ids import write_visits
 
@@ -52,6 +52,12 @@ def test_no_trees_where_they_gain_nothing_or_no_auc_exists():
     assert boosted(train, judged._replace(labels=torch.ones(400)), 20, seed=0) == []
 
 
+def test_labels_between_0_and_1_are_refused():
+    train, judged = crossed(400, 0), crossed(400, 1)
+    with pytest.raises(ValueError, match=r"labels 0 and 1, and a training sample has 0\.25"):
+        boosted(train._replace(labels=torch.full((400,), 0.25)), judged, 20, seed=0)
+
+
 def test_scores_are_smoothed_log_odds_and_0_for_rare_rows():
     ids = torch.tensor([0] * 40 + [1] * 9)
     labels = torch.tensor([1.0] * 30 + [0.0] * 19)
@@ -70,15 +76,15 @@ def begun(recipe):
     trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
     assert recipe.model.start(trainer.built.model, recipe, trainer.dataset, trainer.ranks)
     scored = torch.cat([each.logits_B for each in trainer.predict(trainer.dataset.validation)])
-    trees = next(each for each in trainer.built.model.modules() if isinstance(each, BoostedTrees))
-    return scored, trees.values.clone()
+    trees = [each for each in trainer.built.model.modules() if isinstance(each, BoostedTrees)]
+    return scored, [each.values.clone() for each in trees]
 
 
 def test_a_model_begins_as_regression_and_trees_alike_on_all_ranks(small, ranks):
     recipe = with_trees(small())
     data = replace(recipe.data, num_samples=4000)
     recipe = replace(recipe, data=data)
-    alone, values = begun(replace(recipe, placement=replace(recipe.placement, sharded=False)))
+    alone, (values,) = begun(replace(recipe, placement=replace(recipe.placement, sharded=False)))
     assert values.abs().sum() > 0
     dataset = recipe.data.load()
     model = recipe.model.build(dataset)
@@ -87,17 +93,11 @@ def test_a_model_begins_as_regression_and_trees_alike_on_all_ranks(small, ranks)
     model.trees.grow(found.trees)
     added = model.trees(torch.cat([samples.dense, _pooled(dataset, samples, found.scores)], 1))
     without = replace(recipe, model=replace(recipe.model, fit_trees=0))
-    linear, _ = begun_without_trees(replace(without, placement=replace(recipe.placement, sharded=False)))
+    linear, _ = begun(replace(without, placement=replace(recipe.placement, sharded=False)))
     assert torch.allclose(alone, linear + added, atol=1e-4)
     parts = ranks(2).run(begun, recipe)
     assert torch.allclose(torch.cat([each for each, _ in parts]).sort()[0], alone.sort()[0], atol=1e-4)
-    assert all(torch.equal(each, values) for _, each in parts)
-
-
-def begun_without_trees(recipe):
-    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
-    recipe.model.start(trainer.built.model, recipe, trainer.dataset, trainer.ranks)
-    return torch.cat([each.logits_B for each in trainer.predict(trainer.dataset.validation)]), None
+    assert all(torch.equal(each, values) for _, (each,) in parts)
 
 
 def test_training_leaves_scores_and_trees_as_they_were_fitted(small):
@@ -122,6 +122,11 @@ def test_without_validation_data_every_tenth_sample_chooses(small):
     dataset = replace(replace(recipe.data, num_samples=2000).load(), validation=None)
     found = _fitted(recipe.model.build(dataset), dataset, 0)
     assert len(found.scores) == len(dataset.tables(1))
+    samples = first_samples(dataset.train)
+    learns = torch.arange(len(samples)) % 10 != 9
+    expected = _scores(dataset, samples, learns)
+    assert all(map(torch.equal, found.scores, expected))
+    assert not all(map(torch.equal, expected, _scores(dataset, samples, learns | True)))
 
 
 def test_hashed_tables_have_no_scores(tmp_path):

@@ -1,6 +1,6 @@
 """Boosted trees that learn what a fitted model leaves over. LightGBM fits them."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,9 +9,6 @@ from torch import Tensor
 from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve
 from meshrec.modules.boosted_trees import Branch, Leaf
-
-if TYPE_CHECKING:
-    Floats = np.typing.NDArray[np.float64]
 
 NUM_LEVELS = 4
 _LEAVES = 8
@@ -75,8 +72,15 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
 
     Raises:
         ModuleNotFoundError: LightGBM is not installed.
+        ValueError: a label is neither 0 nor 1. LightGBM would take all labels above 0 for 1.
     """
     lightgbm = needs("lightgbm", "lightgbm")
+    between = train.labels[(train.labels != 0) & (train.labels != 1)]
+    if len(between):
+        raise ValueError(
+            f"model.fit_trees: trees learn labels 0 and 1, and a training sample has {float(between[0])}. "
+            "Take model.fit_trees 0."
+        )
     before = area_under_curve(judged.logits, judged.labels)
     if before is None:
         return []

@@ -114,6 +114,8 @@ class WideDeepConfig(ModelConfig):
         seed = recipe.training.seed
         found = ranks.share(_fitted(wide, dataset, seed) if ranks.is_first else None)
         model.load_state_dict(_first_state(wide, found, seed), strict=False)
+        if wide.trees is not None:
+            wide.trees.grow(found.trees)
         return True
 
     def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
@@ -158,7 +160,9 @@ def _fitted(model: WideDeep, dataset: "Dataset", seed: int) -> _Fitted:
     linear = torch.from_numpy(weights).float()
     if model.trees is None:
         return _Fitted(linear, [], [])
-    scores = _scores(dataset, train)
+    # Samples that choose the number of trees must not be in the scores that trees split.
+    apart = torch.from_numpy(chosen(len(train)) & (others is None))
+    scores = _scores(dataset, train, ~apart)
 
     def judged(samples: Batch, matrix: Any) -> TreeSamples:
         inputs = torch.cat([samples.dense, _pooled(dataset, samples, scores)], dim=1)
@@ -166,26 +170,23 @@ def _fitted(model: WideDeep, dataset: "Dataset", seed: int) -> _Fitted:
 
     learns = judged(train, learnt[0])
     if others is None or chooses is None:
-        apart = torch.from_numpy(chosen(len(train)))
-        parts = (
-            TreeSamples(*(each[~apart] for each in learns)),
-            TreeSamples(*(each[apart] for each in learns)),
-        )
+        judges = TreeSamples(*(each[apart] for each in learns))
+        learns = TreeSamples(*(each[~apart] for each in learns))
     else:
-        parts = learns, judged(others, chooses[0])
-    return _Fitted(linear, scores, boosted(*parts, model.trees.num_trees, seed=seed))
+        judges = judged(others, chooses[0])
+    return _Fitted(linear, scores, boosted(learns, judges, model.trees.num_trees, seed=seed))
 
 
-def _scores(dataset: "Dataset", samples: Batch) -> list[Tensor]:
-    """Return the scores of the rows of each table, see `scores_of`."""
+def _scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
+    """Return the scores of the rows of each table, from the samples where ``learns`` [B] is True."""
     found = []
     for table in dataset.tables(1):
         if table.keys is not None:
             continue
         jagged = [samples.sparse[name] for name in table.feature_names]
-        labels = [torch.repeat_interleave(samples.labels, each.lengths()) for each in jagged]
-        ids = torch.cat([each.values() for each in jagged])
-        found.append(scores_of(ids, torch.cat(labels), table.num_embeddings))
+        owners = torch.cat([torch.arange(len(samples)).repeat_interleave(each.lengths()) for each in jagged])
+        ids, counts = torch.cat([each.values() for each in jagged]), learns[owners]
+        found.append(scores_of(ids[counts], samples.labels[owners[counts]], table.num_embeddings))
     return found
 
 
@@ -205,7 +206,7 @@ def _pooled(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
 
 
 def _first_state(model: WideDeep, found: _Fitted, seed: int) -> dict[str, Tensor]:
-    """Return the fitted values of parameters and buffers, and a deep part that adds 0."""
+    """Return the fitted values of the parameters, and a deep part that adds 0."""
     state: dict[str, Tensor] = {}
     encoding, place, fitted, scores = model.numbers.encoding, 0, found.linear, iter(found.scores)
     for config in model.sparse_arch.embedding_bag_collection.embedding_bag_configs():
@@ -225,6 +226,4 @@ def _first_state(model: WideDeep, found: _Fitted, seed: int) -> dict[str, Tensor
     state["numbers.weight"] = numbers
     state["mlp.head"] = torch.zeros_like(model.mlp.head)
     state["mlp.bias"] = torch.full_like(model.mlp.bias, float(fitted[-1]))
-    if model.trees is not None:
-        model.trees.grow(found.trees)
     return state
