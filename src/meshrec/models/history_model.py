@@ -131,7 +131,9 @@ class HistoryModel(nn.Module):
 
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
         """Encode histories of similar lengths, as `encoded_in_buckets` asks."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot encode histories. Write _encode or _encode_bucket in the subclass."
+        )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Return the loss and the rank of each target, [B, 2]; see `meshrec.models.next_item`.

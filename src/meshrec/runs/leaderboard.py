@@ -21,7 +21,7 @@ MODELS: dict[str, ModelConfig] = {
     "dcn": DLRMDCNConfig(table_std=0.001, bottom=(32,), top=(128, 64)),
     "deepfm": DeepFMConfig(table_std=0.001, bottom=(32,), deep=(128, 64)),
 }
-"""The models by name; the first is the one that `meshrec inspect` proposes."""
+"""The models by name. `meshrec inspect` proposes the first; it has no trees here, beside LightGBM."""
 
 
 class Standing(NamedTuple):
