@@ -59,6 +59,18 @@ def test_csv_is_looked_at_too(tmp_path):
     assert 'split_by="random"' in out.read_text()
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_trees_are_proposed_where_lightgbm_is_installed_and_named_where_not(
+    is_installed, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(inspect, "_has_lightgbm", lambda: is_installed)
+    csv.write_csv(shop(500).drop_columns(["tags"]), tmp_path / "all.csv")
+    out = tmp_path / "r.py"
+    assert inspect.main([str(tmp_path / "all.csv"), "--label", "clicked", "--out", str(out)]) == 0
+    assert ("fit_trees=300" in out.read_text()) == is_installed
+    assert ('pip install "meshrec[lightgbm]"' in capsys.readouterr().out) != is_installed
+
+
 def test_what_cannot_be_is_told(tmp_path):
     write_shop(tmp_path, 100)
     data = [str(tmp_path), "--label", "clicked", "--out", str(tmp_path / "r.py")]

@@ -38,7 +38,7 @@ _MODELS = (
         4,
     ),
     (
-        "WideDeepConfig(fit_wide=True, fit_trees={trees}, shrinkage=3.0, dropout=0.1)",
+        "WideDeepConfig(fit_wide=True, {trees}shrinkage=3.0, dropout=0.1)",
         "Adam(lr=2e-3)",
         "DenseOptimizer(lr=3e-3)",
         12,
@@ -115,8 +115,14 @@ def main(arguments: Sequence[str]) -> int:
     page.write_text(to_page("inspect.js", data), encoding="utf-8")
     _print(proposal, found.num_rows)
     print(f"the page: {page}\nthe recipe, to read and to edit: {options.out}")
+    if not _loss(proposal.features.labels)[0] and not _has_lightgbm():
+        print('for a better model: pip install "meshrec[lightgbm]", and inspect again: it adds boosted trees')
     print(f"to train it: meshrec train {options.out}:recipe")
     return 0
+
+
+def _has_lightgbm() -> bool:
+    return importlib.util.find_spec("lightgbm") is not None
 
 
 def _log_columns(options: InspectOptions) -> LogColumns | None:
@@ -224,7 +230,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     trees = _TREES
     if num_rows >= _MANY_ROWS:
         epochs, trees = 4, _FEWER_TREES
-    model = model.format(trees=trees if importlib.util.find_spec("lightgbm") else 0)
+    model = model.format(trees=f"fit_trees={trees}, " if _has_lightgbm() else "")
     # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 2)
