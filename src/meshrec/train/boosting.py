@@ -1,4 +1,4 @@
-"""Boosted trees that learn what a fitted model leaves over. LightGBM fits them."""
+"""Boosted trees that predict the residual of a fitted model. LightGBM fits them."""
 
 from typing import Any, NamedTuple
 
