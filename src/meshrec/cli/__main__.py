@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshrec.lazy import importing
+
 
 class Command(NamedTuple):
     """The module of a command, whose ``main(arguments)`` returns an exit code, and one line of help."""
@@ -71,8 +73,9 @@ def main() -> int:
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
     try:
-        code: int = importlib.import_module(command.module).main(arguments)
-        return code
+        with importing():
+            module = importlib.import_module(command.module)
+        return int(module.main(arguments))
     except (ValueError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             # Not one of our extras, whose error has no name: show where the import failed.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshrec.data.samples import Bools
+from meshrec.lazy import importing
 
 OnError = Literal["raise", "skip"]
 
@@ -87,7 +88,8 @@ def needs(module: str, extra: str) -> ModuleType:
             for kind in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", kind)
             warnings.filterwarnings("ignore", "pkg_resources is deprecated")
-            return importlib.import_module(module)
+            with importing():
+                return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'this needs {module.split(".")[0]}: pip install "meshrec[{extra}]"'
