@@ -8,9 +8,13 @@ from meshrec.lazy import importing
 
 
 def test_collections_wait_for_imports_and_go_on_after_an_error():
-    with pytest.raises(ValueError, match="wrong"), importing():
-        assert not gc.isenabled()
-        raise ValueError("wrong")
+    def fail():
+        with importing():
+            assert not gc.isenabled()
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        fail()
     assert gc.isenabled()
     gc.disable()
     try:

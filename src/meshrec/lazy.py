@@ -1,4 +1,4 @@
-"""Imports: names of a package that are imported at their first use, and imports without garbage collections."""
+"""Imports of names at their first use, and imports without garbage collections."""
 
 import atexit
 import gc

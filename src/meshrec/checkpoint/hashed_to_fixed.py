@@ -152,7 +152,7 @@ def load_fixed(
 
 
 def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterable[RowBlock]:
-    """Yield one block with the rows that belong to a rectangle of a fixed table; nothing if there are none."""
+    """Yield one block with the rows that belong to a rectangle of a fixed table, if there are any."""
     r = table.rectangle
     inside = ((ids >= r.r0) & (ids < r.r1)).nonzero()[:, 0]
     if len(inside):
