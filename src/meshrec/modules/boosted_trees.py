@@ -37,6 +37,7 @@ class BoostedTrees(nn.Module):
         device: device of the buffers.
     """
 
+    constant_buffers = ("inputs", "thresholds", "values", "roots")
     inputs: Tensor
     thresholds: Tensor
     values: Tensor
