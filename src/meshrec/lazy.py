@@ -1,30 +1,39 @@
-"""Imports of names at their first use, and imports without garbage collections."""
+"""Imports: names of a package that are imported when somebody uses them, and imports without collections."""
 
-import atexit
 import gc
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Collect no garbage while modules are imported inside, because collections take a fifth of that time.
+class _Process:
+    is_own = False
 
-    Modules keep nearly all that they make. If torch is among them, the process has no models and tensors yet:
-    then all objects leave the collector's lists, so that the collections of a training run do not visit them.
+
+_process = _Process()
+
+
+def own_process() -> None:
+    """Tell that the process is one of ours: later collections may leave out what `uncollected` imports."""
+    _process.is_own = True
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Turn Python's garbage collection off while modules are imported.
+
+    Nearly all that they define stays, and the collector looks through it again and again: a quarter of the
+    time that torch and torchmetrics take to import.
     """
-    collects, begins = gc.isenabled(), "torch" not in sys.modules
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if begins and "torch" in sys.modules:
+        if _process.is_own:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # or nanobind reports what it has made for Triton as leaked
-        if collects:
+        if was_on:
             gc.enable()
 
 

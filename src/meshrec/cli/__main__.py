@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshrec.lazy import importing
+from meshrec.lazy import uncollected
 
 
 class Command(NamedTuple):
@@ -73,9 +73,10 @@ def main() -> int:
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
     try:
-        with importing():
+        with uncollected():
             module = importlib.import_module(command.module)
-        return int(module.main(arguments))
+        code: int = module.main(arguments)
+        return code
     except (ValueError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             # Not one of our extras, whose error has no name: show where the import failed.
