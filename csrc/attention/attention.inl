@@ -253,9 +253,40 @@ inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, Att
   }
 }
 
+inline float total_of(Vec part) {
+  float total = 0;
+  for (int k = 0; k < kLanes; ++k) total += part[k];
+  return total;
+}
+
+inline float dot_product(const float* a, const float* b, int64_t width) {
+  Vec sum{};
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) sum += load(a + d) * load(b + d);
+  float total = total_of(sum);
+  for (; d < width; ++d) total += a[d] * b[d];
+  return total;
+}
+
+// A sample with few queries reads its keys and values in place: packing them would cost more than it saves.
+// So it is where a server continues a history that is kept.
+inline bool reads_in_place(const AttentionArgs& a, const AttentionUnit& unit) {
+  return unit.num_queries <= kFewQueries && a.value.width == attention_padded(a.value.width);
+}
+
 inline void scores_of(const AttentionArgs& a, const AttentionUnit& unit, const AttentionTile& tile,
                       int64_t head, AttentionWork& work) {
   const int64_t query = unit.first_query + tile.row - (unit.length - unit.num_queries);
+  if (reads_in_place(a, unit)) {
+    for (int64_t j = 0; j < tile.padded_columns; ++j) {
+      const int64_t key = unit.first_token + tile.column + std::min(j, tile.columns - 1);
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        work.scores[r * kAttentionColumns + j] = dot_product(
+            a.query.at(query + r, unit.first_head + head), a.key.at(key, unit.first_head + head), a.key.width);
+      }
+    }
+    return finish_scores(a, tile, work);
+  }
   const Left left{a.query.at(query, unit.first_head + head), a.query.stride, 1};
   const float* across = work.keys_across + head * work.keys * a.query.width + tile.column * a.query.width;
   product(left, {across, kAttentionColumns}, work.scores, kAttentionColumns, tile.rows, tile.padded_columns,
@@ -269,12 +300,6 @@ inline float most_of(const float* row, int64_t count) {
   float found = most[0];
   for (int k = 1; k < kLanes; ++k) found = std::max(found, most[k]);
   return found;
-}
-
-inline float total_of(Vec part) {
-  float total = 0;
-  for (int k = 0; k < kLanes; ++k) total += part[k];
-  return total;
 }
 
 // Turns the scores of a tile into weights of a softmax that is not divided yet, and scales what was summed
@@ -318,7 +343,8 @@ inline float* out_of(float* data, const AttentionArgs& a, int64_t query, int64_t
 void attend(const AttentionArgs& a, const AttentionUnit& unit) {
   AttentionWork work(a, unit);
   const int64_t heads = unit.last_head - unit.first_head, out_size = kAttentionRows * work.value_width;
-  for (int64_t head = 0; head < heads; ++head) {
+  const bool in_place = reads_in_place(a, unit);
+  for (int64_t head = 0; head < heads && !in_place; ++head) {
     pack_across(a.key, unit.first_token, unit.length, unit.first_head + head,
                 work.keys_across + head * work.keys * a.query.width);
     pack_rows(a.value, unit.first_token, unit.length, unit.first_head + head, work.value_width, 1.f,
@@ -338,9 +364,12 @@ void attend(const AttentionArgs& a, const AttentionUnit& unit) {
         } else {
           silu_tile(tile, work);
         }
-        const float* values = work.values_packed + (head * work.keys + tile.column) * work.value_width;
-        product({work.scores, kAttentionColumns, 1}, {values, work.value_width}, out, work.value_width, rows,
-                work.value_width, tile.columns, true);
+        Right values{work.values_packed + (head * work.keys + tile.column) * work.value_width,
+                     work.value_width};
+        if (in_place)
+          values = {a.value.at(unit.first_token + tile.column, unit.first_head + head), a.value.stride};
+        product({work.scores, kAttentionColumns, 1}, values, out, work.value_width, rows, work.value_width,
+                tile.columns, true);
       }
     });
     const int64_t query = unit.first_query + row - (unit.length - unit.num_queries);
