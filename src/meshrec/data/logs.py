@@ -159,7 +159,9 @@ def requests_of_histories(
     schema = pa.schema([(name, pa.list_(of)) for name, of in kinds.items()])
     for each in more:
         of = each.vocabulary.type
-        schema = schema.append(pa.field(each.source, pa.list_(of) if each.found.startswith("list") else of))
+        schema = schema.append(
+            pa.field(each.source, pa.list_(of) if str(each.found).startswith("list") else of)
+        )
     return Features(labels=(), features=(*wanted, *more)), schema
 
 
