@@ -281,8 +281,9 @@ inline void scores_of(const AttentionArgs& a, const AttentionUnit& unit, const A
     for (int64_t j = 0; j < tile.padded_columns; ++j) {
       const int64_t key = unit.first_token + tile.column + std::min(j, tile.columns - 1);
       for (int64_t r = 0; r < tile.rows; ++r) {
-        work.scores[r * kAttentionColumns + j] = dot_product(
-            a.query.at(query + r, unit.first_head + head), a.key.at(key, unit.first_head + head), a.key.width);
+        work.scores[r * kAttentionColumns + j] =
+            dot_product(a.query.at(query + r, unit.first_head + head), a.key.at(key, unit.first_head + head),
+                        a.key.width);
       }
     }
     return finish_scores(a, tile, work);
