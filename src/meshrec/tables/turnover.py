@@ -146,7 +146,7 @@ class Decision(NamedTuple):
 
 
 class Turnover:
-    """The coming and going of IDs in the hashed tables that a rank looks up together.
+    """The admission and eviction of IDs in the hashed tables that a rank looks up together.
 
     Args:
         tables: the rectangles of hashed tables that are here, by number.
@@ -371,7 +371,7 @@ def _num_rows(table: HashedTable, due: Due | None, span: Span | None) -> int:
 
 
 def _candidates(table: HashedTable, due: Due) -> Tensor:
-    """Return which rows may go, bool by slot: not those of the update."""
+    """Return which rows may be evicted, bool by slot: all except those of the update."""
     free = table.memory[""][: table.slots.num_slots].clone()
     for slots in (due.gone, due.slots):
         free.index_fill_(0, slots, False)
