@@ -7,8 +7,8 @@ are those of the profile of two ranks, for the planner's best plan. The loss of 
 with that of a single rank before anything is believed.
 
 The time of the tables is that of a step in which nothing overlaps, without its dense part, as the model
-predicts it. Phases are those of the slowest rank, which may be another one in each of them. Needs root, and
-no other load: 8 ranks share the machine's cores.
+predicts it, and the mean of the ranks. Phases are those of the slowest rank, which may be another one in
+each of them. Needs root, and no other load: 8 ranks share the machine's cores.
 
     sudo python -m benchmarks.scaling
     sudo python -m benchmarks.scaling --folder F --ranks 1 2  # some sizes now, others and the tables later
@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from meshrec.calibration.calibrate import Sizes, calibrate
 from meshrec.comms.joining import form_group
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import HardwareProfile, plan_tables
-from meshrec.reports.measured import DENSE, PhaseTime, compare
+from meshrec.reports.measured import DENSE, compare
 from meshrec.testing.namespaces import hosts
 
 # Larger than the caches, as the cost model assumes, and with some work in the dense part.
@@ -70,12 +69,13 @@ def _measure(profile: HardwareProfile) -> dict[str, Any]:
     """Return predicted and measured phases, and whole steps. Collective."""
     size = dist.get_world_size()
     # In windows some time apart, so that a slow moment of the machine does not decide.
-    windows = [measure_phases(KIND, SHAPE) for _ in range(_WINDOWS)]
+    own = [
+        time._replace(step=1000 * window + time.step)
+        for window in range(_WINDOWS)
+        for time in measure_phases(KIND, SHAPE)
+    ]
     every: list[Any] = [None] * size
-    dist.all_gather_object(every, list(itertools.chain(*windows)))
-    # Between two barriers: ranks that are late in a phase make the others wait in the next one.
-    tables = torch.tensor([seconds for times in windows for seconds in _tables_seconds(times)])
-    dist.all_reduce(tables)
+    dist.all_gather_object(every, own)
     alone = [_first_loss(other) for other in range(max(SIZES))] if size == 1 else []
     step = build("meshrec", KIND, SHAPE).step
     batches = [make_inputs(SHAPE, number) for number in range(4)]
@@ -94,22 +94,12 @@ def _measure(profile: HardwareProfile) -> dict[str, Any]:
     return {
         "ranks": size,
         "phases": {each.phase: (each.predicted, each.measured) for each in phases},
-        "tables": statistics.median((tables / size).tolist()),
         "dense": statistics.median(t.seconds for of_rank in every for t in of_rank if t.phase == DENSE),
         "whole": statistics.median(taken),
         "losses": (total / size).tolist(),
         "alone": alone,
         "profile": profile.to_json(),
     }
-
-
-def _tables_seconds(times: Sequence[PhaseTime]) -> list[float]:
-    """Return the seconds of each step without its dense part."""
-    steps: dict[int, float] = {}
-    for each in times:
-        if each.phase != DENSE:
-            steps[each.step] = steps.get(each.step, 0.0) + each.seconds
-    return list(steps.values())
 
 
 def _first_loss(rank: int) -> float:
@@ -157,7 +147,7 @@ def run(folder: Path) -> str:
         by_two = 1e3 * sum(best.estimate().phases.values())
         if size in results:
             each = results[size]
-            predicted, real = each["phases"]["step"][0], each["tables"]
+            predicted, real = each["phases"]["step"]
             cells = [f"{1e3 * real:.1f}", f"{1e3 * predicted:.1f}", f"{100 * (predicted / real - 1):+.0f} %"]
             rest = [f"{1e3 * each['dense']:.1f}", f"{1e3 * each['whole']:.1f}"]
         else:

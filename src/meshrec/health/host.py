@@ -57,7 +57,7 @@ def cores(local_ranks: int) -> Finding:
     """Check that the ranks do not have more threads than this host has cores."""
     available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = torch.get_num_threads()
-    found = f"{available} cores for {local_ranks} ranks of {threads} threads"
+    found = f"cores {available}, ranks {local_ranks}, threads per rank {threads}"
     if threads * local_ranks <= available or threads == 1:
         return Finding("cores", "ok", found)
     fitting = max(1, available // local_ranks)

@@ -70,6 +70,8 @@ class WideDeep(nn.Module):
         ValueError: the tables differ in width or are too narrow, or trees stand beside several outputs.
     """
 
+    constant_buffers = ("shrink",)
+
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection,

@@ -30,7 +30,7 @@ class PhaseTime(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Predicted and measured seconds of a phase, or of ``step`` (their sum), on the slowest rank."""
+    """Predicted and measured seconds of a phase on its slowest rank, or of the whole ``step``."""
 
     phase: str
     predicted: float
@@ -91,22 +91,22 @@ def compare_pipelined(
     Raises:
         ValueError: one of them is empty.
     """
-    alone, together = _slowest(whole), _slowest(hidden)
-    predicted = plan.estimate().pipelined_seconds(alone.get(DENSE, 0.0))
-    measured = sum(seconds for phase, seconds in together.items() if phase != DENSE)
-    return Comparison("step, pipelined", predicted, measured)
+    predicted = plan.estimate().pipelined_seconds(_slowest(whole).get(DENSE, 0.0))
+    return Comparison("step, pipelined", predicted, _step_seconds(hidden))
 
 
-def compare(plan: PlannedShardingPlan, times: Iterable[PhaseTime]) -> list[Comparison]:
-    """Return the predicted and measured seconds of each measured phase, and their sums as ``step``.
+def compare(plan: PlannedShardingPlan, times: Sequence[PhaseTime]) -> list[Comparison]:
+    """Return the predicted and measured seconds of each measured phase, and of the whole ``step``.
 
     The phase ``dense`` is left out.
+
+    Raises:
+        ValueError: there are no times.
     """
     measured = _slowest(times)
     predicted = plan.estimate().phases
     found = [Comparison(phase, predicted[phase], measured[phase]) for phase in PHASES if phase in measured]
-    total = Comparison("step", sum(c.predicted for c in found), sum(c.measured for c in found))
-    return [*found, total]
+    return [*found, Comparison("step", sum(c.predicted for c in found), _step_seconds(times))]
 
 
 def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
@@ -117,3 +117,17 @@ def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
     if not by_rank:
         raise ValueError("the run recorded no phase; train with phase timing on.")
     return {phase: max(map(statistics.median, ranks.values())) for phase, ranks in by_rank.items()}
+
+
+def _step_seconds(times: Iterable[PhaseTime]) -> float:
+    """Return the median over steps of a step's phases without ``dense``, their sum averaged over the ranks.
+
+    A rank that is late in a phase makes the others wait in the next one. The slowest ranks of all phases
+    together would take longer than any step.
+    """
+    sums: dict[int, dict[int, float]] = {}
+    for time in times:
+        if time.phase != DENSE:
+            ranks = sums.setdefault(time.step, {})
+            ranks[time.rank] = ranks.get(time.rank, 0.0) + time.seconds
+    return statistics.median(statistics.mean(ranks.values()) for ranks in sums.values()) if sums else 0.0

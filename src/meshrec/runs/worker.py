@@ -362,9 +362,7 @@ class _Run:
         return found
 
     def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """Return predicted and measured seconds per phase of a step, on the slowest rank; ``step`` is
-        their sum.
-        """
+        """Return predicted and measured seconds of each phase, on its slowest rank, and of the ``step``."""
         plan = trainer.built.plan
         times = read_phases(self._folder.path) if self._folder.phases.is_file() else []
         return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
