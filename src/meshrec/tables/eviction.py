@@ -176,7 +176,7 @@ class Evictions:
         self, number: int, update: Mapping[int, InUpdate], clock: Clock, time: int | None
     ) -> tuple[Mapping[int, NextRows], ValueRange]:
         """Return the rows that an earlier search has found and that may still go. Collective."""
-        nothing = {}, ValueRange(0, 0, 0)
+        nothing: tuple[dict[int, NextRows], ValueRange] = {}, ValueRange(0, 0, 0)
         kept = self._kept.pop(number, None)
         if kept is None or time is None or time < kept.time:
             return nothing
