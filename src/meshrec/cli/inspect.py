@@ -174,7 +174,9 @@ def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
 
 
 def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
-    """Read the tables of all files part by part; with ``rows``, skip parts to read about that many rows."""
+    """Read the tables of all files part by part; with ``rows``, only as many parts as make up about that many
+    rows.
+    """
     import pyarrow as pa
 
     from meshrec.data.faults import DataError

@@ -231,7 +231,7 @@ class HSTURanker(nn.Module):
         """Return the tokens of the candidates, [M, E], and their number in each sample.
 
         Raises:
-            ValueError: a sample has too many, or not as many as in another one of their features.
+            ValueError: a sample has too many candidates, or their features differ in number.
         """
         after_B = found[self.features.candidates[0]].lengths().long()
         _check_lengths(found, dict.fromkeys(self.features.candidates, after_B))

@@ -44,14 +44,14 @@ def export_run(
     torchscript: bool = False,
     sign: str | Path | None = None,
 ) -> Path:
-    """Writes the package of a run's model, with the weights that the run reports.
+    """Write the package of a run's model, with the weights that the run reports.
 
     Whatever the plan and the number of ranks of the run: this is one process, with whole tables. Where the
     run fitted features, the package holds them, and takes raw values.
 
     Args:
         run: the run.
-        folder: the package, which must not be there yet.
+        folder: the package, which must not exist yet.
         step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
         quantised: a checkpoint of the run's model with quantised tables (`meshrec.quant.quantize_run`), whose
             weights are taken instead.
@@ -60,8 +60,8 @@ def export_run(
         compile, torchscript, sign: see `export`.
 
     Raises:
-        ValueError: for a run whose recipe or checkpoint is not there, one of several labels, a quantised
-            checkpoint of another run, and as `export`.
+        ValueError: the run's recipe or checkpoint is missing, the run has several labels, or the quantised
+            checkpoint is another run's; also as for `export`.
     """
     recipe = load_recipe(run)
     if isinstance(recipe.loss, Tasks):

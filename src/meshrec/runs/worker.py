@@ -422,8 +422,8 @@ class _Run:
 def goes_on_without_a_host() -> bool:
     """Return whether an elastic launcher of several hosts starts this host's ranks again when they fail.
 
-    Then only the ranks of a host that is to leave end well after a signal. The others ask to be started
-    again, in a smaller world, by failing.
+    In that case, after a signal, the ranks of the host that leaves end with exit code 0. All other ranks fail
+    on purpose, so that the launcher starts them again in a smaller world.
     """
     values = [
         int(os.environ.get(f"{name}", "0"))

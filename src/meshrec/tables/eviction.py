@@ -336,7 +336,7 @@ class Evictions:
 
 
 def _candidates(table: HashedTable, update: InUpdate) -> Tensor:
-    """Return which rows may go, bool by slot: not those of the update."""
+    """Return which rows may be evicted, bool by slot: all except those of the update."""
     free = table.memory[""][: table.slots.num_slots].clone()
     for slots in (update.gone, update.slots):
         free.index_fill_(0, slots, False)

@@ -88,7 +88,7 @@ class Decision(NamedTuple):
 
 
 class Turnover:
-    """The coming and going of IDs in the hashed tables that a rank looks up together.
+    """The admission and eviction of IDs in the hashed tables that a rank looks up together.
 
     Args:
         tables: the rectangles of hashed tables that are here, by number.

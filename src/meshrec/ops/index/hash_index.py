@@ -120,7 +120,7 @@ class HashIndex:
     def marked(self, marks: Tensor, most: int = (1 << 63) - 1) -> tuple[Tensor, Tensor]:
         """Return the IDs whose slots are marked, in any order, and these slots: int64 [M] each.
 
-        Much faster than ``ids_of`` if most slots are marked: the index is read from begin to end.
+        Much faster than ``ids_of`` if most slots are marked: the index is read from beginning to end.
 
         Args:
             marks: bool, one for each slot from 0 to the greatest that an ID has had; there may be more.
