@@ -48,7 +48,7 @@ class Staging(NamedTuple):
 
 
 class StageFlow:
-    """The ways of values between one stage and the others.
+    """The values that one stage exchanges with the others.
 
     Args:
         staging: all stages.
