@@ -444,6 +444,7 @@ def commands(folder: RunFolder) -> dict[str, str]:
         "export": f"meshrec checkpoint export {folder.path} {folder.path.name}.safetensors",
         "evaluate": f"meshrec evaluate {folder.path} --data FILES",
         "predict": f"meshrec predict {folder.path} --data FILES --out scores.parquet",
+        "recommend": f"meshrec recommend {folder.path} --users FILE -k 20 --out recs.parquet",
         "package": f"meshrec export {folder.path} --out {folder.path.name}-package",
         "serve": f"meshrec serve {folder.path.name}-package",
         "load": f'meshrec.checkpoint.load("{folder.path}", {{"model": model}})',
