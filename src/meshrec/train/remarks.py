@@ -51,7 +51,7 @@ def winner(summary: Mapping[str, Any]) -> str | None:
 
 
 def _chance(data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None) -> str | None:
-    """Return a remark if an AUC is no better than chance; else None.
+    """Return a remark if an AUC cannot be distinguished from chance; otherwise None.
 
     Its standard deviation under chance is that of the Mann-Whitney statistic: Hanley and McNeil, "The meaning
     and use of the area under a ROC curve" (1982).
