@@ -48,7 +48,7 @@ class Staging(NamedTuple):
 
 
 class StageFlow:
-    """The ways of values between one stage and the others.
+    """The values that pass between one stage and the others.
 
     Args:
         staging: all stages.
