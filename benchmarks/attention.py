@@ -2,9 +2,9 @@
 
 Torch has two ways: all samples padded to the longest, and, for a softmax without biases, buckets of samples
 of similar lengths. All of them are float32 with the same masks, and their results and gradients are compared
-first. Torch's tensors reuse the memory of the step before (`keep_memory`), so that no time goes into the
-system's handing out of pages. The table also shows how many products a second each way does, of those that
-the causal mask needs, beside the products of a plain matrix multiplication.
+first. Torch's tensors reuse the memory of the step before (`keep_memory`), so page faults take no time. The
+table also shows the floating-point operations per second of each way, counting only those that the causal
+mask needs, beside the rate of a plain matrix multiplication.
 """
 
 import ctypes

@@ -1,9 +1,9 @@
 """A training step of HSTU on 2 ranks, on histories of Zipf lengths: samples divided among the ranks by cost,
 against the order in which they come.
 
-Both ways the steps have the same samples. The gradients of the first step are compared before timing starts.
-The ceiling of a figure is that of the best split of these steps: a step then takes as long as the mean of the
-ranks, or as its longest sample.
+The steps of both ways have the same samples. The gradients of the first step are compared before timing
+starts. The ceiling of a figure assumes the best possible split: a step then takes as long as the mean of the
+ranks, or as its longest sample if that takes longer.
 """
 
 import statistics
@@ -114,7 +114,7 @@ class Encoder(nn.Module):
 
 
 def train(shape: Shape, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[Tensor]]]:
-    """Return the seconds of every step, and the gradients of the first, of both ways."""
+    """Return the seconds of every step and the gradients of the first step, by way."""
     torch.set_num_threads(1)
     model = nn.parallel.DistributedDataParallel(Encoder(shape))
     read = {way: list(batches(shape, way)) for way in WAYS}
@@ -136,7 +136,7 @@ def train(shape: Shape, rounds: int) -> tuple[dict[str, list[float]], dict[str, 
 
 
 def milliseconds(shape: Shape, rounds: int) -> dict[str, float]:
-    """Compare the gradients, and return the mean over steps of the median time of a step, of both ways."""
+    """Compare the gradients; return, by way, the mean over steps of the median milliseconds of each step."""
     with RankPool(2) as pool:
         ranks: list[Any] = pool.run(train, shape, rounds)
     for _, gradients in ranks:

@@ -112,8 +112,8 @@ def saved(folder: Path) -> tuple[float, int]:
 
 
 def saved_in_background(folder: Path) -> tuple[float, float, float]:
-    """Time a background save: how long training stops, when the disk has it, and a step meanwhile over one
-    before.
+    """Time a background save. Return the seconds for which training stops, the seconds until the save is on
+    disk, and the time of a step meanwhile over one before.
     """
     model = _state["model"]
     before = step(model)

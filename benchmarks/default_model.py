@@ -90,7 +90,7 @@ def rivals(frame: Any, asked: Table, rows: dict[str, Any], seed: int) -> dict[st
 
 
 def _plain(fields: Any) -> Any:
-    """Make numbers of times, and leave out texts that differ in almost every row."""
+    """Convert times to numbers, and drop columns of text whose values differ in almost every row."""
     import pandas
 
     fields = fields.copy()
@@ -106,7 +106,9 @@ def _plain(fields: Any) -> Any:
 
 
 def _logistic(fields: Any, labels: Any, rows: dict[str, Any], seed: int) -> Any:
-    """Numbers are standardised and clipped; texts, and integers that come often, have a weight per value."""
+    """Fit logistic regression: numbers are standardised and clipped; texts and frequent integers have a
+    weight per value.
+    """
     import pandas
     from scipy import sparse
     from sklearn.feature_extraction.text import CountVectorizer

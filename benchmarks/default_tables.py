@@ -60,6 +60,36 @@ def _movies() -> Any:
     return frame.drop(columns="rating").assign(liked=(frame["rating"] >= 4).astype(int))
 
 
+def _labelled(package: str, name: str, label: str, positive: str) -> Table:
+    """Return a table whose label is 1 where a column has a value."""
+
+    def make() -> Any:
+        frame = _packaged(package, name)
+        return frame.drop(columns=label).assign(hit=(frame[label].astype(str) == positive).astype(int))
+
+    return Table(make, "hit")
+
+
+def _words() -> Any:
+    frame = _packaged("DAAG", "spam7")
+    money = (frame["money"] > 0).map({True: "money", False: "none"})
+    return frame.drop(columns="yesno").assign(has=money, spam=(frame["yesno"].astype(str) == "y").astype(int))
+
+
+def _polls() -> Any:
+    frame = _packaged("dslabs", "polls_us_election_2016")
+    known = frame[["state", "pollster", "grade", "samplesize", "population"]]
+    leads = frame["rawpoll_clinton"] > frame["rawpoll_trump"]
+    return known.assign(startdate=_times(frame["startdate"]), leads=leads.astype(int))
+
+
+def _tweets() -> Any:
+    frame = _packaged("dslabs", "trump_tweets")
+    known = frame[["created_at", "retweet_count", "favorite_count", "is_retweet"]]
+    android = (frame["source"] == "Twitter for Android").astype(int)
+    return known.assign(created_at=_times(frame["created_at"]), android=android)
+
+
 def _movies_100k() -> Any:
     import pandas
 
@@ -131,6 +161,15 @@ TUNED = {
     "inspections": Table(_inspections, "good"),
     "insurance": Table(_insurance, "bought"),
     "movies": Table(_movies, "liked", "timestamp"),
+    "words": Table(_words, "spam"),
+    "cells": _labelled("modeldata", "cells", "class", "PS"),
+    "attrition": _labelled("modeldata", "attrition", "Attrition", "Yes"),
+    "calls": _labelled("modeldata", "mlc_churn", "churn", "yes"),
+    "benefits": _labelled("Ecdat", "Benefits", "ui", "yes"),
+    "arrests": _labelled("carData", "Arrests", "released", "Yes"),
+    "doctors": _labelled("AER", "NMES1988", "insurance", "yes"),
+    "polls": Table(_polls, "leads"),
+    "tweets": Table(_tweets, "android"),
 }
 REPORTED = {
     "ml-100k": Table(_movies_100k, "liked", "timestamp"),

@@ -241,7 +241,7 @@ class _NoTables(nn.Module):
 
 
 class _PlainModel(nn.Module):
-    """Build the dense part in plain torch, as a user would without a library."""
+    """The dense part in plain torch, as a user would write it without a library."""
 
     def __init__(self, shape: Shape, tables: nn.Module) -> None:
         super().__init__()

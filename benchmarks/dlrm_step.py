@@ -330,7 +330,9 @@ def speed_bars(rounds: dict[str, list[float]]) -> list[Bar]:
 
 
 def _not_dense_bar(name: str, ours: list[float], theirs: list[float]) -> Bar:
-    """Return the least ratio: our time goes up, and the other's down, by what rounds differ."""
+    """Return the ratio of the times outside the dense part; a lower bound of it if our time is below its own
+    spread.
+    """
     middle = statistics.median(ours)
     first, _, last = statistics.quantiles(ours, n=4, method="inclusive")
     if middle <= last - first:

@@ -184,8 +184,8 @@ def _check(losses: dict[str, list[float]]) -> None:
 
 
 def _rates(rows: FileTable, count: int) -> dict[str, float]:
-    """Return the rows per second that the table reads and writes, ``count`` per call as in a step, and that a
-    bare loop reads which is never told to wait for a call.
+    """Return rows per second: those that the table reads and writes with ``count`` rows per call, as in a
+    step, and those that a bare loop reads without waiting between calls.
     """
     file, num_rows, calls = rows.stored.file, rows.rectangle.r1, 30
     library = _plain_reader()

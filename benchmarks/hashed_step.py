@@ -2,7 +2,8 @@
 collisions before FBGEMM's tables.
 
 All arms of a part see the same batches and alternate. Each part is verified first: where all IDs are known, a
-hashed table equals the fixed table with the same rows.
+hashed table equals the fixed table with the same rows. As in the trainer, Python's garbage collections leave
+out the objects that exist before (``frozen_objects``).
 """
 
 import gc
@@ -23,11 +24,12 @@ from torch import Tensor
 import meshrec
 from benchmarks.harness import Bar, Effort, Result, Timing, measure, table
 from meshrec.ops.index import unique
-from meshrec.ops.memory import reserve_pages
+from meshrec.ops.memory import frozen_objects, reserve_pages
 from meshrec.optim import RowWiseAdagrad
 from meshrec.tables import LRU, Hashed
 
 FIXED, HASHED, PEER = "fixed tables", "hashed tables", "TorchRec's MCH and FBGEMM"
+REUSED = "hashed tables, memory used before"
 PAGES = "writing once to the memory of the new rows"
 PARTS = ("known64", "known128", "new", "eviction", "adversarial", "growth", "peer")
 
@@ -136,24 +138,38 @@ def at_most(name: str, timings: dict[str, Timing], arm: str, asked: float, other
 
 
 def new(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
-    """Compare steps in which every ID is new."""
+    """Compare steps in which every ID is new, in memory that the process has had before and in memory that
+    it gets from the system.
+    """
     effort = replace(effort, calls=1, warm_ups=1)
-    fixed, hashed = Arm(size), Arm(size, Hashed(max_rows=100_000_000))
+    fixed, hashed, reused = Arm(size), *(Arm(size, Hashed(max_rows=100_000_000)) for _ in range(2))
     num = size.num_tables * size.num_ids
-    turn = 0
+    turns = {id(hashed): 0, id(reused): 0}
 
-    def fresh() -> None:
-        nonlocal turn
-        turn += 1
-        hashed.step(torch.arange(turn * num, (turn + 1) * num) * 0x9E3779B97F4A7C15)
+    def fresh(arm: Arm) -> None:
+        turns[id(arm)] += 1
+        arm.step(torch.arange(num) * 0x9E3779B97F4A7C15 + turns[id(arm)])
 
+    for _ in range(2 * effort.rounds):
+        fresh(reused)
+    for each in reused.module.hashed_tables().values():
+        each.clear()
     rows = [own.flatten() for own in batches(size)]
     pages = fresh_pages(num * (size.dim + 1) * 4)  # of the rows and their optimizer state
-    timings = measure({FIXED: in_turns(fixed.step, rows), HASHED: fresh, PAGES: pages}, effort)
+    calls = {
+        FIXED: in_turns(fixed.step, rows),
+        HASHED: lambda: fresh(hashed),
+        REUSED: lambda: fresh(reused),
+        PAGES: pages,
+    }
+    timings = measure(calls, effort)
     tables = hashed.module.hashed_tables().values()
-    assert all(each.num_alive == turn * size.num_ids for each in tables), "an ID has no row"
+    assert all(each.num_alive == turns[id(hashed)] * size.num_ids for each in tables), "an ID has no row"
     bar = at_most("step, 100 % new IDs", timings, HASHED, 2.5)
-    return timings, [replace(bar, ceiling=1 + timings[PAGES].median / timings[FIXED].median)]
+    return timings, [
+        replace(bar, ceiling=1 + timings[PAGES].median / timings[FIXED].median),
+        at_most("step, 100 % new IDs, memory used before", timings, REUSED, 2.5),
+    ]
 
 
 def fresh_pages(num_bytes: int) -> Callable[[], object]:
@@ -222,13 +238,14 @@ def growth(num_rows: int, dim: int, threads: int) -> dict[str, float]:
     table_ = arm.module.hashed_tables()["t0"]
     next_id, seconds = 1000, []
     half = size.num_ids // 2
-    while table_.num_alive < num_rows:
-        known_ids = torch.randint(0, next_id, (size.num_ids - half,))
-        ids = torch.cat([known_ids, torch.arange(next_id, next_id + half)])
-        next_id += half
-        start = time.perf_counter()
-        arm.step(ids)
-        seconds.append(time.perf_counter() - start)
+    with frozen_objects():
+        while table_.num_alive < num_rows:
+            known_ids = torch.randint(0, next_id, (size.num_ids - half,))
+            ids = torch.cat([known_ids, torch.arange(next_id, next_id + half)])
+            next_id += half
+            start = time.perf_counter()
+            arm.step(ids)
+            seconds.append(time.perf_counter() - start)
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     peak, end = (float(status[name].split()[0]) for name in ("VmHWM", "VmRSS"))
     later = seconds[len(seconds) // 50 :]  # what any first steps take
@@ -302,7 +319,9 @@ class ManagedCollisions:
 
 
 def peer(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
-    """Compare full tables on a stream in which 1 % of the IDs are new."""
+    """Compare tables on a stream in which 1 % of the IDs are new, once each has seen it for an interval of
+    the managed collisions' eviction.
+    """
     if importlib.util.find_spec("fbgemm_gpu") is None or importlib.util.find_spec("torchrec") is None:
         print(f"{PEER} is skipped: they are not installed")
         return {}, []
@@ -326,6 +345,8 @@ def peer(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
 
     found: dict[str, list[float]] = {HASHED: [], PEER: []}
     for name, call in {HASHED: steps(hashed.step), PEER: steps(other.step)}.items():
+        for _ in range(10):
+            call()
         for _ in range(10 * effort.rounds):  # whole intervals of its eviction
             start = time.perf_counter()
             call()
@@ -350,7 +371,8 @@ def run(effort: Effort, parts: Sequence[str] = PARTS, *, tiny: bool = False) -> 
     }
     figures, bars = {}, []
     for part in [name for name in PARTS if name in parts]:
-        found, own = runs[part]()
+        with frozen_objects():
+            found, own = runs[part]()
         gc.collect()
         bars += own
         figures[part] = {

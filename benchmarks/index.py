@@ -109,7 +109,7 @@ def filled(ids: Tensor, name: str = "benchmark") -> tuple[HashIndex, float]:
 
 
 def lines_of(index: HashIndex, count: int) -> Callable[[], Any]:
-    """Return the loop over as many random cache lines of the index's own memory."""
+    """Return a loop that touches ``count`` random cache lines of the index's own memory."""
     header, buckets = index._rows.memory[:2]  # type: ignore[union-attr]
     shards = header[8:].view(-1, 4)
     shard = torch.randint(0, len(shards), (count,))
@@ -127,7 +127,7 @@ def time_finding(
 ) -> tuple[dict[int, dict[str, Timing]], dict[str, float]]:
     """Time a batch of all arms, each beside our index, on each number of threads.
 
-    The maps are built one at a time, as several would not fit in memory. Of our index and of the loop the
+    The maps are built one at a time, as several would not fit in memory. For our index and for the loop, the
     result has the times of the first turn.
     """
     timings: dict[int, dict[str, Timing]] = {threads: {} for threads in THREADS}

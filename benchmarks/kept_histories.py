@@ -45,8 +45,7 @@ def next_items(num_items: int) -> tuple[dict[str, Any], dict[str, Any]]:
     times = (1000 * torch.arange(num_items)).tolist()
     before = features_of({"history": [items[:-1]], "item": [[]], "times": [times[:-1]]})
     now = features_of({"history": [items], "item": [[]], "times": [times]})
-    nothing = KeptTokens(torch.zeros(0, *model.kept_shape), torch.zeros(1, dtype=torch.int64))
-    kept = model.advance(before, nothing).kept
+    kept = model.advance(before, KeptTokens.none(model.kept_shape, 1)).kept
     calls = {"again": lambda: model.query_vectors(now), "kept": lambda: model.advance(now, kept).query_BV}
     return calls, {name: call() for name, call in calls.items()}
 

@@ -1,9 +1,11 @@
 """A served model with hashed tables beside one with fixed tables: the start, and lookups.
 
 Both packages have the same rows, are compiled, and give the vectors of their tables. Rows are drawn at random
-from tables that no cache holds.
+from tables that no cache holds, and so many requests follow each other that no cache has the rows of one when
+it comes again.
 """
 
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -28,9 +30,11 @@ class Shape(NamedTuple):
     bag: int = 20
     batches: tuple[int, ...] = (16, 512)
     compile: bool = True
+    bytes_between: int = 1 << 27
+    """The bytes of rows that are read before a request comes again."""
 
 
-TINY = Shape(2, 500, 8, 4, (3, 5), False)
+TINY = Shape(2, 500, 8, 4, (3, 5), False, 1 << 10)
 
 
 class Vectors(nn.Module):
@@ -69,16 +73,19 @@ def _measured(shape: Shape, folder: Path, effort: Effort) -> Result:
     calls: dict[str, Callable[[], Tensor]] = {}
     for size in shape.batches:
         lengths = {f: torch.full((size,), shape.bag) for f in features}
-        rows = [torch.randint(shape.num_rows, (size * shape.bag,), generator=generator) for _ in features]
-        known = [of_table[chosen] for of_table, chosen in zip(ids, rows, strict=True)]
-        some = [each.clone() for each in known]
-        for each in some:
-            each[::10] = torch.randint(1 << 62, (len(each[::10]),), generator=generator)
         dense = torch.empty(size, 0)
-        given = {"fixed": (fixed, rows), "hashed": (hashed, known), "hashed, 10 % unknown": (hashed, some)}
-        for name, (predictor, values) in given.items():
-            request = dict(zip(features, values, strict=True))
-            calls[f"{name}, {size}"] = lambda p=predictor, d=dense, v=request, n=lengths: p(d, v, n)
+        requests: dict[str, list[dict[str, Tensor]]] = {"fixed": [], "hashed": [], "hashed, 10 % unknown": []}
+        for _ in range(1 + shape.bytes_between // (len(features) * size * shape.bag * shape.dim * 4)):
+            rows = [torch.randint(shape.num_rows, (size * shape.bag,), generator=generator) for _ in features]
+            known = [of_table[chosen] for of_table, chosen in zip(ids, rows, strict=True)]
+            some = [each.clone() for each in known]
+            for each in some:
+                each[::10] = torch.randint(1 << 62, (len(each[::10]),), generator=generator)
+            for values, kind in zip((rows, known, some), requests.values(), strict=True):
+                kind.append(dict(zip(features, values, strict=True)))
+        for name, all_of_them in requests.items():
+            predictor = fixed if name == "fixed" else hashed
+            calls[f"{name}, {size}"] = _in_turns(predictor, dense, all_of_them, lengths)
         assert torch.equal(calls[f"fixed, {size}"](), calls[f"hashed, {size}"]())
     times = measure(calls, effort)
     ratios = {}
@@ -96,6 +103,14 @@ def _measured(shape: Shape, folder: Path, effort: Effort) -> Result:
     ]
     figures = {"ms": {name: each.median for name, each in (times | start).items()}, "ratios": ratios}
     return Result(figures, bars)
+
+
+def _in_turns(
+    predictor: Predictor, dense: Tensor, requests: list[dict[str, Tensor]], lengths: dict[str, Tensor]
+) -> Callable[[], Tensor]:
+    """Return a function that scores the next request."""
+    turns = itertools.cycle(requests)
+    return lambda: predictor(dense, next(turns), lengths)
 
 
 def _distinct(count: int, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,6 @@
-"""Trains if need be, exports, serves, asks, stops: what `make demo-serve` shows. Takes the name of a run."""
+"""The program of `make demo-serve`: trains a run unless it exists, exports it, serves it and asks for scores.
+Takes the name of the run.
+"""
 
 import json
 import signal

@@ -1,5 +1,6 @@
 import atexit
 import fcntl
+import gc
 import multiprocessing
 import os
 import shutil
@@ -37,6 +38,17 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # The same examples in every run: a red build means a change, not a draw. No deadline: machines are shared.
 settings.register_profile("meshrec", derandomize=True, deadline=None)
 settings.load_profile("meshrec")
+
+
+gc.disable()  # until all tests are collected, which makes hardly any garbage
+
+
+def pytest_collection_finish() -> None:
+    """Leave torch and the thousands of collected tests out of all later garbage collections."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or nanobind reports what it has made for Triton as leaked
+    gc.enable()
 
 
 @pytest.fixture

@@ -51,6 +51,13 @@ def test_the_recipe_of_the_training_page_trains(tmp_path):
     )
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "rooms").glob("*.md")), ids=lambda page: page.stem)
+def test_every_room_says_what_it_is_for_how_it_works_and_how_to_extend_it(page):
+    parts = [line[3:] for line in page.read_text().splitlines() if line.startswith("## ")]
+    asked = ["What it is for", "How data goes through it", "How to extend it"]
+    assert [part for part in parts if part in asked] == asked
+
+
 def test_every_error_says_what_to_do():
     silent = [f"{m.room}: {m.text}" for m in errors.messages() if not errors.next_step(m)]
     assert not silent, "\n".join(silent)

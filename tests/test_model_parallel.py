@@ -136,6 +136,32 @@ def test_schedulers_reach_the_fused_optimizer(ranks):
     assert ranks(2).run(learning_rate) == [True, True]
 
 
+class Shifted(nn.Module):
+    constant_buffers = ("fixed",)
+
+    def __init__(self):
+        super().__init__()
+        rank = float(dist.get_rank())
+        self.over = nn.Linear(1, 1)
+        self.register_buffer("fixed", torch.tensor([rank]))
+        self.register_buffer("moving", torch.tensor([rank]))
+
+    def forward(self, values):
+        return self.over(values + self.fixed + self.moving)
+
+
+def buffers_after_a_step():
+    inner = Shifted()
+    model = DistributedModelParallel(nn.Sequential(nn.Identity(), inner))
+    inner.moving += dist.get_rank()
+    model(torch.ones(2, 1)).sum().backward()
+    return inner.fixed.item(), inner.moving.item()
+
+
+def test_buffers_are_broadcast_unless_their_module_says_that_they_are_constant(ranks):
+    assert ranks(2).run(buffers_after_a_step) == [(0.0, 0.0), (1.0, 0.0)]
+
+
 def hook_called():
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

@@ -7,6 +7,7 @@ namespace meshrec {
 
 constexpr int64_t kAttentionRows = 32;     // queries in a tile
 constexpr int64_t kAttentionColumns = 64;  // keys in a tile
+constexpr int64_t kFewQueries = 8;         // of a sample whose keys and values are not packed
 constexpr int kBucketSlots = 64 * 8;       // octaves of a 64-bit time difference, 8 slots in each
 
 // Finds the bucket of a time difference by the exponent and the upper three bits of the mantissa of its fp32

@@ -6,99 +6,6 @@
 // zeros to whole vectors. Then every tile of queries meets the tiles of keys that its mask allows. What does
 // not depend on the head (bias, mask) is computed once per tile. The gradient computes the scores again.
 
-#if defined(__AVX512F__)
-constexpr int kMostVectors = 4;
-#else
-constexpr int kMostVectors = 2;
-#endif
-
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-inline Vec splat(float value) { return value - Vec{}; }
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
-
-// e^x with an error of about one unit in the last place; 0 below -87.3. NaN stays NaN.
-inline Vec exponential(Vec x) {
-  const Vec low = splat(-87.33654f), high = splat(88.37626f);
-  const Ints is_zero = x < low;
-  x = x < low ? low : x;
-  x = x > high ? high : x;
-  const Vec magic = splat(12582912.f);  // rounds to the nearest integer, in the low bits of the sum
-  const Vec sum = x * 1.44269504f + magic, n = sum - magic;
-  const Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  Vec poly = splat(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    poly = poly * r + c;
-  poly = poly * r * r + r + 1.f;
-  const Vec found = (Vec)((Ints)poly + ((Ints)sum << 23));
-  return is_zero ? Vec{} : found;
-}
-
-inline Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }
-
-// c [M, N vectors] = a [M, depth] b [depth, N vectors], or that added to c. The elements of a lie a_row apart
-// by row and a_depth by column.
-template <int M, int N>
-inline void product_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_stride,
-                          float* c, int64_t c_stride, int64_t depth, bool add) {
-  Vec sum[M][N] = {};
-  for (int64_t d = 0; d < depth; ++d, a += a_depth, b += b_stride) {
-    Vec right[N];
-    for (int n = 0; n < N; ++n) right[n] = load(b + n * kLanes);
-    for (int m = 0; m < M; ++m) {
-      const float left = a[m * a_row];
-      for (int n = 0; n < N; ++n) sum[m][n] += right[n] * left;
-    }
-  }
-  for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) {
-      float* target = c + m * c_stride + n * kLanes;
-      store(target, add ? load(target) + sum[m][n] : sum[m][n]);
-    }
-  }
-}
-
-struct Left {
-  const float* data;
-  int64_t row, depth;
-};
-
-struct Right {
-  const float* data;
-  int64_t stride;
-};
-
-template <int M, int N>
-void product_rows(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int64_t depth, bool add) {
-  int64_t m = 0;
-  for (; m + M <= rows; m += M) {
-    product_block<M, N>(a.data + m * a.row, a.row, a.depth, b.data, b.stride, c + m * c_stride, c_stride,
-                        depth, add);
-  }
-  if constexpr (M > 1) {
-    const Left left{a.data + m * a.row, a.row, a.depth};
-    if (m < rows) product_rows<M / 2, N>(left, b, c + m * c_stride, c_stride, rows - m, depth, add);
-  }
-}
-
-// c [rows, columns] = a b, or that added to c; columns in whole vectors.
-inline void product(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int64_t columns, int64_t depth,
-                    bool add) {
-  constexpr int kAtTwo = kMostVectors == 4 ? 8 : 4;
-  while (columns > 0) {
-    const int64_t num = columns / kLanes;
-    int64_t done = 1;
-    if (num >= 4 && kMostVectors == 4) {
-      done = 4, product_rows<4, kMostVectors>(a, b, c, c_stride, rows, depth, add);
-    } else if (num >= 2) {
-      done = 2, product_rows<kAtTwo, 2>(a, b, c, c_stride, rows, depth, add);
-    } else {
-      product_rows<8, 1>(a, b, c, c_stride, rows, depth, add);
-    }
-    columns -= done * kLanes, b.data += done * kLanes, c += done * kLanes;
-  }
-}
-
 // The keys that a query attends to: [0, prefix), [begin, end) and itself, without overlap.
 struct AllowedKeys {
   int64_t prefix, begin, end, itself;  // itself: -1 if it is in one of the others
@@ -253,9 +160,41 @@ inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, Att
   }
 }
 
+inline float total_of(Vec part) {
+  float total = 0;
+  for (int k = 0; k < kLanes; ++k) total += part[k];
+  return total;
+}
+
+inline float dot_product(const float* a, const float* b, int64_t width) {
+  Vec sum{};
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) sum += load(a + d) * load(b + d);
+  float total = total_of(sum);
+  for (; d < width; ++d) total += a[d] * b[d];
+  return total;
+}
+
+// A sample with few queries reads its keys and values in place: packing them would cost more than it saves.
+// So it is where a server continues a history that is kept.
+inline bool reads_in_place(const AttentionArgs& a, const AttentionUnit& unit) {
+  return unit.num_queries <= kFewQueries && a.value.width == attention_padded(a.value.width);
+}
+
 inline void scores_of(const AttentionArgs& a, const AttentionUnit& unit, const AttentionTile& tile,
                       int64_t head, AttentionWork& work) {
   const int64_t query = unit.first_query + tile.row - (unit.length - unit.num_queries);
+  if (reads_in_place(a, unit)) {
+    for (int64_t j = 0; j < tile.padded_columns; ++j) {
+      const int64_t key = unit.first_token + tile.column + std::min(j, tile.columns - 1);
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        work.scores[r * kAttentionColumns + j] =
+            dot_product(a.query.at(query + r, unit.first_head + head), a.key.at(key, unit.first_head + head),
+                        a.key.width);
+      }
+    }
+    return finish_scores(a, tile, work);
+  }
   const Left left{a.query.at(query, unit.first_head + head), a.query.stride, 1};
   const float* across = work.keys_across + head * work.keys * a.query.width + tile.column * a.query.width;
   product(left, {across, kAttentionColumns}, work.scores, kAttentionColumns, tile.rows, tile.padded_columns,
@@ -269,12 +208,6 @@ inline float most_of(const float* row, int64_t count) {
   float found = most[0];
   for (int k = 1; k < kLanes; ++k) found = std::max(found, most[k]);
   return found;
-}
-
-inline float total_of(Vec part) {
-  float total = 0;
-  for (int k = 0; k < kLanes; ++k) total += part[k];
-  return total;
 }
 
 // Turns the scores of a tile into weights of a softmax that is not divided yet, and scales what was summed
@@ -318,7 +251,8 @@ inline float* out_of(float* data, const AttentionArgs& a, int64_t query, int64_t
 void attend(const AttentionArgs& a, const AttentionUnit& unit) {
   AttentionWork work(a, unit);
   const int64_t heads = unit.last_head - unit.first_head, out_size = kAttentionRows * work.value_width;
-  for (int64_t head = 0; head < heads; ++head) {
+  const bool in_place = reads_in_place(a, unit);
+  for (int64_t head = 0; head < heads && !in_place; ++head) {
     pack_across(a.key, unit.first_token, unit.length, unit.first_head + head,
                 work.keys_across + head * work.keys * a.query.width);
     pack_rows(a.value, unit.first_token, unit.length, unit.first_head + head, work.value_width, 1.f,
@@ -338,9 +272,12 @@ void attend(const AttentionArgs& a, const AttentionUnit& unit) {
         } else {
           silu_tile(tile, work);
         }
-        const float* values = work.values_packed + (head * work.keys + tile.column) * work.value_width;
-        product({work.scores, kAttentionColumns, 1}, {values, work.value_width}, out, work.value_width, rows,
-                work.value_width, tile.columns, true);
+        Right values{work.values_packed + (head * work.keys + tile.column) * work.value_width,
+                     work.value_width};
+        if (in_place)
+          values = {a.value.at(unit.first_token + tile.column, unit.first_head + head), a.value.stride};
+        product({work.scores, kAttentionColumns, 1}, values, out, work.value_width, rows, work.value_width,
+                tile.columns, true);
       }
     });
     const int64_t query = unit.first_query + row - (unit.length - unit.num_queries);

@@ -9,11 +9,6 @@ namespace {
 
 constexpr int64_t kRowsPerThread = 1 << 8;
 
-void draw_rows(DrawArgs args, int64_t num_rows) {
-  parallel_for(num_rows, kRowsPerThread,
-               [&](int64_t begin, int64_t end) { kernels().draw(args, begin, end); });
-}
-
 // Writes the first values of rows to where they lie.
 void begin_rows(Tensor rows, Tensor slots_tensor, Tensor ids_tensor, int64_t seed, double low, double step,
                 int64_t c0) {
@@ -39,6 +34,11 @@ void begin_rows(Tensor rows, Tensor slots_tensor, Tensor ids_tensor, int64_t see
 }
 
 }  // namespace
+
+void draw_rows(const DrawArgs& args, int64_t num_rows) {
+  parallel_for(num_rows, kRowsPerThread,
+               [&](int64_t begin, int64_t end) { kernels().draw(args, begin, end); });
+}
 
 Tensor first_rows(Tensor ids_tensor, int64_t seed, double low, double step, int64_t c0, int64_t c1) {
   if (ids_tensor.scalar_type() != ScalarType::Long) fail("IDs must be int64.");

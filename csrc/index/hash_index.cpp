@@ -7,9 +7,11 @@
 #include <memory>
 #include <utility>
 
+#include "index/free_slots.h"
 #include "index/ids.h"
 #include "index/mix.h"
 #include "index/shard.h"
+#include "index/unique.h"
 #include "isa/kernels.h"
 
 namespace meshrec {
@@ -17,6 +19,8 @@ namespace meshrec {
 namespace {
 
 using index::Bucket;
+using index::FreeSlots;
+using index::Header;
 using index::Inserted;
 using index::Shard;
 using index::ShardState;
@@ -37,44 +41,18 @@ enum Status : int64_t {
   kFree
 };
 
-struct Header {
-  int64_t num_live, num_slots, max_slots, shard_bits, room, slot_room, lowest_free, unused;
-  ShardState shards[];
-};
-
-// The slots below `num_slots` that no ID has: a bit for each, and one for each word that is not 0.
-class FreeSlots {
- public:
-  FreeSlots(Header& header, uint64_t* words) : header_(header), words_(words) {
-    summary_ = words + (header.slot_room + 63) / 64;
-  }
-
-  bool has(int64_t slot) const { return words_[slot / 64] >> (slot % 64) & 1; }
-  void put(int64_t slot) {
-    const int64_t word = slot / 64;
-    words_[word] |= uint64_t(1) << (slot % 64);
-    summary_[word / 64] |= uint64_t(1) << (word % 64);
-    header_.lowest_free = std::min(header_.lowest_free, word / 64);
-  }
-  void take(int64_t slot) {
-    const int64_t word = slot / 64;
-    if ((words_[word] &= ~(uint64_t(1) << (slot % 64))) == 0)
-      summary_[word / 64] &= ~(uint64_t(1) << (word % 64));
-  }
-  // Takes the lowest; there must be one.
-  int64_t take_lowest() {
-    int64_t& at = header_.lowest_free;
-    while (summary_[at] == 0) ++at;
-    const int64_t word = at * 64 + std::countr_zero(summary_[at]);
-    const int64_t slot = word * 64 + std::countr_zero(words_[word]);
-    take(slot);
-    return slot;
-  }
-
- private:
-  Header& header_;
-  uint64_t* words_;
-  uint64_t* summary_;
+// The IDs of a batch in one index, some of which have no slot: `id + first`, or `mix(id, mix_seed) + first`.
+// As in compiled.py.
+struct GiveArgs {
+  void* memory[4];
+  uint64_t seed;
+  const int64_t* ids;
+  int64_t count, mixes;
+  uint64_t mix_seed, first;
+  int64_t* slots;
+  int64_t num_absent;
+  int64_t* found;  // room for the distinct ones, their slots, and how often each occurs
+  int64_t num_found;
 };
 
 class Index {
@@ -140,6 +118,33 @@ class Index {
     for (int64_t i = 0; i < count; ++i) free_.put(slots[i]);
     header_.num_live -= count;
     return std::count(ends.begin(), ends.end(), Inserted::kPresent) > 0 ? kPresent : kCrowded;
+  }
+
+  // Inserts the IDs whose slot is negative, and writes their slots. Returns false, with nothing changed, if
+  // the index needs other memory first.
+  bool give(GiveArgs& args) {
+    Tensor absent = new_int64(args.num_absent);
+    auto* const ids = absent.mutable_data_ptr<int64_t>();
+    std::unique_ptr<int64_t[]> places(new int64_t[args.num_absent]);
+    for (int64_t i = 0, next = 0; i < args.count && next < args.num_absent; ++i) {
+      if (args.slots[i] >= 0) continue;
+      const uint64_t id = uint64_t(args.ids[i]);
+      ids[next] = int64_t((args.mixes ? mix(id, args.mix_seed) : id) + args.first);
+      places[next++] = i;
+    }
+    const auto [distinct, positions] = index_unique(absent);
+    const int64_t count = args.num_found = distinct.numel();
+    int64_t *const slots = args.found + args.num_absent, *const counts = slots + args.num_absent;
+    std::copy_n(distinct.const_data_ptr<int64_t>(), count, args.found);
+    if (header_.num_live + count > header_.slot_room || insert(args.found, count, nullptr, slots) != kDone)
+      return false;
+    std::fill_n(counts, count, 0);
+    const auto* const position = positions.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < args.num_absent; ++i) {
+      args.slots[places[i]] = slots[position[i]];
+      ++counts[position[i]];
+    }
+    return true;
   }
 
   Status remove(const int64_t* ids, int64_t count, int64_t* slots) {
@@ -437,6 +442,21 @@ MESHREC_C meshrec_index_insert(void* const* memory, uint64_t seed, const int64_t
                                const int64_t* given, int64_t* slots) {
   return with_index(memory, seed,
                     [&](Index& index) -> int64_t { return index.insert(ids, count, given, slots); });
+}
+
+MESHREC_C meshrec_index_give(GiveArgs* all, int64_t count) {
+  const auto give = [&](int64_t k) {
+    const auto own = [&](Index& index) -> int64_t { return index.give(all[k]); };
+    if (with_index(all[k].memory, all[k].seed, own) != 1) all[k].num_found = -1;
+  };
+  int64_t num_absent = 0;
+  for (int64_t k = 0; k < count; ++k) num_absent += all[k].num_absent;
+  if (count >= torch::stable::get_num_threads() && num_absent >= kGrainIds) {
+    parallel_tasks(count, give);
+  } else {
+    for (int64_t k = 0; k < count; ++k) give(k);
+  }
+  return 0;
 }
 
 MESHREC_C meshrec_index_remove(void* const* memory, uint64_t seed, const int64_t* ids, int64_t count,

@@ -112,28 +112,23 @@ Tensor typed_first_rows(const std::vector<int64_t>& ids, const FirstRows& first,
 }
 
 // Gives the negative slots of a table's lookups rows beside the table. Returns the memory of these rows.
-std::vector<Tensor> place_others(const Batch& batch, const std::vector<const Lookup*>& lookups,
-                                 int64_t* const* slots, const KeyedTable& table, const FirstRows& first,
-                                 int64_t bits, int64_t number, Weights& weights) {
+Tensor place_others(const Batch& batch, const std::vector<const Lookup*>& lookups, int64_t* const* slots,
+                    const KeyedTable& table, const FirstRows& first, int64_t bits, int64_t number,
+                    Weights& weights) {
   std::vector<int64_t*> others;
-  std::vector<int64_t> unknown;
+  std::vector<int64_t> unknown, places;  // places: among the others
   for (size_t l = 0; l < lookups.size(); ++l) {
     for (int64_t i = lookups[l]->first_id; i < lookups[l]->first_id + lookups[l]->num_ids; ++i) {
       int64_t* slot = slots[l] + i;
       if (*slot >= 0) continue;
+      if (*slot == kUnknown) unknown.push_back(batch.id(i)), places.push_back(int64_t(others.size()));
       others.push_back(slot);
-      if (*slot == kUnknown) unknown.push_back(batch.id(i));
     }
   }
   const int64_t row_bytes = weights.row_bytes[number], dim = weights.dims[number];
   const int64_t count = others.size();
-  std::vector<Tensor> kept = {empty_buffer({(count + 1) * row_bytes}, ScalarType::Byte)};
-  const char* source = nullptr;
-  if (!unknown.empty()) {
-    kept.push_back(typed_first_rows(unknown, first, dim, bits, weights.tensors[number].scalar_type()));
-    source = static_cast<const char*>(kept.back().const_data_ptr());
-  }
-  char* target = static_cast<char*>(kept[0].mutable_data_ptr());
+  Tensor kept = empty_buffer({(count + 1) * row_bytes}, ScalarType::Byte);
+  char* target = static_cast<char*>(kept.mutable_data_ptr());
   int64_t distance = 0;
   if (weights.num_rows[number] == 0) {
     weights.data[number] = target;
@@ -145,14 +140,25 @@ std::vector<Tensor> place_others(const Batch& batch, const std::vector<const Loo
     target += skipped;
     distance = (bytes + skipped) / row_bytes;
   }
+  const int64_t num_unknown = unknown.size();
+  if (bits == 0 && weights.tensors[number].scalar_type() == ScalarType::Float) {
+    draw_rows({.ids = unknown.data(),
+               .slots = places.data(),
+               .seed = uint64_t(first.seed),
+               .low = first.low,
+               .step = first.step,
+               .width = dim,
+               .rows = reinterpret_cast<float*>(target)},
+              num_unknown);
+  } else if (num_unknown > 0) {
+    const Tensor rows = typed_first_rows(unknown, first, dim, bits, weights.tensors[number].scalar_type());
+    const auto* source = static_cast<const char*>(rows.const_data_ptr());
+    for (int64_t k = 0; k < num_unknown; ++k)
+      std::memcpy(target + places[k] * row_bytes, source + k * row_bytes, row_bytes);
+  }
   for (int64_t i = 0; i < count; ++i) {
-    const char* row = source;
-    if (*others[i] == kUnknown) {
-      source += row_bytes;
-    } else {
-      row = table.added_row(kFirstAdded - *others[i], row_bytes);
-    }
-    std::memcpy(target + i * row_bytes, row, row_bytes);
+    if (*others[i] != kUnknown)
+      std::memcpy(target + i * row_bytes, table.added_row(kFirstAdded - *others[i], row_bytes), row_bytes);
     *others[i] = distance + i;
   }
   return kept;
@@ -173,7 +179,7 @@ Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   check_dims(batch, weights);
   std::vector<std::vector<int64_t>> slots(batch.lookups.size());
-  std::vector<std::vector<Tensor>> kept;
+  std::vector<Tensor> kept;
   for (size_t k = 0; k < keyed.size(); ++k) {
     const int64_t t = keyed[k];
     if (t < 0 || t >= int64_t(bits.size())) fail("table ", t, " of ", bits.size(), " has keys.");

@@ -83,14 +83,18 @@ Tensor marked_histogram(Tensor values, std::optional<Tensor> marks, int64_t base
   std::fill_n(sums, size, 0);
   std::mutex adding;
   with_marked(values, marks, [&](const auto* value, const auto& is_marked) {
+    const uint64_t first = uint64_t(base >> shift);
+    const auto add = [&](int64_t begin, int64_t end, int64_t* counts, int64_t lanes) {
+      for (int64_t i = begin; i < end; ++i) {
+        const uint64_t digit = uint64_t(int64_t(value[i]) >> shift) - first;
+        if (is_marked(i) && digit < uint64_t(size)) ++counts[lanes * int64_t(digit) + (i & (lanes - 1))];
+      }
+    };
+    if (count < kGrainValues) return add(0, count, sums, 1);
     parallel_for(count, kGrainValues, [&](int64_t begin, int64_t end) {
       // Four counts of each digit: equal values that follow each other do not wait for each other's sum.
       std::vector<int64_t> counts(size_t(4 * size), 0);
-      const uint64_t first = uint64_t(base >> shift);
-      for (int64_t i = begin; i < end; ++i) {
-        const uint64_t digit = uint64_t(int64_t(value[i]) >> shift) - first;
-        if (is_marked(i) && digit < uint64_t(size)) ++counts[4 * digit + uint64_t(i & 3)];
-      }
+      add(begin, end, counts.data(), 4);
       const std::lock_guard lock(adding);
       for (int64_t digit = 0; digit < size; ++digit)
         for (int64_t k = 0; k < 4; ++k) sums[digit] += counts[size_t(4 * digit + k)];

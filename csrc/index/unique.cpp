@@ -1,7 +1,8 @@
 // The distinct IDs of a batch, in ascending order, and where each ID is among them.
+#include "index/unique.h"
+
 #include <bit>
 #include <memory>
-#include <tuple>
 #include <utility>
 
 #include "index/ids.h"
@@ -88,6 +89,8 @@ std::vector<int64_t> distribute(const int64_t* ids, int64_t count, uint64_t leas
   return begins;
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> index_unique(Tensor given) {
   check_ids(given);
   const Tensor contiguous = as_contiguous(given);
@@ -139,5 +142,4 @@ std::tuple<Tensor, Tensor> index_unique(Tensor given) {
 
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) { m.impl("index_unique", TORCH_BOX(&index_unique)); }
 
-}  // namespace
 }  // namespace meshrec

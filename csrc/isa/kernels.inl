@@ -19,6 +19,7 @@ namespace {
 #include "isa/simd.h"
 
 // simd.h comes first, and rows.inl needs the vectors and pool.inl's interface.
+#include "attention/algebra.inl"
 #include "attention/attention.inl"
 #include "interaction/interaction.inl"
 #include "tbe/kernels.inl"

@@ -4,7 +4,7 @@ import sys
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from meshrec.lazy import importer
+from meshrec.lazy import importer, uncollected
 
 if TYPE_CHECKING:
     from meshrec.modules import (
@@ -61,5 +61,6 @@ def __getattr__(name: str) -> Any:
 # A program that imports meshrec gets it whole, its operators registered. The command, as `meshrec` or as
 # `python -m meshrec`, answers `--help` and Ctrl-C before torch is there, which takes seconds to import.
 if sys.argv[:1] != ["-m"] and PurePath(sys.argv[0] if sys.argv else "").name != "meshrec":
-    for _name in (name for names in _HOMES.values() for name in names):
-        globals()[_name] = _late(_name)
+    with uncollected():
+        for _name in (name for names in _HOMES.values() for name in names):
+            globals()[_name] = _late(_name)

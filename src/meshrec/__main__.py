@@ -9,6 +9,7 @@ from types import FrameType
 from typing import NoReturn
 
 from meshrec.cli.unread import nobody_reads
+from meshrec.lazy import own_process
 
 _UNREAD = 128 + 13
 """The status of a program that SIGPIPE has ended, as a shell reports it."""
@@ -49,6 +50,7 @@ def command() -> NoReturn:
     Like the children of :mod:`multiprocessing`, it waits for threads, runs the exit functions and flushes its
     output. It skips the destruction of torch's objects, which takes a second or two.
     """
+    own_process()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     code = main()

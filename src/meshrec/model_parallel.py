@@ -34,7 +34,8 @@ class DistributedModelParallel(nn.Module):
 
     Parameters keep the names of the unsharded model. Embedding modules on ``meta`` are allocated here, and
     each rank allocates only its own part. Dense modules on ``meta`` are initialised by their
-    ``reset_parameters``, equally on all ranks.
+    ``reset_parameters``, equally on all ranks. Buffers that a module names in its attribute
+    ``constant_buffers`` are not broadcast: they must be equal on all ranks, and never change in training.
 
     Args:
         module: the model, with or without embedding modules. Do not use it directly afterwards.
@@ -319,6 +320,8 @@ class DistributedModelParallel(nn.Module):
 
     def _init_ddp(self, ignored: set[str]) -> None:
         parallel = nn.parallel.DistributedDataParallel
+        # DistributedDataParallel broadcasts all other buffers in each training step.
+        ignored = ignored | _constant_buffers(self._dmp_wrapped_module)
         parallel._set_params_and_buffers_to_ignore_for_model(self._dmp_wrapped_module, ignored)
         # Bucket views avoid a second copy of the gradients.
         options: dict[str, Any] = {"process_group": self._env.world.group, "gradient_as_bucket_view": True}
@@ -340,6 +343,15 @@ class DistributedModelParallel(nn.Module):
         fully_shard(
             self._dmp_wrapped_module, mesh=self._env.dense_mesh, ignored_params=tables, **self._dense_options
         )
+
+
+def _constant_buffers(model: nn.Module) -> set[str]:
+    """Return the buffers that their modules name in ``constant_buffers``."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in getattr(module, "constant_buffers", ())
+    }
 
 
 def _ddp_fqn_modifiers() -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 from meshrec.cli.evaluate import main as evaluate
 from meshrec.cli.inspect import main as inspect
 from meshrec.cli.recommend import main as recommend
+from meshrec.cli.screen import closing_lines
 from meshrec.cli.train import main as train
 from meshrec.data import synthetic_log
 from meshrec.export import Predictor, check_package
@@ -90,15 +91,16 @@ def draw_tastes(rng):
             is_own = rng.random() < 0.85
             item = next(each for each in left if (each % 4 == user % 4) == is_own)
             left.remove(item)
-            rows.append((f"v{user}", f"s{item}", 1_700_000_000 + 60 * place))
-    return pa.table(dict(zip(("visitor", "sku", "seen at"), zip(*rows, strict=True), strict=True)))
+            rows.append((f"v{user}", f"s{item}", 1_700_000_000 + 60 * place, f"b{item % 4}"))
+    return pa.table(dict(zip(("visitor", "sku", "seen at", "brand"), zip(*rows, strict=True), strict=True)))
 
 
-def test_two_towers_learn_the_tastes_of_users(tmp_path):
+def test_two_towers_learn_the_tastes_of_users_and_are_served(tmp_path, monkeypatch):
+    open_with(monkeypatch, Predictor, check_package)
     pq.write_table(draw_tastes(np.random.default_rng(0)), tmp_path / "log.parquet")
     out = str(tmp_path / "towers.py")
     data = [str(tmp_path / "log.parquet"), *COLUMNS]
-    assert inspect([*data, "--model", "two_tower", "--out", out]) == 0
+    assert inspect([*data, "--model", "two_tower", "--item-features", "brand", "--out", out]) == 0
     options = ["--training.epochs", "12", "--baselines", "--quiet"]
     assert train([f"{out}:recipe", "--runs", str(tmp_path), "--name", "r", *options]) == 0
     summary = RunFolder(tmp_path / "r").read_json("summary.json")
@@ -107,13 +109,29 @@ def test_two_towers_learn_the_tastes_of_users(tmp_path):
     assert summary["test"]["recall@10"] > 2 * summary["baselines_test"]["item popularity"]["recall@10"]
     found = recommended(tmp_path, "-k", "5")
     assert found["rank"].to_pylist() == [*range(1, 6)] * NUM_USERS
+    had = pq.read_table(tmp_path / "log.parquet").filter(pc.equal(pc.field("visitor"), "v7"))
+    expected = found.filter(pc.equal(found["visitor"], "v7"))
+    with torchs_own_warnings():
+        export_run(RunFolder(tmp_path / "r"), tmp_path / "package", compile=False)
+        with running({"next": tmp_path / "package"}) as server:
+            client = Client(server.url)
+            given = {"history": had["sku"].to_pylist(), "visitor": "v7", "seen": None}
+            _, _, said = client("POST", "/recommend?k=5", given)
+            assert said["items"][0] == expected["item"].to_pylist()
+            assert said["scores"][0] == pytest.approx(expected["score"].to_pylist(), rel=1e-4)
+            new = {"history": [], "visitor": "nobody", "seen": ["s1"]}
+            _, _, said = client("POST", "/recommend?k=59", new)
+            assert len({*said["items"][0]} - {"s1"}) == 59
+            client.close()
+    of_items = export_run(RunFolder(tmp_path / "r"), tmp_path / "items", tower="item", compile=False)
+    assert {*Predictor(of_items).raw.columns} == {"sku", "brand"}
 
 
 def test_some_users_and_their_seen_items(log, runs, capsys):
     pq.write_table(pa.table({"visitor": ["v7", "nobody", "v3"]}), runs / "users.parquet")
     few = recommended(runs, "--users", str(runs / "users.parquet"), "-k", "60", "--keep-seen")
     assert few["visitor"].to_pylist() == ["v7"] * 60 + ["nobody"] * 60 + ["v3"] * 60
-    assert "1 users have no history" in capsys.readouterr().out
+    assert "1 user has no history" in capsys.readouterr().out
     fewer = recommended(runs, "--users", str(runs / "users.parquet"), "-k", "60")
     assert fewer.num_rows == 180 - 2 * LENGTH
     pq.write_table(pa.table({"visitor": [1]}), runs / "wrong.parquet")
@@ -122,6 +140,12 @@ def test_some_users_and_their_seen_items(log, runs, capsys):
         recommended(runs, "--users", str(runs / "wrong.parquet"))
     with pytest.raises(ValueError, match="has no users in a column 'visitor'"):
         recommended(runs, "--users", str(runs / "nameless.parquet"))
+    pq.write_table(pa.table({"visitor": ["v7", None]}), runs / "missing.parquet")
+    with pytest.raises(ValueError, match=r"'visitor' has no user in row 1. Leave out rows without one"):
+        recommended(runs, "--users", str(runs / "missing.parquet"))
+    pq.write_table(pa.table({"visitor": ["v7", "v3", "v7"]}), runs / "repeated.parquet")
+    found = recommended(runs, "--users", str(runs / "repeated.parquet"), "-k", "2")
+    assert found["visitor"].to_pylist() == ["v7", "v7", "v3", "v3"]
     with pytest.raises(ValueError, match="-k is 0; it must be at least 1"):
         recommended(runs, "-k", "0")
 
@@ -164,3 +188,55 @@ def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch):
             status, _, wrong = client("POST", "/recommend?k=0", given)
             assert (status, wrong["error"][:30]) == (400, "k must be a whole number from ")
             client.close()
+
+
+def test_histories_that_are_kept_change_no_recommendation(log, runs, monkeypatch):
+    open_with(monkeypatch, Predictor, check_package)
+    expected = recommended(runs, "-k", "5")
+    expected = expected.filter(pc.equal(expected["visitor"], "v7"))
+    had = log[1].filter(pc.equal(log[1]["visitor"], "v7")).sort_by("seen at")
+    moments = (datetime.datetime.fromisoformat(f"{each}+00:00") for each in had["seen at"].to_pylist())
+    items, times = had["sku"].to_pylist(), [int(each.timestamp()) for each in moments]
+    with torchs_own_warnings():
+        export_run(RunFolder(runs / "r"), runs / "hstu", compile=False)
+        with running({"next": runs / "hstu"}, keep_histories=1 << 20) as server:
+            client = Client(server.url)
+            for length in range(LENGTH - 3, LENGTH + 1):
+                given = {"history": items[:length], "times": times[:length], "seen": None}
+                status, _, said = client("POST", "/recommend?k=5", given)
+                assert status == 200, said
+            assert said["items"][0] == expected["item"].to_pylist()
+            assert said["scores"][0] == pytest.approx(expected["score"].to_pylist(), rel=1e-4)
+            metrics = client("GET", "/metrics")[2].decode()
+            assert 'meshrec_histories_total{model="next",outcome="hit"} 3.0' in metrics
+            for wrong, message in (
+                ([1000 * each for each in times], "after the year 5000. Give seconds since 1970"),
+                (times[::-1], "after a later time. Give the oldest item first"),
+            ):
+                status, _, said = client("POST", "/recommend", {**given, "times": wrong})
+                assert status == 400
+                assert message in said["error"]
+            client.close()
+
+
+def test_what_comes_after_training_is_recommend(runs):
+    run = RunFolder(runs / "r")
+    lines = closing_lines(run, run.read_json("summary.json"))
+    assert [line.partition(":")[0] for line in lines if "meshrec re" in line or "predict" in line] == [
+        "recommend"
+    ]
+
+
+def test_a_table_with_hashed_keys_makes_no_package(runs):
+    recipe = (runs / "recipe.py").read_text().replace("columns=COLUMNS,", "columns=COLUMNS, hashed=500,")
+    (runs / "hashed.py").write_text(recipe)
+    options = ["--runs", str(runs), "--name", "h", "--quiet", "--training.max-steps", "2"]
+    assert train([f"{runs}/hashed.py:recipe", *options]) == 0
+    with pytest.raises(ValueError, match=r"hashed keys for its items.*`meshrec recommend`, or train without"):
+        export_run(RunFolder(runs / "h"), runs / "no package", compile=False)
+    assert recommended(runs, "-k", "3", run="h").num_rows == 3 * NUM_USERS
+
+
+def test_features_of_items_need_a_model_that_reads_them(log, tmp_path):
+    with pytest.raises(ValueError, match=r"hstu reads items only. Add --model two_tower or a --label"):
+        inspect([str(log[2]), *COLUMNS, "--item-features", "sku", "--out", str(tmp_path / "recipe.py")])

@@ -86,6 +86,16 @@ def test_without_a_time_the_split_is_random_and_that_is_said():
     assert "the split is random" in proposed(time=None).warnings[-1]
 
 
+def test_times_are_numbers_too_where_training_meets_all_of_them():
+    times = pa.array([9 * 3600, 10 * 3600] * (N // 2), pa.time32("s"))
+    found = proposed(time=None, times=times).features
+    names = {feature.name for feature in found.features}
+    assert {"born_hour", "born_weekday", "born_number", "times_hour"} < names
+    assert "times_number" not in names  # its hour says it
+    assert found["born_number"] == Number(name="born_number", column="born", standardize=True, num_bins=16)
+    found.fit([table(times=times)])
+
+
 @pytest.mark.parametrize("kind", ["text", "integer"])
 def test_large_columns_get_hashed_tables_and_their_cost_is_said(kind):
     from meshrec.data.propose import _ids

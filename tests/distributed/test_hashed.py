@@ -19,7 +19,7 @@ from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.table_lookup import storage_of
-from meshrec.optim import Adam, RowWiseAdagrad
+from meshrec.optim import Adam, OptimizerSpec, RowWiseAdagrad
 from meshrec.pipeline import TrainPipeline
 from meshrec.tables.hashed_keys import LFU, LRU, TTL, LowestNorm, MinCount, MinCountSketch, Probability
 from meshrec.tables.key_space import bucket_of, first_keys, key_at
@@ -115,6 +115,7 @@ def differences(one, other):
 
 
 SPECS = {"rowwise": RowWiseAdagrad(lr=0.1), "adam": Adam(lr=0.1)}
+SPECS |= {kind.__name__: kind(lr=0.1) for kind in OptimizerSpec.__subclasses__()}
 
 
 def twins(kinds, spec, update, sequence):
@@ -145,6 +146,15 @@ def twins(kinds, spec, update, sequence):
 )
 def test_a_hashed_table_equals_a_fixed_one_with_the_same_first_rows(ranks, spec, update, sequence):
     assert all(ranks(2).run(twins, list(BUILDERS), spec, update, sequence))
+
+
+def with_every_optimizer():
+    return all(twins(["grid"], name, "in_backward", False) for name in SPECS)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_optimizer_gives_the_bits_of_a_fixed_table(ranks, world_size):
+    assert all(ranks(world_size).run(with_every_optimizer))
 
 
 CHOICES = {

@@ -6,12 +6,13 @@ import torch
 from meshrec.models import KeptTokens
 from tests.models.test_history_models import features, make_model
 
+LONGEST = 30
 HISTORIES = [[1, 2, 3, 4, 5], [6], [], [7, 8, 9]]
 TIMES = [[0, 5, 90, 4000, 4001], [3], [], [100, 100, 9000]]
 
 
 def nothing(model, num_samples):
-    return KeptTokens(torch.zeros(0, *model.kept_shape), torch.zeros(num_samples, dtype=torch.int64))
+    return KeptTokens.none(model.kept_shape, num_samples)
 
 
 def cut(bags, sizes):
@@ -20,7 +21,7 @@ def cut(bags, sizes):
 
 @pytest.fixture(params=["hstu", "hstu with times"])
 def model(request):
-    made = make_model(request.param, num_blocks=3, num_heads=2).eval()
+    made = make_model(request.param, num_blocks=3, num_heads=2, max_length=LONGEST).eval()
     for block in made.blocks:
         if block.time_bias is not None:
             torch.nn.init.normal_(block.time_bias)
@@ -44,6 +45,31 @@ def test_steps_equal_the_whole_history(model, steps):
         query, kept = model.advance(batch(sizes), kept)
         torch.testing.assert_close(query, model.query_vectors(batch(sizes)), rtol=1e-5, atol=1e-5)
         assert kept.lengths_B.tolist() == list(sizes)
+
+
+@torch.no_grad()
+def test_a_history_that_grows_alone_equals_the_whole_history_and_is_seldom_copied(model):
+    drawn = torch.Generator().manual_seed(0)
+    items = torch.randint(1, 9, (LONGEST,), generator=drawn).tolist()
+    times = torch.randint(10**6, (LONGEST,), generator=drawn).sort().values.tolist()
+    kept, lengths, places = nothing(model, 1), [0, 0, 1, 1, *range(2, LONGEST - 3), LONGEST], set()
+    for length in lengths:
+        asked = features([items[:length]], [[]], times=[times[:length]])
+        query, kept = model.advance(asked, kept)
+        places.add(kept.rows.data_ptr())
+        torch.testing.assert_close(query, model.query_vectors(asked), rtol=1e-5, atol=1e-5)
+    assert len(places) <= 4
+
+
+@torch.no_grad()
+def test_another_end_of_the_same_beginning_does_not_meet_the_first_one(model):
+    def asked(*items):
+        return features([[*items]], [[]], times=[[*range(0, 1000 * len(items), 1000)]])
+
+    kept = model.advance(asked(1, 2, 3), nothing(model, 1)).kept
+    for end in (asked(1, 2, 3, 4, 5), asked(1, 2, 3, 6), asked(1, 2, 3)):
+        found = model.advance(end, kept).query_BV
+        torch.testing.assert_close(found, model.query_vectors(end), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

@@ -1,14 +1,16 @@
 import copy
+import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from meshrec.ops.library import has_kernels
-from meshrec.ops.memory import empty_pages, keep_freed_memory, use_huge_pages
+from meshrec.ops.memory import empty_pages, frozen_objects, keep_freed_memory, use_huge_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -190,3 +192,21 @@ def test_buffers_serve_again_when_they_are_free_and_never_before():
     assert (same, rest) == (1, 0)
     assert most > 360
     assert kept < 260  # MiB: what is beyond goes back to the system
+
+
+def test_frozen_objects_are_collected_again_afterwards():
+    class Mine:
+        pass
+
+    before, mine = gc.get_freeze_count(), Mine()
+    mine.own, found = mine, weakref.ref(mine)
+    with frozen_objects():
+        assert gc.get_freeze_count() > before + 1000
+        later = Mine()
+        later.own, seen = later, weakref.ref(later)
+        del mine, later
+        gc.collect()
+        assert seen() is None
+        assert found() is not None
+    gc.collect()
+    assert found() is None

@@ -139,6 +139,18 @@ def test_what_does_not_fit_is_diagnosed():
         )
 
 
+def test_a_hashed_table_that_no_rank_holds_is_named():
+    """Its memory is that of ``max_rows`` rows, before there is a row."""
+    config = meshrec.EmbeddingBagConfig(
+        name="ids", embedding_dim=64, feature_names=["id"], keys=meshrec.Hashed(max_rows=1 << 30)
+    )
+    module = nn.ModuleDict({"tables": meshrec.EmbeddingBagCollection([config])})
+    room = Topology(world_size=2, ddr_cap=1 << 36, compute_device="cpu")
+    with pytest.raises(ValueError, match=r"no plan fits into memory[\s\S]*needs 1\d\d\.\d\d GiB[\s\S]*ids"):
+        planner(topology=room).plan(module)
+    assert planner(topology=replace(room, ddr_cap=1 << 40)).plan(module)
+
+
 def test_one_process_needs_no_group():
     plan = EmbeddingShardingPlanner(batch_size=16, max_work=1e5).collective_plan(Bags())
     assert all(set(sharding.ranks or (0,)) == {0} for sharding in plan.plan[""].values())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrec.serve.kept_histories import _OVERHEAD, KeptHistories, digests_of
+from meshrec.serve.kept_histories import KeptHistories
 
 ITEMS, TIMES = [3, 1, 2], [10, 20, 30]
 
@@ -16,7 +16,7 @@ def rows(num=3):
 
 
 def history(*columns):
-    return digests_of(np.array(columns, np.int64).T)
+    return np.array(columns, np.int64).T
 
 
 def kept():
@@ -27,8 +27,10 @@ def kept():
 
 def test_the_same_history_and_a_longer_one_find_what_was_kept():
     histories = kept()
-    assert torch.equal(histories.find(history(ITEMS, TIMES)), rows())
-    assert torch.equal(histories.find(history([*ITEMS, 9], [*TIMES, 40])), rows())
+    for found in (history(ITEMS, TIMES), history([*ITEMS, 9], [*TIMES, 40])):
+        num_items, of_it = histories.find(found)
+        assert num_items == 3
+        assert torch.equal(of_it, rows())
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_the_same_history_and_a_longer_one_find_what_was_kept():
         history([3, 4, 2, 1], [*TIMES, 40]),
         history(ITEMS, [10, 20, 31]),
         history(ITEMS),
-        [],
+        np.zeros((0, 2), np.int64),
     ],
 )
 def test_another_history_finds_nothing(other):
@@ -50,30 +52,34 @@ def test_another_history_finds_nothing(other):
 
 def test_a_longer_history_replaces_its_beginning():
     histories, longer = kept(), history([*ITEMS, 9], [*TIMES, 40])
-    histories.keep(longer, rows(4))
+    histories.keep(longer, rows(4), histories.find(longer))
     assert len(histories) == 1
     assert histories.find(history(ITEMS, TIMES)) is None
-    assert torch.equal(histories.find(longer), rows(4))
-    assert histories.num_bytes == _OVERHEAD + rows(4).nbytes
+    assert torch.equal(histories.find(longer).rows, rows(4))
+    alone = KeptHistories(1 << 20)
+    alone.keep(longer, rows(4))
+    assert histories.num_bytes == alone.num_bytes > rows(4).nbytes + longer.nbytes
 
 
-def test_what_is_kept_does_not_change_with_the_tensor_of_the_caller():
-    histories, given = KeptHistories(1 << 20), rows()
-    histories.keep(history(ITEMS), given)
-    given.zero_()
-    assert torch.equal(histories.find(history(ITEMS)), rows())
+def test_the_memory_of_room_after_rows_counts():
+    with_room, without = KeptHistories(1 << 20), KeptHistories(1 << 20)
+    with_room.keep(history(ITEMS), rows(9)[:3])
+    without.keep(history(ITEMS), rows(3))
+    assert with_room.num_bytes - without.num_bytes == rows(6).nbytes
 
 
 def test_the_least_recently_used_leave_and_bytes_stay_below_the_limit():
-    one = _OVERHEAD + rows().nbytes
+    first = KeptHistories(1 << 20)
+    first.keep(history([0, 1, 2]), rows())
+    one = first.num_bytes
     histories = KeptHistories(3 * one)
     used, chosen = [], random.Random(0)
     for _ in range(300):
         user = chosen.randrange(6)
-        digests = history([user, 1, 2])
-        if histories.find(digests) is None:
+        own = history([user, 1, 2])
+        if histories.find(own) is None:
             assert user not in used[-3:]
-            histories.keep(digests, rows())
+            histories.keep(own, rows())
         else:
             assert user in used[-3:]
         used = [*(each for each in used if each != user), user]

@@ -25,6 +25,7 @@ from meshrec.tables.hashed_keys import (
     Probability,
     Score,
 )
+from meshrec.tables.table import RowBlock
 from meshrec.tables.turnover import set_event_time
 
 OPERATIONS = int(os.environ.get("MESHREC_DRAWS", "4000"))
@@ -207,6 +208,47 @@ def test_rows_go_after_their_time_of_events():
         set_event_time(module, seconds)
         step(module, ids)
     assert set(table.ids_of(table.listed()[0]).tolist()) == {2, 3}
+
+
+def test_rows_of_the_same_time_that_come_later_go_in_their_turn():
+    """Event time stands still for some steps: rows may still get a score that others have had before."""
+    module, table = table_of(Hashed(max_rows=192, evict=TTL(seconds=10**6)))
+    draw, alive = random.Random(5), {}
+    for number in range(120):
+        set_event_time(module, seconds := number // 25)
+        ids = {draw.randrange(number, number + 400) for _ in range(draw.randrange(1, 30))}
+        excess = len(alive.keys() | ids) - 192
+        if excess > 0:
+            for each in sorted(alive.keys() - ids, key=lambda i: (alive[i], key_of(i)))[: excess + 3]:
+                del alive[each]
+        alive |= dict.fromkeys(ids, seconds)
+        step(module, list(ids))
+        assert set(table.ids_of(table.listed()[0]).tolist()) == alive.keys()
+
+
+def test_rows_that_are_loaded_go_by_the_score_that_they_bring():
+    module, table = table_of(Hashed(max_rows=640, evict=LRU()))
+    for number in range(5):
+        step(module, list(range(130 * number, 130 * (number + 1))))  # 20 of the first go
+    old = [number for number in range(520, 650) if number % 2]
+    block = RowBlock(mix(torch.tensor(old), 0), (0, 2), {"last": torch.zeros(len(old), dtype=torch.int32)})
+    table.load([block])
+    step(module, list(range(1000, 1040)))
+    alive = set(table.ids_of(table.listed()[0]).tolist())
+    assert table.num_alive == len(alive) == 630
+    assert not alive & set(sorted(old, key=key_of)[:40])
+
+
+def test_an_update_that_is_refused_leaves_the_order_of_eviction():
+    module, table = table_of(Hashed(max_rows=64, evict=LRU()))
+    for number in range(70):
+        step(module, [number])
+    with pytest.raises(ValueError, match="this update alone has 100 distinct IDs"):
+        step(module, [*range(10, 60), *range(100, 150)])
+    step(module, [200, 201, 202])
+    assert set(range(8)).isdisjoint(alive := table.ids_of(table.listed()[0]).tolist())
+    assert set(alive) == {*range(70 - 64 + 5, 70), 200, 201, 202} | set(alive) & {*range(6, 11)}
+    assert len(alive) in (63, 64)
 
 
 def test_refused_ids_read_their_first_rows_and_are_not_trained():

@@ -8,8 +8,8 @@ from meshrec.modules.boosted_trees import BoostedTrees
 from meshrec.optim import Adam
 from meshrec.train import Trainer, WideDeepConfig, join
 from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, scores_of
-from meshrec.train.linear import first_samples
-from meshrec.train.wide_deep import _fitted, _pooled, _scores
+from meshrec.train.linear import columns, first_samples, regression
+from meshrec.train.wide_deep import _crossed, _fitted, _inputs, _scores
 from tests.train.raw_ids import recipe as visits_recipe
 from tests.train.raw_ids import write_visits
 
@@ -27,11 +27,27 @@ def crossed(num, seed):
 
 def test_trees_add_what_the_model_leaves_over_and_the_module_sums_them():
     train, judged = crossed(4000, 0), crossed(2000, 1)
-    found = boosted(train, judged, 50, seed=0)
-    assert 0 < len(found) <= 50
-    module = BoostedTrees(50, NUM_LEVELS)
-    module.grow(found)
+    share, bias, trees = boosted(train, judged, 100, seed=0)
+    assert share == 0.5
+    assert bias == pytest.approx(0.5 * float(torch.logit(train.labels.mean())), abs=1e-4)
+    assert 0 < len(trees) <= 100
+    module = BoostedTrees(100, NUM_LEVELS)
+    module.grow(trees)
     assert area_under_curve(module(judged.inputs), judged.labels) > 0.85
+
+
+def test_trees_that_know_less_than_the_model_are_left_out():
+    generator = torch.Generator().manual_seed(0)
+    train, judged = crossed(1000, 0), crossed(1000, 1)
+    known = [
+        0.01 * (each.labels + torch.randn(1000, generator=generator)).double() for each in (train, judged)
+    ]
+    # The first input tells the label, but only in training.
+    told = torch.cat([train.labels[:, None], train.inputs[:, 1:]], dim=1)
+    share, bias, trees = boosted(
+        train._replace(inputs=told, logits=known[0]), judged._replace(logits=known[1]), 20, seed=0
+    )
+    assert (share, bias, trees) == (1.0, 0.0, [])
 
 
 def test_thresholds_are_rounded_down_so_that_no_sample_changes_sides():
@@ -41,15 +57,15 @@ def test_thresholds_are_rounded_down_so_that_no_sample_changes_sides():
     labels = (torch.arange(200) % 2).float()
     samples = TreeSamples(inputs, labels, torch.zeros(200, dtype=torch.float64))
     module = BoostedTrees(5, NUM_LEVELS)
-    module.grow(boosted(samples, samples, 5, seed=0))
+    module.grow(boosted(samples, samples, 5, seed=0).trees)
     assert area_under_curve(module(inputs), labels) == 1.0
 
 
 def test_no_trees_where_they_gain_nothing_or_no_auc_exists():
     train, judged = crossed(400, 0), crossed(400, 1)
     sure = judged._replace(logits=judged.labels.double())
-    assert boosted(train, sure, 20, seed=0) == []
-    assert boosted(train, judged._replace(labels=torch.ones(400)), 20, seed=0) == []
+    assert boosted(train, sure, 1, seed=0) == (0.5, pytest.approx(0, abs=0.2), [])
+    assert boosted(train, judged._replace(labels=torch.ones(400)), 20, seed=0) == (1.0, 0.0, [])
 
 
 def test_labels_between_0_and_1_are_refused():
@@ -91,13 +107,32 @@ def test_a_model_begins_as_regression_and_trees_alike_on_all_ranks(small, ranks)
     found = _fitted(model, dataset, recipe.training.seed)
     samples = first_samples(dataset.validation)
     model.trees.grow(found.trees)
-    added = model.trees(torch.cat([samples.dense, _pooled(dataset, samples, found.scores)], 1))
-    without = replace(recipe, model=replace(recipe.model, fit_trees=0))
-    linear, _ = begun(replace(without, placement=replace(recipe.placement, sharded=False)))
-    assert torch.allclose(alone, linear + added, atol=1e-4)
+    added = model.trees(_inputs(dataset, samples, found.scores))
+    encoded = torch.cat([samples.dense, samples.dense], 1)  # a number without bins is encoded as it is
+    linear = torch.from_numpy(columns(dataset, samples, encoded) @ found.linear.double().numpy())
+    assert torch.allclose(alone, (linear + added).float(), atol=1e-4)
     parts = ranks(2).run(begun, recipe)
     assert torch.allclose(torch.cat([each for each, _ in parts]).sort()[0], alone.sort()[0], atol=1e-4)
     assert all(torch.equal(each, values) for _, (each,) in parts)
+
+
+def test_what_trees_learn_from_has_not_seen_the_samples_own_labels(small):
+    dataset = replace(small().data, num_samples=1000).load()
+    samples = first_samples(dataset.train)
+    data = columns(dataset, samples, samples.dense)
+    labels = samples.labels.double().numpy()
+    found = regression((data, labels))
+    first = torch.arange(1000) % 4 == 0
+    other = replace(samples, labels=torch.where(first, 1 - samples.labels, samples.labels))
+    before, after = (
+        _crossed(
+            dataset, each, (data, each.labels.double().numpy()), found, torch.ones(1000, dtype=torch.bool)
+        )
+        for each in (samples, other)
+    )
+    for one, two in ((before.inputs, after.inputs), (before.logits, after.logits)):
+        assert torch.equal(one[first], two[first])
+        assert not torch.equal(one[~first], two[~first])
 
 
 def test_training_leaves_scores_and_trees_as_they_were_fitted(small):

@@ -54,11 +54,25 @@ def test_a_fitted_model_begins_as_the_regression_that_was_fitted(small, ranks):
         (columns(dataset, each, torch.cat([each.dense, each.dense], 1)), each.labels.double().numpy())
         for each in (train, validation)  # a number without bins is encoded as it is
     ]
-    expected = torch.from_numpy(data[1][0] @ regression(*data)).float()
+    expected = torch.from_numpy(data[1][0] @ regression(*data).weights).float()
     alone = fitted(replace(recipe, placement=replace(recipe.placement, sharded=False)))
     assert torch.allclose(alone, expected, atol=1e-4)
     parts = ranks(2).run(fitted, recipe)
     assert torch.allclose(torch.cat(parts).sort()[0], expected.sort()[0], atol=1e-4)
+
+
+def broadcast(recipe):
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    parallel = trainer.built.model._dmp_wrapped_module
+    return len(list(parallel.module.buffers())), parallel.modules_buffers
+
+
+def test_no_training_step_broadcasts_the_trees(small, ranks):
+    pytest.importorskip("lightgbm")
+    model = WideDeepConfig(fit_wide=True, fit_trees=5, shrinkage=1.0)
+    for num_buffers, sent in ranks(2).run(broadcast, replace(small(), model=model)):
+        assert num_buffers >= 9
+        assert sent == []
 
 
 def test_the_fitted_weights_are_kept_unless_training_finds_better_ones(small):

@@ -132,7 +132,7 @@ def check_fits_fixed(place: FixedPlace, folder: Path, manifest: Manifest, prefix
 def load_fixed(
     place: FixedPlace, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Copy the rows of a hashed table's checkpoint to the rows with the numbers of their IDs.
+    """Copy the rows of a hashed table's checkpoint: the row of ID i becomes row i.
 
     Args:
         place: the table.
@@ -152,7 +152,7 @@ def load_fixed(
 
 
 def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterable[RowBlock]:
-    """Yield the block of those rows that belong to a rectangle of a fixed table, if there are some."""
+    """Yield one block with the rows that belong to a rectangle of a fixed table, if there are any."""
     r = table.rectangle
     inside = ((ids >= r.r0) & (ids < r.r1)).nonzero()[:, 0]
     if len(inside):

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshrec.lazy import uncollected
+
 
 class Command(NamedTuple):
     """The module of a command, whose ``main(arguments)`` returns an exit code, and one line of help."""
@@ -71,7 +73,9 @@ def main() -> int:
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
     try:
-        code: int = importlib.import_module(command.module).main(arguments)
+        with uncollected():
+            module = importlib.import_module(command.module)
+        code: int = module.main(arguments)
         return code
     except (ValueError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:

@@ -44,8 +44,8 @@ _MODELS = (
         12,
     ),
 )
-_OF_LOGS = ("user", "item", "action", "actions", "rating", "min_rating", "model")
-_OF_CLICKS = ("--user", "--item")
+_OF_LOGS = ("user", "item", "item_features", "action", "actions", "rating", "min_rating", "model")
+_OF_CLICKS = ("--user", "--item", "--item-features")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,8 @@ class InspectOptions:
     """Column of the kind of interaction, in a log."""
     actions: Words = ()
     """Kinds of interactions that count; if none, all of them."""
+    item_features: Words = ()
+    """Columns with further values of items, in a log, such as brands: for --label and --model two_tower."""
     rating: str | None = None
     """Column of the rating, in a log."""
     min_rating: float | None = None
@@ -148,6 +150,11 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
             f"--label {options.label} with {unused[0]}: with a label, every row of the log counts, and DIN "
             "learns. Leave one of them out."
         )
+    if options.item_features and options.label is None and options.model != "two_tower":
+        raise ValueError(
+            f"--item-features {options.item_features[0]}: {options.model or 'hstu'} reads items only. Add "
+            "--model two_tower or a --label, or leave them out."
+        )
     if options.query is not None or options.task is not None or options.rows is not None or options.page:
         raise ValueError("--query, --task, --rows and --page are for other tables. Leave them out for a log.")
     return LogColumns(
@@ -156,6 +163,7 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
         time=options.time,
         action=options.action,
         actions=options.actions,
+        item_features=options.item_features,
         rating=options.rating,
         min_rating=options.min_rating,
     )
@@ -174,7 +182,9 @@ def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
 
 
 def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
-    """Read the tables of all files part by part; with ``rows``, skip parts to read about that many rows."""
+    """Read the tables of all files part by part; with ``rows``, only as many parts as make up about that many
+    rows.
+    """
     import pyarrow as pa
 
     from meshrec.data.faults import DataError

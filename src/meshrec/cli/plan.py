@@ -203,7 +203,7 @@ def _plan_of_run(path: Path) -> Path:
 
 
 def _folder(compare: Path) -> Path:
-    """Return the folder of the run that ``--compare`` names, itself or by its phases.jsonl."""
+    """Return the run's folder, which ``--compare`` names directly or by the phases.jsonl in it."""
     return compare if compare.is_dir() else compare.parent
 
 

@@ -26,7 +26,9 @@ class RecommendOptions:
     out: Path
     """File to write: .parquet or .csv."""
     users: Path | None = None
-    """Parquet or CSV file with a column of users, called as in the log; if none, all users of the log."""
+    """Parquet or CSV file with a column of users, called as in the log; each counts once. If none, all users
+    of the log.
+    """
     k: Annotated[int, tyro.conf.arg(aliases=("-k",))] = 10
     """Number of items for each user."""
     data: Words = ()
@@ -73,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
                 pass
             return
         num_rows = write_recommendations(options.out, found, best)
-        unknown = f"; {found.num_unknown:,} users have no history" if found.num_unknown else ""
+        have = "user has" if found.num_unknown == 1 else "users have"
+        unknown = f"; {found.num_unknown:,} {have} no history" if found.num_unknown else ""
         print(
             f"{options.out}: {num_rows:,} recommendations for {len(found.users):,} users, by the weights of "
             f"step {found.step} of {run.path}{unknown}"

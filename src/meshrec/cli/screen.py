@@ -11,6 +11,7 @@ from meshrec.metrics.named import leading_metric, leading_text, shown, title_of
 from meshrec.planner import PlannedShardingPlan
 from meshrec.reports.plan_report import PlanReport, make_report
 from meshrec.runs.worker import commands
+from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
     Advanced,
     Evaluated,
@@ -23,7 +24,7 @@ from meshrec.train.observers import (
     Started,
     Stepped,
 )
-from meshrec.train.run_folder import RunFolder
+from meshrec.train.run_folder import CONFIG, RunFolder
 
 _PIPE_WIDTH = 120
 _MOST_RANKS = 16
@@ -217,9 +218,8 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
     if summary["checkpoints"]["weights"]:
         lines.append(f"the weights:  {summary['checkpoints']['weights']}")
         lines.append(f"export them:  {commanded['export']}")
-        lines += [
-            f"{name + ':':13} {commanded[name]}" for name in ("evaluate", "predict", "package", "serve")
-        ]
+        use = "recommend" if _learned_next_items(folder) else "predict"
+        lines += [f"{name + ':':13} {commanded[name]}" for name in ("evaluate", use, "package", "serve")]
     if summary["checkpoints"]["last"]:
         lines.append(f"last step:    {summary['checkpoints']['last']}")
     return [
@@ -229,6 +229,11 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
         f"TensorBoard:  tensorboard --logdir {path.parent}",
         "all runs:     meshrec runs",
     ]
+
+
+def _learned_next_items(folder: RunFolder) -> bool:
+    recipe = (folder.read_json(CONFIG) or {}).get("recipe", {})
+    return bool(recipe.get("loss", {}).get("type") == NextItem.__name__)
 
 
 def count_text(count: int, noun: str) -> str:

@@ -21,6 +21,7 @@ from meshrec.cli.unread import check_reader
 from meshrec.data.faults import needs
 from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
+from meshrec.lazy import uncollected
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.runs.job import BEGAN_VARIABLE, GOES_ON, RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
@@ -305,9 +306,9 @@ def _as_rank(job: Job, *, quiet: bool) -> int:
 
 def _train(job: Job, *, quiet: bool) -> dict[str, Any]:
     """Train as one rank. Only ranks import this: it takes longer than all that their launcher needs."""
-    from meshrec.cli.screen import make_screen
-    from meshrec.runs.worker import work
-
+    with uncollected():
+        from meshrec.cli.screen import make_screen
+        from meshrec.runs.worker import work
     return work(job, make_screen(quiet=quiet))
 
 

@@ -21,7 +21,7 @@ Rows = Literal["keys", "hashing_trick", "vocabulary"]
 class Items:
     """Values of features whose raw IDs are replaced by new ones from time to time.
 
-    Raw IDs are 64-bit hashes. A new ID has a click rate of its own, which nothing before it tells.
+    Raw IDs are 64-bit hashes. A new ID has a click rate of its own, which no earlier sample reveals.
 
     Args:
         lifetime: the number of samples after which a value has a new raw ID. Values change at different

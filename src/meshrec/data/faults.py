@@ -2,13 +2,16 @@
 
 import importlib
 import logging
+import sys
 import warnings
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
 from meshrec.data.samples import Bools
+from meshrec.lazy import uncollected
 
 OnError = Literal["raise", "skip"]
 
@@ -87,7 +90,8 @@ def needs(module: str, extra: str) -> ModuleType:
             for kind in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", kind)
             warnings.filterwarnings("ignore", "pkg_resources is deprecated")
-            return importlib.import_module(module)
+            with nullcontext() if module in sys.modules else uncollected():
+                return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'this needs {module.split(".")[0]}: pip install "meshrec[{extra}]"'

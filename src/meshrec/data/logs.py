@@ -1,6 +1,7 @@
 """Tables of users, items and times as logs of interactions."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -138,7 +139,7 @@ def interactions(
 
 
 def requests_of_histories(
-    item: Vocabulary, *, history: int, times: bool, seen: bool
+    item: Vocabulary, *, history: int, times: bool, seen: bool, more: Sequence[Vocabulary] = ()
 ) -> tuple[Features, pa.Schema]:
     """Return the features of a request for recommendations, and the types of its columns.
 
@@ -147,6 +148,7 @@ def requests_of_histories(
         history: largest number of items in a history; longer ones are cut to their last items.
         times: whether the model reads the times of the items, in seconds.
         seen: whether items that the user had are left out.
+        more: further features of the log that a request has.
     """
     kind = "list of text" if item.found == "text" else "list of integer"
     lists = replace(item, found=kind, sequence=True, table=ITEM)  # type: ignore[arg-type]
@@ -155,7 +157,12 @@ def requests_of_histories(
     wanted += [replace(lists, name=SEEN, column=SEEN)] if seen else []
     kinds = {each.name: pa.int64() if each.name == TIMES else item.vocabulary.type for each in wanted}
     schema = pa.schema([(name, pa.list_(of)) for name, of in kinds.items()])
-    return Features(labels=(), features=tuple(wanted)), schema
+    for each in more:
+        of = each.vocabulary.type
+        schema = schema.append(
+            pa.field(each.source, pa.list_(of) if str(each.found).startswith("list") else of)
+        )
+    return Features(labels=(), features=(*wanted, *more)), schema
 
 
 def vocabulary_of(features: Features, name: str) -> Vocabulary:

@@ -1,4 +1,5 @@
-"""A quick look at rows: which crosses of columns, and which ranges of numbers, tell more of a binary label.
+"""A quick test on rows: which crosses of columns, and which ranges of numbers, help to predict a binary
+label.
 
 Half of the rows fit smoothed log-odds, the other half judges them. What does not lower the loss of the other
 half by clearly more than chance is not proposed.

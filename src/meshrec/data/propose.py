@@ -76,7 +76,11 @@ def propose(
         if name == query:
             choices.append(ColumnChoice(name, "query", "rows are ranked against those of the same value"))
         elif name != label:
-            choices.append(_time(column) if name == time else _choice(column, profile.num_rows))
+            choices.append(
+                _time(column)
+                if name == time
+                else _choice(column, profile.num_rows, in_order=time is not None)
+            )
     if chosen_label.kind == "binary":
         choices = with_what_pays(profile, chosen_label, choices, time)
     choices = _with_names_for_tables(choices)
@@ -168,7 +172,7 @@ def _unit(column: Column) -> str | None:
     return None
 
 
-def _choice(column: Column, num_rows: int) -> ColumnChoice:
+def _choice(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
     name = column.name
 
     def drop(reason: str, warning: str | None = None) -> ColumnChoice:
@@ -193,8 +197,12 @@ def _choice(column: Column, num_rows: int) -> ColumnChoice:
         if column.type.startswith(("date", "time32", "time64")):  # a day has no hour, an hour no day
             said = ("weekday",) if column.type.startswith("date") else ("hour",)
         parts = tuple(DatePart(name=f"{name}_{part}", column=name, part=part) for part in said)
-        rows = sum(part.rows for part in parts)
-        return ColumnChoice(name, "id", f"a time: its {' and '.join(said)}", parts, rows)
+        rows, why = sum(part.rows for part in parts), f"a time: its {' and '.join(said)}"
+        if in_order or "weekday" not in said:  # later rows have times that training has never met
+            return ColumnChoice(name, "id", why, parts, rows)
+        missing = column.quantiles[3] if column.num_missing else None
+        number = Number(name=f"{name}_number", column=name, standardize=True, missing=missing, num_bins=_BINS)
+        return ColumnChoice(name, "id", f"{why}; as a number too", (*parts, number), rows)
     if column.counts_up and num_rows >= 10:
         return drop("a row number", f"column {name!r} counts the rows: it says nothing of others")
     if column.kind == "number" and not _is_code(column):

@@ -14,7 +14,7 @@ _MOST_CLASSES = 200
 
 
 def label_of(profile: Profile, name: str, task: Task | None) -> tuple[Label, str]:
-    """Return the label that a column is, and why.
+    """Choose the kind of label for a column; return the label and the reason.
 
     Raises:
         ValueError: the column cannot be that label.

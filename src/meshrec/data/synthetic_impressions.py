@@ -43,8 +43,7 @@ def synthetic_impressions(
     Args:
         num_users: number of users.
         num_items: number of items.
-        longest: largest number of impressions of a user. The numbers of users fall as those of impressions
-            rise.
+        longest: largest number of impressions of a user. Fewer users have more impressions.
         history: largest number of impressions in a history.
         seed: seed of everything.
 

@@ -1,9 +1,8 @@
 """Error feedback: what rounding took from a bag's gradient is added to the next gradient of that bag.
 
-Rows of gradients have no name of their own, but the bag that they are for has: its IDs. A bag of one ID is
-the ID. So the sender keeps one residual for each bag and use, and the sum of all gradients that it has sent
-for a bag differs from the true sum by one residual at most (Seide et al., "1-bit stochastic gradient
-descent", 2014).
+A row of gradients has no name of its own, but its bag has one: a hash of the bag's IDs. So the sender keeps
+one residual for each bag and use, and the sum of all gradients that it has sent for a bag differs from the
+true sum by one residual at most (Seide et al., "1-bit stochastic gradient descent", 2014).
 
 Where a bag occurs several times in a batch, its first row takes the residual, and the errors of all its rows
 are kept. Memory is bounded: ``CAPACITY`` bags for each column. Beyond it, the bags that have not been seen

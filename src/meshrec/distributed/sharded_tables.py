@@ -98,7 +98,7 @@ class ShardedTables:
         input_dist: the routing of IDs.
         sequence: whether rows are not pooled.
         wire: the wire formats of rows and gradients, by table.
-        turnovers: the coming and going of IDs in the split tables, and in the data-parallel ones.
+        turnovers: the admission and eviction of IDs in the split tables, and in the data-parallel ones.
         inside: the routing and the ranks inside a node, if rows cross the network in place of sums.
             ``input_dist`` is for these.
         may_fail: whether rows of some table, on any rank, may fail to come to memory.

@@ -59,7 +59,7 @@ def sha256_of(path: Path, *, most: int | None = None) -> str:
 
 
 def checksums_of(descriptor: int, num_bytes: int, what: str) -> tuple[int, ...]:
-    """Compute the CRC-32 of each block of an open file, by several threads; log how far it is when that takes
+    """Compute the CRC-32 of each block of an open file with several threads; log the progress if it takes
     seconds.
 
     Raises:

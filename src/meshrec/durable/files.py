@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and reading that no strange file can hang."""
+"""Atomic files and folders, and reads that a pipe or a device cannot block."""
 
 import contextlib
 import os

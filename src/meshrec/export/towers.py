@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshrec.data.samples import Floats
+from meshrec.data.samples import Floats, Ints
 from meshrec.export.predictor import Predictor
+from meshrec.models import TowerRanking
 from meshrec.models.two_tower import TwoTower
 from meshrec.modules import EmbeddingBagCollection
 from meshrec.sparse import KeyedJaggedTensor
@@ -67,6 +68,30 @@ class Tower(nn.Module):
         embeddings = self.embedding_bag_collection(sparse).to_dict()
         own = [embeddings[name] for name in self.features]
         vectors: Tensor = self.arch([*own, dense] if self.num_dense else own)
+        return vectors
+
+
+class TowerQuery(nn.Module):
+    """The query tower of a model of next items, with the vectors of all items beside it.
+
+    Args:
+        model: the model.
+        ids_I: the IDs of the items, ascending; ``item_vectors`` has a row for each ID up to the largest.
+    """
+
+    item_vectors: Tensor
+
+    @torch.no_grad()
+    def __init__(self, model: TowerRanking, ids_I: Ints) -> None:
+        super().__init__()
+        self.tower = Tower(model, "query")
+        vectors_IV = model.eval().item_vectors()
+        rows = vectors_IV.new_zeros(int(ids_I[-1]) + 1, vectors_IV.shape[1])
+        self.register_buffer("item_vectors", rows.index_copy(0, torch.from_numpy(ids_I), vectors_IV))
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Compute the vectors [B, V] of queries; keys that the tower does not read are ignored."""
+        vectors: Tensor = self.tower(dense, sparse)
         return vectors
 
 

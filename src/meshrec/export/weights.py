@@ -25,7 +25,8 @@ class Weights:
     """The weights of a package, mapped from ``weights.bin`` or copied into memory.
 
     A mapped page shows what the file holds when the page is first read. So the file may only change by being
-    replaced: a file that is written to or cut short takes the weights with it. `check` and `look_again` tell.
+    replaced: a file that is written to or cut short damages the weights. `check` and `look_again` detect
+    that.
 
     Args:
         path: ``weights.bin``.

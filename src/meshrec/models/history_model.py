@@ -144,8 +144,8 @@ class HistoryModel(nn.Module):
         return self._losses(sparse_features, items) if self.training else self._places(sparse_features, items)
 
     def query_vectors(self, sparse_features: KeyedJaggedTensor, *, check: bool = True) -> Tensor:
-        """Return a query for each history, [B, D]. Of dot products and cosines, its dot product with
-        `item_vectors` is the score times the temperature.
+        """Return a query for each history, [B, D]. If the similarity is a dot product or a cosine, the dot
+        product of a query with one of `item_vectors` is the score times the temperature.
 
         ``check``: whether to check the lengths of histories, which an exported program cannot.
         """

@@ -24,9 +24,17 @@ class KeptTokens(NamedTuple):
     """The keys and values of the first tokens of B histories: of the start, and then of items."""
 
     rows: Tensor
-    """Keys and values [K, L, S] of K tokens in L layers. The tokens of the first sample come first."""
+    """Keys and values [L, K, S] of K tokens in L layers. The tokens of the first sample come first. Those of
+    a single sample may have room after them, which `HSTU.advance` fills instead of copying the rows.
+    """
     lengths_B: Tensor
     """The number of kept tokens of each sample, int64; at most the number of its items."""
+
+    @staticmethod
+    def none(shape: tuple[int, int], num_samples: int) -> "KeptTokens":
+        """Return no tokens; ``shape``: the number of layers L and the width S."""
+        num_layers, width = shape
+        return KeptTokens(torch.zeros(num_layers, 0, width), torch.zeros(num_samples, dtype=torch.int64))
 
 
 class AdvancedHistories(NamedTuple):
@@ -34,7 +42,9 @@ class AdvancedHistories(NamedTuple):
 
     query_BV: Tensor
     kept: KeptTokens
-    """All tokens but the last of each history, whose result changes with the time of the next item."""
+    """All tokens but the last of each history, whose result changes with the time of the next item. The rows
+    of a single sample have room after them.
+    """
 
 
 class HSTU(HistoryModel):
@@ -120,12 +130,13 @@ class HSTU(HistoryModel):
     def advance(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> AdvancedHistories:
         """Return a query for each history, from what was kept of its first tokens; equal to `query_vectors`.
 
-        Only items that are not kept are looked up and encoded.
+        Only items that are not kept are looked up and encoded. There are no gradients.
 
         Args:
             sparse_features: the features, with whole histories.
             kept: what `AdvancedHistories.kept` returned for these samples, whose histories then had the same
-                first items, at the same times.
+                first items, at the same times. The room of a single sample's rows is written to, so only the
+                newest result that came from them is valid beyond their own tokens.
 
         Raises:
             ValueError: more tokens are kept than a history has items, or a history is too long.
@@ -153,15 +164,20 @@ class HSTU(HistoryModel):
         )
         rows = self.embedding_collection(wanted)[self.features.history]
         tokens = Tokens.after(kept_B, new_B)._replace(timestamps_N=times)
-        encoded, own = extend_all(
-            self.blocks, self._tokens(rows, kept_B, int((kept_B == 0).sum())), kept.rows, tokens
-        )
+        values = self._tokens(rows, kept_B, int((kept_B == 0).sum()))
+        num_tokens, is_alone = int(tokens.offsets_B1[-1]), len(kept_B) == 1
+        if is_alone:
+            every = _with_room(kept.rows, num_tokens - len(values), num_tokens)
+        else:
+            every = tokens.joined(kept.rows, len(values))
+        encoded = extend_all(self.blocks, values, every[:, :num_tokens], tokens)
+        if not is_alone:
+            is_kept_N = torch.ones(num_tokens, dtype=torch.bool, device=every.device)
+            is_kept_N[tokens.offsets_B1[1:] - 1] = False
+            every = every[:, is_kept_N]
         assert tokens.new_offsets_B1 is not None
-        last_B = tokens.new_offsets_B1[1:] - 1
-        is_final_M = torch.ones(len(own), dtype=torch.bool, device=own.device)
-        is_final_M[last_B] = False
-        rows = Tokens.after(kept_B, new_B - 1).in_order(kept.rows, own[is_final_M])
-        return AdvancedHistories(self.similarity.queries(encoded[last_B]), KeptTokens(rows, lengths_B))
+        query_BV = self.similarity.queries(encoded[tokens.new_offsets_B1[1:] - 1])
+        return AdvancedHistories(query_BV, KeptTokens(every, lengths_B))
 
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
@@ -214,3 +230,14 @@ class HSTU(HistoryModel):
         at = torch.arange(num_tokens, device=lengths_B.device) - sample - 1
         known = torch.cat([values, lengths_B.new_zeros(1)])
         return known[torch.maximum(at, times.offsets()[:-1].long()[sample]).clamp(max=known.shape[0] - 1)]
+
+
+def _with_room(rows: Tensor, num_kept: int, num_tokens: int) -> Tensor:
+    """Return the keys and values of a sample's kept tokens, with room for all of its tokens: in place, or
+    else copied to where more will fit.
+    """
+    if rows.shape[1] >= num_tokens:
+        return rows
+    wider = rows.new_empty(rows.shape[0], num_tokens + num_tokens // 8 + 8, rows.shape[2])
+    wider[:, :num_kept] = rows[:, :num_kept]
+    return wider

@@ -151,8 +151,9 @@ class HSTURanker(nn.Module):
         times = self._times(sparse_features, before_B, None)
         tokens = Tokens.after(torch.zeros_like(before_B), before_B)._replace(timestamps_N=times)
         values = self._history(found, before_B)
-        nothing = values.new_zeros(0, *kept_shape(self.blocks))
-        return KeptTokens(extend_all(self.blocks, values, nothing, tokens)[1], before_B)
+        every = values.new_empty(len(self.blocks), len(values), kept_shape(self.blocks)[1])
+        extend_all(self.blocks, values, every, tokens)
+        return KeptTokens(every, before_B)
 
     def score(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> Tensor:
         """Return the logits of all candidates, [M, L], for users who were encoded by `keep`.
@@ -166,7 +167,8 @@ class HSTURanker(nn.Module):
         tokens = Tokens.after(kept.lengths_B, after_B)._replace(
             timestamps_N=self._times(sparse_features, kept.lengths_B, after_B), num_targets_B=after_B
         )
-        logits: Tensor = self.over(extend_all(self.blocks, candidates, kept.rows, tokens)[0])
+        every = tokens.joined(kept.rows, len(candidates))
+        logits: Tensor = self.over(extend_all(self.blocks, candidates, every, tokens))
         return logits
 
     def _look_up(self, features: KeyedJaggedTensor, names: list[str]) -> dict[str, JaggedTensor]:
@@ -231,7 +233,7 @@ class HSTURanker(nn.Module):
         """Return the tokens of the candidates, [M, E], and their number in each sample.
 
         Raises:
-            ValueError: a sample has too many, or not as many as in another one of their features.
+            ValueError: a sample has too many candidates, or their features differ in number.
         """
         after_B = found[self.features.candidates[0]].lengths().long()
         _check_lengths(found, dict.fromkeys(self.features.candidates, after_B))

@@ -96,6 +96,7 @@ class NegativeDraws(nn.Module):
         ValueError: counts are needed and missing.
     """
 
+    constant_buffers = ("catalogue_I", "shares_I")
     catalogue_I: Tensor
     num_steps: Tensor
     shares_I: Tensor

@@ -93,6 +93,10 @@ class TowerRanking(nn.Module):
         chunks = self._chunks(query.device)
         return top_items(query, chunks, k, seen=seen, similarity=self.similarity)
 
+    def item_vectors(self) -> Tensor:
+        """Return the vectors of all items, [I, V], in the order of the catalogue."""
+        return torch.cat([each.vectors_CD for each in self._chunks(self._ids_I.device)])
+
     def _chunks(self, device: torch.device) -> Iterator[ItemChunk]:
         for first in range(0, self._catalogue.stride(), CHUNK):
             features = _samples(self._catalogue, first, first + CHUNK).to(device)

@@ -4,7 +4,7 @@ Cheng et al.: "Wide & deep learning for recommender systems" (2016); Rendle: "Fa
 with the embeddings of numbers and the ensemble of Gorishniy et al. (2022, 2024).
 
 He et al.: "Practical lessons from predicting clicks on ads at Facebook" (2014) put boosted trees before a
-linear model; here they add what it leaves over.
+linear model; here they predict its residual.
 
 Shape legend: B batch, F features, N numbers, D width, T outputs, M members.
 """
@@ -69,6 +69,8 @@ class WideDeep(nn.Module):
     Raises:
         ValueError: the tables differ in width or are too narrow, or trees stand beside several outputs.
     """
+
+    constant_buffers = ("shrink",)
 
     def __init__(
         self,

@@ -24,6 +24,13 @@ class Branch(NamedTuple):
     right: "Branch | Leaf"
 
 
+def scaled(node: Branch | Leaf, factor: float) -> Branch | Leaf:
+    """Return a node, and those below it, with all leaves multiplied by a factor."""
+    if isinstance(node, Leaf):
+        return Leaf(node.value * factor)
+    return node._replace(left=scaled(node.left, factor), right=scaled(node.right, factor))
+
+
 class BoostedTrees(nn.Module):
     """T binary trees: the leaves that a sample comes to are summed. New trees add 0 until `grow` sets them.
 
@@ -37,6 +44,7 @@ class BoostedTrees(nn.Module):
         device: device of the buffers.
     """
 
+    constant_buffers = ("inputs", "thresholds", "values", "roots")
     inputs: Tensor
     thresholds: Tensor
     values: Tensor

@@ -45,10 +45,15 @@ class Tokens(NamedTuple):
         order_N = torch.where(is_new_N, new_N, kept_B1[sample_N] + place_N)
         return Tokens(offsets_B1, new_offsets_B1=new_B1, order_N=order_N)
 
-    def in_order(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Join what belongs to kept tokens [K, ...] and to new ones [M, ...], sample by sample, [N, ...]."""
-        both = torch.cat([kept, new])
-        return both if self.order_N is None else both[self.order_N]
+    def in_order(self, kept: Tensor, new: Tensor, *, dim: int = 0) -> Tensor:
+        """Join what belongs to kept tokens and to new ones, sample by sample, along a dimension."""
+        both = torch.cat([kept, new], dim)
+        return both if self.order_N is None else both.index_select(dim, self.order_N)
+
+    def joined(self, kept: Tensor, num_new: int) -> Tensor:
+        """Return the keys and values of kept tokens [layers, K, S] with room for new ones, [layers, N, S]."""
+        num_layers, _, width = kept.shape
+        return self.in_order(kept, kept.new_empty(num_layers, num_new, width), dim=1)
 
 
 class HSTUBlock(nn.Module):
@@ -133,30 +138,38 @@ class HSTUBlock(nn.Module):
         Raises:
             ValueError: a sample is longer than ``max_length``, or timestamps are missing.
         """
-        return self.extend(tokens_NE, None, Tokens(offsets_B1, timestamps_N, num_targets_B))[0]
+        return self._attend(tokens_NE, Tokens(offsets_B1, timestamps_N, num_targets_B), None)
 
-    def extend(self, tokens_ME: Tensor, kept_KS: Tensor | None, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def extend(self, tokens_ME: Tensor, all_NS: Tensor, new_at: slice | Tensor, tokens: Tokens) -> Tensor:
         """Map new tokens of samples whose first tokens were mapped before.
 
         Args:
             tokens_ME: the new tokens, sample by sample.
-            kept_KS: the keys and values of the other tokens, as this method returned them; None: there are
-                no others.
+            all_NS: the keys and values of all tokens. This method writes those of the new tokens.
+            new_at: the places of the new tokens among all.
             tokens: where all of them lie.
 
-        Returns: [M, E], which equals `forward` on all tokens if no kept token attends to a new one, and the
-        keys and values of the new tokens [M, S].
+        Returns: [M, E], which equals `forward` on all tokens if no kept token attends to a new one.
 
         Raises:
             ValueError: a sample is longer than ``max_length``, or timestamps are missing.
+        """
+        return self._attend(tokens_ME, tokens, (all_NS, new_at))
+
+    def _attend(
+        self, tokens_ME: Tensor, tokens: Tokens, extended: tuple[Tensor, slice | Tensor] | None
+    ) -> Tensor:
+        """Map tokens; ``extended``: the keys and values of all tokens, and the places of these; None: these
+        are all.
         """
         num_heads, hidden_dim, attention_dim = self.heads
         hidden, inner = num_heads * hidden_dim, num_heads * attention_dim
         mixed = nn.functional.silu(self.projections(self.norm(tokens_ME)))
         gate, value, query, key = mixed.split([hidden, hidden, inner, inner], dim=1)
-        own_MS = torch.cat([value, key], dim=1) if kept_KS is not None else mixed[:, :0]
-        if kept_KS is not None:
-            value, key = tokens.in_order(kept_KS, own_MS).split([hidden, inner], dim=1)
+        if extended is not None:
+            all_NS, new_at = extended
+            all_NS[new_at] = torch.cat([value, key], dim=1)
+            value, key = all_NS.split([hidden, inner], dim=1)
         attended = jagged_attention(
             query.unflatten(1, (num_heads, attention_dim)),
             key.unflatten(1, (num_heads, attention_dim)),
@@ -170,7 +183,7 @@ class HSTUBlock(nn.Module):
             query_offsets_B1=tokens.new_offsets_B1,
         )
         out: Tensor = tokens_ME + self.drop(self.output(self.attended_norm(attended.flatten(1)) * gate))
-        return out, own_MS
+        return out
 
 
 def _bias(size: int, device: torch.device | None) -> nn.Parameter | None:
@@ -185,22 +198,22 @@ def kept_shape(blocks: nn.ModuleList) -> tuple[int, int]:
     return len(blocks), block.kept_width
 
 
-def extend_all(
-    blocks: nn.ModuleList, tokens_ME: Tensor, kept: Tensor, tokens: Tokens
-) -> tuple[Tensor, Tensor]:
-    """Map new tokens through layers, as `HSTUBlock.extend` does.
+@torch.no_grad()
+def extend_all(blocks: nn.ModuleList, tokens_ME: Tensor, every: Tensor, tokens: Tokens) -> Tensor:
+    """Map new tokens through layers, as `HSTUBlock.extend` does, without gradients.
 
     Args:
         blocks: the layers.
         tokens_ME: the new tokens, sample by sample.
-        kept: the keys and values of the other tokens in all layers, [K, layers, S].
+        every: the keys and values of all tokens in all layers, [layers, N, S]. This function writes those of
+            the new tokens.
         tokens: where all of them lie.
 
-    Returns: [M, E], and the keys and values of the new tokens [M, layers, S].
+    Returns: [M, E].
     """
-    found = []
-    for layer, block in enumerate(blocks):
+    num_kept, order_N = every.shape[1] - len(tokens_ME), tokens.order_N
+    new_at = slice(num_kept, None) if order_N is None else (order_N >= num_kept).nonzero()[:, 0]
+    for block, all_NS in zip(blocks, every, strict=True):
         assert isinstance(block, HSTUBlock)
-        tokens_ME, own = block.extend(tokens_ME, kept[:, layer], tokens)
-        found.append(own)
-    return tokens_ME, torch.stack(found, dim=1)
+        tokens_ME = block.extend(tokens_ME, all_NS, new_at, tokens)
+    return tokens_ME

@@ -29,6 +29,7 @@ class PiecewiseLinear(nn.Module):
         ValueError: edges do not rise.
     """
 
+    constant_buffers = ("first", "scale", "low", "high")
     first: Tensor
     scale: Tensor
     low: Tensor

@@ -62,22 +62,22 @@ def write_uniform_rows(
 
 
 def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, step: float, c0: int) -> None:
-    """Write the first values of rows, see ``first_rows``, to where they lie.
+    """Write the first values of rows to their slots; see ``first_rows``.
 
     Args:
         rows: fp32 [S, D]; their columns begin at ``c0``.
-        slots: the place of each ID's row, int64 [N].
+        slots: the slot of each ID's row, int64 [N].
         ids: int64 [N].
         seed: any int64.
         low: the least value.
-        step: the distance of two values that follow each other.
+        step: the distance between neighbouring values.
         c0: the first column.
     """
     rows[slots] = first_rows(ids, seed, low, step, c0, c0 + rows.shape[1])
 
 
 def step_of(low: float, high: float) -> float:
-    """Return the distance of two values that follow each other, an fp32 value."""
+    """Return the distance between neighbouring values, an fp32 value."""
     return torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
 
 

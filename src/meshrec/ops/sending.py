@@ -33,9 +33,9 @@ def on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.de
 
 
 def kept_on(device: torch.device, numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
-    """Return integers on the device as int64, from an earlier call if there was one.
+    """Return integers as an int64 tensor on the device; equal calls return the same tensor.
 
-    For numbers that are the same in every step. Nobody may write to the result.
+    It is meant for numbers that are the same in every step. Do not write to the result.
     """
     return _kept(tuple(numbers), device, stream_of(device))
 

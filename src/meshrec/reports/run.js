@@ -156,7 +156,7 @@ line("the reported weights", places.weights);
 line("the last step", places.last);
 if (data.has_checkpoint) line("go on training", commands.resume);
 if (places.weights) { line("export the weights", commands.export); line("load them in Python", commands.load); }
-if (places.weights) for (const [label, name] of [["evaluate on other data", "evaluate"], ["score data", "predict"], ["make a package", "package"], ["serve it", "serve"]]) line(label, commands[name]);
+if (places.weights) for (const [label, name] of [["evaluate on other data", "evaluate"], config.recipe.loss.type === "NextItem" ? ["recommend items", "recommend"] : ["score data", "predict"], ["make a package", "package"], ["serve it", "serve"]]) line(label, commands[name]);
 if (lies.length) section("Where things lie, and what to type next", element("dl", {}, ...lies));
 if (skipped.length) section("Rows that were skipped", plainTable(["file", "reason", "rows"], skipped.flatMap(([file, reasons]) => Object.entries(reasons).map(([reason, rows]) => [file, reason, count(rows)]))));
 append(element("details", {}, element("summary", {}, "All options of the recipe"), element("div", { class: "scroll" }, element("table", {}, element("tbody", {}, ...data.options.map(([name, value]) => element("tr", {}, element("td", {}, name), element("td", {}, value === null ? "–" : JSON.stringify(value)))))))));

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data import Dataset
+from meshrec.data.interactions import SEEN
 from meshrec.data.log_columns import ITEM
 from meshrec.data.logs import requests_of_histories, vocabulary_of
 from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.export.package import export
 from meshrec.export.raw_values import RawValues
-from meshrec.export.towers import Side, Tower
+from meshrec.export.towers import Side, Tower, TowerQuery
 from meshrec.export.whole_tables import give_rows
-from meshrec.models import HistoryModel
+from meshrec.models import HistoryModel, TowerRanking
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant.collections import empty_like
@@ -44,14 +45,14 @@ def export_run(
     torchscript: bool = False,
     sign: str | Path | None = None,
 ) -> Path:
-    """Writes the package of a run's model, with the weights that the run reports.
+    """Write the package of a run's model, with the weights that the run reports.
 
     Whatever the plan and the number of ranks of the run: this is one process, with whole tables. Where the
     run fitted features, the package holds them, and takes raw values.
 
     Args:
         run: the run.
-        folder: the package, which must not be there yet.
+        folder: the package, which must not exist yet.
         step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
         quantised: a checkpoint of the run's model with quantised tables (`meshrec.quant.quantize_run`), whose
             weights are taken instead.
@@ -60,8 +61,8 @@ def export_run(
         compile, torchscript, sign: see `export`.
 
     Raises:
-        ValueError: for a run whose recipe or checkpoint is not there, one of several labels, a quantised
-            checkpoint of another run, and as `export`.
+        ValueError: the run's recipe or checkpoint is missing, the run has several labels, or the quantised
+            checkpoint is another run's; also as for `export`.
     """
     recipe = load_recipe(run)
     if isinstance(recipe.loss, Tasks):
@@ -85,7 +86,9 @@ def export_run(
         about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
         rounding = said["rounding"]
     parts = _parts(model, recipe, run, dataset)
-    if tower is not None:
+    if tower is None and isinstance(parts.model, TowerRanking) and isinstance(recipe.data, LogSource):
+        parts = _recommending(parts, run, recipe.data)
+    elif tower is not None:
         parts, about = _of_tower(parts, tower), {**about, "tower": tower}
     return export(
         parts.model,
@@ -117,6 +120,13 @@ class _PackageParts(NamedTuple):
 
 def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
     """Return the parts of a whole model, or the query and the items of a model of next items."""
+    if isinstance(recipe.data, LogSource) and recipe.data.hashed is not None:
+        raise ValueError(
+            f"{run.path} has a table with hashed keys for its items, and a package finds items by their "
+            "rows. Write recommendations with `meshrec recommend`, or train without hashed."
+        )
+    if isinstance(model, TowerRanking) and isinstance(recipe.data, LogSource):
+        return _tower_parts(model, recipe.data, run, dataset)
     if not isinstance(model, HistoryModel):
         features, raw = [feature.name for feature in dataset.features], _raw_values(recipe, run, dataset)
         return _PackageParts(model, features, dataset.num_dense, raw, recipe.loss.scores)
@@ -136,6 +146,33 @@ def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -
         )
     )
     return _PackageParts(query, raw.keys, 0, raw, None, RankedItems.of(query, found.ids, found.values))
+
+
+def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder, dataset: Dataset) -> _PackageParts:
+    """Return the parts of two towers of a log, of which requests have the features of both sides."""
+    fitted, towers = features_of(run), model.model
+    own = {*towers.query_features, *towers.item_features}
+    raw = RawValues(
+        *requests_of_histories(
+            vocabulary_of(fitted, ITEM),
+            history=log.history,
+            times=False,
+            seen=dataset.seen is not None,
+            more=[vocabulary_of(fitted, each.name) for each in fitted.ids if each.name in own],
+        )
+    )
+    return _PackageParts(model, raw.keys, 0, raw, None)
+
+
+def _recommending(parts: _PackageParts, run: RunFolder, log: LogSource) -> _PackageParts:
+    """Return the parts of the query tower and the items to recommend, of the parts of two towers."""
+    assert isinstance(parts.model, TowerRanking)
+    assert parts.raw is not None
+    found = ItemValues.of(log, features_of(run))
+    query = TowerQuery(parts.model, found.ids)
+    names = [each for each in parts.features if each in (*query.tower.features, SEEN)]
+    items = RankedItems(found.ids, found.values, "item_vectors", False, 1 / parts.model.similarity.options[1])
+    return _PackageParts(query, names, 0, parts.raw.of(names, dense=False), None, items)
 
 
 def _of_tower(parts: _PackageParts, tower: Side) -> _PackageParts:

@@ -124,7 +124,7 @@ def _check_store(address: str, ranks: Ranks) -> None:
 
 @contextmanager
 def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]:
-    """Give the folder that this rank writes to, and the ranks that do not see rank 0's. Collective.
+    """Yield the folder that this rank writes to, and the ranks that do not see rank 0's. Collective.
 
     Rank 0 locks the run's folder unless our launcher holds the lock.
 

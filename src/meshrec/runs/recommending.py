@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshrec.data import Reader
 from meshrec.data.faults import DataError
+from meshrec.data.features.values import is_missing
 from meshrec.data.frames import read_columns
 from meshrec.data.interactions import latest
 from meshrec.data.log_columns import ITEM
@@ -91,7 +92,8 @@ def load_recommender(
     Args:
         run: the run.
         ranks: the ranks, from `join`.
-        users: Parquet or CSV file with a column of users, called as in the log; None: all users of the log.
+        users: Parquet or CSV file with a column of users, called as in the log; a user in several rows counts
+            once. None: all users of the log.
         data: another log that has the histories; None: that of the run, held-out items included.
         step, last: other weights than those that the run reports, see ``meshrec.checkpoint.find_checkpoint``.
 
@@ -101,7 +103,7 @@ def load_recommender(
     recipe, source, features = load_recipe(run), log_source(run), features_of(run)
     logged = source.interactions(features, data)
     column = source.columns.user
-    wanted = logged.values if users is None else _column(users, column)
+    wanted = logged.values if users is None else _column(users, column).unique()
     try:
         numbers = pc.index_in(wanted, value_set=logged.values.cast(wanted.type))
     except pa.ArrowException as error:
@@ -176,4 +178,9 @@ def _column(path: str | Path, name: str) -> pa.Array:
     table = read_columns(str(path), [name])
     if name not in table.column_names or not table.num_rows:
         raise DataError(f"{path} has no users in a column {name!r}. Call it as in the log, and give some.")
-    return table[name].combine_chunks()
+    missing = is_missing(found := table[name].combine_chunks())
+    if missing is not None and missing.any():
+        raise DataError(
+            f"{path}: column {name!r} has no user in row {int(missing.argmax())}. Leave out rows without one."
+        )
+    return found

@@ -422,8 +422,8 @@ class _Run:
 def goes_on_without_a_host() -> bool:
     """Return whether an elastic launcher of several hosts starts this host's ranks again when they fail.
 
-    Then only the ranks of a host that is to leave end well after a signal. The others ask to be started
-    again, in a smaller world, by failing.
+    In that case, after a signal, the ranks of the host that leaves end with exit code 0. All other ranks fail
+    on purpose, so that the launcher starts them again in a smaller world.
     """
     values = [
         int(os.environ.get(f"{name}", "0"))
@@ -444,6 +444,7 @@ def commands(folder: RunFolder) -> dict[str, str]:
         "export": f"meshrec checkpoint export {folder.path} {folder.path.name}.safetensors",
         "evaluate": f"meshrec evaluate {folder.path} --data FILES",
         "predict": f"meshrec predict {folder.path} --data FILES --out scores.parquet",
+        "recommend": f"meshrec recommend {folder.path} --users FILE -k 20 --out recs.parquet",
         "package": f"meshrec export {folder.path} --out {folder.path.name}-package",
         "serve": f"meshrec serve {folder.path.name}-package",
         "load": f'meshrec.checkpoint.load("{folder.path}", {{"model": model}})',

@@ -1,11 +1,10 @@
 """Keys and values of users' histories that are kept between requests, within a limit of bytes.
 
-What is kept of a history depends on its items, their times and the weights alone. So entries are found by a
-digest of the history, and requests do not name their user.
+What is kept of a history depends on its items, their times and the weights alone. So entries are found by the
+history, and requests do not name their user.
 """
 
-import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +16,10 @@ from meshrec.export import Predictor
 from meshrec.models import KeptTokens
 from meshrec.serve.requests import Floats, Request
 
+# N items of a history, F values that are known of an item
+
 _OVERHEAD = 512
-"""Bytes that an entry takes beside its rows."""
+"""Bytes that an entry takes beside its rows and its history."""
 
 
 class KeptCounts(NamedTuple):
@@ -31,9 +32,19 @@ class KeptCounts(NamedTuple):
     num_bytes: int
 
 
+class Beginning(NamedTuple):
+    """The beginning of a history that is kept."""
+
+    num_items: int
+    rows: Tensor
+    """The keys and values of its tokens, maybe with room after them; see `KeptTokens`."""
+
+
 class KeptHistories:
-    """Keys and values of the tokens of histories, by the digest of the history; the least recently used leave
-    first.
+    """Keys and values of the tokens of histories, by the history; the least recently used leave first.
+
+    A history is the values [N, F] that are known of its items: their IDs, and their times if the model reads
+    times.
 
     Args:
         max_bytes: the limit of what all entries take together. A larger history is not kept at all.
@@ -47,6 +58,7 @@ class KeptHistories:
             raise ValueError(f"max_bytes is {max_bytes}; it must be 0, which keeps nothing, or more.")
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._entries: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._lengths: Counter[tuple[bytes, int]] = Counter()  # of entries, by their first item and length
 
     @property
     def num_bytes(self) -> int:
@@ -56,53 +68,52 @@ class KeptHistories:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, digests: list[bytes]) -> Tensor | None:
-        """Return the rows of the longest beginning of a history that is kept; None if there is none.
-
-        Args:
-            digests: what `digests_of` returned for the history.
-        """
-        for digest in reversed(digests):
-            rows = self._entries.get(digest)
-            if rows is not None:
-                self._entries.move_to_end(digest)
-                return rows
+    def find(self, values_NF: Ints) -> Beginning | None:
+        """Return the longest beginning of a history that is kept; None if there is none."""
+        values, width = values_NF.tobytes(), values_NF[:1].nbytes
+        for num_items in range(len(values_NF), 0, -1):
+            if (values[:width], num_items) in self._lengths:
+                rows = self._entries.get(values[: num_items * width])
+                if rows is not None:
+                    self._entries.move_to_end(values[: num_items * width])
+                    return Beginning(num_items, rows)
         return None
 
-    def keep(self, digests: list[bytes], rows: Tensor) -> None:
-        """Keep the rows of a history. They replace those of its longest prefix that is kept."""
-        digest = digests[-1]
-        if digest in self._entries:
+    def keep(self, values_NF: Ints, rows: Tensor, found: Beginning | None = None) -> None:
+        """Keep the rows of a history, whose memory nobody else writes to.
+
+        Args:
+            values_NF: the history, of one item or more.
+            rows: the keys and values of its tokens.
+            found: what `find` returned for the history; the rows replace that entry.
+        """
+        values, width = values_NF.tobytes(), values_NF[:1].nbytes
+        if found is not None:
+            self._drop(values[: found.num_items * width], width)
+        self._drop(values, width)
+        if _size(values, rows) > self._max_bytes:
             return
-        self._drop(next((each for each in reversed(digests) if each in self._entries), digest))
-        if _size(rows) > self._max_bytes:
-            return
-        self._entries[digest] = rows.clone()
-        self._num_bytes += _size(rows)
+        self._entries[values] = rows
+        self._lengths[values[:width], len(values_NF)] += 1
+        self._num_bytes += _size(values, rows)
         while self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._entries)))
+            self._drop(next(iter(self._entries)), width)
 
     def clear(self) -> None:
         """Remove everything, as when weights change."""
         self._entries.clear()
+        self._lengths.clear()
         self._num_bytes = 0
 
-    def _drop(self, digest: bytes) -> None:
-        rows = self._entries.pop(digest, None)
-        self._num_bytes -= 0 if rows is None else _size(rows)
-
-
-def digests_of(values_NF: Ints) -> list[bytes]:
-    """Return a digest of each beginning of a history, from its first item alone to all of it.
-
-    Args:
-        values_NF: the values that are known of each item: its ID, and its time if the model reads times.
-    """
-    found, hasher = [], hashlib.blake2b(digest_size=16)
-    for row in np.ascontiguousarray(values_NF):
-        hasher.update(row.data)
-        found.append(hasher.copy().digest())
-    return found
+    def _drop(self, values: bytes, width: int) -> None:
+        rows = self._entries.pop(values, None)
+        if rows is None:
+            return
+        self._num_bytes -= _size(values, rows)
+        kind = values[:width], len(values) // width
+        self._lengths[kind] -= 1
+        if not self._lengths[kind]:
+            del self._lengths[kind]
 
 
 class IncrementalScores:
@@ -134,33 +145,43 @@ class IncrementalScores:
             PackageError: the file of the weights was cut short meanwhile.
         """
         values, lengths = ([of[at] for at in self._places] for of in (request.values, request.lengths))
-        digests = self._digests(values, lengths)
-        rows = [self._kept.find(each) for each in digests]
-        nothing = torch.zeros(0, *self._kept_shape)
-        kept = KeptTokens(
-            torch.cat([nothing, *(each for each in rows if each is not None)]),
-            torch.tensor([0 if each is None else len(each) for each in rows], dtype=torch.int64),
+        histories = self._histories(values, lengths)
+        found = [self._kept.find(each) for each in histories]
+        advanced = self._advance(
+            [torch.tensor(each) for each in values],
+            [torch.tensor(each) for each in lengths],
+            self._rows_of(found),
         )
-        found = self._advance([*map(torch.from_numpy, values)], [*map(torch.from_numpy, lengths)], kept)
-        own = found.kept.rows.split(found.kept.lengths_B.tolist())
-        for each, encoded in zip(digests, own, strict=True):
-            if each:
-                self._kept.keep(each, encoded)
-        hits = sum(each is not None for each in rows)
-        misses = sum(bool(each) for each in digests) - hits
-        return found.query_BV.numpy(), KeptCounts(hits, misses, self._kept.num_bytes)
+        is_alone, lengths_B = len(histories) == 1, advanced.kept.lengths_B.tolist()
+        own = [advanced.kept.rows] if is_alone else advanced.kept.rows.split(lengths_B, dim=1)
+        for each, beginning, rows in zip(histories, found, own, strict=True):
+            if len(each):
+                self._kept.keep(each, rows if is_alone else rows.clone(), beginning)
+        hits = sum(each is not None for each in found)
+        misses = sum(len(each) > 0 for each in histories) - hits
+        return advanced.query_BV.numpy(), KeptCounts(hits, misses, self._kept.num_bytes)
+
+    def _rows_of(self, found: list[Beginning | None]) -> KeptTokens:
+        """Return what is kept of the histories of a batch. That of a single one has its room after it."""
+        num_kept = torch.tensor([0 if each is None else each.num_items for each in found], dtype=torch.int64)
+        rows = [each.rows for each in found if each is not None]
+        if len(found) > 1 or not rows:
+            nothing = KeptTokens.none(self._kept_shape, len(found)).rows
+            own = num_kept[num_kept > 0].tolist()
+            rows = [torch.cat([nothing, *(each[:, :n] for each, n in zip(rows, own, strict=True))], dim=1)]
+        return KeptTokens(rows[0], num_kept)
 
     @staticmethod
-    def _digests(values: list[Ints], lengths: list[Ints]) -> list[list[bytes]]:
+    def _histories(values: list[Ints], lengths: list[Ints]) -> list[Ints]:
+        """Return the values [N, F] of each history."""
         if any(not np.array_equal(each, lengths[0]) for each in lengths):
             at = int((lengths[1] != lengths[0]).argmax())
             raise ValueError(
                 f"sample {at} has a history of {lengths[0][at]} items and {lengths[1][at]} times. Give every "
                 "item of the history its time."
             )
-        together = np.stack(values, axis=1)
-        return [digests_of(each) for each in np.split(together, lengths[0].cumsum()[:-1])]
+        return np.split(np.stack(values, axis=1), lengths[0].cumsum()[:-1])
 
 
-def _size(rows: Tensor) -> int:
-    return _OVERHEAD + rows.numel() * rows.element_size()
+def _size(values: bytes, rows: Tensor) -> int:
+    return _OVERHEAD + len(values) + rows.untyped_storage().nbytes()

@@ -385,7 +385,7 @@ class Repository:
         return failed
 
     async def _open(self, name: str) -> Predictor:
-        """Open a package once its files are as they were written, and another process could load it."""
+        """Open a package, after its files are verified and another process has loaded it."""
         verify, public_key, copy_weights, warm_up, _ = self._opening
         package = await asyncio.to_thread(
             check_package, self.folders[name], verify=verify, public_key=public_key

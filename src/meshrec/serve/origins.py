@@ -54,7 +54,7 @@ def _place_of(origin: str) -> str | None:
 
 
 def _is_own(name: str, known: Collection[str]) -> bool:
-    """Return whether a name is this server's. An address is: nobody else decides where it leads."""
+    """Return whether a name belongs to this server. Every address counts, because nobody can redirect one."""
     if name == "localhost" or name in known:
         return True
     try:

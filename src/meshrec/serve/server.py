@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from meshrec.export import Predictor
+from meshrec.ops.memory import frozen_objects
 from meshrec.serve.app import Guard, Routes
 from meshrec.serve.connections import Connection, Connections
 from meshrec.serve.metrics import Metrics
@@ -105,7 +106,8 @@ class Server:
         """Run until `stop`; in the main thread also until SIGTERM or SIGINT. SIGHUP loads the models anew."""
         loop = _new_event_loop()
         try:
-            loop.run_until_complete(self._serve())
+            with frozen_objects():  # the models are loaded later: those that are replaced can be collected
+                loop.run_until_complete(self._serve())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             self._reader.close()

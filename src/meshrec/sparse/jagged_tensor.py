@@ -252,7 +252,7 @@ class JaggedTensor(Jagged):
         """Read all numbers and check that the bags cut the values completely; synchronizes with a GPU.
 
         Raises:
-            ValueError: Naming the sample at fault.
+            ValueError: A number does not fit. The message names the sample.
         """
         check_layout("JaggedTensor", self._values, self._weights, self._lengths, self._offsets)
         check_bags(self._values, self._weights, self._lengths, self._offsets, "sample {}".format)

@@ -480,7 +480,7 @@ class KeyedJaggedTensor(Jagged):
         """Read all numbers and check that keys, bags, weights and indices fit; synchronizes with a GPU.
 
         Raises:
-            ValueError: Naming the key and sample at fault.
+            ValueError: A number does not fit. The message names the key and the sample.
         """
         check_layout("KeyedJaggedTensor", self._values, self._weights, self._lengths, self._offsets)
         check_keys_and_strides(self._keys, self._num_bags(), self._stride, self._strides)

@@ -102,7 +102,7 @@ def _list_text(texts: list[str]) -> str:
 
 
 def _text(item: Any) -> str:
-    """Numbers with six digits: ``tolist`` gives a float32 0.1 as 0.10000000149011612."""
+    """Format numbers with six digits; ``tolist`` would give a float32 0.1 as 0.10000000149011612."""
     if isinstance(item, list):
         return _list_text([_text(part) for part in item])
     return repr(float(f"{item:.6g}")) if isinstance(item, float) else repr(item)

@@ -19,7 +19,7 @@ class Group(NamedTuple):
 
 
 def cut_keys(kjt: KeyedBags, sizes: list[int]) -> list[Group]:
-    """Views of ``sizes[i]`` neighbouring keys each; the sizes sum to the number of keys."""
+    """Return views of ``sizes[i]`` neighbouring keys each; the sizes sum to the number of keys."""
     all_values, all_weights, all_lengths = kjt.values(), kjt.weights_or_none(), kjt.lengths()
     num_keys = len(kjt.keys())
     if num_keys in sizes:  # all keys at once: the lengths need not be read

@@ -14,7 +14,7 @@ ranks, have the same ones.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 from weakref import WeakSet, ref
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.first_rows import uniform_rows, write_uniform_rows
-from meshrec.ops.index import HashIndex, mix, unique, unmix
+from meshrec.ops.index import GivenSlots, HashIndex, UnseenIds, give_slots, mix, unique, unmix
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
 from meshrec.tables.file_hashed import CachedKeys, HashedFile
 from meshrec.tables.file_rows import FileRows
 from meshrec.tables.growing import GrowingRows
-from meshrec.tables.hashed_books import Books, FreshRows, PinnedRows, TableCounts
+from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
 from meshrec.tables.hashed_parts import codes_of, columns_at, cut_columns, read_parts, write_parts
 from meshrec.tables.index import Index, Resolved
@@ -136,34 +136,26 @@ class HashedTable:
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
         """Return the slot of each key; unseen ones get pending slots with their first rows."""
         self.release()
-        resolved = self.give(self.slots.find(keys), keys, train=train)
+        slots = self.slots.find(keys)
+        fresh, num_absent = None, int((slots < 0).sum())
+        if num_absent:
+            fresh = give_slots([UnseenIds(self.slots, keys.contiguous(), slots, num_absent)])[0]
+        pin = self.hold([slots], train=train, fresh=fresh)
         if self.file is None:
-            return resolved
-        pin = resolved.pin
-        assert isinstance(pin, PinnedRows)
-        cached, pin.arriving = self.file.resolve(resolved.slots, keys, train=train)
+            return Resolved(slots, pin)
+        cached, pin.arriving = self.file.resolve(slots, keys, train=train)
         return Resolved(cached, pin)
 
-    def give(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
-        """Assign pending slots with first rows to the keys whose slot is -1, and pin all slots."""
-        absent = slots < 0
-        distinct, inverse = unique(keys[absent])
-        fresh = None
-        if len(distinct):
-            new = self.slots.insert(distinct)
-            self._begin(new, distinct)
-            slots[absent] = new[inverse]
-            fresh = FreshRows(new, distinct, torch.bincount(inverse, minlength=len(new)))
-        return Resolved(slots, self.hold([slots], train=train, fresh=fresh))
-
-    def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: FreshRows | None = None) -> PinnedRows:
-        """Pin the slots of a batch's keys. ``fresh`` has the slots that were assigned for this batch."""
+    def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: GivenSlots | None = None) -> PinnedRows:
+        """Pin the slots of a batch's keys. ``fresh``: those that have just got one begin their rows."""
+        if fresh is not None:
+            self._begin(fresh.slots, fresh.ids)
         if train and self.storage.is_trainable:
             self.books.note_reads(sum(map(len, parts)), fresh)
         pending, num_pending = _NONE, self.slots.num_live - self.num_alive
         if fresh is not None and len(fresh.slots) == num_pending:
             pending = fresh.slots
-            self.memory["pins"][pending] += 1
+            self.memory["pins"].index_fill_(0, pending, 1)
         elif num_pending:
             fresh = None
             slots = torch.cat(list(parts))
@@ -187,8 +179,11 @@ class HashedTable:
             pending = self.released.popleft()
             if len(pending):
                 pins = self.memory["pins"]
-                pins[pending] -= 1
-                self._free(pending[(pins[pending] == 0) & ~self.memory[""][pending]])
+                left = pins.index_select(0, pending).sub_(1)
+                pins.index_copy_(0, pending, left)
+                is_free = (left == 0).logical_and_(~self.memory[""].index_select(0, pending))
+                if bool(is_free.any()):
+                    self._free(pending[is_free])
 
     def revive(self, slots: Tensor) -> None:
         """Mark pending rows as alive, with their present values."""
@@ -197,23 +192,27 @@ class HashedTable:
             self.books.report.live += len(slots)
             self.books.changes += 1
 
-    def forget(self, slots: Tensor) -> None:
-        """Evict rows. The rows that a batch in flight holds become pending, with their first values."""
+    def forget(self, slots: Tensor, besides: Collection[object] = ()) -> None:
+        """Evict rows. The rows that a batch in flight holds become pending, with their first values.
+
+        ``besides``: pins of batches that have none of these rows.
+        """
         if len(slots) == 0:
             return
-        alive = self.memory[""]
+        alive, pins = self.memory[""], self.memory["pins"]
         alive.index_fill_(0, slots, False)
-        gone = torch.zeros_like(alive).index_fill_(0, slots, True)
-        for pin in self.in_flight:
+        others = [pin for pin in self.in_flight if pin not in besides]
+        gone = torch.zeros_like(alive).index_fill_(0, slots, True) if others else alive
+        for pin in others:
             held = unique(pin.slots[gone[pin.slots]])[0]
             pin.pending = torch.cat([pin.pending, held])
-            self.memory["pins"][held] += 1
-        is_held = self.memory["pins"][slots] > 0
+            pins[held] += 1
+        is_held = pins.index_select(0, slots) > 0
         if self.file is not None:
             self.file.table.log(slots.sort().values)
-        held = slots[is_held]
+        held, left = (slots[is_held], slots[~is_held]) if bool(is_held.any()) else (_NONE, slots)
         self.reset(held)
-        freed = self._free(slots[~is_held])
+        freed = self._free(left)
         if self.books.is_watched:
             self.books.evicted.append(torch.cat([self.keys_of(held), freed]))
         self.books.report.live -= len(slots)
@@ -328,6 +327,7 @@ class HashedTable:
             ValueError: there would be more rows than the table may have.
         """
         self.release()
+        self.books.loads += 1
         for block in blocks:
             keys = block.keys if isinstance(block.keys, Tensor) else torch.tensor(list(block.keys))
             if "waiting" in block.parts:

@@ -3,24 +3,13 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
+from meshrec.ops.index import GivenSlots
 from meshrec.tables.at_rest import AtRest
-
-
-class FreshRows(NamedTuple):
-    """The pending rows of a batch that were made for it."""
-
-    slots: Tensor
-    """The slots in ascending order of their keys, int64 [U]."""
-    keys: Tensor
-    """The keys, ascending, int64 [U]."""
-    counts: Tensor
-    """The number of times that the batch reads each row, int64 [U]."""
 
 
 class PinnedRows:
@@ -32,7 +21,7 @@ class PinnedRows:
         parts: Sequence[Tensor],
         pending: Tensor,
         released: deque[Tensor],
-        fresh: FreshRows | None = None,
+        fresh: GivenSlots | None = None,
     ) -> None:
         self.table, self.pending, self._fresh = table, pending, fresh
         self._parts, self._released = parts, released
@@ -44,7 +33,7 @@ class PinnedRows:
         """The slots, which may repeat."""
         return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
 
-    def fresh(self) -> FreshRows | None:
+    def fresh(self) -> GivenSlots | None:
         """Return the pending rows, if they were made for this batch and no others have joined them."""
         return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
@@ -86,10 +75,12 @@ class Books:
     is_watched: bool = False
     changes: int = 0
     """The number of times that IDs were admitted or evicted."""
+    loads: int = 0
+    """The number of times that rows were loaded."""
     resting: "ReferenceType[AtRest] | None" = None
     """The rows at rest, as long as a caller holds them."""
 
-    def note_reads(self, num_read: int, fresh: FreshRows | None) -> None:
+    def note_reads(self, num_read: int, fresh: GivenSlots | None) -> None:
         """Count the IDs that a batch has read; ``fresh``: those that had no row."""
         self.report.read += num_read
         self.report.hits += num_read - (0 if fresh is None else int(fresh.counts.sum()))

@@ -69,6 +69,12 @@ class Eviction(ABC):
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return a score for each row, int32 or int64 [N]."""
 
+    def score_of_use(self, clock: Clock) -> int | None:
+        """Return the score of rows that are used now, if scores change by use alone, and never to less than
+        this later; otherwise None. See [Note: the order of eviction] in tables/next_rows.py.
+        """
+        return None
+
     def expired(self, own: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
         """Return which rows to evict even if the table is not full, bool by slot; None: no row."""
         return None
@@ -87,6 +93,10 @@ class LRU(Eviction):
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the steps of the last updates."""
         return rows.parts["last"]
+
+    def score_of_use(self, clock: Clock) -> int | None:
+        """Return the number of the update."""
+        return clock.step
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,10 @@ class TTL(Eviction):
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the times of the last updates."""
         return rows.parts["last"]
+
+    def score_of_use(self, clock: Clock) -> int | None:
+        """Return the number of the update, or the event time."""
+        return self._now(clock)
 
     def expired(self, own: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
         """Return which rows were not updated within the time."""

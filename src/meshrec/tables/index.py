@@ -6,7 +6,15 @@ from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import HashIndex, SearchedPart, find_parts, mix
+from meshrec.ops.index import (
+    GivenSlots,
+    HashIndex,
+    SearchedPart,
+    UnseenIds,
+    find_parts,
+    give_slots,
+    mix,
+)
 
 
 class Resolved(NamedTuple):
@@ -67,11 +75,11 @@ class SearchableIndex(Protocol):
     def release(self) -> None:
         """Free the slots that no batch needs any more; called before a search."""
 
-    def hold(self, parts: Sequence[Tensor], *, train: bool) -> object:
-        """Pin slots that were found, and return the pin."""
+    def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: GivenSlots | None = None) -> object:
+        """Pin the slots of a batch's keys, and return the pin.
 
-    def give(self, slots: Tensor, keys: Tensor, *, train: bool) -> Resolved:
-        """Give a slot to each key without one, whose ``slots`` is -1, and pin all of them."""
+        ``fresh``: the keys that have just got a slot, whose rows begin now.
+        """
 
 
 class KeyReader(NamedTuple):
@@ -114,30 +122,48 @@ def slots_of(
     by_indexes: dict[tuple[int, ...], list[int]] = {}
     for key, reader in readers.items():
         by_indexes.setdefault(tuple(map(id, reader.indexes)), []).append(key)
+    unseen: list[tuple[list[Tensor], list[SearchableIndex], list[UnseenIds]]] = []
     for keys in by_indexes.values():
         reader = readers[keys[0]]
         places = [block * num_keys + key for key in keys for block in range(num_blocks)]
-        is_known = not any(missing.get(place, 1) for place in places)
-        if is_known and at_once:
-            continue
         parts = [memory[bounds[place] : bounds[place + 1]] for place in places]
-        if is_known:
-            pins += [index.hold(parts, train=train) for index in reader.indexes]  # type: ignore[attr-defined]
+        if places[0] in missing:
+            num_missing = sum(missing[place] for place in places)
+            indexes: list[SearchableIndex] = list(reader.indexes)  # type: ignore[arg-type]
+            if num_missing == 0:
+                pins += [] if at_once else [index.hold(parts, train=train) for index in indexes]
+                continue
+            ids, slots = (_joined(each, bounds, places) for each in (values, memory))
+            own = [slots, *(slots.clone() for _ in indexes[1:])]
+            jobs = [
+                UnseenIds(index.slots, ids.long(), each, num_missing, reader.first_row, reader.mix_seed)
+                for index, each in zip(indexes, own, strict=True)
+            ]
+            unseen.append((parts, indexes, jobs))
             continue
-        given = torch.cat([values[bounds[place] : bounds[place + 1]] for place in places]).long()
+        given = _joined(values, bounds, places).long()
         if reader.mix_seed is not None:
             given = mix(given, reader.mix_seed)
-        wanted = given + reader.first_row
-        if places[0] in missing:
-            slots = torch.cat(parts)
-            resolved = [index.give(slots.clone(), wanted, train=train) for index in reader.indexes]  # type: ignore[attr-defined]
-        else:
-            resolved = [index.resolve(wanted, train=train) for index in reader.indexes]
+        resolved = [index.resolve(given + reader.first_row, train=train) for index in reader.indexes]
         pins += [each.pin for each in resolved]
-        slots = resolved[0].slots
-        for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
-            part.copy_(own)
+        _write(resolved[0].slots, parts)
+    fresh = iter(give_slots([job for _, _, jobs in unseen for job in jobs]))
+    for parts, indexes, jobs in unseen:
+        for index, job in zip(indexes, jobs, strict=True):
+            pins.append(index.hold([job.slots], train=train, fresh=next(fresh)))
+        _write(jobs[0].slots, parts)
     return found, pins
+
+
+def _joined(values: Tensor, bounds: Sequence[int], places: Sequence[int]) -> Tensor:
+    """Return a copy of the values at some places."""
+    return torch.cat([values[bounds[place] : bounds[place + 1]] for place in places])
+
+
+def _write(slots: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write slots to their places."""
+    for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
+        part.copy_(own)
 
 
 def _searched(

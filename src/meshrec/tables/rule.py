@@ -13,7 +13,8 @@ from meshrec.optim.optimizers import DEFAULT_SEED, HyperOfSteps, OptimizerSpec
 class UpdateRule:
     """One spec, for all tables that share it: they are updated in one kernel call.
 
-    Every step reads it when the tables' rows have filled the caches: what a step can find ready is ready.
+    Each step reads the rule at a moment when rows have displaced everything else from the processor's caches.
+    So whatever can be computed ahead of the step is.
 
     Args:
         deferred: whether the optimizer's step makes the updates, and not the backward pass.

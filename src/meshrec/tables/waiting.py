@@ -46,7 +46,7 @@ class Waiting(Protocol):
 
 
 class Nobody(Waiting):
-    """The store of policies without counts: IDs are admitted at once, or with a probability."""
+    """The empty store of policies that need no counts: they admit IDs at once, or with a probability."""
 
     def __init__(self, admission: Probability | None, seed: int) -> None:
         self._admission, self._seed = admission, seed

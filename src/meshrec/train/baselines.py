@@ -83,7 +83,7 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
         for each in (train, chooses)
         if each is not None
     ]
-    weights = regression(*parts, tell=tell)
+    weights = regression(*parts, tell=tell).weights
     yield Baseline(
         "logistic regression",
         quality(lambda batch: torch.from_numpy(columns(dataset, batch, batch.dense) @ weights)),

@@ -1,4 +1,4 @@
-"""Boosted trees that learn what a fitted model leaves over. LightGBM fits them."""
+"""Boosted trees beside a fitted model. LightGBM fits them."""
 
 from typing import Any, NamedTuple
 
@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from meshrec.data.faults import needs
-from meshrec.metrics import area_under_curve
-from meshrec.modules.boosted_trees import Branch, Leaf
+from meshrec.metrics import area_under_curve, auc_interval
+from meshrec.modules.boosted_trees import Branch, Leaf, scaled
 
 NUM_LEVELS = 4
-_LEAVES = 8
+_LEAVES = 6
 _PATIENCE = 100
 _SMOOTHING = 20.0
 _LEAST = 10
 _OPTIONS = {
     "objective": "binary",
     "metric": "auc",
-    "learning_rate": 0.05,
+    "learning_rate": 0.1,
     "max_depth": NUM_LEVELS,
     "num_leaves": _LEAVES,
-    "min_child_samples": 30,
+    "min_child_samples": 50,
     "subsample": 0.8,
     "subsample_freq": 1,
     "colsample_bytree": 0.5,
@@ -39,6 +39,10 @@ class TreeSamples(NamedTuple):
     inputs: Tensor
     labels: Tensor
     logits: Tensor
+
+    def where(self, mask: Tensor) -> "TreeSamples":
+        """Return the samples where ``mask`` [B] is True."""
+        return TreeSamples(*(each[mask] for each in self))
 
 
 def scores_of(ids: Tensor, labels: Tensor, num_rows: int) -> Tensor:
@@ -59,10 +63,21 @@ def scores_of(ids: Tensor, labels: Tensor, num_rows: int) -> Tensor:
     return torch.where(counts >= _LEAST, scores, 0.0).float()
 
 
-def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: int) -> list[Branch | Leaf]:
-    """Fit trees whose sum is added to the logits of a model; return those with the best AUC on other samples.
+class Boosted(NamedTuple):
+    """A model with trees: its logits times ``share``, plus ``bias``, plus the sum of ``trees``."""
 
-    There are none if all of them together make the AUC no better, or if it does not exist.
+    share: float
+    bias: float
+    trees: list[Branch | Leaf]
+
+
+def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: int) -> Boosted:
+    """Fit trees beside a model.
+
+    Half of them learn what the model leaves over; there are none if they make the AUC no better on other
+    samples. The other half learns the labels without the model, and the mean of both logits is taken: it
+    depends less on the samples that were drawn. The model has its own trees alone if their AUC is better than
+    that of the mean by more than its standard error, or if no AUC exists.
 
     Args:
         train: the samples to learn from.
@@ -74,7 +89,6 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
         ModuleNotFoundError: LightGBM is not installed.
         ValueError: a label is neither 0 nor 1. LightGBM would take all labels above 0 for 1.
     """
-    lightgbm = needs("lightgbm", "lightgbm")
     between = train.labels[(train.labels != 0) & (train.labels != 1)]
     if len(between):
         raise ValueError(
@@ -83,7 +97,35 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
         )
     before = area_under_curve(judged.logits, judged.labels)
     if before is None:
-        return []
+        return Boosted(1.0, 0.0, [])
+    over, added = _grown(train, judged, num_trees - num_trees // 2, seed)
+    one = judged.logits + added
+    after = _auc(one, judged)
+    if after <= before:
+        over, one, after = [], judged.logits, before
+    bias = float(torch.logit(train.labels.double().mean(), eps=1e-6))
+    start = [each._replace(logits=torch.full_like(each.logits, bias)) for each in (train, judged)]
+    alone, added = _grown(start[0], start[1], num_trees // 2, seed)
+    positive = float(judged.labels.sum())
+    interval = auc_interval(after, positive, len(judged.labels) - positive)
+    if after - _auc(one + bias + added, judged) > (interval.high - interval.low) / 4:
+        return Boosted(1.0, 0.0, over)
+    return Boosted(0.5, bias / 2, [scaled(each, 0.5) for each in (*over, *alone)])
+
+
+def _auc(logits: Tensor, judged: TreeSamples) -> float:
+    found = area_under_curve(logits, judged.labels)
+    assert found is not None
+    return found
+
+
+def _grown(
+    train: TreeSamples, judged: TreeSamples, num_trees: int, seed: int
+) -> tuple[list[Branch | Leaf], Tensor]:
+    """Return the trees with the best AUC on other samples, and what they add to the logits of these."""
+    lightgbm = needs("lightgbm", "lightgbm")
+    if not num_trees:
+        return [], torch.zeros_like(judged.logits)
     data = lightgbm.Dataset(
         train.inputs.numpy(), train.labels.numpy(), init_score=train.logits.numpy(), params={"verbosity": -1}
     )
@@ -93,12 +135,9 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
     stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
     options = _OPTIONS | {"seed": seed, "num_threads": torch.get_num_threads()}
     model = lightgbm.train(options, data, num_trees, valid_sets=[other], callbacks=[stop])
-    added = torch.from_numpy(model.predict(judged.inputs.numpy(), raw_score=True))
-    after = area_under_curve(judged.logits + added, judged.labels)
-    if after is None or after <= before:
-        return []
     found = model.dump_model(num_iteration=model.best_iteration)["tree_info"]
-    return [_node(each["tree_structure"]) for each in found]
+    trees = [_node(each["tree_structure"]) for each in found]
+    return trees, torch.from_numpy(model.predict(judged.inputs.numpy(), raw_score=True))
 
 
 def _node(saved: dict[str, Any]) -> Branch | Leaf:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,9 +92,18 @@ def chosen(num_samples: int) -> Any:
     return np.arange(num_samples) % _CHOICE == _CHOICE - 1
 
 
+class Regression(NamedTuple):
+    """A fitted regression."""
+
+    weights: "Vector"
+    """A weight per column."""
+    penalty: float
+    """The L2 penalty of the sum of losses."""
+
+
 def regression(
     train: "Labelled", judged: "Labelled | None" = None, *, tell: Tell = lambda done: None
-) -> "Vector":
+) -> Regression:
     """Fit a weight per column, with the L2 penalty of seven that has the best AUC on other samples.
 
     Penalties are tried from the strongest on, until one is worse than the one before it.
@@ -118,12 +127,19 @@ def regression(
         last = _fit(data, transposed, labels, penalty=penalty, start=last, tell=told)
         found = area_under_curve(torch.from_numpy(judged[0] @ last), torch.from_numpy(judged[1]))
         if found is None:  # one class only: nothing chooses, so the strongest penalty stays
-            return last
+            return Regression(last, penalty)
         if found <= best:
             break
-        best, kept = found, last
+        best, kept = found, Regression(last, penalty)
     assert kept is not None
     return kept
+
+
+def fitted_again(found: Regression, train: "Labelled") -> "Vector":
+    """Return the weights of the regression that other samples give, at the same penalty."""
+    data, labels = train
+    start, penalty = found
+    return _fit(data, data.T.tocsr(), labels, penalty=penalty, start=start, tell=lambda done: None)
 
 
 def _fit(

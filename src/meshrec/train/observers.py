@@ -36,7 +36,7 @@ class Started(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """Event: a step is done. Its number, and its number of samples."""
+    """Event: a step is done, with its number and its number of samples."""
 
     step: int
     num_samples: int
@@ -69,7 +69,7 @@ class Advanced(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Event: the run has ended, early or not. The contents of ``summary.json``."""
+    """Event: the run has ended, early or not. It carries the contents of ``summary.json``."""
 
     summary: Line
 

@@ -401,7 +401,9 @@ def _check_labels(features: "Features", loss: Loss) -> None:
 
 
 def _check_classes(features: "Features", loss: Loss) -> None:
-    """Raise ValueError if labels of classes or queries meet another loss than theirs, or the other way."""
+    """Raise ValueError unless labels of classes have `Softmax`, labels of queries `Ranking`, and all others
+    neither.
+    """
     labels = features.labels
     classes = labels[0].classes if labels else ()
     if isinstance(loss, Softmax) != bool(classes) or (isinstance(loss, Softmax) and loss.classes != classes):

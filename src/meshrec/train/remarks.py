@@ -51,7 +51,7 @@ def winner(summary: Mapping[str, Any]) -> str | None:
 
 
 def _chance(data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None) -> str | None:
-    """Tell that an AUC cannot be told from 0.5.
+    """Return a remark if an AUC is no better than chance; else None.
 
     Its standard deviation under chance is that of the Mann-Whitney statistic: Hanley and McNeil, "The meaning
     and use of the area under a ROC curve" (1982).

@@ -154,8 +154,8 @@ def make_trackers(names: str, folder: RunFolder) -> list[Observer]:
 
 
 def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
-    """Return the functions that make the observers, with the errors of `make_trackers`, before a run
-    exists.
+    """Return the functions that make the observers. Called before a run exists, so that wrong names fail
+    early; raises what `make_trackers` raises.
     """
     found: dict[str, Callable[[RunFolder], Observer]] = {}
     for name in filter(None, (each.strip() for each in names.split(","))):

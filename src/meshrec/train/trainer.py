@@ -6,6 +6,7 @@ from meshrec.checkpoint.stored import ObjectStore
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.data.balance import balanced_reader
 from meshrec.metrics.named import leading_metric, title_of
+from meshrec.ops.memory import frozen_objects
 from meshrec.train.building import Built, build
 from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.judge import Judge
@@ -122,7 +123,7 @@ class Trainer:
         self._tell(self._started())
         is_fitted = self._begins_with_fitted_weights()
         self.keeper.start()
-        with self._steps.profiled():
+        with frozen_objects(), self._steps.profiled():
             if is_fitted or self._owes_an_evaluation():
                 self._evaluate()
             if is_fitted:

@@ -36,8 +36,8 @@ def has_trees() -> bool:
 class Trees:
     """Gradient-boosted trees, fitted to training samples.
 
-    They read dense values as they are, single IDs as categories, and of lists whether each of the most
-    frequent IDs occurs. Trees are added until validation data gains nothing for 50 of them; without
+    They read dense values as they are, and single IDs as categories. From a list they read which of the most
+    frequent IDs occur in it. Trees are added until validation data gains nothing for 50 of them; without
     validation data there are 200.
 
     Args:
@@ -104,7 +104,9 @@ class Trees:
         return torch.from_numpy(self._model.predict(self.matrix(batch), raw_score=True))
 
     def matrix(self, batch: "Batch") -> "Matrix":
-        """Return dense values, then a column per single ID (NaN where there is none), then those of lists."""
+        """Return the columns of dense values, then one per single ID (NaN where it is missing), then those of
+        lists.
+        """
         columns = [batch.dense.numpy()]
         lists = []
         for name in self._rows:

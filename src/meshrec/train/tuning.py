@@ -231,7 +231,7 @@ def tune(
 
 @contextlib.contextmanager
 def _logging_as_it_is() -> Iterator[None]:
-    """Keep optuna from configuring logging, which it does unless somebody has: it disables all loggers."""
+    """Keep Optuna from configuring logging, which would disable all other loggers."""
     handler = logging.NullHandler()
     logging.getLogger().addHandler(handler)
     try:

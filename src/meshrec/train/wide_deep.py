@@ -15,7 +15,7 @@ from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 from meshrec.tables.initial import init_table
 from meshrec.train.architectures import tables_on_meta
 from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, scores_of
-from meshrec.train.linear import chosen, columns, first_samples, regression
+from meshrec.train.linear import Regression, chosen, columns, first_samples, fitted_again, regression
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.recipe import ModelConfig, Recipe
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
     from meshrec.train.linear import Labelled
     from meshrec.train.ranks import Ranks
+
+
+_FOLDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,8 @@ class WideDeepConfig(ModelConfig):
     fit_wide: bool = False
     """Begin with the linear weights of a logistic regression; the embeddings learn what it cannot tell."""
     fit_trees: int = 0
-    """Number of boosted trees, at most, that learn what the regression of fit_wide leaves over; 300 are
-    enough. They need LightGBM: pip install "meshrec[lightgbm]".
+    """Number of boosted trees, at most, beside the regression of fit_wide; 300 are enough. They need
+    LightGBM: pip install "meshrec[lightgbm]".
     """
     shrinkage: float = 0.0
     """L2 penalty of each row of a table, over the whole training data: what occurs rarely stays near 0."""
@@ -156,25 +159,47 @@ def _fitted(model: WideDeep, dataset: "Dataset", seed: int) -> _Fitted:
 
     learnt = labelled(train)
     chooses = None if others is None else labelled(others)
-    weights = regression(learnt, chooses)
-    linear = torch.from_numpy(weights).float()
+    found = regression(learnt, chooses)
+    linear = torch.from_numpy(found.weights)
     if model.trees is None:
-        return _Fitted(linear, [], [])
+        return _Fitted(linear.float(), [], [])
     # Samples that choose the number of trees must not be in the scores that trees split.
-    apart = torch.from_numpy(chosen(len(train)) & (others is None))
-    scores = _scores(dataset, train, ~apart)
+    learns = torch.from_numpy(~chosen(len(train)) | (others is not None))
+    scores = _scores(dataset, train, learns)
 
     def judged(samples: Batch, matrix: Any) -> TreeSamples:
-        inputs = torch.cat([samples.dense, _pooled(dataset, samples, scores)], dim=1)
-        return TreeSamples(inputs, samples.labels, torch.from_numpy(matrix @ weights))
+        logits = torch.from_numpy(matrix @ found.weights)
+        return TreeSamples(_inputs(dataset, samples, scores), samples.labels, logits)
 
-    learns = judged(train, learnt[0])
     if others is None or chooses is None:
-        judges = TreeSamples(*(each[apart] for each in learns))
-        learns = TreeSamples(*(each[~apart] for each in learns))
+        judges = judged(train, learnt[0]).where(~learns)
     else:
         judges = judged(others, chooses[0])
-    return _Fitted(linear, scores, boosted(learns, judges, model.trees.num_trees, seed=seed))
+    crossed = _crossed(dataset, train, learnt, found, learns).where(learns)
+    share, bias, trees = boosted(crossed, judges, model.trees.num_trees, seed=seed)
+    linear *= share
+    linear[-1] += bias
+    return _Fitted(linear.float(), scores, trees)
+
+
+def _crossed(
+    dataset: "Dataset", samples: Batch, learnt: "Labelled", found: Regression, learns: Tensor
+) -> TreeSamples:
+    """Return training samples with the scores and logits that the other folds of them give.
+
+    Scores and weights that have seen a sample's own label say more about it than about new samples: trees
+    would trust them too much.
+    """
+    data, labels = learnt
+    folds = torch.arange(len(samples)) % _FOLDS
+    inputs, logits = [], []
+    for fold in range(_FOLDS):
+        rest = learns & (folds != fold)
+        weights = fitted_again(found, (data[rest.numpy()], labels[rest.numpy()]))
+        inputs.append(_inputs(dataset, samples, _scores(dataset, samples, rest)))
+        logits.append(torch.from_numpy(data @ weights))
+    own = torch.arange(len(samples))
+    return TreeSamples(torch.stack(inputs)[folds, own], samples.labels, torch.stack(logits)[folds, own])
 
 
 def _scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
@@ -190,9 +215,11 @@ def _scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
     return found
 
 
-def _pooled(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
-    """Return the scores of the samples' IDs [B, F], pooled as the tables do; 0 for hashed tables."""
-    inputs, rest = [], iter(scores)
+def _inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
+    """Return what trees split [B, N + F]: numbers, and scores of IDs, pooled as the tables do; 0 for hashed
+    tables.
+    """
+    inputs, rest = [samples.dense], iter(scores)
     for table in dataset.tables(1):
         of_rows = None if table.keys is not None else next(rest)[:, None]
         for name in table.feature_names:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshrec.ops import library
-from meshrec.ops.index import HashIndex, compiled, naive, unique
+from meshrec.ops.index import HashIndex, UnseenIds, compiled, give_slots, hash_index, naive, unique
 
 pytestmark = pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
 EDGES = np.array([-(2**63), -(2**63) + 1, -1, 0, 1, 2**62, 2**63 - 1])
@@ -211,6 +211,41 @@ def test_memory_is_copied_where_none_is_reserved(monkeypatch):
     drawn(index, reference, hashes(40_000).numpy(), np.random.default_rng(0), 100_000)
     index.insert(unique(hashes(100_000, 7))[0])
     assert index._rows.memory[0].nbytes + sum(each.nbytes for each in index._rows.memory) < 1 << 24
+
+
+@pytest.mark.parametrize("num_indexes", [1, 5])
+def test_unseen_ids_get_the_slots_of_single_inserts(num_indexes):
+    """IDs that repeat, in several indexes at once, against the fallback, which inserts step by step."""
+    sizes = [1 << 12, 1 << 22, 1 << 14, 1 << 13, 1 << 12][:num_indexes]
+    indexes, others = ([HashIndex(size, seed=k) for k, size in enumerate(sizes)] for _ in range(2))
+    for turn in range(4):
+        jobs, expected = [], []
+        for k, (index, other) in enumerate(zip(indexes, others, strict=True)):
+            ids = torch.cat([hashes(1 if k == 2 else 900, 10 * (turn // 2) + k), torch.from_numpy(EDGES)])
+            ids = ids[torch.randint(len(ids), (1500,))]
+            seed = None if k % 2 else k
+            keys = (ids if seed is None else naive.mix(ids, seed)) + k
+            for own, to in ((index, jobs), (other, expected)):
+                slots = own.find(keys)
+                to.append(UnseenIds(own, ids, slots, int((slots < 0).sum()), k, seed))
+        given = give_slots([job for job in jobs if job.num_absent])
+        wanted = [hash_index._given(job) for job in expected if job.num_absent]
+        for one, two in zip(given, wanted, strict=True):
+            assert all(map(torch.equal, one, two))
+        for one, two in zip(jobs, expected, strict=True):
+            assert torch.equal(one.slots, two.slots)
+    for one, two in zip(indexes, others, strict=True):
+        same(one, two)
+
+
+def test_an_index_without_room_leaves_all_as_they_were():
+    indexes = [HashIndex(1 << 12), HashIndex(4), HashIndex(1 << 12)]
+    ids = torch.arange(5)
+    jobs = [UnseenIds(index, ids, torch.full((5,), -1), 5) for index in indexes]
+    with pytest.raises(ValueError, match="there would be 5 IDs, and there is room for 4"):
+        give_slots(jobs)
+    assert [index.num_live for index in indexes] == [0, 0, 0]
+    assert [index.find(ids).max().item() for index in indexes] == [-1, -1, -1]
 
 
 def test_a_forked_process_has_the_index_as_it_was():

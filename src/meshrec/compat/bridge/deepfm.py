@@ -115,8 +115,8 @@ class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
     """
 
     def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the output [B, 1]; in training, after its cross-entropy with the labels [B], as if it were
-        logits.
+        """Return the output [B, 1]. In training, return the loss before it: the cross-entropy with the labels
+        [B], which takes the output for logits.
         """
         output = super().forward(model_input.float_features, model_input.idlist_features)
         return with_loss(output, model_input.label) if self.training else output

@@ -97,7 +97,9 @@ class DLRMWrapper(DLRM):
     """A DLRM that takes a whole batch. It returns loss and logits in training, otherwise the logits."""
 
     def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, 1]; in training, after the binary cross-entropy with the labels [B]."""
+        """Return logits [B, 1]. In training, return their binary cross-entropy with the labels [B] before
+        them.
+        """
         logits = super().forward(model_input.float_features, model_input.idlist_features)
         return with_loss(logits, model_input.label) if self.training else logits
 

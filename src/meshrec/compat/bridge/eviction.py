@@ -1,4 +1,4 @@
-"""TorchRec's policies for managed collisions: which IDs a module keeps, to TorchRec's numbers.
+"""TorchRec's policies for managed collisions: which IDs a module keeps, with TorchRec's results.
 
 N IDs of the history, each once; Z IDs that the module has
 """

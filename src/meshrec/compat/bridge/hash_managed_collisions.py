@@ -1,7 +1,8 @@
 """TorchRec's hash-based managed collisions (multi-probe ZCH), on MeshRec's hash index.
 
 TorchRec's kernel trains on GPUs only, and an ID competes for the rows that its hash probes. Here any ID can
-have any row: the numbers of rows are others, and no ID loses its row as long as one is free or due.
+have any row. So IDs get other rows than in TorchRec, and no ID loses its row as long as a row is free or due
+for eviction.
 """
 
 import time
@@ -75,7 +76,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         eviction_policy_name: the policy; None: no ID loses its row.
         eviction_config: the options of the policy.
         disable_fallback: whether IDs without a row are left out, instead of sharing one.
-        read_only_suffix: features whose names end so are read only.
+        read_only_suffix: suffix of the names of features that never change the rows.
         persist_hash_zch_bucket: whether the state dict has the number of buckets.
         more: further options of TorchRec, which must have their defaults.
 

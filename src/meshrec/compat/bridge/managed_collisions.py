@@ -1,7 +1,7 @@
-"""TorchRec's managed collisions: modules that map raw IDs to rows of a fixed table, to TorchRec's numbers.
+"""TorchRec's managed collisions: modules that map raw IDs to rows of a fixed table, with TorchRec's results.
 
-They serve programs that have them. New programs take tables with hashed keys (``meshrec.Hashed``), whose rows
-do not depend on the number of ranks.
+They are for existing programs. New programs take tables with hashed keys (``meshrec.Hashed``), whose rows do
+not depend on the number of ranks.
 """
 
 import logging

@@ -2,8 +2,8 @@
 
 TorchRec looks for rows below a threshold when a rank has ``training_id_eviction_trigger_count`` of them, and
 keeps an unbounded number otherwise. A table with hashed keys has that number as its budget, on all ranks
-together: when it is full, the rows with the least scores go. So thresholds do not decide, and are said to be
-left out.
+together: when it is full, the rows with the least scores go. So thresholds have no effect, and a log line
+says so.
 """
 
 import logging

@@ -26,7 +26,8 @@ _ROW_SEED = 0x5A3B
 class RowSample(NamedTuple):
     """The rows whose numbers have the smallest hashes: a random sample without replacement.
 
-    ``table`` and ``places`` (those hashes) are sorted by them; up to the limit they are all rows.
+    ``places`` holds these hashes, ascending, and ``table`` the rows in the same order. With no more rows than
+    the limit, the sample has all of them.
     """
 
     table: pa.Table

@@ -148,17 +148,19 @@ def _check(
             f"{shapes}: allowed are [M, H, Q], [N, H, Q] and [N, H, V]. Give every token of a "
             "sample, targets included, a key and a value."
         )
-    offsets, query_offsets = read_together([offsets, query_offsets])
-    longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
-    if int(offsets[-1]) != len(key) or int(query_offsets[-1]) != len(query) or longest > max_length:
+    # NumPy, as this runs in each layer of each request that a server answers.
+    bounds, query_bounds = (each.numpy() for each in read_together([offsets, query_offsets]))
+    lengths, nums = bounds[1:] - bounds[:-1], query_bounds[1:] - query_bounds[:-1]
+    longest = lengths.max(initial=0)
+    if bounds[-1] != len(key) or query_bounds[-1] != len(query) or longest > max_length:
         raise ValueError(
-            f"the samples have {int(offsets[-1])} tokens and {int(query_offsets[-1])} queries, the longest "
+            f"the samples have {bounds[-1]} tokens and {query_bounds[-1]} queries, the longest "
             f"{longest} tokens: {len(key)} keys and {len(query)} queries are given, and max_length is "
             f"{max_length}. Cut longer histories, or raise max_length."
         )
-    if len(offsets) != len(query_offsets) or bool((query_offsets.diff() > offsets.diff()).any()):
+    if len(lengths) != len(nums) or (nums > lengths).any():
         raise ValueError(
-            f"{len(offsets) - 1} samples have tokens and {len(query_offsets) - 1} have queries, and no "
+            f"{len(lengths)} samples have tokens and {len(nums)} have queries, and no "
             "sample may have more queries than tokens. Give the queries of the last tokens of each sample."
         )
     if bias.position_P is not None and len(bias.position_P) != 2 * max_length - 1:

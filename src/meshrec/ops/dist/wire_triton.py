@@ -13,9 +13,6 @@ from torch import Tensor
 from meshrec.ops.dist import wire_naive as naive
 from meshrec.ops.library import implement
 
-if importlib.util.find_spec("triton") is not None:
-    from meshrec.ops.dist import wire_triton_kernels as kernels
-
 _WIDEST = 8192
 """Columns of more values take the plain version: a program keeps a row in registers."""
 
@@ -33,6 +30,8 @@ def wire_encode(
     step: int,
 ) -> tuple[Tensor, Tensor]:
     """Encode rows as ``naive.wire_encode`` does, in one kernel per column."""
+    from meshrec.ops.dist import wire_triton_kernels as kernels
+
     rest = seeds, origins, first_keys, keys, step
     blocks = list(naive.blocks_of(rows, begins, widths, formats))
     size = sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True))
@@ -72,6 +71,8 @@ def wire_decode(
     message: Tensor, rows: list[int], begins: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
     """Decode rows as ``naive.wire_decode`` does, in one kernel per column."""
+    from meshrec.ops.dist import wire_triton_kernels as kernels
+
     blocks = list(naive.blocks_of(rows, begins, widths, formats))
     size = sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True))
     if max(widths, default=0) > _WIDEST or message.dtype != torch.uint8 or message.numel() != size:

@@ -6,13 +6,23 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.index import fakes  # noqa: F401 - registers the shapes
-from meshrec.ops.index.hash_index import HashIndex, SearchedPart, find_parts
+from meshrec.ops.index.hash_index import (
+    GivenSlots,
+    HashIndex,
+    SearchedPart,
+    UnseenIds,
+    find_parts,
+    give_slots,
+)
 
 __all__ = [
     "BYTES_PER_ID",
+    "GivenSlots",
     "HashIndex",
     "SearchedPart",
+    "UnseenIds",
     "find_parts",
+    "give_slots",
     "marked_between",
     "marked_histogram",
     "marked_range",

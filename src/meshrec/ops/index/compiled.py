@@ -7,6 +7,7 @@ fill.
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +25,31 @@ _PAGE_BUCKETS = (1 << 21) // _BUCKET_BYTES
 _pointers = ctypes.c_void_p * 4
 
 
+class GiveArgs(ctypes.Structure):
+    """The arguments of ``meshrec_index_give`` for one index, as in csrc/index/hash_index.cpp."""
+
+    _fields_ = (
+        ("memory", _pointers),
+        ("seed", ctypes.c_uint64),
+        ("ids", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("mixes", ctypes.c_int64),
+        ("mix_seed", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("slots", ctypes.c_void_p),
+        ("num_absent", ctypes.c_int64),
+        ("found", ctypes.c_void_p),
+        ("num_found", ctypes.c_int64),
+    )
+
+
 def _kernels() -> ctypes.CDLL | None:
     library = c_entry_points()
     if library is None or not hasattr(library, "meshrec_index_insert"):
         return None
     memory, seed, address, count = _pointers, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64
     for name, arguments in (
+        ("give", [ctypes.POINTER(GiveArgs), count]),
         ("insert", [memory, seed, address, count, address, address]),
         ("remove", [memory, seed, address, count, address]),
         ("free", [memory, seed, address, count, address]),
@@ -159,6 +179,25 @@ class CompiledIndex:
         )
         return ids[:count], slots[:count]
 
+    def give_args(
+        self, ids_N: Tensor, slots_N: Tensor, found: Tensor, mix_seed: int | None, first: int
+    ) -> GiveArgs:
+        """Return what ``give`` takes for this index; ``found``: int64 [3, number of IDs without a slot]."""
+        word = (1 << 64) - 1
+        return GiveArgs(
+            self._addresses,
+            self.seed & word,
+            ids_N.data_ptr(),
+            len(ids_N),
+            int(mix_seed is not None),
+            (mix_seed or 0) & word,
+            first & word,
+            slots_N.data_ptr(),
+            found.shape[1],
+            found.data_ptr(),
+            0,
+        )
+
     @property
     def _room(self) -> int:
         return int(self._words[_ROOM])
@@ -195,3 +234,16 @@ class CompiledIndex:
         self.memory = [header, *new]
         self._addresses = _pointers(*(each.data_ptr() for each in self.memory))
         return True
+
+
+def give(arguments: Sequence[GiveArgs]) -> list[int]:
+    """Insert the IDs without a slot in indexes, each of which occurs once, and write their slots.
+
+    Returns:
+        For each index, the number of distinct IDs that it has inserted; -1 where nothing has changed, because
+        the index needs other memory first, or has no room.
+    """
+    assert _library is not None
+    all_of_them = (GiveArgs * len(arguments))(*arguments)
+    _library.meshrec_index_give(all_of_them, len(arguments))
+    return [each.num_found for each in all_of_them]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.index import naive
-from meshrec.ops.index.compiled import CompiledIndex, is_compiled
+from meshrec.ops.index.compiled import CompiledIndex, give, is_compiled
 from meshrec.ops.index.naive import NaiveIndex, Status
 
 # Set apart from the seeds of a plan: hashes of IDs that fall to one rank lie in one interval, and the index
@@ -120,7 +120,7 @@ class HashIndex:
     def marked(self, marks: Tensor, most: int = (1 << 63) - 1) -> tuple[Tensor, Tensor]:
         """Return the IDs whose slots are marked, in any order, and these slots: int64 [M] each.
 
-        Much faster than ``ids_of`` if most slots are marked: the index is read from begin to end.
+        Much faster than ``ids_of`` if most slots are marked: the index is read from beginning to end.
 
         Args:
             marks: bool, one for each slot from 0 to the greatest that an ID has had; there may be more.
@@ -229,3 +229,71 @@ def find_parts(ids_N: Tensor, parts: Sequence[SearchedPart]) -> tuple[Tensor, li
         mixes,
     )
     return slots, absent.tolist()
+
+
+class UnseenIds(NamedTuple):
+    """IDs of a batch, some of which have no slot in an index."""
+
+    owner: HashIndex
+    ids: Tensor
+    """int64 [N], contiguous."""
+    slots: Tensor
+    """The slot of each ID, -1 where there is none, int64 [N], contiguous."""
+    num_absent: int
+    """The number of IDs without a slot."""
+    first: int = 0
+    """The offset that is added to the IDs before, see ``SearchedPart``."""
+    mix_seed: int | None = None
+    """The seed with which the IDs are mixed before; None: they are not."""
+
+
+class GivenSlots(NamedTuple):
+    """The IDs that have got a slot."""
+
+    slots: Tensor
+    """The slots in ascending order of their IDs, int64 [U]."""
+    ids: Tensor
+    """The distinct IDs, ascending, mixed and with the offset, int64 [U]."""
+    counts: Tensor
+    """The number of times that the batch has each ID, int64 [U]."""
+
+
+def give_slots(unseen: Sequence[UnseenIds]) -> list[GivenSlots]:
+    """Insert the IDs that have no slot in several indexes, each of which occurs once, and write their slots.
+
+    Raises:
+        ValueError: an index has fewer free slots than IDs. No index has changed then.
+    """
+    assert len({id(each.owner) for each in unseen}) == len(unseen)
+    rooms = [torch.empty(3, each.num_absent, dtype=torch.int64) for each in unseen]
+    compiled = [each.owner._rows for each in unseen if isinstance(each.owner._rows, CompiledIndex)]
+    numbers = [-1] * len(unseen)
+    if len(compiled) == len(unseen):
+        numbers = give(
+            [
+                own.give_args(each.ids, each.slots, room, each.mix_seed, each.first)
+                for own, each, room in zip(compiled, unseen, rooms, strict=True)
+            ]
+        )
+    found: list[GivenSlots | None] = []
+    for room, number in zip(rooms, numbers, strict=True):
+        ids, slots, counts = room[:, : max(0, number)].unbind()
+        found.append(None if number < 0 else GivenSlots(slots, ids, counts))
+    try:
+        return [own or _given(each) for own, each in zip(found, unseen, strict=True)]
+    except (ValueError, MemoryError):
+        for own, each in zip(found, unseen, strict=True):
+            if own is not None:
+                each.owner.free(own.slots)
+        raise
+
+
+def _given(unseen: UnseenIds) -> GivenSlots:
+    """Insert the IDs that have no slot, step by step."""
+    absent = unseen.slots < 0
+    ids = unseen.ids[absent]
+    keys = (ids if unseen.mix_seed is None else naive.mix(ids, unseen.mix_seed)) + unseen.first
+    distinct, inverse = torch.ops.meshrec.index_unique.default(keys)
+    slots = unseen.owner.insert(distinct)
+    unseen.slots[absent] = slots[inverse]
+    return GivenSlots(slots, distinct, torch.bincount(inverse, minlength=len(slots)))

@@ -82,8 +82,8 @@ def tbe_update(grad: Tensor, *arguments: Any, **last: Any) -> None:
     it comes ``mean_squares``, fp32 [sum of U_t]: the mean of the squared gradient over each touched whole
     row, for the optimizers that need no other statistic.
 
-    ``row_keys``: for each weight the rows of the whole table that its rows are, int64, in place of their
-    numbers and the row in ``origins``; or an empty tensor, where it has its rows in order.
+    ``row_keys``: for each weight, the number in the whole table of each of its rows, int64. They replace the
+    row in ``origins``. Empty for a weight whose rows are in order.
     """
     lookups, (weights, state, optimizer, hyper, row_stats, origins, *rest) = Lookups.split(arguments)
     # The dispatcher leaves out defaults; others name the arguments after ``origins``.

@@ -80,8 +80,8 @@ def _places(
     device: torch.device,
     stream: int,
 ) -> tuple[PlacedLookups, Tensor]:
-    """Return all lookups and, on the device, the first bag of each segment. Kept for batches of one form, of
-    which a training run has few. Without pooling, the caller sets the places in the output.
+    """Return all lookups and, on the device, the first bag of each segment. Results are cached, because the
+    batches of a run have few different forms. Without pooling, the caller sets the places in the output.
     """
     if NONE in pooling and not flat:
         raise ValueError("lookups that are not pooled have a flat output.")

@@ -48,7 +48,7 @@ class Staging(NamedTuple):
 
 
 class StageFlow:
-    """The values that pass between one stage and the others.
+    """The values that one stage exchanges with the others.
 
     Args:
         staging: all stages.

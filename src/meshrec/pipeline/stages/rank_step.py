@@ -150,7 +150,7 @@ class RankStep:
     """One batch on one rank.
 
     Args:
-        flow: the ways of values between this rank's stage and the others.
+        flow: the values that this rank's stage exchanges with the others.
         exchange: exchange with other stages.
         lane: the process groups.
         run: the batch in this rank's stage.

@@ -61,7 +61,7 @@ class StageRun:
     ``deliver``, ``values.collect`` and ``tables_backward``.
 
     Args:
-        flow: the ways of values between this stage and the others.
+        flow: the values that this stage exchanges with the others.
         call: runs a program of the stage, "whole" or "split".
         values: the batch, and the values of other stages.
         mode: how to run the batch.

@@ -48,7 +48,7 @@ class StageValues:
     """Finds the values that a stage reads, and hands on those that it makes; the same for gradients.
 
     Args:
-        flow: the ways of values.
+        flow: the values that the stages exchange.
         inputs: the batch.
         exchange: exchange with other stages.
 

@@ -1,0 +1,52 @@
+// The header of a hash index, and its free slots; see [Note: the hash index] in shard.h.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "index/shard.h"
+
+namespace meshrec::index {
+
+struct Header {
+  int64_t num_live, num_slots, max_slots, shard_bits, room, slot_room, lowest_free, unused;
+  ShardState shards[];
+};
+
+// The slots below `num_slots` that no ID has: a bit for each, and one for each word that is not 0.
+class FreeSlots {
+ public:
+  FreeSlots(Header& header, uint64_t* words) : header_(header), words_(words) {
+    summary_ = words + (header.slot_room + 63) / 64;
+  }
+
+  bool has(int64_t slot) const { return words_[slot / 64] >> (slot % 64) & 1; }
+  void put(int64_t slot) {
+    const int64_t word = slot / 64;
+    words_[word] |= uint64_t(1) << (slot % 64);
+    summary_[word / 64] |= uint64_t(1) << (word % 64);
+    header_.lowest_free = std::min(header_.lowest_free, word / 64);
+  }
+  void take(int64_t slot) {
+    const int64_t word = slot / 64;
+    if ((words_[word] &= ~(uint64_t(1) << (slot % 64))) == 0)
+      summary_[word / 64] &= ~(uint64_t(1) << (word % 64));
+  }
+  // Takes the lowest; there must be one.
+  int64_t take_lowest() {
+    int64_t& at = header_.lowest_free;
+    while (summary_[at] == 0) ++at;
+    const int64_t word = at * 64 + std::countr_zero(summary_[at]);
+    const int64_t slot = word * 64 + std::countr_zero(words_[word]);
+    take(slot);
+    return slot;
+  }
+
+ private:
+  Header& header_;
+  uint64_t* words_;
+  uint64_t* summary_;
+};
+
+}  // namespace meshrec::index

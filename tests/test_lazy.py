@@ -1,0 +1,38 @@
+import contextlib
+import gc
+import importlib
+import subprocess
+import sys
+
+from meshrec.lazy import uncollected
+
+OWN = """
+import gc, sys
+from meshrec.lazy import own_process, uncollected
+with uncollected():
+    import json
+assert gc.get_freeze_count() == 0
+own_process()
+with uncollected():
+    import meshrec.cli.train
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
+print("triton" in sys.modules)
+"""
+
+
+def test_nothing_is_collected_inside_and_afterwards_all_is_as_before():
+    assert gc.isenabled()
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with contextlib.suppress(ModuleNotFoundError), uncollected():
+        importlib.import_module("no_such_module")
+    assert gc.isenabled()
+
+
+def test_a_process_of_its_own_freezes_what_it_imports_and_loads_no_compiler_for_gpus():
+    found = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
