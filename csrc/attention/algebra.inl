@@ -31,6 +31,18 @@ inline Vec exponential(Vec x) {
 
 inline Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }
 
+inline float dot_product(const float* a, const float* b, int64_t width) {
+  constexpr int kVectors = 16 / kLanes;
+  Vec sum[kVectors] = {};
+  int64_t d = 0;
+  for (; d + 16 <= width; d += 16) {
+    for (int v = 0; v < kVectors; ++v) sum[v] += load(a + d + v * kLanes) * load(b + d + v * kLanes);
+  }
+  float total = lanes_total(sum);
+  for (; d < width; ++d) total += a[d] * b[d];
+  return total;
+}
+
 // c [M, N vectors] = a [M, depth] b [depth, N vectors], or that added to c. The elements of a lie a_row apart
 // by row and a_depth by column.
 template <int M, int N>

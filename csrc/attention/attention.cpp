@@ -18,10 +18,13 @@ constexpr double kBucketWidth = 0.301;  // BUCKET_WIDTH in naive.py
 constexpr int64_t kTasks = 64;          // at most; the gradients of biases are summed by task
 
 TimeBuckets time_buckets(int64_t num_buckets) {
+  thread_local int64_t num_known = -1;  // the layers of a model have as many
+  thread_local TimeBuckets found;
+  if (num_buckets == num_known) return found;
+  num_known = num_buckets;
   // The same fp32 numbers as those that naive.py compares with.
   std::vector<float> begins(num_buckets);
   for (int64_t k = 0; k < num_buckets; ++k) begins[k] = float(std::exp(kBucketWidth * double(k)));
-  TimeBuckets found;
   int64_t bucket = 0;
   for (int slot = 0; slot < kBucketSlots; ++slot) {
     const double begin = std::ldexp(1 + (slot % 8) / 8., slot / 8);

@@ -160,21 +160,6 @@ inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, Att
   }
 }
 
-inline float total_of(Vec part) {
-  float total = 0;
-  for (int k = 0; k < kLanes; ++k) total += part[k];
-  return total;
-}
-
-inline float dot_product(const float* a, const float* b, int64_t width) {
-  Vec sum{};
-  int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) sum += load(a + d) * load(b + d);
-  float total = total_of(sum);
-  for (; d < width; ++d) total += a[d] * b[d];
-  return total;
-}
-
 // A sample with few queries reads its keys and values in place: packing them would cost more than it saves.
 // So it is where a server continues a history that is kept.
 inline bool reads_in_place(const AttentionArgs& a, const AttentionUnit& unit) {
@@ -208,6 +193,12 @@ inline float most_of(const float* row, int64_t count) {
   float found = most[0];
   for (int k = 1; k < kLanes; ++k) found = std::max(found, most[k]);
   return found;
+}
+
+inline float total_of(Vec part) {
+  float total = 0;
+  for (int k = 0; k < kLanes; ++k) total += part[k];
+  return total;
 }
 
 // Turns the scores of a tile into weights of a softmax that is not divided yet, and scales what was summed

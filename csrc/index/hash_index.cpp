@@ -126,12 +126,14 @@ class Index {
     Tensor absent = new_int64(args.num_absent);
     auto* const ids = absent.mutable_data_ptr<int64_t>();
     std::unique_ptr<int64_t[]> places(new int64_t[args.num_absent]);
-    for (int64_t i = 0, next = 0; i < args.count && next < args.num_absent; ++i) {
+    int64_t next = 0;
+    for (int64_t i = 0; i < args.count && next < args.num_absent; ++i) {
       if (args.slots[i] >= 0) continue;
       const uint64_t id = uint64_t(args.ids[i]);
       ids[next] = int64_t((args.mixes ? mix(id, args.mix_seed) : id) + args.first);
       places[next++] = i;
     }
+    if (next < args.num_absent) return false;
     const auto [distinct, positions] = index_unique(absent);
     const int64_t count = args.num_found = distinct.numel();
     int64_t *const slots = args.found + args.num_absent, *const counts = slots + args.num_absent;

@@ -1,3 +1,4 @@
+import importlib
 import pickle
 import shutil
 import zipfile
@@ -5,7 +6,7 @@ import zipfile
 import pytest
 import torch
 
-from meshrec.export import PackageError, Predictor
+from meshrec.export import PackageError, Predictor, archive
 from meshrec.export.archive import load_exported
 from tests.export.conftest import torchs_own_warnings
 
@@ -20,6 +21,11 @@ def test_packages_need_no_pickle(uncompiled, small_package, requests, monkeypatc
     with torchs_own_warnings():
         for folder in (uncompiled, small_package):
             Predictor(folder)(*requests(3))
+
+
+def test_torch_still_has_the_modules_that_servers_import_before_they_fork():
+    for name in archive._READERS:
+        importlib.import_module(name)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ class InMemoryReader(Reader):
         self._lengths = np.zeros(0, np.int64)
 
     def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> "InMemoryReader":
-        """Return a reader of the same samples that divides those of a step by the lengths of some keys.
+        """Return a reader of the same samples, which divides the samples of a step among ranks by the lengths
+        of some keys.
 
         Args:
             keys: keys whose lengths are added up for each sample.

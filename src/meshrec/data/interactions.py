@@ -82,8 +82,8 @@ class Interactions:
 
 
 class _Pairs(NamedTuple):
-    """Histories ``[starts, starts + lengths)`` and ``num_targets`` targets from ``targets`` on, as positions
-    among the interactions.
+    """The histories and targets of samples, as positions among the interactions. A history is ``[starts,
+    starts + lengths)``; its targets are the ``num_targets`` interactions from ``targets`` on.
     """
 
     starts: Ints

@@ -6,6 +6,7 @@ expressions in an exported program. Both can execute code: see "Packages" in doc
 
 import contextlib
 import hashlib
+import importlib
 import json
 import re
 import shutil
@@ -17,10 +18,13 @@ from typing import Any
 
 import torch
 
+from meshrec.lazy import uncollected
 from meshrec.ops import library
 
 _EXTRACTED = re.compile(r" (/.*/aotinductor_\w+)/(?:program|shared)/data/aotinductor/model/")
 _loading = threading.Lock()
+_READERS = ("torch.export.pt2_archive._package", "torch._export.serde.serialize", "torch.export._trace")
+"""The modules that torch imports when it reads an exported program."""
 
 
 class PackageError(RuntimeError):
@@ -63,6 +67,16 @@ def load_exported(path: Path) -> "torch.export.ExportedProgram":
             f"{path} cannot be loaded by this version ({type(error).__name__}: {error}). "
             "Export the model again."
         ) from error
+
+
+def prepare_for_exported() -> None:
+    """Import what `load_exported` would, so that processes forked from this one start without it.
+
+    torch imports its exporter with the first program, which takes over a second.
+    """
+    with uncollected(), contextlib.suppress(ImportError):  # another torch may have other modules
+        for name in _READERS:
+            importlib.import_module(name)
 
 
 def extra_file(path: Path, name: str, most: int) -> bytes | None:

@@ -153,9 +153,7 @@ class HSTU(HistoryModel):
             )
         new_B = lengths_B + 1 - kept_B
         items_B = new_B - (kept_B == 0).long()
-        sample_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
-        place_N = torch.arange(len(sample_N), device=lengths_B.device) - history.offsets()[sample_N]
-        ids = history.values()[place_N + 1 >= kept_B[sample_N]]
+        ids = _last_values(history, items_B)
         given = self._times_of(sparse_features, history.lengths())
         times = self._times(lengths_B, given, history.values().shape[0])
         none = torch.zeros_like(items_B)
@@ -230,6 +228,16 @@ class HSTU(HistoryModel):
         at = torch.arange(num_tokens, device=lengths_B.device) - sample - 1
         known = torch.cat([values, lengths_B.new_zeros(1)])
         return known[torch.maximum(at, times.offsets()[:-1].long()[sample]).clamp(max=known.shape[0] - 1)]
+
+
+def _last_values(bags: JaggedTensor, nums_B: Tensor) -> Tensor:
+    """Return the last values of each bag, by their numbers."""
+    lengths_B, values = bags.lengths().long(), bags.values()
+    if len(lengths_B) == 1:
+        return values[len(values) - int(nums_B[0]) :]
+    of_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=values.device), lengths_B)
+    place_N = torch.arange(len(of_N), device=values.device) - bags.offsets()[of_N]
+    return values[place_N >= (lengths_B - nums_B)[of_N]]
 
 
 def _with_room(rows: Tensor, num_kept: int, num_tokens: int) -> Tensor:

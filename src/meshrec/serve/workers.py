@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from meshrec.durable import scratch_folder
+from meshrec.export.archive import prepare_for_exported
+from meshrec.export.manifest import COMPILED
 from meshrec.serve.options import ServerOptions, listen
 from meshrec.serve.peers import Peers
 
@@ -48,6 +50,8 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
         raise ValueError(f"workers must be at least 1, got {workers}.")
     bound = listen(options)
     with scratch_folder("meshrec-serve") as scratch, _environment(scratch, workers):
+        if not all((folder / COMPILED).exists() for folder in models.values()):
+            prepare_for_exported()  # once for the workers and for the processes that try packages out
         if workers > 1:
             _Supervisor(models, options, bound, workers).run()
             return

@@ -62,7 +62,9 @@ class FileRows:
 
 @dataclass(frozen=True)
 class FileBackedRows(DenseRows, SideRows):
-    """Rows as ``DenseRows`` has them, of a table in a file; ``size``: the rows and columns of the whole."""
+    """Floating-point rows, as in `DenseRows`, whose table is in a file. ``size``: rows and columns of the
+    whole table.
+    """
 
     options: FileRows
     name: str

@@ -133,10 +133,10 @@ def slots_of(
             if num_missing == 0:
                 pins += [] if at_once else [index.hold(parts, train=train) for index in indexes]
                 continue
-            ids, slots = (_joined(each, bounds, places) for each in (values, memory))
+            ids, slots = (_joined(each, bounds, places).long() for each in (values, memory))
             own = [slots, *(slots.clone() for _ in indexes[1:])]
             jobs = [
-                UnseenIds(index.slots, ids.long(), each, num_missing, reader.first_row, reader.mix_seed)
+                UnseenIds(index.slots, ids, each, num_missing, reader.first_row, reader.mix_seed)
                 for index, each in zip(indexes, own, strict=True)
             ]
             unseen.append((parts, indexes, jobs))

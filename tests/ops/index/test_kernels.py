@@ -246,6 +246,13 @@ def test_an_index_without_room_leaves_all_as_they_were():
         give_slots(jobs)
     assert [index.num_live for index in indexes] == [0, 0, 0]
     assert [index.find(ids).max().item() for index in indexes] == [-1, -1, -1]
+    assert give_slots([]) == []
+
+
+def test_fewer_unseen_ids_than_counted_get_slots():
+    index, slots = HashIndex(1 << 12), torch.tensor([-1, 3, -1])
+    (given,) = give_slots([UnseenIds(index, torch.tensor([8, 9, 8]), slots, 3)])
+    assert [each.tolist() for each in (*given, slots)] == [[0], [8], [2], [0, 3, 0]]
 
 
 def test_a_forked_process_has_the_index_as_it_was():

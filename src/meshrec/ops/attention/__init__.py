@@ -142,11 +142,11 @@ def _check(
     max_length: int,
     bias: Bias,
 ) -> None:
-    shapes = f"queries {[*query.shape]}, keys {[*key.shape]} and values {[*value.shape]}"
     if query.dim() != 3 or query.shape[1:] != key.shape[1:] or key.shape[:2] != value.shape[:2]:
         raise ValueError(
-            f"{shapes}: allowed are [M, H, Q], [N, H, Q] and [N, H, V]. Give every token of a "
-            "sample, targets included, a key and a value."
+            f"queries {[*query.shape]}, keys {[*key.shape]} and values {[*value.shape]}: allowed are "
+            "[M, H, Q], [N, H, Q] and [N, H, V]. Give every token of a sample, targets included, a key and a "
+            "value."
         )
     # NumPy, as this runs in each layer of each request that a server answers.
     bounds, query_bounds = (each.numpy() for each in read_together([offsets, query_offsets]))

@@ -264,7 +264,14 @@ def give_slots(unseen: Sequence[UnseenIds]) -> list[GivenSlots]:
     Raises:
         ValueError: an index has fewer free slots than IDs. No index has changed then.
     """
+    if not unseen:
+        return []
     assert len({id(each.owner) for each in unseen}) == len(unseen)
+    for each in unseen:  # the kernel gets addresses
+        assert each.ids.dtype == each.slots.dtype == torch.int64
+        assert len(each.ids) == len(each.slots)
+        assert each.ids.is_contiguous()
+        assert each.slots.is_contiguous()
     rooms = [torch.empty(3, each.num_absent, dtype=torch.int64) for each in unseen]
     compiled = [each.owner._rows for each in unseen if isinstance(each.owner._rows, CompiledIndex)]
     numbers = [-1] * len(unseen)
