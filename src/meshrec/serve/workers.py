@@ -49,9 +49,9 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     bound = listen(options)
-    if not all((folder / COMPILED).exists() for folder in models.values()):
-        prepare_for_exported()  # once for the workers and for the processes that try packages out
     with scratch_folder("meshrec-serve") as scratch, _environment(scratch, workers):
+        if not all((folder / COMPILED).exists() for folder in models.values()):
+            prepare_for_exported()  # once for the workers and for the processes that try packages out
         if workers > 1:
             _Supervisor(models, options, bound, workers).run()
             return
