@@ -92,6 +92,9 @@ def test_other_logs_are_evaluated_and_scored(runs):
     assert predict(["r", "--runs", str(runs), *arguments]) == 0
     scores = pq.read_table(runs / "scores.parquet")
     assert scores.num_rows == NUM_USERS * LENGTH
+    assert scores.column_names == ["visitor", "sku", "score"]
+    assert predict(["r", "--runs", str(runs), *arguments[:2], "--out", str(runs / "scores.csv")]) == 0
+    assert csv.read_csv(runs / "scores.csv")["sku"].to_pylist() == scores["sku"].to_pylist()
     table, chance, _ = draw_clicks()
     assert np.corrcoef(scores["score"].to_numpy(), chance)[0, 1] > 0.7
 

@@ -1,6 +1,6 @@
 """The source of clicks with histories: a log of what users were shown."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,7 +67,11 @@ class ClickLog(DataSource):
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
         """Open another log, whose rows have their histories from it."""
-        return self._frame(data).scored(features, self.table(data), labelled=labelled)
+        from meshrec.data.interactions import HISTORY
+
+        found = self._frame(data).scored(features, self.table(data), labelled=labelled)
+        # The history was derived: beside a score, user and item say which row it is.
+        return replace(found, id_columns=tuple(each for each in found.id_columns if each != HISTORY))
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
         """Return the columns of a row with its history, and their types."""
