@@ -270,10 +270,9 @@ class Placement:
     sharding_types: tuple[str, ...] | None = None
     """Sharding types that the planner may choose from."""
     wire: str = str(FULL_PRECISION)
-    """Wire format of embeddings and their gradients: fp32, fp16, bf16, int8 or int4. Two formats, such as
-    int8/bf16, are for embeddings and for gradients. +stochastic rounds at random. +feedback adds the rounding
-    error to the next gradients. Formats of single tables come after commas: int8/bf16,users:fp32. auto takes
-    the fastest formats within wire_auc_loss and wire_error."""
+    """Wire format of embeddings and gradients: fp32, fp16, bf16, int8, int4, or one for each: int8/bf16.
+    +stochastic rounds at random; +feedback adds the error to the next gradients. For single tables:
+    int8/bf16,users:fp32. auto: the fastest within wire_auc_loss and wire_error."""
     wire_auc_loss: float | None = 5e-4
     """For wire auto: AUC that the formats may cost, by MeshRec's measurements; none: no limit."""
     wire_error: float | None = None
