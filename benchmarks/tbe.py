@@ -143,7 +143,7 @@ def time_case(lookups: Lookups, effort: Effort) -> dict[str, Timings]:
 
 
 def with_one_limit(times: Mapping[str, Timing]) -> dict[str, Timing]:
-    """Keep the fastest way of the memory limit in place of all."""
+    """Replace the loops that touch the rows by the fastest of them."""
     rest = {name: timing for name, timing in times.items() if not name.startswith(LIMIT)}
     return rest | {LIMIT: min(timing for name, timing in times.items() if name not in rest)}
 

@@ -22,7 +22,7 @@ torch.manual_seed(0)
 
 
 class Block(nn.Module):
-    """Two convolutions, and what went in added."""
+    """A residual block: the output of two convolutions is added to the input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

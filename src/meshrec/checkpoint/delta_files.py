@@ -154,7 +154,7 @@ def _record(content: bytes, number: int) -> DeltaRecord:
 
 
 def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
-    """Read the weights of a delta into memory. Verified bytes are thus the ones that are used.
+    """Read the weights of a delta into memory and verify them there, so that no later write matters.
 
     Raises:
         DeltaError: the files are not what was written, or do not contain what the JSON file says.

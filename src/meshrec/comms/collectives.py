@@ -169,7 +169,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
 
 
 def release_read(axis: Axis) -> None:
-    """Release the messages on this axis that all ranks have read, before the next message does."""
+    """Release the messages on this axis that all ranks have read. Otherwise the next message does so."""
     link = links.get(axis.group) if axis.group is not None else None
     if link is not None:
         link.release_read()

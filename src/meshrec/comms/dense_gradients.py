@@ -116,7 +116,7 @@ class DenseGradients:
                 bucket.future.set_result(bucket.buffer)
 
     def _means(self, bucket: _Bucket) -> InFlight:
-        """Compute the means that this rank computes, and start to exchange them unless it has them all."""
+        """Compute this rank's share of the means, and start to exchange shares if there are several."""
         size, rank, buffer = self._axis.size, self._axis.rank, bucket.buffer
         average = torch.ops.meshrec.average_ranks.default
         if self._link is None and size == 2:

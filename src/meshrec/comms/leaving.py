@@ -1,9 +1,9 @@
 """The end of a process group: no thread of its backend may outlive the interpreter.
 
 gloo's threads end with the last reference to their group, not with ``destroy_process_group``. At exit such a
-thread may still hold what it worked on last, say the callback of a DDP communication hook. To let go of it
-the thread needs Python, and that the interpreter is ending then aborts the process: "terminate called without
-an active exception" (pytorch issues 38228 and 190489). Three things keep a group: default arguments of
+thread may still hold what it worked on last, say the callback of a DDP communication hook. To free it the
+thread needs the interpreter, which is ending, so the process aborts: "terminate called without an active
+exception" (pytorch issues 38228 and 190489). Three things keep a group: default arguments of
 functions, DTensor's caches, and reference cycles such as a sharded model.
 """
 

@@ -147,7 +147,7 @@ class HashedTable:
         return Resolved(cached, pin)
 
     def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: GivenSlots | None = None) -> PinnedRows:
-        """Pin the slots of a batch's keys. ``fresh``: those that have just got one begin their rows."""
+        """Pin the slots of a batch's keys, and write first rows to those that are ``fresh``."""
         if fresh is not None:
             self._begin(fresh.slots, fresh.ids)
         if train and self.storage.is_trainable:

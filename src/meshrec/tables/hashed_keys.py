@@ -71,7 +71,7 @@ class Eviction(ABC):
 
     def score_of_use(self, clock: Clock) -> int | None:
         """Return the score of rows that are used now, if scores change by use alone, and never to less than
-        this later; otherwise None. See [Note: the order of eviction] in tables/next_rows.py.
+        this later; otherwise None. See [Note: the order of eviction] in tables/eviction.py.
         """
         return None
 

@@ -66,7 +66,7 @@ def own_rows(table: HashedTable, ids: Tensor, parts: Mapping[str, Tensor]) -> It
 
 
 def own_counts(table: HashedTable, keys: Tensor, counts: Tensor) -> Iterator[RowBlock]:
-    """Yield the counts of waiting IDs that belong to a rectangle. ``keys`` are keys."""
+    """Yield the counts of waiting IDs that belong to a rectangle. ``keys`` are the mixed IDs."""
     inside = in_span(keys, (table.rectangle.r0, table.rectangle.r1))
     yield RowBlock(keys[inside], table.rectangle.columns, {"waiting": counts[inside]})
 

@@ -115,7 +115,7 @@ class RowRegions:
             self._is_written[number] |= first <= begin and last <= end
 
     def partly(self, first: int, end: int) -> list[int]:
-        """Return the regions that are not in the file, of which [first, end) has only some rows."""
+        """Return the regions that are not yet in the file and that [first, end) only partly covers."""
         spans = [(number, *self._span(number)) for number in self._within(first, end)]
         return [
             number

@@ -216,9 +216,9 @@ def cut(
 
 
 def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
-    """Raises ValueError where a state dict's ``weight`` would have to be encoded.
+    """Raise ValueError for a state dict's ``weight`` that read-only rows would have to encode.
 
-    Read-only rows take their own type alone, others any numbers.
+    Such rows load values of their own type only.
     """
     if not storage.is_trainable and value.dtype != storage.dtype:
         raise ValueError(

@@ -5,10 +5,9 @@
 Every rank tells how many rows each interval of keys has, and how many more it would have (one small sum over
 ranks for all tables). If a table would be too full, the ranks find the score of the last row that must go,
 digit by digit, from histograms that they add up. Of equal scores the least keys go, which are found in the
-same way (``tables/eviction.py``). Rows of the update itself stay. Only
-rectangles that begin at column 0 are counted, so that each row counts once; the others follow the threshold
-with the same scores. A table that is full gives up a 64th of its rows, so that it does not evict in every
-step.
+same way (``tables/eviction.py``). Rows of the update itself stay. Only rectangles that begin at column 0 are
+counted, so that each row counts once; the others follow the threshold with the same scores. A table that is
+full gives up a 64th of its rows, so that it does not evict in every step.
 """
 
 import itertools

@@ -157,7 +157,7 @@ class Sketch(Waiting):
         yield found[inside], words[used[inside]]
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Copy streamed words into the cells, except those of a larger sketch that have no place here."""
+        """Copy words of ``stream`` into the cells, except those that only a larger sketch has room for."""
         buckets = bucket_of(keys, self._max_rows)
         within = keys - first_keys(buckets, self._max_rows)
         fits = (within >= 0) & (within < self._num_cells // _WORD)
