@@ -1,6 +1,6 @@
 """Tables for `benchmarks default_model`: real ones, from packages.
 
-The default recipe was chosen on the tables of `TUNED`. Those of `REPORTED` were not looked at until it was.
+Choose options of the default recipe on the tables of `TUNED` alone, and run those of `REPORTED` afterwards.
 """
 
 import importlib.util

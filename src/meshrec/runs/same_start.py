@@ -178,7 +178,7 @@ def _fingerprint(path: Path) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of everything that computes a step. Between releases, file sizes tell sources
+    """Return the versions of everything that computes a step; the sizes of our files tell unreleased ones
     apart.
     """
     root = Path(library.__file__).parents[1]
