@@ -318,7 +318,7 @@ def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) 
 
 
 def _silent_peers(ranks: list[int]) -> str:
-    """Say which ranks do not report a failure of their own soon: a live peer sees this collective fail, too.
+    """Say which ranks are silent. A live peer soon reports that this collective has failed there, too.
 
     The store may be hosted by the rank that is stopped, and torch's calls to it have no deadline. So a thread
     asks, which is left behind if there is no answer.

@@ -58,7 +58,9 @@ class UpdateRule:
             self._numbers = tuple(numbers)
 
     def hyper_at(self, step: int) -> Tensor:
-        """Return the hyperparameters of update ``step`` as of the last ``refresh``, until the next call."""
+        """Return the hyperparameters of update ``step`` as of the last ``refresh``. The next call replaces
+        them.
+        """
         return self._hyper.at(step)
 
     def hyper(self, step: int, row_dim: int) -> Tensor:

@@ -88,7 +88,7 @@ def columns(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool =
 
 
 def chosen(num_samples: int) -> Any:
-    """Return a mask of every tenth training sample: those that choose if no validation data does."""
+    """Return a mask of every tenth training sample. They stand in for validation data where there is none."""
     return np.arange(num_samples) % _CHOICE == _CHOICE - 1
 
 

@@ -26,8 +26,8 @@ class ShardingEnv(mesh.ShardingEnv):
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> "ShardingEnv":  # type: ignore[override]
-        """Return one process without a group: alone, or, for inference, with ``world_size`` devices: GPUs if
-        there are enough.
+        """Return one process without a group. For inference it has ``world_size`` devices, GPUs if there are
+        enough.
 
         Raises:
             ValueError: the rank is not 0, so it would be another process.
