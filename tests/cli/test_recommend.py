@@ -12,6 +12,7 @@ import pytest
 
 from meshrec.cli.evaluate import main as evaluate
 from meshrec.cli.inspect import main as inspect
+from meshrec.cli.quantize import main as quantize
 from meshrec.cli.recommend import main as recommend
 from meshrec.cli.screen import closing_lines
 from meshrec.cli.train import main as train
@@ -165,18 +166,20 @@ def test_evaluation_of_a_log_has_intervals_over_users(log, runs):
     assert found["samples"] == NUM_USERS
 
 
-def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch):
+@pytest.mark.parametrize("keys", ["", ", hashed=500"])
+def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch, keys):
     open_with(monkeypatch, Predictor, check_package)
     recipe = (runs / "recipe.py").read_text().replace("HSTUConfig", "SASRecConfig")
-    (runs / "sasrec.py").write_text(recipe)
-    options = ["--runs", str(runs), "--name", "s", "--quiet", "--training.max-steps", "20"]
+    (runs / "sasrec.py").write_text(recipe.replace("columns=COLUMNS", f"columns=COLUMNS{keys}"))
+    name = f"sasrec{keys.removeprefix(', ')}"
+    options = ["--runs", str(runs), "--name", name, "--quiet", "--training.max-steps", "20"]
     assert train([f"{runs}/sasrec.py:recipe", *options]) == 0
-    found = recommended(runs, "-k", "5", run="s")
+    found = recommended(runs, "-k", "5", run=name)
     had = log[1].filter(pc.equal(log[1]["visitor"], "v7")).sort_by("seen at")
     expected = found.filter(pc.equal(found["visitor"], "v7"))
     with torchs_own_warnings():
-        export_run(RunFolder(runs / "s"), runs / "package", compile=False)
-        with running({"next": runs / "package"}) as server:
+        package = export_run(RunFolder(runs / name), runs / f"{name} package", compile=False)
+        with running({"next": package}) as server:
             client = Client(server.url)
             given = {"history": had["sku"].to_pylist(), "seen": None}
             _, _, said = client("POST", "/recommend?k=5", [given, {"history": [], "seen": ["s1"]}])
@@ -227,14 +230,14 @@ def test_what_comes_after_training_is_recommend(runs):
     ]
 
 
-def test_a_table_with_hashed_keys_makes_no_package(runs):
-    recipe = (runs / "recipe.py").read_text().replace("columns=COLUMNS,", "columns=COLUMNS, hashed=500,")
+def test_quantised_items_with_hashed_keys_make_no_package(runs):
+    recipe = (runs / "recipe.py").read_text().replace("columns=COLUMNS", "columns=COLUMNS, hashed=500")
     (runs / "hashed.py").write_text(recipe)
     options = ["--runs", str(runs), "--name", "h", "--quiet", "--training.max-steps", "2"]
     assert train([f"{runs}/hashed.py:recipe", *options]) == 0
-    with pytest.raises(ValueError, match=r"hashed keys for its items.*`meshrec recommend`, or train without"):
-        export_run(RunFolder(runs / "h"), runs / "no package", compile=False)
-    assert recommended(runs, "-k", "3", run="h").num_rows == 3 * NUM_USERS
+    assert quantize(["h", "--runs", str(runs), "--out", str(runs / "codes")]) == 0
+    with pytest.raises(ValueError, match=r"hashed keys for its items.*Export the run without --quantised"):
+        export_run(RunFolder(runs / "h"), runs / "no package", quantised=runs / "codes")
 
 
 def test_features_of_items_need_a_model_that_reads_them(log, tmp_path):

@@ -1,6 +1,7 @@
 """The export of a training run as a package."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data import Dataset
+from meshrec.data.features import Key
 from meshrec.data.interactions import SEEN
 from meshrec.data.log_columns import ITEM
 from meshrec.data.logs import requests_of_histories, vocabulary_of
@@ -20,11 +22,13 @@ from meshrec.export.whole_tables import give_rows
 from meshrec.models import HistoryModel, TowerRanking
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.ops.index import mix
 from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copied_but_for
 from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.runs.recommending import ItemValues
 from meshrec.runs.saved_recipe import load_recipe
+from meshrec.tables.hashed import HashedTable
 from meshrec.train.log_sources import LogSource
 from meshrec.train.losses import Tasks
 from meshrec.train.progress import origin_of
@@ -85,6 +89,8 @@ def export_run(
         model, said = _quantised(model, Path(quantised), run.path.name)
         about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
         rounding = said["rounding"]
+    if isinstance(recipe.data, LogSource) and recipe.data.hashed is not None:
+        model, recipe, dataset = _with_item_rows(model, recipe, recipe.data, run, quantised)
     parts = _parts(model, recipe, run, dataset)
     if tower is None and isinstance(parts.model, TowerRanking) and isinstance(recipe.data, LogSource):
         parts = _recommending(parts, run, recipe.data)
@@ -120,11 +126,6 @@ class _PackageParts(NamedTuple):
 
 def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
     """Return the parts of a whole model, or the query and the items of a model of next items."""
-    if isinstance(recipe.data, LogSource) and recipe.data.hashed is not None:
-        raise ValueError(
-            f"{run.path} has a table with hashed keys for its items, and a package finds items by their "
-            "rows. Write recommendations with `meshrec recommend`, or train without hashed."
-        )
     if isinstance(model, TowerRanking) and isinstance(recipe.data, LogSource):
         return _tower_parts(model, recipe.data, run, dataset)
     if not isinstance(model, HistoryModel):
@@ -181,6 +182,52 @@ def _of_tower(parts: _PackageParts, tower: Side) -> _PackageParts:
     features = [feature for feature in parts.features if feature in model.features]
     raw = None if parts.raw is None else parts.raw.of(features, dense=bool(model.num_dense))
     return _PackageParts(model, features, model.num_dense, raw, None)
+
+
+def _with_item_rows(
+    model: nn.Module, recipe: Recipe, log: LogSource, run: RunFolder, quantised: str | Path | None
+) -> tuple[nn.Module, Recipe, Dataset]:
+    """Return a model whose items have hashed keys as one with a row for each item, as a package lists them.
+
+    Missing and unknown items share the first row of a missing one. The recipe and the dataset that fit the
+    new model come with it.
+
+    Raises:
+        ValueError: the model is that of a quantised checkpoint.
+    """
+    if quantised is not None:
+        raise ValueError(
+            f"{run.path} has hashed keys for its items, and {quantised} their quantised rows, from which no "
+            "table with a row for each item is made. Export the run without --quantised."
+        )
+    recipe, fitted = replace(recipe, data=replace(log, hashed=None)), features_of(run)  # type: ignore[arg-type]
+    dataset = data_of_run(recipe.data, run)
+    made = _with_rows(recipe.model.build(dataset))
+    item, key = vocabulary_of(fitted, ITEM), log.key
+    assert key is not None
+    ids_I = torch.full((item.rows,), Key.missing_key)
+    ids_I[item.rows_of(item.vocabulary)] = torch.from_numpy(key.rows_of(item.vocabulary))
+    hashed = {
+        f"{path}.{name}": child.hashed_tables()[config.name]
+        for path, child in model.named_modules()
+        if isinstance(child, TableCollection)
+        for name, (config, _) in child.tables().items()
+        if config.keys is not None
+    }
+    trained = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            weight.copy_(_rows_of(hashed[name], ids_I) if name in hashed else trained[name])
+    return made, recipe, dataset
+
+
+def _rows_of(table: HashedTable, ids_N: Tensor) -> Tensor:
+    """Return the rows of IDs, fp32 [N, D]; an ID without a row has its first one."""
+    rows = table.storage.first_rows(ids_N)
+    slots = table.slots.find(mix(ids_N, table.storage.keys.seed))
+    is_alive = slots >= 0
+    rows[is_alive] = table.gathered(slots[is_alive], (0, rows.shape[1]))["weight"].float()
+    return rows
 
 
 def _with_rows(model: nn.Module) -> nn.Module:
