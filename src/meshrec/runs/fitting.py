@@ -59,7 +59,11 @@ def features_of(folder: RunFolder) -> "Features":
 
 
 def data_of_run(source: DataSource, folder: RunFolder) -> "Dataset":
-    """Open the data of a finished run as the run read it."""
+    """Open the data of a finished run as the run read it.
+
+    Raises:
+        DataError: the data cannot be read, or the run's features are missing.
+    """
     if isinstance(source, FittedSource):
         return source.dataset(features_of(folder))
     return source.load()

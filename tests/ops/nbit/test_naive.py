@@ -76,6 +76,8 @@ def test_fbgemm_bytes_there_and_back(bits, dim):
     assert torch.equal(nbit.from_fbgemm_bytes(fused, bits, dim), rows)
     with pytest.raises(ValueError, match=r"FBGEMM's rows of .* are"):
         nbit.from_fbgemm_bytes(rows.float(), bits, dim)
+    with pytest.raises(ValueError, match=r"^rows of .* are .* Give the width"):
+        nbit.to_fbgemm_bytes(rows, bits, dim + 64)
 
 
 @ALL

@@ -54,8 +54,18 @@ def dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
 def to_fbgemm_bytes(rows: Tensor, bits: int, dim: int) -> Tensor:
     """Convert rows to the format of FBGEMM's ``FloatToFusedNBitRowwiseQuantizedSBHalf``: codes, scale, bias.
 
-    The result is uint8 ``[rows, code_bytes(D, bits) + 4]``.
+    Args:
+        rows: uint8 ``[rows, row_bytes(D, bits)]``, as ``quantize`` returns them.
+        bits: 8, 4 or 2 bits for a code.
+        dim: the number of values D of a row.
+
+    Returns:
+        uint8 ``[rows, code_bytes(D, bits) + 4]``.
+
+    Raises:
+        ValueError: the rows have another length, or another dtype than uint8.
     """
+    _check_rows(rows, row_bytes(dim, bits), f"rows of {dim} numbers of {bits} bits")
     codes = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
     return torch.cat([codes, rows[:, :PARAM_BYTES]], 1)
 
@@ -67,12 +77,17 @@ def from_fbgemm_bytes(fused: Tensor, bits: int, dim: int) -> Tensor:
         ValueError: the rows have another length, or another dtype than uint8.
     """
     num_bytes = code_bytes(dim, bits)
-    if fused.dtype != torch.uint8 or fused.dim() != 2 or fused.shape[1] != num_bytes + PARAM_BYTES:
-        raise ValueError(
-            f"FBGEMM's rows of {dim} numbers of {bits} bits are {num_bytes + PARAM_BYTES} uint8, got "
-            f"{fused.dtype} {list(fused.shape)}. Give the width and the bits that they were made with."
-        )
+    _check_rows(fused, num_bytes + PARAM_BYTES, f"FBGEMM's rows of {dim} numbers of {bits} bits")
     rows = fused.new_zeros(len(fused), row_bytes(dim, bits))
     rows[:, :PARAM_BYTES] = fused[:, num_bytes:]
     rows[:, PARAM_BYTES : PARAM_BYTES + num_bytes] = fused[:, :num_bytes]
     return rows
+
+
+def _check_rows(rows: Tensor, width: int, what: str) -> None:
+    """Raise ValueError for rows that are not ``width`` bytes long."""
+    if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != width:
+        raise ValueError(
+            f"{what} are {width} uint8, got {rows.dtype} {list(rows.shape)}. Give the width and the bits "
+            "that they were made with."
+        )
