@@ -108,7 +108,7 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
     alone, added = _grown(start[0], start[1], num_trees // 2, seed)
     positive = float(judged.labels.sum())
     interval = auc_interval(after, positive, len(judged.labels) - positive)
-    if after - _auc(one + bias + added, judged) > (interval.high - interval.low) / 4:
+    if not alone or after - _auc(one + bias + added, judged) > (interval.high - interval.low) / 4:
         return Boosted(1.0, 0.0, over)
     return Boosted(0.5, bias / 2, [scaled(each, 0.5) for each in (*over, *alone)])
 

@@ -238,7 +238,10 @@ def test_unseen_ids_get_the_slots_of_single_inserts(num_indexes):
         same(one, two)
 
 
-def test_an_index_without_room_leaves_all_as_they_were():
+@pytest.mark.parametrize("step_by_step", [False, True])
+def test_an_index_without_room_leaves_all_as_they_were(monkeypatch, step_by_step):
+    if step_by_step:  # as for indexes that need other memory first, and without kernels
+        monkeypatch.setattr(hash_index, "give", lambda arguments: [-1] * len(arguments))
     indexes = [HashIndex(1 << 12), HashIndex(4), HashIndex(1 << 12)]
     ids = torch.arange(5)
     jobs = [UnseenIds(index, ids, torch.full((5,), -1), 5) for index in indexes]

@@ -242,9 +242,9 @@ class UnseenIds(NamedTuple):
     num_absent: int
     """The number of IDs without a slot."""
     first: int = 0
-    """The offset that is added to the IDs before, see ``SearchedPart``."""
+    """The number that is added to the IDs before they are inserted, see ``SearchedPart``."""
     mix_seed: int | None = None
-    """The seed with which the IDs are mixed before; None: they are not."""
+    """The seed with which the IDs are mixed before that; None: they are not."""
 
 
 class GivenSlots(NamedTuple):
@@ -286,13 +286,16 @@ def give_slots(unseen: Sequence[UnseenIds]) -> list[GivenSlots]:
     for room, number in zip(rooms, numbers, strict=True):
         ids, slots, counts = room[:, : max(0, number)].unbind()
         found.append(None if number < 0 else GivenSlots(slots, ids, counts))
+    given: list[GivenSlots] = []
     try:
-        return [own or _given(each) for own, each in zip(found, unseen, strict=True)]
-    except (ValueError, MemoryError):
         for own, each in zip(found, unseen, strict=True):
+            given.append(own or _given(each))
+    except (ValueError, MemoryError):
+        for own, each in zip([*given, *found[len(given) :]], unseen, strict=True):
             if own is not None:
                 each.owner.free(own.slots)
         raise
+    return given
 
 
 def _given(unseen: UnseenIds) -> GivenSlots:
