@@ -1,4 +1,4 @@
-"""Imports: names of a package that are imported when somebody uses them, and imports without collections."""
+"""Imports of names when somebody uses them, and imports during which Python collects no garbage."""
 
 import gc
 import importlib
@@ -15,7 +15,7 @@ _process = _Process()
 
 
 def own_process() -> None:
-    """Tell that the process is one of ours: later collections may leave out what `uncollected` imports."""
+    """Declare that nothing but MeshRec's command runs here, so `uncollected` may freeze what it imports."""
     _process.is_own = True
 
 
