@@ -1,5 +1,5 @@
-// The slots of 64-bit IDs; see [Note: the hash index] in shard.h. What changes an index tells by a code why it
-// changed nothing.
+// The slots of 64-bit IDs; see [Note: the hash index] in shard.h. What changes an index tells by a code why
+// it changed nothing.
 #pragma once
 
 #include <algorithm>
@@ -106,8 +106,8 @@ class Index {
                                   ? *std::max_element(given, given + count) + 1
                                   : std::max(header_.num_slots, header_.num_slots + count - num_free);
     if (num_slots > header_.max_slots) return has_any(ids, count, slots) ? kPresent : kFull;
-    const int extra = std::max<int>(
-        0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - kLeastSlotBits);
+    const int extra =
+        std::max<int>(0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - kLeastSlotBits);
     const Partition parts = partition_ids(ids, count);
     if (!for_shards(count, [&](size_t s) {
           return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra);
