@@ -114,6 +114,7 @@ class Index {
         }))
       return kNoBuckets;
     assign(count, given, num_slots, slots);
+    write_tags(ids, count, slots);
     std::vector<int64_t> done(shards_.size(), 0);
     std::vector<Inserted> ends(shards_.size(), Inserted::kDone);
     const bool fits = for_shards(count, [&](size_t s) {
@@ -320,16 +321,30 @@ class Index {
     return all;
   }
 
-  // Runs work(shard, i) for all of a partition, once the homes of its keys are requested.
+  // Runs work(i) for the keys of a shard until it returns false, once the buckets from their homes to the
+  // first one that is not full are requested: the next one some keys after the one before has come.
+  template <typename Work>
+  bool for_keys(size_t s, const Partition& parts, const Work& work) const {
+    const Bucket* next[kAhead];
+    const int64_t begin = parts.begins[s], end = parts.begins[s + 1];
+    for (int64_t i = begin - kAhead; i < end; ++i) {
+      if (const int64_t j = i + kAhead; j < end)
+        __builtin_prefetch(next[j % kAhead] = shards_[s].home_bucket(parts.keys[j]), 1, 3);
+#pragma GCC unroll 3
+      for (int64_t ahead = kAhead - kAhead / 4; ahead > 0; ahead -= kAhead / 4) {
+        if (const int64_t j = i + ahead; j >= begin && j < end)
+          __builtin_prefetch(next[j % kAhead] += next[j % kAhead]->full(), 1, 3);
+      }
+      if (i >= begin && !work(i)) return false;
+    }
+    return true;
+  }
+
+  // Runs work(shard, i) for all of a partition.
   template <typename Work>
   void for_parts(const Partition& parts, const Work& work) {
     for_shards(parts.begins.back(), [&](size_t s) {
-      const int64_t end = parts.begins[s + 1];
-      for (int64_t i = parts.begins[s]; i < end; ++i) {
-        if (i + kAhead < end) __builtin_prefetch(shards_[s].home_bucket(parts.keys[i + kAhead]), 1, 3);
-        work(shards_[s], i);
-      }
-      return true;
+      return for_keys(s, parts, [&](int64_t i) { return work(shards_[s], i), true; });
     });
   }
 
@@ -347,21 +362,28 @@ class Index {
 
   Inserted insert_into(size_t s, const Partition& parts, const int64_t* slots, int extra, int64_t& done) {
     Shard& shard = shards_[s];
-    const int64_t end = parts.begins[s + 1];
-    for (int64_t i = parts.begins[s]; i < end; ++i, ++done) {
-      if (i + kAhead < end) __builtin_prefetch(shard.home_bucket(parts.keys[i + kAhead]), 1, 3);
-      const uint64_t key = parts.keys[i];
-      const int64_t slot = slots[parts.places[i]];
+    Inserted last = Inserted::kDone;
+    for_keys(s, parts, [&](int64_t i) {
       int64_t more = std::max<int64_t>(shard.num_keys(), 64);
       for (int turn = 0;; ++turn, more *= 2) {
-        const Inserted end = shard.insert(key, uint64_t(slot), extra);
-        if (end == Inserted::kDone) break;
-        if (end == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) return end;
+        last = shard.insert(parts.keys[i], uint64_t(slots[parts.places[i]]), extra);
+        if (last == Inserted::kDone) return ++done, true;
+        if (last == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) return false;
       }
-      for (int64_t byte = 0; byte < kTagBytes; ++byte)
-        tags_[kTagBytes * slot + byte] = uint8_t(key >> (40 + 8 * byte));
-    }
-    return Inserted::kDone;
+    });
+    return last;
+  }
+
+  // In the order of IDs, whose slots nearly always ascend.
+  void write_tags(const int64_t* ids, int64_t count, const int64_t* slots) {
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + kAhead < end) __builtin_prefetch(tags_ + kTagBytes * slots[i + kAhead], 1, 3);
+        const uint64_t tag = mix(uint64_t(ids[i]), seed_) >> 40;
+        for (int64_t byte = 0; byte < kTagBytes; ++byte)
+          tags_[kTagBytes * slots[i] + byte] = uint8_t(tag >> (8 * byte));
+      }
+    });
   }
 
   uint64_t tag_of(int64_t slot) const {
