@@ -127,7 +127,7 @@ struct Bucket {
   int first_of(const Condition& condition) const {
     unsigned found = 0;
 #pragma GCC unroll 7
-    for (int entry = kEntries; --entry >= 0;) found = 2 * found + unsigned(condition(entry));
+    for (int entry = kEntries - 1; entry >= 0; --entry) found = 2 * found + unsigned(condition(entry));
     found &= (1u << count()) - 1;
     return found == 0 ? -1 : __builtin_ctz(found);
   }
