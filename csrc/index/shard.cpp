@@ -82,12 +82,13 @@ void Shard::widen(int64_t b, int slot_extra) {
   for (int entry = 0; entry < count; ++entry) bucket.set(entry, entries[entry]);
 }
 
-Inserted Shard::insert(uint64_t key, uint64_t slot, int slot_extra) {
-  int64_t b = home(key), last = b;
+Inserted Shard::insert(int64_t b, Entry carried, int slot_extra) {
+  int64_t last = b;
   // Every full bucket from the key's home on will pass one on.
   for (; buckets_[last].full(); ++last)
-    if (last + 1 - home(std::max(key, get(last, kEntries - 1).key)) >= kFarthest) return Inserted::kCrowded;
-  for (Entry carried{key, slot};; ++b) {
+    if (last + 1 - home(std::max(carried.key, get(last, kEntries - 1).key)) >= kFarthest)
+      return Inserted::kCrowded;
+  for (;; ++b) {
     Bucket& bucket = buckets_[b];
     if (bucket.extra() < slot_extra) widen(b, slot_extra);
     const uint64_t least = base(b);
@@ -104,8 +105,7 @@ Inserted Shard::insert(uint64_t key, uint64_t slot, int slot_extra) {
   return Inserted::kDone;
 }
 
-void Shard::remove(uint64_t key) {
-  int64_t b = home(key);
+void Shard::remove(int64_t b, uint64_t key) {
   int entry = buckets_[b].find(key);
   while (entry < 0) entry = buckets_[++b].find(key);
   remove_at({b, entry});
@@ -128,8 +128,7 @@ void Shard::remove_at(Place place) {
   }
 }
 
-Place Shard::place_of(uint64_t slot, uint64_t tag) const {
-  int64_t b = home(std::max(tag << 40, first_key_));
+Place Shard::place_of(int64_t b, uint64_t slot) const {
   int entry = buckets_[b].find_slot(slot);
   while (entry < 0) assert(b < after_ + kReach), entry = buckets_[++b].find_slot(slot);
   return {b, entry};

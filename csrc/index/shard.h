@@ -166,9 +166,13 @@ class Shard {
 
   int64_t home(uint64_t key) const {
     const uint64_t fraction = key << shard_bits_;
-    return int64_t(scaled(fraction, fraction < boundary_ ? before_ : behind_));
+    // Not a branch, which nobody could predict while the shard grows.
+    const int64_t is_behind = -int64_t(fraction >= boundary_);
+    return int64_t(scaled(fraction, before_ + ((behind_ - before_) & is_behind)));
   }
-  Bucket* home_bucket(uint64_t key) const { return buckets_ + home(key); }
+  const Bucket& bucket(int64_t b) const { return buckets_[b]; }
+  // The first bucket that a key with this tag of 24 bits may have as its home.
+  int64_t tag_home(uint64_t tag) const { return home(std::max(tag << 40, first_key_)); }
 
   // The three numbers of IndexView.
   uint64_t boundary() const { return boundary_; }
@@ -181,18 +185,17 @@ class Shard {
   // Makes room for more keys, whose slots have so many bits beyond the least. Returns false, with nothing
   // changed, if there is no memory for so many buckets.
   bool prepare(int64_t more, int slot_extra);
-  // Inserts a key, once there is room. Nothing changes if it is here already, or if too many keys have homes
-  // near by.
-  Inserted insert(uint64_t key, uint64_t slot, int slot_extra);
-  // Removes a key that is here.
-  void remove(uint64_t key);
+  // Inserts a key with the home b, once there is room. Nothing changes if it is here already, or if too many
+  // keys have homes near by.
+  Inserted insert(int64_t b, Entry entry, int slot_extra);
+  // Removes a key that is here and has the home b.
+  void remove(int64_t b, uint64_t key);
   void remove_at(Place place);
   int64_t num_keys() const { return state_->num_keys; }
 
-  // Finds the entry of a slot whose key begins with the tag of 24 bits.
-  Place place_of(uint64_t slot, uint64_t tag) const;
+  // Finds the entry of a slot, from bucket b on.
+  Place place_of(int64_t b, uint64_t slot) const;
   uint64_t key_at(Place place) const { return get(place.bucket, place.entry).key; }
-  Bucket* tag_bucket(uint64_t tag) const { return home_bucket(std::max(tag << 40, first_key_)); }
 
   template <typename Visit>
   void for_all(const Visit& visit) const {
