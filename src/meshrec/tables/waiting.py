@@ -23,8 +23,8 @@ _MOST = 255
 class Waiting(Protocol):
     """The counts that a rectangle keeps of IDs without a row."""
 
-    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return which new IDs to admit, bool [N].
+    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
+        """Return which new IDs to admit, bool [N]; None: all.
 
         Args:
             keys: the keys of the IDs, ascending, int64 [N].
@@ -52,10 +52,8 @@ class Nobody(Waiting):
         self._admission, self._seed = admission, seed
 
     @override
-    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        if self._admission is None:
-            return torch.ones_like(keys, dtype=torch.bool)
-        return self._admission.admits(keys, counts, step, self._seed)
+    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
+        return self._admission and self._admission.admits(keys, counts, step, self._seed)
 
     @override
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:

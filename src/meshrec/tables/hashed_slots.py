@@ -1,0 +1,87 @@
+"""How slots of hashed tables become free again, for all tables in few calls; see [Note: the life of a row] in
+tables/hashed.py.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.index import Fills, release_slots, unique
+
+if TYPE_CHECKING:
+    from meshrec.tables.hashed import HashedTable
+
+# N slots
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+def release_rows(tables: Iterable["HashedTable"]) -> None:
+    """Free the pending slots that no batch in flight has any more."""
+    left = [(table, slots) for table in tables if table.released and len(slots := _released(table))]
+    if left:
+        memories, slots = [table.memory for table, _ in left], [slots for _, slots in left]
+        free = release_slots([own["pins"] for own in memories], [own[""] for own in memories], slots)
+        _free([(table, own) for (table, _), own in zip(left, free, strict=True)])
+
+
+def forget_rows(going: Iterable[tuple["HashedTable", Tensor, Collection[object]]]) -> None:
+    """Evict rows. Those that a batch in flight holds become pending, with their first values.
+
+    Args:
+        going: each table, the slots of its rows, and the pins of batches that have none of these.
+    """
+    with Fills() as fills:
+        left = [(table, *_leave(table, slots, besides, fills)) for table, slots, besides in going]
+    freed = _free([(table, slots) for table, _, slots in left])
+    for (table, held, _), keys in zip(left, freed, strict=True):
+        if table.books.is_watched:
+            table.books.evicted.append(torch.cat([table.keys_of(held), keys]))
+
+
+def _released(table: "HashedTable") -> Tensor:
+    """Return the pending slots of the batches that have gone; a slot of two batches is there twice."""
+    found = [_NONE]
+    while table.released:
+        found.append(table.released.popleft())
+    found = [slots for slots in found if len(slots)]
+    return found[0] if len(found) == 1 else torch.cat([_NONE, *found])
+
+
+def _leave(
+    table: "HashedTable", slots: Tensor, besides: Collection[object], fills: Fills
+) -> tuple[Tensor, Tensor]:
+    """Mark rows as evicted. Return the slots that a batch in flight holds, and those to free."""
+    if len(slots) == 0:
+        return slots, slots
+    fills.add(table.memory[""], slots, 0)
+    table.books.report.live -= len(slots)
+    table.books.changes += 1
+    if table.file is not None:
+        table.file.table.log(slots.sort().values)
+    others = [pin for pin in table.in_flight if pin not in besides]
+    if not others and not table.released:
+        return _NONE, slots
+    pins = table.memory["pins"]
+    gone = torch.zeros_like(table.memory[""]).index_fill_(0, slots, True)
+    for pin in others:
+        held = unique(pin.slots[gone[pin.slots]])[0]
+        pin.pending = torch.cat([pin.pending, held])
+        pins[held] += 1
+    is_held = pins.index_select(0, slots) > 0
+    if not bool(is_held.any()):
+        return _NONE, slots
+    held = slots[is_held]
+    table.reset(held, fills)
+    return held, slots[~is_held]
+
+
+def _free(rows: Sequence[tuple["HashedTable", Tensor]]) -> list[Tensor]:
+    """Remove the IDs of some slots from the indexes, and return the keys of each table's."""
+    keys = [table.slots.free(slots) for table, slots in rows]
+    for table, slots in rows:
+        if table.file is not None and len(slots):
+            table.file.table.drop(slots.sort().values)
+    return keys
