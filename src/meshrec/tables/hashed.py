@@ -43,8 +43,7 @@ from meshrec.tables.waiting import Waiting, in_span, waiting_for
 
 _NONE = torch.empty(0, dtype=torch.int64)
 _BLOCK_BYTES = 1 << 23
-_SPARE_ROWS = 1 << 24
-_MOST_SLOTS = (1 << 32) - 1
+_SPARE_ROWS, _MOST_SLOTS = 1 << 24, (1 << 32) - 1
 
 
 @final

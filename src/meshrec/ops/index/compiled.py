@@ -28,7 +28,7 @@ _pointers = ctypes.c_void_p * 4
 
 
 class GiveArgs(ctypes.Structure):
-    """The arguments of ``meshrec_index_give`` for one index, as in csrc/index/hash_index.cpp."""
+    """The arguments of ``meshrec_index_give`` for one index, as in csrc/index/hash_index.h."""
 
     _fields_ = (
         ("memory", _pointers),
@@ -45,6 +45,19 @@ class GiveArgs(ctypes.Structure):
     )
 
 
+class FreeArgs(ctypes.Structure):
+    """The arguments of ``meshrec_index_free`` for one index, as in csrc/index/hash_index.h."""
+
+    _fields_ = (
+        ("memory", _pointers),
+        ("seed", ctypes.c_uint64),
+        ("slots", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("status", ctypes.c_int64),
+    )
+
+
 def _kernels() -> ctypes.CDLL | None:
     library = c_entry_points()
     if library is None or not hasattr(library, "meshrec_index_insert"):
@@ -54,7 +67,7 @@ def _kernels() -> ctypes.CDLL | None:
         ("give", [ctypes.POINTER(GiveArgs), count]),
         ("insert", [memory, seed, address, count, address, address]),
         ("remove", [memory, seed, address, count, address]),
-        ("free", [memory, seed, address, count, address]),
+        ("free", [ctypes.POINTER(FreeArgs), count]),
         ("ids_of", [memory, seed, address, count, address]),
         ("items", [memory, seed, address, address]),
         ("marked", [memory, seed, address, count, address, address]),
@@ -163,15 +176,6 @@ class CompiledIndex:
         )
         return Status(status) if status else slots
 
-    def free(self, slots_N: Tensor) -> Tensor | Status:
-        """Remove the IDs of slots; return them, or why nothing has changed."""
-        assert _library is not None
-        ids = torch.empty_like(slots_N)
-        status = _library.meshrec_index_free(
-            self._addresses, self.seed, slots_N.data_ptr(), len(slots_N), ids.data_ptr()
-        )
-        return Status(status) if status else ids
-
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
         """Return the IDs of slots, or why there is none."""
         assert _library is not None
@@ -264,3 +268,22 @@ def give(arguments: Sequence[GiveArgs]) -> list[int]:
     all_of_them = (GiveArgs * len(arguments))(*arguments)
     _library.meshrec_index_give(all_of_them, len(arguments))
     return [each.num_found for each in all_of_them]
+
+
+def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
+    """Remove the IDs of slots in indexes, each of which occurs once.
+
+    Returns:
+        The IDs of each index. If a slot is refused, no index has changed, and there is a status for each:
+        ``Status.DONE`` where the slots of the index itself are right.
+    """
+    assert _library is not None
+    ids = [torch.empty_like(own) for own in slots]
+    arguments = (FreeArgs * len(indexes))()
+    for each, index, own, to in zip(arguments, indexes, slots, ids, strict=True):
+        each.memory, each.seed = index._addresses, index.seed
+        each.slots, each.count, each.ids = own.data_ptr(), len(own), to.data_ptr()
+        each.status = Status.NO_MEMORY
+    _library.meshrec_index_free(arguments, len(indexes))
+    found = [Status(each.status) for each in arguments]
+    return list(found) if any(found) else list(ids)
