@@ -119,6 +119,7 @@ CPP_TESTS = {
     "row_sort.cpp": TBE_TESTS,
     "runs.cpp": TBE_TESTS,
     "shard.cpp": INDEX_TESTS,
+    "slots.cpp": ["tests/ops/index/test_slots.py"],
     "unique.cpp": INDEX_TESTS,
     "verify.cpp": ["tests/export/test_runtime.py"],
     "wire.cpp": ["tests/ops/dist/test_wire.py"],

@@ -1,6 +1,7 @@
 // The values that hashed tables keep of each slot, written and read for all tables in one call.
 // src/meshrec/ops/index/slots.py has the reference.
 #include "index/ids.h"
+#include "index/unique.h"
 
 namespace meshrec {
 
@@ -28,7 +29,10 @@ void for_slots(const std::vector<Tensor>& slots, const NumRows& num_rows, const 
   const auto each = [&](int64_t p) {
     const auto [begin, end, k] = pieces[size_t(p)];
     const auto* slot = static_cast<const int64_t*>(lists[size_t(k)].const_data_ptr());
-    for (int64_t i = begin; i < end; ++i) check_slot(slot[i], num_rows(size_t(k)));
+    const int64_t bound = num_rows(size_t(k));
+    bool all_inside = true;
+    for (int64_t i = begin; i < end; ++i) all_inside &= uint64_t(slot[i]) < uint64_t(bound);
+    for (int64_t i = begin; !all_inside; ++i) check_slot(slot[i], bound);
     work(size_t(k), slot, begin, end);
   };
   if (pieces.size() > 1) return parallel_tasks(int64_t(pieces.size()), each);
@@ -38,12 +42,19 @@ void for_slots(const std::vector<Tensor>& slots, const NumRows& num_rows, const 
 template <typename Word>
 void fill(void* memory, int64_t width, const int64_t* slot, int64_t begin, int64_t end, Word value) {
   auto* const rows = static_cast<Word*>(memory);
-  for (int64_t i = begin; i < end; ++i) {
-    if (i + kAhead < end) __builtin_prefetch(rows + width * slot[i + kAhead], 1, 3);
-    // Atomic, since slots may repeat, and two threads then write the same value.
-    for (Word *at = rows + width * slot[i], *stop = at + width; at < stop; ++at)
-      __atomic_store_n(at, value, __ATOMIC_RELAXED);
+  // Atomic, since slots may repeat, and two threads then write the same value.
+  const auto store = [&](Word* to) __attribute__((always_inline)) {
+    __atomic_store_n(to, value, __ATOMIC_RELAXED);
+  };
+  if (width == 1) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) __builtin_prefetch(rows + slot[i + kAhead], 1, 3);
+      store(rows + slot[i]);
+    }
+    return;
   }
+  for (int64_t i = begin; i < end; ++i)
+    for (Word *at = rows + width * slot[i], *stop = at + width; at < stop; ++at) store(at);
 }
 
 void fill_slots(std::vector<Tensor> parts, std::vector<Tensor> slots, std::vector<int64_t> values) {
@@ -70,7 +81,7 @@ void fill_slots(std::vector<Tensor> parts, std::vector<Tensor> slots, std::vecto
 template <typename T>
 T* by_slot(const Tensor& tensor, ScalarType type, const char* what) {
   if (tensor.dim() != 1 || tensor.scalar_type() != type || !tensor.is_contiguous())
-    fail(what, " must be contiguous, with one value for each slot, of another type than given");
+    fail(what, " must be contiguous, ", torch::headeronly::toString(type), " with 1 dimension");
   return static_cast<T*>(const_cast<void*>(tensor.const_data_ptr()));
 }
 
@@ -80,8 +91,8 @@ Tensor copied(const std::vector<int64_t>& values) {
   return result;
 }
 
-std::vector<Tensor> release_slots(std::vector<Tensor> pins, std::vector<Tensor> alive,
-                                  std::vector<Tensor> slots) {
+std::tuple<Tensor, Tensor> release_slots(std::vector<Tensor> pins, std::vector<Tensor> alive,
+                                         std::vector<Tensor> slots) {
   if (pins.size() != slots.size() || alive.size() != slots.size())
     fail("pins, marks and slots must be as many lists");
   std::vector<std::vector<int64_t>> found(slots.size());
@@ -97,9 +108,12 @@ std::vector<Tensor> release_slots(std::vector<Tensor> pins, std::vector<Tensor> 
       if (--pin[slot[i]] == 0 && !is_alive[slot[i]]) found[k].push_back(slot[i]);
     }
   });
-  std::vector<Tensor> result;
-  for (const auto& each : found) result.push_back(copied(each));
-  return result;
+  std::vector<int64_t> free, counts;
+  for (const auto& each : found) {
+    free.insert(free.end(), each.begin(), each.end());
+    counts.push_back(int64_t(each.size()));
+  }
+  return {copied(free), copied(counts)};
 }
 
 // Rows that a search has found, in their order, and what is known of their slots now.
@@ -110,6 +124,7 @@ struct Kept {
 
 template <typename Score>
 int64_t first_left_of(const Kept& kept, ScalarType type, std::vector<int64_t>& positions) {
+  positions.reserve(size_t(std::min(kept.wanted, kept.slots.numel())));
   const int64_t bound = kept.scores_now.numel();
   if (kept.scores.numel() != kept.slots.numel() || kept.alive.numel() < bound)
     fail("a row has a score and a slot, and a slot has a score and a mark");
@@ -165,10 +180,36 @@ std::vector<Tensor> first_left(std::vector<Tensor> scores, std::vector<Tensor> s
   return result;
 }
 
+// The positions of rows in the order of (score, key).
+Tensor order_of_rows(Tensor scores, Tensor keys) {
+  check_ids(scores), check_ids(keys);
+  const int64_t count = keys.numel();
+  if (scores.numel() != count) fail("there are ", scores.numel(), " scores of ", count, " keys");
+  const Tensor all_scores = as_contiguous(scores);
+  const auto* const score = static_cast<const int64_t*>(all_scores.const_data_ptr());
+  auto [distinct, places] = index_unique(keys);
+  if (distinct.numel() != count) fail("keys must be distinct");
+  Tensor order = new_int64(count);
+  auto* const place = static_cast<int64_t*>(places.mutable_data_ptr());
+  auto* const to = static_cast<int64_t*>(order.mutable_data_ptr());
+  if (!std::all_of(score, score + count, [&](int64_t each) { return each == score[0]; })) {
+    const Tensor ranks = std::get<1>(index_unique(all_scores));
+    const auto* const rank = static_cast<const int64_t*>(ranks.const_data_ptr());
+    for (int64_t i = 0; i < count; ++i) place[i] += rank[i] * count;
+    places = std::get<1>(index_unique(places));
+  }
+  const auto* const at = static_cast<const int64_t*>(places.const_data_ptr());
+  parallel_for(count, kGrainSlots, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) to[at[i]] = i;
+  });
+  return order;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
   m.impl("fill_slots", TORCH_BOX(&fill_slots));
   m.impl("release_slots", TORCH_BOX(&release_slots));
   m.impl("first_left", TORCH_BOX(&first_left));
+  m.impl("order_of_rows", TORCH_BOX(&order_of_rows));
 }
 
 }  // namespace

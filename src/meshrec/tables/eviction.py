@@ -16,7 +16,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import first_left, marked_between, marked_histogram, marked_range, unique
+from meshrec.ops.index import (
+    first_left,
+    marked_between,
+    marked_histogram,
+    marked_range,
+    order_of_rows,
+)
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_keys import Clock, RowsToJudge
 from meshrec.tables.key_space import FIRST_KEY
@@ -27,7 +33,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 _DIGIT_BITS = 12
 _LAST_KEY = (1 << 63) - 1
 _FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index
-_AT_ONCE = 16  # evictions for which a search finds rows
+_AT_ONCE = 16  # evictions for which a search finds rows, a quarter of a table or more: 3 bytes for each row
 
 
 class Everyone(Protocol):
@@ -112,12 +118,10 @@ class EvictionRequest(NamedTuple):
 
 
 class NextRows(NamedTuple):
-    """Rows of a rectangle in the order of (score, key), from the first that may go on."""
+    """Rows of a rectangle in the order of (score, key)."""
 
     scores: Tensor
     """int32 or int64 [N]."""
-    keys: Tensor
-    """int64 [N]."""
     slots: Tensor
     """int64 [N]."""
 
@@ -125,17 +129,9 @@ class NextRows(NamedTuple):
         """Return the rows at some positions."""
         return NextRows(*(each.index_select(0, positions) for each in self))
 
-    def ordered(self) -> "NextRows":
-        """Return the rows in their order."""
-        order = unique(self.keys)[1]
-        distinct, score = unique(self.scores.long())
-        if len(distinct) > 1:
-            order = unique(score * len(order) + order)[1]
-        return NextRows(*(torch.empty_like(each).index_copy_(0, order, each) for each in self))
-
 
 class FoundRows(NamedTuple):
-    """Rows of a table that may go, more than enough or all of them."""
+    """The first rows of a table that may go."""
 
     rows: Mapping[int, NextRows]
     """The rows of each rectangle."""
@@ -214,7 +210,7 @@ class Evictions:
         found: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
         for (number, i), each, own, num in zip(places, rows, positions, skipped.tolist(), strict=True):
             found[number][i] = each.at(own)
-            left[number][i] = NextRows(*(part[num:] for part in each))
+            left[number][i] = NextRows(each.scores[num:], each.slots[num:])
         counts = torch.zeros(2, len(requests), dtype=torch.int64)
         for place, (number, own) in enumerate(found.items()):
             counts[0, place] = sum(len(each.slots) for i, each in own.items() if self._counts(i))
@@ -243,12 +239,9 @@ class Evictions:
             wanted = num_times * wanted + int(self._everyone.sum(torch.tensor([num_staying])))
         wanted = min(wanted, spread.number)
         if wanted == 0:
-            return FoundRows(dict.fromkeys(judged, NextRows(_NONE, _NONE, _NONE)), 0)
+            return FoundRows(dict.fromkeys(judged, NextRows(_NONE, _NONE)), 0)
         last = nth(owned, wanted, spread, self._everyone)
-        rows = {
-            i: each.ordered()
-            for i, each in self._up_to(number, judged, last, wanted - last.below).items()
-        }
+        rows = self._up_to(number, judged, last, wanted - last.below)
         if time is None:
             counts = [len(each.slots) for i, each in rows.items() if self._counts(i)]
             return FoundRows(rows, int(self._everyone.sum(torch.tensor([sum(counts)]))))
@@ -326,18 +319,12 @@ class Evictions:
         if num_tied < last.equal:
             bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
         for bound in bounds:
-            tied = {i: _with_keys(self._tables[i], each, last.value, bound) for i, each in judged.items()}
-            own = sum(len(keys) for i, (keys, _) in tied.items() if self._counts(i))
-            if bound == _LAST_KEY or int(self._everyone.sum(torch.tensor([own]))) >= num_tied:
+            found = {i: _rows_up_to(self._tables[i], each, last, bound) for i, each in judged.items()}
+            own = sum(len(each.slots) for i, each in found.items() if self._counts(i))
+            if bound == _LAST_KEY:
                 break
-        found = {}
-        for i, (scores, marks) in judged.items():
-            keys, slots = tied[i]
-            if last.below:
-                smaller = marked_between(scores, marks, torch.iinfo(scores.dtype).min, last.value - 1)
-                keys = torch.cat([self._tables[i].keys_of(smaller), keys])
-                slots = torch.cat([smaller, slots])
-            found[i] = NextRows(scores.index_select(0, slots), keys, slots)
+            if int(self._everyone.sum(torch.tensor([own]))) >= last.below + num_tied:
+                break
         return found
 
     def _likely_bound(self, number: int, last: Nth, num_tied: int) -> int:
@@ -355,19 +342,21 @@ class Evictions:
         rows, num_going = found.rows, min(wanted, found.number)
         if self._everyone.size == len(rows) == 1:
             ((i, own),) = rows.items()
-            self._passed[number] = int(own.scores[num_going - 1]), int(own.keys[num_going - 1])
-            return {i: own.slots[:num_going]}
-        owned: list[tuple[Tensor, Tensor | None]] = [
+            going = own.slots[:num_going]
+            self._passed[number] = int(own.scores[num_going - 1]), int(self._tables[i].keys_of(going[-1:]))
+            return {i: going}
+        counted: list[tuple[Tensor, Tensor | None]] = [
             (own.scores, None) for i, own in rows.items() if self._counts(i)
         ]
-        last = nth(owned, num_going, range_of(owned, self._everyone), self._everyone)
+        last = nth(counted, num_going, range_of(counted, self._everyone), self._everyone)
+        keys = {i: self._tables[i].keys_of(own.slots) for i, own in rows.items()}
         tied = {i: own.scores == last.value for i, own in rows.items()}
-        keys = [(own.keys, tied[i]) for i, own in rows.items() if self._counts(i)]
-        spread_of_keys = range_of(keys, self._everyone)
-        key = nth(keys, num_going - last.below, spread_of_keys, self._everyone).value
+        counted = [(keys[i], tied[i]) for i in rows if self._counts(i)]
+        spread_of_keys = range_of(counted, self._everyone)
+        key = nth(counted, num_going - last.below, spread_of_keys, self._everyone).value
         self._passed[number] = last.value, key
         return {
-            i: own.slots[(own.keys <= key).logical_and_(tied[i]).logical_or_(own.scores < last.value)]
+            i: own.slots[(keys[i] <= key).logical_and_(tied[i]).logical_or_(own.scores < last.value)]
             for i, own in rows.items()
         }
 
@@ -380,15 +369,20 @@ def _candidates(table: HashedTable, update: InUpdate) -> Tensor:
     return free
 
 
-def _with_keys(table: HashedTable, judged: SlotScores, score: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return the keys up to ``most`` of the rows with a score, and their slots."""
-    tied = (judged.scores == score).logical_and_(judged.marks)
-    if int(tied.count_nonzero()) * _FEW >= table.slots.num_live:
-        return table.slots.marked(tied, most)
-    slots = tied.nonzero()[:, 0]
-    keys = table.keys_of(slots)
-    inside = keys <= most
-    return keys[inside], slots[inside]
+def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) -> NextRows:
+    """Return the rows below the score ``last``, and those with it and keys up to ``most``."""
+    marks = (judged.scores <= last.value).logical_and_(judged.marks)
+    if int(marks.count_nonzero()) * _FEW >= table.slots.num_live:
+        keys, slots = table.slots.marked(marks, _LAST_KEY if last.below else most)
+    else:
+        slots = marks.nonzero()[:, 0]
+        keys = table.keys_of(slots)
+    scores = judged.scores.index_select(0, slots)
+    if most < _LAST_KEY:
+        chosen = ((scores < last.value) | (keys <= most)).nonzero()[:, 0]
+        scores, keys, slots = (each.index_select(0, chosen) for each in (scores, keys, slots))
+    order = order_of_rows(scores.long(), keys)
+    return NextRows(scores.index_select(0, order), slots.index_select(0, order))
 
 
 def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], everyone: Everyone) -> ValueRange:

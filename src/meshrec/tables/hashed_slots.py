@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import Fills, release_slots, unique
+from meshrec.ops.index import Fills, free_slots, release_slots, unique
 
 if TYPE_CHECKING:
     from meshrec.tables.hashed import HashedTable
@@ -23,8 +23,12 @@ def release_rows(tables: Iterable["HashedTable"]) -> None:
     left = [(table, slots) for table in tables if table.released and len(slots := _released(table))]
     if left:
         memories, slots = [table.memory for table, _ in left], [slots for _, slots in left]
-        free = release_slots([own["pins"] for own in memories], [own[""] for own in memories], slots)
-        _free([(table, own) for (table, _), own in zip(left, free, strict=True)])
+        free, counts = release_slots(
+            [own["pins"] for own in memories], [own[""] for own in memories], slots
+        )
+        if len(free):
+            own = zip(left, free.split(counts.tolist()), strict=True)
+            _free([(table, slots) for (table, _), slots in own if len(slots)])
 
 
 def forget_rows(going: Iterable[tuple["HashedTable", Tensor, Collection[object]]]) -> None:
@@ -34,7 +38,7 @@ def forget_rows(going: Iterable[tuple["HashedTable", Tensor, Collection[object]]
         going: each table, the slots of its rows, and the pins of batches that have none of these.
     """
     with Fills() as fills:
-        left = [(table, *_leave(table, slots, besides, fills)) for table, slots, besides in going]
+        left = [(each[0], *_leave(*each, fills)) for each in going if len(each[1])]
     freed = _free([(table, slots) for table, _, slots in left])
     for (table, held, _), keys in zip(left, freed, strict=True):
         if table.books.is_watched:
@@ -54,8 +58,6 @@ def _leave(
     table: "HashedTable", slots: Tensor, besides: Collection[object], fills: Fills
 ) -> tuple[Tensor, Tensor]:
     """Mark rows as evicted. Return the slots that a batch in flight holds, and those to free."""
-    if len(slots) == 0:
-        return slots, slots
     fills.add(table.memory[""], slots, 0)
     table.books.report.live -= len(slots)
     table.books.changes += 1
@@ -79,8 +81,8 @@ def _leave(
 
 
 def _free(rows: Sequence[tuple["HashedTable", Tensor]]) -> list[Tensor]:
-    """Remove the IDs of some slots from the indexes, and return the keys of each table's."""
-    keys = [table.slots.free(slots) for table, slots in rows]
+    """Remove the IDs of some slots from their indexes, and return the keys of each table's."""
+    keys = free_slots([(table.slots, slots) for table, slots in rows])
     for table, slots in rows:
         if table.file is not None and len(slots):
             table.file.table.drop(slots.sort().values)

@@ -12,6 +12,7 @@ from meshrec.ops.index.hash_index import (
     SearchedPart,
     UnseenIds,
     find_parts,
+    free_slots,
     give_slots,
 )
 from meshrec.ops.index.slots import Fills, bits_of
@@ -26,12 +27,14 @@ __all__ = [
     "bits_of",
     "find_parts",
     "first_left",
+    "free_slots",
     "give_slots",
     "marked_between",
     "marked_histogram",
     "marked_range",
     "mix",
     "mix_parts",
+    "order_of_rows",
     "release_slots",
     "unique",
     "unmix",
@@ -42,6 +45,7 @@ marked_range = torch.ops.meshrec.marked_range.default
 marked_histogram = torch.ops.meshrec.marked_histogram.default
 marked_between = torch.ops.meshrec.marked_between.default
 first_left = torch.ops.meshrec.first_left.default
+order_of_rows = torch.ops.meshrec.order_of_rows.default
 release_slots = torch.ops.meshrec.release_slots.default
 
 BYTES_PER_ID = 16

@@ -54,9 +54,9 @@ def _fake_fill(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> N
     pass
 
 
-def _fake_release(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> list[Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size
-    return [own.new_empty(size()) for own in slots]
+def _fake_release(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> tuple[Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return torch.empty(size, dtype=torch.int64), torch.empty(len(slots), dtype=torch.int64)
 
 
 def _fake_first_left(
@@ -78,5 +78,6 @@ for _name, _fake in (
     ("fill_slots", _fake_fill),
     ("release_slots", _fake_release),
     ("first_left", _fake_first_left),
+    ("order_of_rows", lambda scores, keys: torch.empty_like(keys)),
 ):
     torch.library.register_fake(f"meshrec::{_name}", _fake)

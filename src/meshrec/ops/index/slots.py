@@ -73,7 +73,7 @@ def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> N
         part.view(_INTEGERS[part.element_size()]).index_fill_(0, own, value)
 
 
-def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> list[Tensor]:
+def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Take a pin off each slot, and return the slots that have no more pins and are not alive, int64.
 
     Args:
@@ -81,17 +81,20 @@ def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) 
         alive: whether the row of each slot is alive, bool.
         slots: int64 [N] each. A slot that repeats has as many pins.
 
-    Returns: the slots of each table, in the order of their last pins.
+    Returns: the slots of all tables, those of each in the order of their last pins; and the number of each
+        table's slots.
     """
-    found = []
+    found: list[int] = []
+    counts = []
     for own, marks, listed in zip(pins, alive, slots, strict=True):
         free = []
         for slot in listed.tolist():
             own[slot] -= 1
             if own[slot] == 0 and not marks[slot]:
                 free.append(slot)
-        found.append(torch.tensor(free, dtype=torch.int64))
-    return found
+        found += free
+        counts.append(len(free))
+    return torch.tensor(found, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
 
 
 def first_left(
@@ -129,4 +132,15 @@ def first_left(
     return [*found, torch.tensor(over, dtype=torch.int64)]
 
 
-implement([fill_slots, release_slots, first_left])
+def order_of_rows(scores_N: Tensor, keys_N: Tensor) -> Tensor:
+    """Return the positions of rows in the order of (score, key), int64 [N].
+
+    Args:
+        scores_N: int64.
+        keys_N: distinct, int64.
+    """
+    by_key = keys_N.argsort()
+    return by_key[scores_N[by_key].argsort(stable=True)]
+
+
+implement([fill_slots, release_slots, first_left, order_of_rows])
