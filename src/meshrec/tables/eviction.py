@@ -378,9 +378,9 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) ->
         slots = marks.nonzero()[:, 0]
         keys = table.keys_of(slots)
     scores = judged.scores.index_select(0, slots)
-    if most < _LAST_KEY:
-        chosen = ((scores < last.value) | (keys <= most)).nonzero()[:, 0]
-        scores, keys, slots = (each.index_select(0, chosen) for each in (scores, keys, slots))
+    is_inside = (scores < last.value).logical_or_(keys <= most)
+    if not bool(is_inside.all()):
+        scores, keys, slots = (each[is_inside] for each in (scores, keys, slots))
     order = order_of_rows(scores.long(), keys)
     return NextRows(scores.index_select(0, order), slots.index_select(0, order))
 

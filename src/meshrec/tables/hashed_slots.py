@@ -2,23 +2,39 @@
 tables/hashed.py.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import Fills, free_slots, release_slots, unique
-
-if TYPE_CHECKING:
-    from meshrec.tables.hashed import HashedTable
-
-# N slots
+from meshrec.ops.index import Fills, HashIndex, free_slots, release_slots, unique
+from meshrec.tables.file_hashed import HashedFile
+from meshrec.tables.hashed_books import Books, PinnedRows
 
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
-def release_rows(tables: Iterable["HashedTable"]) -> None:
+class SlotOwner(Protocol):
+    """What these functions need of a ``HashedTable``."""
+
+    memory: dict[str, Tensor]
+    file: HashedFile | None
+    slots: HashIndex
+    in_flight: WeakSet[PinnedRows]
+    released: deque[Tensor]
+    books: Books
+
+    def keys_of(self, slots: Tensor) -> Tensor:
+        """Return the key that has each slot."""
+
+    def reset(self, slots: Tensor, fills: Fills) -> None:
+        """Reset pending rows to their first values."""
+
+
+def release_rows(tables: Iterable[SlotOwner]) -> None:
     """Free the pending slots that no batch in flight has any more."""
     left = [(table, slots) for table in tables if table.released and len(slots := _released(table))]
     if left:
@@ -31,7 +47,7 @@ def release_rows(tables: Iterable["HashedTable"]) -> None:
             _free([(table, slots) for (table, _), slots in own if len(slots)])
 
 
-def forget_rows(going: Iterable[tuple["HashedTable", Tensor, Collection[object]]]) -> None:
+def forget_rows(going: Iterable[tuple[SlotOwner, Tensor, Collection[object]]]) -> None:
     """Evict rows. Those that a batch in flight holds become pending, with their first values.
 
     Args:
@@ -45,7 +61,7 @@ def forget_rows(going: Iterable[tuple["HashedTable", Tensor, Collection[object]]
             table.books.evicted.append(torch.cat([table.keys_of(held), keys]))
 
 
-def _released(table: "HashedTable") -> Tensor:
+def _released(table: SlotOwner) -> Tensor:
     """Return the pending slots of the batches that have gone; a slot of two batches is there twice."""
     found = [_NONE]
     while table.released:
@@ -55,7 +71,7 @@ def _released(table: "HashedTable") -> Tensor:
 
 
 def _leave(
-    table: "HashedTable", slots: Tensor, besides: Collection[object], fills: Fills
+    table: SlotOwner, slots: Tensor, besides: Collection[object], fills: Fills
 ) -> tuple[Tensor, Tensor]:
     """Mark rows as evicted. Return the slots that a batch in flight holds, and those to free."""
     fills.add(table.memory[""], slots, 0)
@@ -80,7 +96,7 @@ def _leave(
     return held, slots[~is_held]
 
 
-def _free(rows: Sequence[tuple["HashedTable", Tensor]]) -> list[Tensor]:
+def _free(rows: Sequence[tuple[SlotOwner, Tensor]]) -> list[Tensor]:
     """Remove the IDs of some slots from their indexes, and return the keys of each table's."""
     keys = free_slots([(table.slots, slots) for table, slots in rows])
     for table, slots in rows:
