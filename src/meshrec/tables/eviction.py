@@ -110,11 +110,11 @@ class EvictionRequest(NamedTuple):
     update: Mapping[int, InUpdate]
     """The rows of its rectangles that stay."""
     clock: Clock
-    """The time."""
+    """The time of the update."""
     least: int
-    """How many rows must go."""
+    """The number of rows that must go."""
     wanted: int
-    """How many rows go, if so many may."""
+    """The number of rows that go, if so many may."""
 
 
 class NextRows(NamedTuple):
@@ -212,10 +212,10 @@ class Evictions:
             found[number][i] = each.at(own)
             left[number][i] = NextRows(each.scores[num:], each.slots[num:])
         counts = torch.zeros(2, len(requests), dtype=torch.int64)
-        for place, (number, own) in enumerate(found.items()):
-            counts[0, place] = sum(len(each.slots) for i, each in own.items() if self._counts(i))
+        for place, (number, chosen) in enumerate(found.items()):
+            counts[0, place] = self._count(chosen)
             if number in kept:
-                counts[1, place] = kept[number].loads != self._loads(own)
+                counts[1, place] = kept[number].loads != self._loads(chosen)
         totals, num_stale = self._everyone.sum(counts.view(-1)).view(2, -1).tolist()
         result = {}
         for number, total, is_stale in zip(requests, totals, num_stale, strict=True):
@@ -243,8 +243,7 @@ class Evictions:
         last = nth(owned, wanted, spread, self._everyone)
         rows = self._up_to(number, judged, last, wanted - last.below)
         if time is None:
-            counts = [len(each.slots) for i, each in rows.items() if self._counts(i)]
-            return FoundRows(rows, int(self._everyone.sum(torch.tensor([sum(counts)]))))
+            return FoundRows(rows, int(self._everyone.sum(torch.tensor([self._count(rows)]))))
         self._kept[number] = KeptRows(rows, time, self._loads(rows))
         found = self._left({number: request})[number]
         if last.value >= time:
@@ -265,6 +264,10 @@ class Evictions:
         """Return whether the rows of a rectangle are counted; those of other columns follow."""
         return self._tables[rectangle].rectangle.c0 == 0
 
+    def _count(self, rows: Mapping[int, NextRows]) -> int:
+        """Return the number of rows here that are counted."""
+        return sum(len(own.slots) for i, own in rows.items() if self._counts(i))
+
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:
         """Return the scores of a policy that reads no rows, by slot."""
         table = self._tables[rectangle]
@@ -274,9 +277,7 @@ class Evictions:
         parts = {part.name: table.memory[part.name][:num] for part in policy.parts}
         return policy.scores(RowsToJudge(_NONE, parts), clock)
 
-    def _judged(
-        self, number: int, request: EvictionRequest, *, with_update: bool
-    ) -> dict[int, SlotScores]:
+    def _judged(self, number: int, request: EvictionRequest, *, with_update: bool) -> dict[int, SlotScores]:
         """Return the scores of the rows of a table; ``with_update``: also of those that stay.
 
         Collective where a score reads whole rows.
@@ -320,10 +321,10 @@ class Evictions:
             bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
         for bound in bounds:
             found = {i: _rows_up_to(self._tables[i], each, last, bound) for i, each in judged.items()}
-            own = sum(len(each.slots) for i, each in found.items() if self._counts(i))
             if bound == _LAST_KEY:
                 break
-            if int(self._everyone.sum(torch.tensor([own]))) >= last.below + num_tied:
+            own = torch.tensor([self._count(found)])
+            if int(self._everyone.sum(own)) >= last.below + num_tied:
                 break
         return found
 

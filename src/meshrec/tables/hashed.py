@@ -181,7 +181,7 @@ class HashedTable:
             slots = torch.cat(list(parts))
             pending = unique(slots[~self.memory[""][slots]])[0]
             self.memory["pins"][pending] += 1
-        pin = PinnedRows(self, parts, pending, self.released, fresh, self.books.changes)
+        pin = PinnedRows(self, parts, pending, self.released, fresh=fresh, changes=self.books.changes)
         self.in_flight.add(pin)
         return pin
 

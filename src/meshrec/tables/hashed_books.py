@@ -21,6 +21,7 @@ class PinnedRows:
         parts: Sequence[Tensor],
         pending: Tensor,
         released: deque[Tensor],
+        *,
         fresh: GivenSlots | None = None,
         changes: int = 0,
     ) -> None:

@@ -1,4 +1,4 @@
-"""How slots of hashed tables become free again, for all tables in few calls; see [Note: the life of a row] in
+"""Functions that free slots of hashed tables, of all tables in few calls; see [Note: the life of a row] in
 tables/hashed.py.
 """
 
@@ -18,7 +18,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 class SlotOwner(Protocol):
-    """What these functions need of a ``HashedTable``."""
+    """The slots of a ``HashedTable`` and their records."""
 
     memory: dict[str, Tensor]
     file: HashedFile | None
@@ -36,15 +36,13 @@ class SlotOwner(Protocol):
 
 def release_rows(tables: Iterable[SlotOwner]) -> None:
     """Free the pending slots that no batch in flight has any more."""
-    left = [(table, slots) for table in tables if table.released and len(slots := _released(table))]
+    left = [(table, own) for table in tables if table.released and len(own := _released(table))]
     if left:
-        memories, slots = [table.memory for table, _ in left], [slots for _, slots in left]
-        free, counts = release_slots(
-            [own["pins"] for own in memories], [own[""] for own in memories], slots
-        )
+        memories, slots = [table.memory for table, _ in left], [own for _, own in left]
+        free, counts = release_slots([own["pins"] for own in memories], [own[""] for own in memories], slots)
         if len(free):
-            own = zip(left, free.split(counts.tolist()), strict=True)
-            _free([(table, slots) for (table, _), slots in own if len(slots)])
+            listed = zip(left, free.split(counts.tolist()), strict=True)
+            _free([(table, own) for (table, _), own in listed if len(own)])
 
 
 def forget_rows(going: Iterable[tuple[SlotOwner, Tensor, Collection[object]]]) -> None:

@@ -53,7 +53,9 @@ class Nobody(Waiting):
 
     @override
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
-        return self._admission and self._admission.admits(keys, counts, step, self._seed)
+        if self._admission is None:
+            return None
+        return self._admission.admits(keys, counts, step, self._seed)
 
     @override
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:

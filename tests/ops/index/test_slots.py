@@ -36,9 +36,14 @@ def test_fills_write_to_all_rows(sizes):
 
 def test_nothing_is_written_after_an_error():
     part = torch.zeros(3)
-    with pytest.raises(KeyError), Fills() as fills:
-        fills.add(part, torch.tensor([1]), 5)
-        raise KeyError
+
+    def fail(fills):
+        with fills:
+            fills.add(part, torch.tensor([1]), 5)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail(Fills())
     assert not part.any()
 
 
