@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.memory import empty_pages, reserve_pages
+from meshrec.ops.pages_ahead import GrowingPart, PagesAhead
 
 _log = logging.getLogger(__name__)
 _LEAST_ROWS = 64
@@ -31,6 +32,7 @@ class GrowingRows:
         row: the tensors that a row consists of, each ``[1, ...]``, filled with the value of a new row.
         max_rows: the greatest number of rows that the table may ever have.
         name: the table's name in messages.
+        beside: other memory that grows with the rows.
 
     Attributes:
         first: the tensors of ``row``.
@@ -38,7 +40,9 @@ class GrowingRows:
         num_rows: the number of rows so far.
     """
 
-    def __init__(self, row: Sequence[Tensor], *, max_rows: int, name: str) -> None:
+    def __init__(
+        self, row: Sequence[Tensor], *, max_rows: int, name: str, beside: Sequence[GrowingPart] = ()
+    ) -> None:
         self.first, self._max_rows, self._name = [each.detach().clone() for each in row], max_rows, name
         found = [reserve_pages((max_rows, *each.shape[1:]), each.dtype, each.device) for each in row]
         self._reserved = [each for each in found if each is not None]
@@ -53,6 +57,8 @@ class GrowingRows:
                 f"{max_rows:,}",
                 row[0].device,
             )
+        own = [GrowingPart(each, each[:1].nbytes) for each in self._reserved]
+        self._pages = PagesAhead([*own, *beside])
         self.num_rows = 0
         self.tensors = [each.new_empty(0, *each.shape[1:]) for each in self.first]
 
@@ -82,6 +88,7 @@ class GrowingRows:
         for tensor, begin in zip(self.tensors[num_written:], self.first[num_written:], strict=True):
             tensor.data[self.num_rows : num_rows] = begin  # nobody's write: see ``OwnWrites``
         self.num_rows = num_rows
+        self._pages.grow(num_rows)
 
     @torch.no_grad()
     def begin(self, slots: Tensor, *, written: Collection[int]) -> None:

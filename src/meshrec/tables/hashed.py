@@ -43,8 +43,7 @@ from meshrec.tables.waiting import Waiting, in_span, waiting_for
 
 _NONE = torch.empty(0, dtype=torch.int64)
 _BLOCK_BYTES = 1 << 23
-_SPARE_ROWS = 1 << 24
-_MOST_SLOTS = (1 << 32) - 1
+_SPARE_ROWS, _MOST_SLOTS = 1 << 24, (1 << 32) - 1
 
 
 @final
@@ -83,11 +82,12 @@ class HashedTable:
             row["key"] = torch.zeros(1, dtype=torch.int64)
         row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.kept_parts}
         row |= {"": torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
-        self._grown = GrowingRows(list(row.values()), max_rows=most, name=f"table {storage.name!r}")
+        name = f"table {storage.name!r}"
+        self.slots = HashIndex(most, seed=storage.keys.seed, name=name)
+        self._grown = GrowingRows(list(row.values()), max_rows=most, name=name, beside=self.slots.parts)
         self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
         """The parts in memory by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many
         batches in flight have a pending one; 16-bit rows have their ``key``, by which they are rounded."""
-        self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
         self.waiting = self._new_waiting()
         self.in_flight: WeakSet[PinnedRows] = WeakSet()
         self.released: deque[Tensor] = deque()

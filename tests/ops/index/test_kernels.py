@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from meshrec.ops import library
-from meshrec.ops.index import HashIndex, UnseenIds, compiled, give_slots, hash_index, naive, unique
+from meshrec.ops.index import (
+    HashIndex,
+    UnseenIds,
+    compiled,
+    free_slots,
+    give_slots,
+    hash_index,
+    naive,
+    unique,
+)
 
 pytestmark = pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
 EDGES = np.array([-(2**63), -(2**63) + 1, -1, 0, 1, 2**62, 2**63 - 1])
@@ -45,7 +54,7 @@ def drawn(index, reference, universe, generator, num_operations):
             else:
                 slots = index.find(old)
                 assert torch.equal(index.free(slots), old)
-                assert torch.equal(reference.free(slots), old)
+                assert torch.equal(naive.free([reference], [slots])[0], old)
         done += len(ids)
         growing = (growing and index.num_live < len(universe) * 0.7) or index.num_live < len(universe) * 0.2
     same(index, reference)
@@ -250,6 +259,43 @@ def test_an_index_without_room_leaves_all_as_they_were(monkeypatch, step_by_step
     assert [index.num_live for index in indexes] == [0, 0, 0]
     assert [index.find(ids).max().item() for index in indexes] == [-1, -1, -1]
     assert give_slots([]) == []
+
+
+@pytest.mark.parametrize("sizes", [[1 << 12], [1 << 12, 1 << 22, 1 << 14, 1 << 13, 1 << 12]])
+def test_slots_of_several_indexes_are_freed_in_one_call(sizes):
+    indexes = [HashIndex(size, seed=k) for k, size in enumerate(sizes)]
+    references = [naive.NaiveIndex(size) for size in sizes]
+    for k, (index, reference) in enumerate(zip(indexes, references, strict=True)):
+        ids = unique(torch.cat([hashes(1 if k == 2 else 3500, k), torch.from_numpy(EDGES)]))[0]
+        assert torch.equal(index.insert(ids), reference.insert(ids))
+    for turn in range(3):
+        chosen = [index.items()[1][turn::3].flip(0) for index in indexes]
+        freed = free_slots(list(zip(indexes, chosen, strict=True)))
+        assert all(map(torch.equal, freed, naive.free(references, chosen)))
+        for index, reference in zip(indexes, references, strict=True):
+            same(index, reference)
+            new = hashes(100, 100 + turn).sort().values
+            assert torch.equal(index.insert(new), reference.insert(new))
+
+
+@pytest.mark.parametrize("dicts", [False, True])
+@pytest.mark.parametrize(
+    ("refused", "what"),
+    [([0, 0], "must be distinct"), ([1, 7, 1], "slot 7 is free"), ([-1], "slot -1 is free")],
+)
+def test_a_refused_slot_leaves_all_indexes_as_they_were(monkeypatch, dicts, refused, what):
+    monkeypatch.setattr(hash_index, "is_compiled", not dicts)
+    indexes = [HashIndex(1 << 12, name=f"index {k}") for k in range(3)]
+    ids = torch.arange(5) << 40
+    for index in indexes:
+        index.insert(ids)
+    slots = [torch.tensor([4, 2]), torch.tensor(refused), torch.tensor([3])]
+    with pytest.raises(ValueError, match=f"index 1: .*{what}"):
+        free_slots(list(zip(indexes, slots, strict=True)))
+    for index in indexes:
+        assert all(map(torch.equal, index.items(), (ids, torch.arange(5))))
+        assert index.insert(torch.tensor([9])).tolist() == [5]
+    assert free_slots([]) == []
 
 
 def test_fewer_unseen_ids_than_counted_get_slots():

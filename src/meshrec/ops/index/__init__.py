@@ -12,6 +12,7 @@ from meshrec.ops.index.hash_index import (
     SearchedPart,
     UnseenIds,
     find_parts,
+    free_slots,
     give_slots,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "SearchedPart",
     "UnseenIds",
     "find_parts",
+    "free_slots",
     "give_slots",
     "marked_between",
     "marked_histogram",

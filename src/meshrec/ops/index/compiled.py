@@ -15,18 +15,20 @@ from torch import Tensor
 from meshrec.ops.index.naive import Status
 from meshrec.ops.library import c_entry_points
 from meshrec.ops.memory import reserve_pages
+from meshrec.ops.pages_ahead import GrowingPart
 
 _BUCKET_BYTES, _TAG_BYTES = 64, 3
 _HEADER_WORDS, _SHARD_WORDS, _LEAST_BUCKETS = 8, 4, 8
 _NUM_LIVE, _NUM_SLOTS, _MAX_SLOTS, _SHARD_BITS, _ROOM, _SLOT_ROOM = range(6)
 _SLOTS_PER_SHARD, _MOST_SHARD_BITS = 1 << 20, 4
 _FIRST_SLOTS, _FIRST_BUCKETS = 1 << 12, 64
+_BUCKETS_PER_ID = 25 / 126
 _PAGE_BUCKETS = (1 << 21) // _BUCKET_BYTES
 _pointers = ctypes.c_void_p * 4
 
 
 class GiveArgs(ctypes.Structure):
-    """The arguments of ``meshrec_index_give`` for one index, as in csrc/index/hash_index.cpp."""
+    """The arguments of ``meshrec_index_give`` for one index, as in csrc/index/hash_index.h."""
 
     _fields_ = (
         ("memory", _pointers),
@@ -43,6 +45,19 @@ class GiveArgs(ctypes.Structure):
     )
 
 
+class FreeArgs(ctypes.Structure):
+    """The arguments of ``meshrec_index_free`` for one index, as in csrc/index/hash_index.h."""
+
+    _fields_ = (
+        ("memory", _pointers),
+        ("seed", ctypes.c_uint64),
+        ("slots", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("status", ctypes.c_int64),
+    )
+
+
 def _kernels() -> ctypes.CDLL | None:
     library = c_entry_points()
     if library is None or not hasattr(library, "meshrec_index_insert"):
@@ -52,7 +67,7 @@ def _kernels() -> ctypes.CDLL | None:
         ("give", [ctypes.POINTER(GiveArgs), count]),
         ("insert", [memory, seed, address, count, address, address]),
         ("remove", [memory, seed, address, count, address]),
-        ("free", [memory, seed, address, count, address]),
+        ("free", [ctypes.POINTER(FreeArgs), count]),
         ("ids_of", [memory, seed, address, count, address]),
         ("items", [memory, seed, address, address]),
         ("marked", [memory, seed, address, count, address, address]),
@@ -89,11 +104,12 @@ class CompiledIndex:
         self._words = (ctypes.c_int64 * _HEADER_WORDS).from_address(header.data_ptr())
         # A quarter more than the share of each shard: with more than that an index gets new memory.
         share = max_slots if shard_bits == 0 else (max_slots >> shard_bits) * 5 // 4 + _FIRST_SLOTS
-        room = share * 25 // 126 * 9 // 8 + _FIRST_BUCKETS
+        room = int(share * _BUCKETS_PER_ID) * 9 // 8 + _FIRST_BUCKETS
         # Shards grow evenly. Each begins at another place of a huge page, so that they do not all reach their
         # next page in the same step.
         room += -room % _PAGE_BUCKETS + (_PAGE_BUCKETS >> shard_bits)
-        if not self._set_room(room, max_slots, reserved=True):
+        self._is_reserved = self._set_room(room, max_slots, reserved=True)
+        if not self._is_reserved:
             self._set_room(_FIRST_BUCKETS, min(max_slots, _FIRST_SLOTS), reserved=False)
 
     @property
@@ -108,6 +124,20 @@ class CompiledIndex:
     def num_bytes(self) -> int:
         assert _library is not None
         return int(_library.meshrec_index_num_bytes(self._addresses))
+
+    @property
+    def parts(self) -> list[GrowingPart]:
+        """The memory that grows with the slots; none where it is copied as it fills."""
+        _, buckets, tags, _ = self.memory
+        if not self._is_reserved:
+            return []
+        # A shard that grows begins at the end of its next eighth.
+        row_bytes = _BUCKET_BYTES * _BUCKETS_PER_ID * 9 / 8 / len(buckets)
+        shards = [
+            GrowingPart(buckets, row_bytes, shard * self._room * _BUCKET_BYTES)
+            for shard in range(len(buckets))
+        ]
+        return [*shards, GrowingPart(tags, _TAG_BYTES)]
 
     def find(self, ids_N: Tensor) -> Tensor:
         slots: Tensor = torch.ops.meshrec.index_find.default(self.memory, ids_N, self.seed)
@@ -145,15 +175,6 @@ class CompiledIndex:
             self._addresses, self.seed, ids_N.data_ptr(), len(ids_N), slots.data_ptr()
         )
         return Status(status) if status else slots
-
-    def free(self, slots_N: Tensor) -> Tensor | Status:
-        """Remove the IDs of slots; return them, or why nothing has changed."""
-        assert _library is not None
-        ids = torch.empty_like(slots_N)
-        status = _library.meshrec_index_free(
-            self._addresses, self.seed, slots_N.data_ptr(), len(slots_N), ids.data_ptr()
-        )
-        return Status(status) if status else ids
 
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
         """Return the IDs of slots, or why there is none."""
@@ -247,3 +268,22 @@ def give(arguments: Sequence[GiveArgs]) -> list[int]:
     all_of_them = (GiveArgs * len(arguments))(*arguments)
     _library.meshrec_index_give(all_of_them, len(arguments))
     return [each.num_found for each in all_of_them]
+
+
+def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
+    """Remove the IDs of slots in indexes, each of which occurs once.
+
+    Returns:
+        The IDs of each index. If a slot is refused, no index has changed, and there is a status for each:
+        ``Status.DONE`` where the slots of the index itself are right.
+    """
+    assert _library is not None
+    ids = [torch.empty_like(own) for own in slots]
+    arguments = (FreeArgs * len(indexes))()
+    for each, index, own, to in zip(arguments, indexes, slots, ids, strict=True):
+        each.memory, each.seed = index._addresses, index.seed
+        each.slots, each.count, each.ids = own.data_ptr(), len(own), to.data_ptr()
+        each.status = Status.NO_MEMORY
+    _library.meshrec_index_free(arguments, len(indexes))
+    found = [Status(each.status) for each in arguments]
+    return list(found) if any(found) else list(ids)

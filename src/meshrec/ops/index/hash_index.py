@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import naive
+from meshrec.ops.index import compiled, naive
 from meshrec.ops.index.compiled import CompiledIndex, give, is_compiled
 from meshrec.ops.index.naive import NaiveIndex, Status
+from meshrec.ops.pages_ahead import GrowingPart
 
 # Set apart from the seeds of a plan: hashes of IDs that fall to one rank lie in one interval, and the index
 # has its buckets in the order of its own hashes.
@@ -49,6 +50,11 @@ class HashIndex:
     def num_bytes(self) -> int:
         """The bytes of memory that the index takes: at most 16 for each ID that it has had at once."""
         return self._rows.num_bytes
+
+    @property
+    def parts(self) -> list[GrowingPart]:
+        """The memory that grows with the slots, if it stays where it is."""
+        return self._rows.parts if isinstance(self._rows, CompiledIndex) else []
 
     def find(self, ids_N: Tensor) -> Tensor:
         """Return the slot of each ID, -1 where it has none: int64 [N]. IDs may repeat."""
@@ -99,9 +105,7 @@ class HashIndex:
         Raises:
             ValueError: a slot is free already, or repeats. Nothing has changed then.
         """
-        slots_N = self._checked(slots_N)
-        found = self._rows.free(slots_N)
-        return found if isinstance(found, Tensor) else self._refuse(found, slots_N)
+        return free_slots([(self, slots_N)])[0]
 
     def ids_of(self, slots_N: Tensor) -> Tensor:
         """Return the ID that has each slot, int64 [N]. Slots may repeat.
@@ -229,6 +233,31 @@ def find_parts(ids_N: Tensor, parts: Sequence[SearchedPart]) -> tuple[Tensor, li
         mixes,
     )
     return slots, absent.tolist()
+
+
+def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
+    """Remove the IDs of some slots of several indexes, each of which occurs once; see ``HashIndex.free``.
+
+    Args:
+        slots: indexes, and the slots of each that are to be free: int64, distinct, each with an ID.
+
+    Returns:
+        The IDs of each index, int64 [number of its slots].
+
+    Raises:
+        ValueError: a slot is free already, or repeats. Nothing has changed in any index then.
+    """
+    own_slots = [index._checked(own) for index, own in slots]
+    rows = [index._rows for index, _ in slots]
+    assert len({id(each) for each in rows}) == len(rows)
+    of_kernels = [each for each in rows if isinstance(each, CompiledIndex)]
+    of_dicts = [each for each in rows if isinstance(each, NaiveIndex)]
+    assert not (of_kernels and of_dicts)
+    found = compiled.free(of_kernels, own_slots) if of_kernels else naive.free(of_dicts, own_slots)
+    for (index, _), own, ids in zip(slots, own_slots, found, strict=True):
+        if isinstance(ids, Status) and ids is not Status.DONE:
+            index._refuse(ids, own)
+    return [ids for ids in found if isinstance(ids, Tensor)]
 
 
 class UnseenIds(NamedTuple):

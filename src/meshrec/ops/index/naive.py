@@ -5,6 +5,7 @@ Shape legend: N IDs or slots.
 """
 
 import heapq
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -231,14 +232,6 @@ class NaiveIndex:
             heapq.heappush(self._free, slot)
         return torch.tensor(slots, dtype=torch.int64)
 
-    def free(self, slots_N: Tensor) -> Tensor | Status:
-        if len(set(slots_N.tolist())) < len(slots_N):
-            return Status.REPEATS
-        ids = self.ids_of(slots_N)
-        if isinstance(ids, Tensor):
-            self.remove(ids)
-        return ids
-
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
         ids = [self._ids[slot] if 0 <= slot < len(self._ids) else None for slot in slots_N.tolist()]
         return Status.FREE if None in ids else torch.tensor(ids, dtype=torch.int64)
@@ -256,6 +249,20 @@ class NaiveIndex:
         ids = sorted(self._slots)
         slots = [self._slots[each] for each in ids]
         return torch.tensor(ids, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
+
+
+def free(indexes: Sequence[NaiveIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
+    """Remove the IDs of slots in indexes; see ``compiled.free``."""
+    found = [index.ids_of(own) for index, own in zip(indexes, slots, strict=True)]
+    for number, own in enumerate(slots):
+        if isinstance(found[number], Tensor) and len(set(own.tolist())) < len(own):
+            found[number] = Status.REPEATS
+    if not all(isinstance(own, Tensor) for own in found):
+        return [own if isinstance(own, Status) else Status.DONE for own in found]
+    for index, ids in zip(indexes, found, strict=True):
+        assert isinstance(ids, Tensor)
+        index.remove(ids)
+    return found
 
 
 implement([index_mix, index_unique, index_find, index_mix_parts, index_find_parts])

@@ -1,0 +1,382 @@
+// The slots of 64-bit IDs; see [Note: the hash index] in shard.h. What changes an index tells by a code why
+// it changed nothing.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <memory>
+
+#include "index/free_slots.h"
+#include "index/ids.h"
+#include "index/mix.h"
+#include "index/shard.h"
+#include "index/unique.h"
+#include "isa/kernels.h"
+
+namespace meshrec::index {
+
+constexpr int64_t kAhead = 32;
+constexpr int64_t kTagBytes = 3, kTagPadding = 1;
+
+// As in hash_index.py.
+enum Status : int64_t {
+  kNoMemory = -1,
+  kDone,
+  kNotAscending,
+  kPresent,
+  kFull,
+  kNoBuckets,
+  kCrowded,
+  kAbsent,
+  kRepeats,
+  kFree
+};
+
+// The IDs of a batch in one index, some of which have no slot: `id + first`, or `mix(id, mix_seed) + first`.
+// As in compiled.py.
+struct GiveArgs {
+  void* memory[4];
+  uint64_t seed;
+  const int64_t* ids;
+  int64_t count, mixes;
+  uint64_t mix_seed, first;
+  int64_t* slots;
+  int64_t num_absent;
+  int64_t* found;  // room for the distinct ones, their slots, and how often each occurs
+  int64_t num_found;
+};
+
+// The slots of one index that are to be free, and room for their IDs. As in compiled.py.
+struct FreeArgs {
+  void* memory[4];
+  uint64_t seed;
+  const int64_t* slots;
+  int64_t count;
+  int64_t* ids;
+  int64_t status;  // kNoMemory before the call
+};
+
+class Index {
+ public:
+  // IDs or slots by shard, in their order: keys, of slots their highest bits, and where each was.
+  struct Partition {
+    std::vector<int64_t> begins;
+    std::unique_ptr<uint64_t[]> keys;
+    std::unique_ptr<int64_t[]> places;
+  };
+
+  Index(int64_t* header, void* buckets, uint8_t* tags, uint64_t* free, uint64_t seed)
+      : header_(*reinterpret_cast<Header*>(header)), tags_(tags), free_(header_, free), seed_(seed) {
+    for (int64_t s = 0; s < int64_t(1) << header_.shard_bits; ++s)
+      shards_.emplace_back(&header_.shards[s], static_cast<Bucket*>(buckets) + s * header_.room, header_.room,
+                           s, int(header_.shard_bits));
+    if (shards_.size() > kMostShards) fail("an index has at most ", kMostShards, " shards");
+    view_.buckets = static_cast<const uint8_t*>(buckets), view_.room = header_.room;
+    view_.shard_bits = int(header_.shard_bits), view_.seed = seed;
+    for (size_t s = 0; s < shards_.size(); ++s)
+      view_.boundary[s] = shards_[s].boundary(), view_.before[s] = shards_[s].before(),
+      view_.behind[s] = shards_[s].behind();
+  }
+
+  void find(const int64_t* ids, int64_t count, int64_t* slots) const {
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      find_some({.ids = ids + begin, .count = end - begin, .slots = slots + begin});
+    });
+  }
+
+  // Finds the slots of IDs, -1 where there is none. Returns how many have none.
+  int64_t find_some(FindArgs args) const {
+    int64_t absent = 0;
+    args.index = &view_;
+    for (int64_t left = args.count; left > 0;
+         left -= args.count, args.ids += args.count, args.slots += args.count) {
+      args.count = std::min(kMostFound, left);
+      absent += kernels().find(args);
+    }
+    return absent;
+  }
+
+  // given: the slots that the IDs get; null: the lowest free ones.
+  Status insert(const int64_t* ids, int64_t count, const int64_t* given, int64_t* slots) {
+    for (int64_t i = 1; i < count; ++i)
+      if (ids[i] <= ids[i - 1]) return kNotAscending;
+    const int64_t num_free = header_.num_slots - header_.num_live;
+    const int64_t num_slots = given != nullptr && count > 0
+                                  ? *std::max_element(given, given + count) + 1
+                                  : std::max(header_.num_slots, header_.num_slots + count - num_free);
+    if (num_slots > header_.max_slots) return has_any(ids, count, slots) ? kPresent : kFull;
+    const int extra =
+        std::max<int>(0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - kLeastSlotBits);
+    const Partition parts = partition_ids(ids, count);
+    if (!for_shards(count, [&](size_t s) {
+          return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra);
+        }))
+      return kNoBuckets;
+    assign(count, given, num_slots, slots);
+    std::vector<int64_t> done(shards_.size(), 0);
+    std::vector<Inserted> ends(shards_.size(), Inserted::kDone);
+    const bool fits = for_shards(count, [&](size_t s) {
+      ends[s] = insert_into(s, parts, slots, extra, done[s]);
+      return ends[s] == Inserted::kDone;
+    });
+    header_.num_live += count;
+    if (fits) return kDone;
+    for (size_t s = 0; s < shards_.size(); ++s)
+      for (int64_t i = 0; i < done[s]; ++i) shards_[s].remove(parts.keys[parts.begins[s] + i]);
+    for (int64_t i = 0; i < count; ++i) free_.put(slots[i]);
+    header_.num_live -= count;
+    return std::count(ends.begin(), ends.end(), Inserted::kPresent) > 0 ? kPresent : kCrowded;
+  }
+
+  // Inserts the IDs whose slot is negative, and writes their slots. Returns false, with nothing changed, if
+  // the index needs other memory first.
+  bool give(GiveArgs& args) {
+    Tensor absent = new_int64(args.num_absent);
+    auto* const ids = absent.mutable_data_ptr<int64_t>();
+    std::unique_ptr<int64_t[]> places(new int64_t[args.num_absent]);
+    int64_t next = 0;
+    for (int64_t i = 0; i < args.count && next < args.num_absent; ++i) {
+      if (args.slots[i] >= 0) continue;
+      const uint64_t id = uint64_t(args.ids[i]);
+      ids[next] = int64_t((args.mixes ? mix(id, args.mix_seed) : id) + args.first);
+      places[next++] = i;
+    }
+    if (next < args.num_absent) return false;
+    const auto [distinct, positions] = index_unique(absent);
+    const int64_t count = args.num_found = distinct.numel();
+    int64_t *const slots = args.found + args.num_absent, *const counts = slots + args.num_absent;
+    std::copy_n(distinct.const_data_ptr<int64_t>(), count, args.found);
+    if (header_.num_live + count > header_.slot_room || insert(args.found, count, nullptr, slots) != kDone)
+      return false;
+    std::fill_n(counts, count, 0);
+    const auto* const position = positions.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < args.num_absent; ++i) {
+      args.slots[places[i]] = slots[position[i]];
+      ++counts[position[i]];
+    }
+    return true;
+  }
+
+  Status remove(const int64_t* ids, int64_t count, int64_t* slots) {
+    find(ids, count, slots);
+    if (std::any_of(slots, slots + count, [](int64_t slot) { return slot < 0; })) return kAbsent;
+    if (!mark_free(slots, count)) return kRepeats;
+    const Partition parts = partition_ids(ids, count);
+    for_parts(parts, [&](Shard& shard, int64_t i) { shard.remove(parts.keys[i]); });
+    header_.num_live -= count;
+    return kDone;
+  }
+
+  // Marks slots as free, and finds their keys. Then comes `end_free`, or `take_back`.
+  Status begin_free(const FreeArgs& args, Partition& parts) {
+    if (!all_live(args.slots, args.count)) return kFree;
+    parts = partition(args.count, [&](int64_t i) { return tag_of(args.slots[i]) << 40; });
+    return mark_free(args.slots, args.count) ? kDone : kRepeats;
+  }
+
+  // Removes the IDs of these slots, and writes them.
+  void end_free(const FreeArgs& args, const Partition& parts) {
+    for_parts(parts, [&](Shard& shard, int64_t i) {
+      const int64_t at = parts.places[i];
+      const Place place = shard.place_of(uint64_t(args.slots[at]), parts.keys[i] >> 40);
+      args.ids[at] = int64_t(unmix(shard.key_at(place), seed_));
+      shard.remove_at(place);
+    });
+    header_.num_live -= args.count;
+  }
+
+  void take_back(const int64_t* slots, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) free_.take(slots[i]);
+  }
+
+  Status ids_of(const int64_t* slots, int64_t count, int64_t* ids) const {
+    if (!all_live(slots, count)) return kFree;
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      uint64_t tags[kAhead];
+      const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
+        const uint64_t tag = tags[i & (kAhead - 1)] = tag_of(slots[i]);
+        __builtin_prefetch(shard_of(tag << 40).tag_bucket(tag), 0, 3);
+      };
+      for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
+      for (int64_t i = begin; i < end; ++i) {
+        const uint64_t tag = tags[i & (kAhead - 1)];
+        const Shard& shard = shard_of(tag << 40);
+        ids[i] = int64_t(unmix(shard.key_at(shard.place_of(uint64_t(slots[i]), tag)), seed_));
+        if (i + 2 * kAhead < end) __builtin_prefetch(tags_ + kTagBytes * slots[i + 2 * kAhead], 0, 3);
+        if (i + kAhead < end) begin_one(i + kAhead);
+      }
+    });
+    return kDone;
+  }
+
+  // In the order of keys.
+  void items(int64_t* ids, int64_t* slots) const {
+    std::vector<int64_t> begins(1, 0);
+    for (const Shard& shard : shards_) begins.push_back(begins.back() + shard.num_keys());
+    parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
+      int64_t i = begins[s];
+      shards_[s].for_all([&](Entry entry) {
+        ids[i] = int64_t(unmix(entry.key, seed_));
+        slots[i++] = int64_t(entry.slot);
+      });
+    });
+  }
+
+  // The IDs up to `most` whose slots are marked, and these slots, in the order of keys; each has room for all
+  // IDs. Returns how many there are.
+  int64_t marked(const bool* marks, int64_t most, int64_t* ids, int64_t* slots) const {
+    std::vector<int64_t> begins(1, 0), counts(shards_.size(), 0);
+    for (const Shard& shard : shards_) begins.push_back(begins.back() + shard.num_keys());
+    parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
+      int64_t i = begins[s];
+      shards_[s].for_all([&](Entry entry) {
+        const int64_t id = int64_t(unmix(entry.key, seed_));
+        if (id > most || !marks[entry.slot]) return;
+        ids[i] = id;
+        slots[i++] = int64_t(entry.slot);
+      });
+      counts[s] = i - begins[s];
+    });
+    int64_t total = 0;
+    for (size_t s = 0; s < shards_.size(); total += counts[s++]) {
+      std::copy_n(ids + begins[s], counts[s], ids + total);
+      std::copy_n(slots + begins[s], counts[s], slots + total);
+    }
+    return total;
+  }
+
+  int64_t num_bytes() const {
+    int64_t total = (header_.num_slots * kTagBytes) + header_.num_slots / 8 + header_.num_slots / 512;
+    for (const Shard& shard : shards_) total += shard.num_bytes() + int64_t(sizeof(ShardState));
+    return total;
+  }
+
+ private:
+  bool all_live(const int64_t* slots, int64_t count) const {
+    return std::all_of(slots, slots + count, [&](int64_t slot) {
+      return slot >= 0 && slot < header_.num_slots && !free_.has(slot);
+    });
+  }
+
+  // Marks slots with an ID as free. Returns false, with nothing changed, if one repeats.
+  bool mark_free(const int64_t* slots, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (free_.has(slots[i])) return take_back(slots, i), false;
+      free_.put(slots[i]);
+    }
+    return true;
+  }
+
+  // Whether the index has one of the IDs; writes their slots.
+  bool has_any(const int64_t* ids, int64_t count, int64_t* slots) const {
+    find(ids, count, slots);
+    return std::any_of(slots, slots + count, [](int64_t slot) { return slot >= 0; });
+  }
+
+  const Shard& shard_of(uint64_t key) const {
+    return shards_[header_.shard_bits == 0 ? 0 : key >> (64 - header_.shard_bits)];
+  }
+
+  Partition partition_ids(const int64_t* ids, int64_t count) const {
+    return partition(count, [&](int64_t i) { return mix(uint64_t(ids[i]), seed_); });
+  }
+
+  template <typename KeyOf>
+  Partition partition(int64_t count, const KeyOf& key_of) const {
+    Partition parts{std::vector<int64_t>(shards_.size() + 1, 0),
+                    std::unique_ptr<uint64_t[]>(new uint64_t[count]),
+                    std::unique_ptr<int64_t[]>(new int64_t[count])};
+    const std::unique_ptr<uint64_t[]> keys(new uint64_t[count]);
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) keys[i] = key_of(i);
+    });
+    const int shift = 64 - int(header_.shard_bits);
+    const auto shard_number = [&](uint64_t key) { return shift == 64 ? 0 : key >> shift; };
+    std::vector<int64_t> next(shards_.size() + 1, 0);
+    for (int64_t i = 0; i < count; ++i) ++next[shard_number(keys[i]) + 1];
+    for (size_t s = 0; s < shards_.size(); ++s) next[s + 1] += next[s];
+    parts.begins = next;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t place = next[shard_number(keys[i])]++;
+      parts.keys[place] = keys[i], parts.places[place] = i;
+    }
+    return parts;
+  }
+
+  // Runs work for each shard, by several threads if there are many IDs; returns whether all of it returned
+  // true.
+  template <typename Work>
+  bool for_shards(int64_t num_ids, const Work& work) {
+    std::atomic<bool> all{true};
+    const auto each = [&](int64_t s) {
+      if (!work(size_t(s))) all = false;
+    };
+    if (num_ids >= kGrainIds) {
+      parallel_tasks(int64_t(shards_.size()), each);
+    } else {
+      for (size_t s = 0; s < shards_.size(); ++s) each(int64_t(s));
+    }
+    return all;
+  }
+
+  // Runs work(shard, i) for all of a partition, once the homes of its keys are requested.
+  template <typename Work>
+  void for_parts(const Partition& parts, const Work& work) {
+    for_shards(parts.begins.back(), [&](size_t s) {
+      const int64_t end = parts.begins[s + 1];
+      for (int64_t i = parts.begins[s]; i < end; ++i) {
+        if (i + kAhead < end) __builtin_prefetch(shards_[s].home_bucket(parts.keys[i + kAhead]), 1, 3);
+        work(shards_[s], i);
+      }
+      return true;
+    });
+  }
+
+  void assign(int64_t count, const int64_t* given, int64_t num_slots, int64_t* slots) {
+    if (given != nullptr) {
+      for (int64_t slot = header_.num_slots; slot < num_slots; ++slot) free_.put(slot);
+      for (int64_t i = 0; i < count; ++i) free_.take(slots[i] = given[i]);
+    } else {
+      int64_t num_free = header_.num_slots - header_.num_live;
+      for (int64_t i = 0, next = header_.num_slots; i < count; ++i)
+        slots[i] = num_free > 0 ? (--num_free, free_.take_lowest()) : next++;
+    }
+    header_.num_slots = std::max(header_.num_slots, num_slots);
+  }
+
+  Inserted insert_into(size_t s, const Partition& parts, const int64_t* slots, int extra, int64_t& done) {
+    Shard& shard = shards_[s];
+    const int64_t end = parts.begins[s + 1];
+    for (int64_t i = parts.begins[s]; i < end; ++i, ++done) {
+      if (i + kAhead < end) __builtin_prefetch(shard.home_bucket(parts.keys[i + kAhead]), 1, 3);
+      const uint64_t key = parts.keys[i];
+      const int64_t slot = slots[parts.places[i]];
+      int64_t more = std::max<int64_t>(shard.num_keys(), 64);
+      for (int turn = 0;; ++turn, more *= 2) {
+        const Inserted end = shard.insert(key, uint64_t(slot), extra);
+        if (end == Inserted::kDone) break;
+        if (end == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) return end;
+      }
+      for (int64_t byte = 0; byte < kTagBytes; ++byte)
+        tags_[kTagBytes * slot + byte] = uint8_t(key >> (40 + 8 * byte));
+    }
+    return Inserted::kDone;
+  }
+
+  uint64_t tag_of(int64_t slot) const {
+    uint32_t tag;
+    std::memcpy(&tag, tags_ + kTagBytes * slot, sizeof(tag));
+    static_assert(kTagPadding == sizeof(tag) - kTagBytes);
+    return tag & 0xffffff;
+  }
+
+  Header& header_;
+  uint8_t* tags_;
+  FreeSlots free_;
+  uint64_t seed_;
+  std::vector<Shard> shards_;
+  IndexView view_;
+};
+
+}  // namespace meshrec::index
