@@ -46,9 +46,8 @@ template <typename Word>
 void fill(void* memory, int64_t width, const int64_t* slot, int64_t begin, int64_t end, Word value) {
   auto* const rows = static_cast<Word*>(memory);
   // Atomic, since slots may repeat, and two threads then write the same value.
-  const auto store = [&](Word* to) __attribute__((always_inline)) {
-    __atomic_store_n(to, value, __ATOMIC_RELAXED);
-  };
+  const auto store = [&](Word* to)
+                         __attribute__((always_inline)) { __atomic_store_n(to, value, __ATOMIC_RELAXED); };
   if (width == 1) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < end) __builtin_prefetch(rows + slot[i + kAhead], 1, 3);
@@ -71,11 +70,16 @@ void fill_slots(std::vector<Tensor> parts, std::vector<Tensor> slots, std::vecto
         void* const memory = parts[k].mutable_data_ptr();
         const int64_t width = parts[k].numel() / parts[k].size(0), value = values[k];
         switch (parts[k].element_size()) {
-          case 1: return fill(memory, width, slot, begin, end, uint8_t(value));
-          case 2: return fill(memory, width, slot, begin, end, uint16_t(value));
-          case 4: return fill(memory, width, slot, begin, end, uint32_t(value));
-          case 8: return fill(memory, width, slot, begin, end, uint64_t(value));
-          default: fail("parts must have values of 1, 2, 4 or 8 bytes");
+          case 1:
+            return fill(memory, width, slot, begin, end, uint8_t(value));
+          case 2:
+            return fill(memory, width, slot, begin, end, uint16_t(value));
+          case 4:
+            return fill(memory, width, slot, begin, end, uint32_t(value));
+          case 8:
+            return fill(memory, width, slot, begin, end, uint64_t(value));
+          default:
+            fail("parts must have values of 1, 2, 4 or 8 bytes");
         }
       });
 }
