@@ -59,14 +59,23 @@ class Result(NamedTuple):
     bars: list[Bar]
 
 
-def measure(contenders: Mapping[str, Callable[[], Any]], effort: Effort) -> dict[str, Timing]:
-    """Time the contenders in turns, round after round, so that a slow minute of the machine affects all."""
+def measure(
+    contenders: Mapping[str, Callable[[], Any]],
+    effort: Effort,
+    before: Mapping[str, Callable[[], Any]] | None = None,
+) -> dict[str, Timing]:
+    """Time the contenders in turns, round after round, so that a slow minute of the machine affects all.
+
+    ``before``: what is called before each call of a contender, and is not timed.
+    """
+    prepare = {name: lambda: None for name in contenders} | dict(before or {})
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(effort.rounds):
         for name, call in contenders.items():
             for _ in range(effort.warm_ups):  # caches and threads as in a run of this contender alone
                 call()
             for _ in range(effort.calls):
+                prepare[name]()
                 start = time.perf_counter()
                 call()
                 seconds[name].append(time.perf_counter() - start)

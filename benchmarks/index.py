@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,13 +108,17 @@ def filled(ids: Tensor, name: str = "benchmark") -> tuple[HashIndex, float]:
     return index, time.perf_counter() - start
 
 
-def lines_of(index: HashIndex, count: int) -> Callable[[], Any]:
-    """Return a loop that touches ``count`` random cache lines of the index's own memory."""
-    header, buckets = index._rows.memory[:2]  # type: ignore[union-attr]
-    shards = header[8:].view(-1, 4)
-    shard = torch.randint(0, len(shards), (count,))
-    line = (torch.rand(count, dtype=torch.float64) * shards[shard, 1]).long()
-    loop = LineLimit([buckets.view(-1, 64)], [shard * buckets.shape[1] + line])
+def lines_of(indexes: Sequence[HashIndex], count: int) -> Callable[[], Any]:
+    """Return a loop that touches ``count`` random cache lines of each index's own memory."""
+    memory, lines = [], []
+    for index in indexes:
+        header, buckets = index._rows.memory[:2]  # type: ignore[union-attr]
+        shards = header[8:].view(-1, 4)
+        shard = torch.randint(0, len(shards), (count,))
+        line = (torch.rand(count, dtype=torch.float64) * shards[shard, 1]).long()
+        memory.append(buckets.view(-1, 64))
+        lines.append(shard * buckets.shape[1] + line)
+    loop = LineLimit(memory, lines)
     timings = measure(
         {str(each): partial(loop.forward, each) for each in PREFETCHES}, Effort(rounds=3, calls=1)
     )
@@ -139,7 +143,7 @@ def time_finding(
         other = None
         if peer is None:
             torch.set_num_threads(1)
-            calls[LIMIT] = lines_of(index, len(batch))
+            calls[LIMIT] = lines_of([index], len(batch))
         elif (library := build(peer, folder)) is not None:
             other = PeerMap(library, ids)
             assert torch.equal(other.find(batch), expected)

@@ -8,7 +8,7 @@ namespace meshrec {
 
 constexpr int kMostShards = 16;
 constexpr int64_t kReach = 16;           // a key lies in one of so many buckets from its home on
-constexpr int64_t kMostFound = 1 << 12;  // IDs of a search
+constexpr int64_t kMostFound = 1 << 11;  // IDs of a search
 
 // What a search reads of an index.
 struct IndexView {
@@ -30,16 +30,16 @@ struct FindArgs {
   int64_t* slots = nullptr;  // -1 where an ID has none
 };
 
-// Finds the rows of IDs among the keys of a table: of `mix(id, seed)`. See index/keyed.cpp.
+// Finds the rows of IDs among the keys of a table: of `mix(id, seed)`. See [Note: keys in buckets] in
+// index/keyed.cpp.
 struct FindRowsArgs {
-  const int64_t* keys = nullptr;  // ascending
-  int64_t num_keys = 0;
-  const int64_t* starts = nullptr;
-  int shift = 0;  // from 1 to 64: the bits of a key that do not tell its bucket
+  const int64_t* buckets = nullptr;
+  int64_t num_buckets = 0, num_homes = 0;  // num_homes: below 2^32
+  int64_t num_rows = 0;
   uint64_t seed = 0;
   const void* ids = nullptr;
-  bool wide_ids = false;  // int64; otherwise int32
-  int64_t count = 0;
+  bool wide_ids = false;     // int64; otherwise int32
+  int64_t count = 0;         // at most kMostFound
   int64_t* slots = nullptr;  // -1 where an ID has no row
 };
 

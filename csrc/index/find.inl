@@ -1,27 +1,109 @@
 // Searches of a hash index; see find.h. Included by isa/kernels.inl only, inside its unnamed namespace.
 //
 // Keys go through in groups of eight. A group's keys and homes are computed together and their cache lines
-// requested; some groups later, when the lines have come, each key is compared with its bucket. Keys whose
-// home is full and does not have them are collected, and compared with the next bucket in a further turn.
+// requested; some groups later, when the lines have come, the keys are compared with their buckets. Keys
+// whose home is full and does not have them are collected, and compared with the next bucket in a further
+// turn.
 
-constexpr int kKeys = 8, kGroupsAhead = 16;
-constexpr int64_t kDisplacedAhead = 32;
+constexpr int kKeys = 8, kGroupsAhead = 24;
 static_assert(kMostFound % kKeys == 0);
 
 typedef uint64_t Words __attribute__((vector_size(8 * kKeys)));
 typedef uint64_t WordsMemory __attribute__((vector_size(8 * kKeys), aligned(8), may_alias));
 typedef int64_t SignedWords __attribute__((vector_size(8 * kKeys)));
-typedef uint8_t Bytes __attribute__((vector_size(kKeys)));
 
-struct KeyGroup {
-  Words keys, buckets;  // buckets: their addresses
+inline const uint8_t* bucket_of(uint64_t address) {
+  return reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(address));
+}
+
+// Writes keys and the addresses of their homes.
+inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to, uint64_t* homes_to) {
+  const IndexView& index = *a.index;
+  const uint64_t first_bucket = uint64_t(reinterpret_cast<uintptr_t>(index.buckets));
+#if defined(__AVX512F__)
+  Words keys = *reinterpret_cast<const WordsMemory*>(ids);
+  if (a.mixes) keys = mix(keys, a.mix_seed);
+  keys = mix(keys + a.first, index.seed);
+  const Words shards = keys >> 1 >> (63 - index.shard_bits), fractions = keys << index.shard_bits;
+  const auto of_shards = [&](const uint64_t* numbers) {
+    const auto* const all = reinterpret_cast<const Words*>(numbers);
+    static_assert(kMostShards == 2 * kKeys);
+    return __builtin_shuffle(all[0], all[1], shards);
+  };
+  const Words sizes =
+      fractions < of_shards(index.boundary) ? of_shards(index.before) : of_shards(index.behind);
+  // floor(fraction * size / 2^64), as sizes are below 2^32.
+  const Words homes = ((fractions >> 32) * sizes + ((fractions & 0xffffffff) * sizes >> 32)) >> 32;
+  *reinterpret_cast<Words*>(keys_to) = keys;
+  *reinterpret_cast<Words*>(homes_to) = first_bucket + ((shards * uint64_t(index.room) + homes) << 6);
+#else
+  // Without a vector's product of 64-bit numbers, one by one is faster.
+  for (int i = 0; i < kKeys; ++i) {
+    const uint64_t id = uint64_t(ids[i]);
+    const uint64_t key = mix((a.mixes ? mix(id, a.mix_seed) : id) + a.first, index.seed);
+    const uint64_t shard = key >> 1 >> (63 - index.shard_bits), fraction = key << index.shard_bits;
+    const uint64_t size = fraction < index.boundary[shard] ? index.before[shard] : index.behind[shard];
+    const auto home = uint64_t((static_cast<unsigned __int128>(fraction) * size) >> 64);
+    keys_to[i] = key, homes_to[i] = first_bucket + ((shard * uint64_t(index.room) + home) << 6);
+  }
+#endif
+}
+
+struct GroupFound {
+  Words slots;                 // -1 where a key is not in its bucket
+  unsigned absent, displaced;  // as bits, the keys that are in no bucket, or in one further on if in any
 };
 
-// Keys that are not in a full bucket: their places among the IDs, and the buckets behind.
-struct Displaced {
-  int64_t count;
-  uint64_t places[kMostFound], keys[kMostFound], buckets[kMostFound];
+#if defined(__AVX512F__)
+
+// Word i of eight buckets.
+struct Columns {
+  Words words[kKeys];
 };
+
+inline Columns transposed(const uint64_t* buckets) {
+  Words rows[kKeys], pairs[kKeys];
+  Columns columns;
+#pragma GCC unroll 8
+  for (int i = 0; i < kKeys; ++i) rows[i] = *reinterpret_cast<const WordsMemory*>(bucket_of(buckets[i]));
+#pragma GCC unroll 4
+  for (int i = 0; i < kKeys; i += 2) {
+    pairs[i] = __builtin_shuffle(rows[i], rows[i + 1], Words{0, 8, 2, 10, 4, 12, 6, 14});
+    pairs[i + 1] = __builtin_shuffle(rows[i], rows[i + 1], Words{1, 9, 3, 11, 5, 13, 7, 15});
+  }
+  constexpr Words kEven = {0, 1, 4, 5, 8, 9, 12, 13}, kOdd = {2, 3, 6, 7, 10, 11, 14, 15};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const Words a = __builtin_shuffle(pairs[i], pairs[2 + i], kEven);  // words i and i + 4 of four buckets
+    const Words b = __builtin_shuffle(pairs[4 + i], pairs[6 + i], kEven);
+    const Words c = __builtin_shuffle(pairs[i], pairs[2 + i], kOdd);  // words i + 2 and i + 6
+    const Words d = __builtin_shuffle(pairs[4 + i], pairs[6 + i], kOdd);
+    columns.words[i] = __builtin_shuffle(a, b, kEven), columns.words[i + 4] = __builtin_shuffle(a, b, kOdd);
+    columns.words[i + 2] = __builtin_shuffle(c, d, kEven),
+                      columns.words[i + 6] = __builtin_shuffle(c, d, kOdd);
+  }
+  return columns;
+}
+
+inline GroupFound compare(const uint64_t* keys, const uint64_t* buckets) {
+  const Columns columns = transposed(buckets);
+  const Words key = *reinterpret_cast<const WordsMemory*>(keys), last = columns.words[7];
+  const Words header = last >> 56, extra = header >> 3, count = header & 7, key_bits = ~Words{} >> extra;
+  Words entry = Words{} + 7, low = {};
+  // From the last to the first, as words behind the entries may be anything.
+#pragma GCC unroll 7
+  for (uint64_t e = 7; e-- > 0;) {
+    const auto equal = ((columns.words[e] ^ key) & key_bits) == 0;
+    entry = equal ? Words{} + e : entry, low = equal ? columns.words[e] : low;
+  }
+  const auto is_missing = entry >= count, is_displaced = is_missing & (count == 7);
+  const Words slots = (last >> (entry << 3) & 0xff) << extra | low >> 1 >> (63 - extra);
+  const unsigned missing = _mm512_movepi64_mask((__m512i)is_missing);
+  const unsigned displaced = _mm512_movepi64_mask((__m512i)is_displaced);
+  return {slots | (Words)is_missing, missing & ~displaced, displaced};
+}
+
+#else
 
 // The bits of an entry's word that belong to its key, by the bits of its slot beyond the least.
 struct KeyBits {
@@ -32,170 +114,146 @@ struct KeyBits {
 };
 constexpr KeyBits kKeyBits;
 
-inline Words widened(const uint8_t* bytes) {
-  Bytes all;
-  std::memcpy(&all, bytes, sizeof(all));
-  return __builtin_convertvector(all, Words);
-}
-
-inline const uint8_t* bucket_of(uint64_t address) {
-  return reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(address));
-}
-
-// A number of each shard.
-inline Words of_shards(const uint64_t* numbers, Words shards) {
-#if defined(__AVX512F__)
-  const auto* const all = reinterpret_cast<const Words*>(numbers);
-  static_assert(kMostShards == 2 * kKeys);
-  return __builtin_shuffle(all[0], all[1], shards);
-#else
-  Words found;
-  for (int i = 0; i < kKeys; ++i) found[i] = numbers[shards[i]];
-  return found;
-#endif
-}
-
-inline void begin_group(const FindArgs& a, const int64_t* ids, KeyGroup& group) {
-  const IndexView& index = *a.index;
-  Words keys = *reinterpret_cast<const WordsMemory*>(ids);
-  if (a.mixes) keys = mix(keys, a.mix_seed);
-  keys = mix(keys + a.first, index.seed);
-  const Words shards = keys >> 1 >> (63 - index.shard_bits), fractions = keys << index.shard_bits;
-  const Words sizes = fractions < of_shards(index.boundary, shards) ? of_shards(index.before, shards)
-                                                                    : of_shards(index.behind, shards);
-  // floor(fraction * size / 2^64), as sizes are below 2^32.
-  const Words homes = ((fractions >> 32) * sizes + ((fractions & 0xffffffff) * sizes >> 32)) >> 32;
-  group.keys = keys;
-  group.buckets =
-      uint64_t(reinterpret_cast<uintptr_t>(index.buckets)) + ((shards * uint64_t(index.room) + homes) << 6);
-#pragma GCC unroll 8
-  for (int i = 0; i < kKeys; ++i) __builtin_prefetch(bucket_of(group.buckets[i]), 0, 3);
-}
-
-// The entries of a bucket whose key bits are those of the key, as bits; those without an entry, too.
-inline unsigned equal_entries(const uint8_t* bucket, const uint64_t& key, const uint64_t& key_bits) {
-#if defined(__AVX512F__)
-  const Words entries = *reinterpret_cast<const WordsMemory*>(bucket);
-  return _mm512_testn_epi64_mask((__m512i)(entries ^ key), _mm512_set1_epi64(int64_t(key_bits)));
+// The words of a bucket whose key bits are those of the key, as bits.
+inline unsigned equal_words(const uint8_t* bucket, uint64_t key, uint64_t key_bits) {
+#if defined(__AVX2__)
+  const auto half = [&](const uint8_t* entries) {
+    const __m256i other =
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(entries)) ^ _mm256_set1_epi64x(int64_t(key));
+    const __m256i none = _mm256_setzero_si256(), bits = other & _mm256_set1_epi64x(int64_t(key_bits));
+    return unsigned(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(bits, none))));
+  };
+  return half(bucket) | half(bucket + 32) << 4;
 #else
   unsigned found = 0;
-#pragma GCC unroll 7
-  for (int entry = 7; --entry >= 0;) {
-    uint64_t low;
-    std::memcpy(&low, bucket + 8 * entry, sizeof(low));
-    found = 2 * found + unsigned(((low ^ key) & key_bits) == 0);
+#pragma GCC unroll 8
+  for (int word = 8; --word >= 0;) {
+    uint64_t own;
+    std::memcpy(&own, bucket + 8 * word, sizeof(own));
+    found = 2 * found + unsigned(((own ^ key) & key_bits) == 0);
   }
   return found;
 #endif
 }
 
-struct GroupFound {
-  Words slots;                    // -1 where a key is not in its bucket
-  Words is_absent, is_displaced;  // -1: true
-};
-
-inline GroupFound compare(const KeyGroup& group) {
-  alignas(64) uint64_t keys[kKeys], buckets[kKeys], lows[kKeys];
-  uint8_t highs[kKeys], entries[kKeys], headers[kKeys];
-  std::memcpy(keys, &group.keys, sizeof(keys));
-  std::memcpy(buckets, &group.buckets, sizeof(buckets));
+inline GroupFound compare(const uint64_t* keys, const uint64_t* buckets) {
+  GroupFound group = {};
 #pragma GCC unroll 8
   for (int i = 0; i < kKeys; ++i) {
     const uint8_t* const bucket = bucket_of(buckets[i]);
-    const uint8_t header = bucket[63];
-    const uint64_t found =
-        equal_entries(bucket, keys[i], kKeyBits.of[header >> 3]) & ((1u << (header & 7)) - 1);
-    const uint64_t entry = uint64_t(__builtin_ctzll(found | 1u << 7));
-    std::memcpy(&lows[i], bucket + 8 * entry, sizeof(lows[i]));
-    highs[i] = bucket[56 + entry], entries[i] = uint8_t(entry), headers[i] = header;
+    const unsigned extra = bucket[63] >> 3, count = bucket[63] & 7;
+    const unsigned found = equal_words(bucket, keys[i], kKeyBits.of[extra]) & ((1u << count) - 1);
+    const unsigned entry = unsigned(__builtin_ctz(found | 1u << 7)), is_missing = found == 0;
+    uint64_t low;
+    std::memcpy(&low, bucket + 8 * entry, sizeof(low));
+    group.slots[i] =
+        (uint64_t(bucket[56 + entry]) << extra | low >> 1 >> (63 - extra)) | -uint64_t(is_missing);
+    group.absent |= (is_missing & unsigned(count < 7)) << i;
+    group.displaced |= (is_missing & unsigned(count == 7)) << i;
   }
-  Words low;
-  std::memcpy(&low, lows, sizeof(low));
-  const Words header = widened(headers), extra = header >> 3;
-  const Words is_missing = (Words)(widened(entries) == 7), is_full = (Words)((header & 7) == 7);
-  return {(widened(highs) << extra | low >> 1 >> (63 - extra)) | is_missing, is_missing & ~is_full,
-          is_missing & is_full};
+  return group;
 }
 
-// Collects the displaced keys of a group; there must be room for a whole group.
-inline void collect(const KeyGroup& group, Words places, Words is_displaced, Displaced& to) {
-  const Words next = group.buckets + 64;
-#if defined(__AVX512DQ__)
-  const __mmask8 chosen = _mm512_movepi64_mask((__m512i)is_displaced);
-  const auto add = [&](uint64_t* list, Words words) {
-    _mm512_storeu_si512(list + to.count, _mm512_maskz_compress_epi64(chosen, (__m512i)words));
-  };
-  add(to.places, places), add(to.keys, group.keys), add(to.buckets, next);
-  to.count += __builtin_popcount(chosen);
+#endif
+
+// Adds the places of displaced keys to a list that has room for a whole group. Returns its new end.
+inline uint32_t* collect(uint32_t* list, int64_t first, unsigned displaced) {
+#if defined(__AVX512F__)
+  const __m256i places =
+      _mm256_add_epi32(_mm256_set1_epi32(int(first)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(list),
+                      _mm256_maskz_compress_epi32(__mmask8(displaced), places));
+  return list + __builtin_popcount(displaced);
 #else
-  for (int i = 0; i < kKeys; ++i) {
-    to.places[to.count] = places[i], to.keys[to.count] = group.keys[i], to.buckets[to.count] = next[i];
-    to.count += int64_t(is_displaced[i] & 1);
-  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kKeys; ++i) *list = uint32_t(first + i), list += displaced >> i & 1;
+  return list;
 #endif
 }
 
-inline int64_t sum_of(Words words) {
-  uint64_t sum = 0;
-  for (int i = 0; i < kKeys; ++i) sum += words[i];
-  return int64_t(sum);
+// Looks for displaced keys in the buckets behind their homes, up to `end`. Returns how many are absent.
+template <typename Compare>
+int64_t find_behind(const Compare& compare, const uint64_t* keys, uint64_t* buckets, uint64_t end,
+                    int64_t most_turns, uint32_t* displaced, int64_t count, int64_t* slots) {
+  int64_t num_absent = 0;
+  const auto request_next = [&](uint32_t place, int64_t& next) {
+    buckets[place] += 64;
+    if (buckets[place] == end) return void(++num_absent);
+    __builtin_prefetch(bucket_of(buckets[place]), 0, 3);
+    displaced[next++] = place;
+  };
+  int64_t left = 0;
+  for (int64_t i = 0; i < count; ++i) request_next(displaced[i], left);
+  for (; left > 0 && most_turns > 0; --most_turns) {
+    count = std::exchange(left, 0);
+    for (int64_t i = 0; i < count; i += kKeys) {
+      alignas(64) uint64_t own_keys[kKeys], own_buckets[kKeys];
+      for (int64_t k = 0; k < kKeys; ++k) {
+        const uint32_t place = displaced[std::min(i + k, count - 1)];
+        own_keys[k] = keys[place], own_buckets[k] = buckets[place];
+      }
+      const GroupFound found = compare(own_keys, own_buckets);
+      const int64_t rest = std::min<int64_t>(kKeys, count - i);
+      for (int64_t k = 0; k < rest; ++k) slots[displaced[i + k]] = int64_t(found.slots[k]);
+      const unsigned own = (1u << rest) - 1;
+      num_absent += __builtin_popcount(found.absent & own);
+      for (unsigned bits = found.displaced & own; bits != 0; bits &= bits - 1)
+        request_next(displaced[i + __builtin_ctz(bits)], left);
+    }
+  }
+  return num_absent + left;
 }
 
-inline Words load_words(const uint64_t* from) { return *reinterpret_cast<const WordsMemory*>(from); }
-
-// Looks for displaced keys in their buckets, and collects those that are not there either. Returns how many
-// are absent.
-inline int64_t find_behind(const FindArgs& a, Displaced& displaced) {
-  auto& [collected, places, keys, buckets] = displaced;
-  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-  const int64_t count = std::exchange(collected, 0);
-  for (int64_t i = count; i % kKeys != 0; ++i)  // a whole group
-    places[i] = places[count - 1], keys[i] = keys[count - 1], buckets[i] = buckets[count - 1];
-  Words num_absent = {};
-  for (int64_t i = -kDisplacedAhead; i < count; i += kKeys) {
-    for (int64_t j = i + kDisplacedAhead; j < std::min(count, i + kDisplacedAhead + kKeys); ++j)
-      __builtin_prefetch(bucket_of(buckets[j]), 0, 3);
-    if (i < 0) continue;
-    const KeyGroup group{load_words(keys + i), load_words(buckets + i)};
-    const Words place = load_words(places + i), is_one = (Words)(lanes < uint64_t(count - i));
-    const GroupFound found = compare(group);
-    for (int k = 0; k < kKeys; ++k) a.slots[place[k]] = int64_t(found.slots[k]);
-    num_absent -= found.is_absent & is_one;
-    collect(group, place, found.is_displaced & is_one, displaced);
+// Finds the slots of keys, -1 where there is none. begin(i, keys, buckets) writes the group of keys i and the
+// addresses of their homes; `buckets` has room for all. Returns how many have none.
+template <typename Begin, typename Compare>
+inline int64_t find_all(const Begin& begin, const Compare& compare, int64_t count, uint64_t end,
+                        int64_t most_turns, int64_t* slots) {
+  alignas(64) uint64_t keys[kMostFound], buckets[kMostFound];
+  uint32_t displaced[kMostFound + kKeys];
+  uint32_t* displaced_end = displaced;
+  constexpr int64_t kAhead = kGroupsAhead * kKeys;
+  const auto begin_at = [&](int64_t i) __attribute__((always_inline)) {
+    begin(i, keys + i, buckets + i);
+#if defined(__GNUC__)
+    asm volatile("" ::: "memory");  // the addresses are loaded: to take a vector apart is slower
+#endif
+#pragma GCC unroll 8
+    for (int k = 0; k < kKeys; ++k) __builtin_prefetch(bucket_of(buckets[i + k]), 0, 3);
+  };
+  for (int64_t i = 0; i < std::min(count, kAhead); i += kKeys) begin_at(i);
+  int64_t num_absent = 0;
+  for (int64_t i = 0; i < count; i += kKeys) {
+    if (i + kAhead < count) begin_at(i + kAhead);
+    const GroupFound found = compare(keys + i, buckets + i);
+    const int64_t rest = std::min<int64_t>(kKeys, count - i);
+    if (rest == kKeys)
+      *reinterpret_cast<WordsMemory*>(slots + i) = found.slots;
+    else
+      std::memcpy(slots + i, &found.slots, 8 * size_t(rest));
+    const unsigned own = (1u << rest) - 1;
+    num_absent += __builtin_popcount(found.absent & own);
+    displaced_end = collect(displaced_end, i, found.displaced & own);
   }
-  return sum_of(num_absent);
+  return num_absent +
+         find_behind(compare, keys, buckets, end, most_turns, displaced, displaced_end - displaced, slots);
+}
+
+// Copies the last IDs, fewer than a group, and repeats the last one.
+template <typename Id>
+inline const Id* filled_up(const Id* ids, int64_t count, Id* to) {
+  for (int64_t k = 0; k < kKeys; ++k) to[k] = ids[std::min(k, count - 1)];
+  return to;
 }
 
 // Returns how many IDs have no slot.
 int64_t find(const FindArgs& args) {
-  Displaced displaced;
   const FindArgs a = args;
-  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-  KeyGroup ring[kGroupsAhead];
-  const int64_t num_groups = (a.count + kKeys - 1) / kKeys;
-  const auto begin_one = [&](int64_t g, KeyGroup& group) __attribute__((always_inline)) {
-    if ((g + 1) * kKeys <= a.count) return begin_group(a, a.ids + g * kKeys, group);
+  const auto begin = [&](int64_t i, uint64_t* keys, uint64_t* homes) __attribute__((always_inline)) {
     int64_t last[kKeys];
-    for (int64_t i = 0; i < kKeys; ++i) last[i] = a.ids[std::min(g * kKeys + i, a.count - 1)];
-    begin_group(a, last, group);
+    begin_group(a, i + kKeys <= a.count ? a.ids + i : filled_up(a.ids + i, a.count - i, last), keys, homes);
   };
-  for (int64_t g = 0; g < std::min<int64_t>(num_groups, kGroupsAhead); ++g) begin_one(g, ring[g]);
-  displaced.count = 0;
-  Words num_absent = {};
-  for (int64_t g = 0; g < num_groups; ++g) {
-    KeyGroup& group = ring[g % kGroupsAhead];
-    const GroupFound found = compare(group);
-    const int64_t rest = std::min<int64_t>(kKeys, a.count - g * kKeys);
-    if (rest == kKeys)
-      *reinterpret_cast<WordsMemory*>(a.slots + g * kKeys) = found.slots;
-    else
-      std::memcpy(a.slots + g * kKeys, &found.slots, 8 * size_t(rest));
-    const Words is_one = (Words)(lanes < uint64_t(rest));
-    num_absent -= found.is_absent & is_one;
-    collect(group, lanes + uint64_t(g * kKeys), found.is_displaced & is_one, displaced);
-    if (g + kGroupsAhead < num_groups) begin_one(g + kGroupsAhead, group);
-  }
-  int64_t absent = sum_of(num_absent);
-  for (int64_t turn = 1; turn < kReach && displaced.count > 0; ++turn) absent += find_behind(a, displaced);
-  return absent + displaced.count;
+  const auto compare_all = [](const uint64_t* keys, const uint64_t* buckets)
+                               __attribute__((always_inline)) { return compare(keys, buckets); };
+  return find_all(begin, compare_all, a.count, 0, kReach - 1, a.slots);
 }

@@ -1,12 +1,13 @@
 // Lookups of raw 64-bit IDs in tables that only read: ops/keyed/naive.py is the reference.
 //
-// [Note: keys in ascending order]
+// [Note: keys in buckets]
 //
-// A table is its keys (mixed IDs) in ascending order, and the row of each key at the same position. Keys are
-// spread evenly, so the first bits of a key tell where it lies: `starts` has the first position of each of
-// 2^k buckets of a few keys. A search reads one entry of `starts` and one or two cache lines of keys
-// (keyed.inl). All of it is a mapped file, and is read as it is. Rows that came later lie in a second, small
-// table.
+// A table has its keys (mixed IDs) in ascending order, and the row of each key at the same position. They lie
+// in buckets of a cache line: the number of a row, and the keys of this row and the next six. Keys are spread
+// evenly, and there is a bucket for each of `num_homes` equal intervals of keys, which begins at the first
+// key of the interval, or before it: no bucket begins later than where the one before ends. So a search reads
+// one line for most keys, and further ones while the last key of a line is below the key (keyed.inl). All of
+// it is a mapped file, and is read as it is. Rows that came later lie in a second, small table.
 //
 // [Note: rows beside the table]
 //
@@ -15,7 +16,6 @@
 // whole number of rows, and the slot of such an ID is that number. The kernels need no second case, and no
 // known row is copied.
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "host/memory.h"
@@ -29,46 +29,36 @@ namespace {
 
 constexpr int64_t kGrainIds = 1 << 10;
 constexpr int64_t kUnknown = -1, kFirstAdded = -2;  // kFirstAdded - s: row s of the added ones
-constexpr int kPerTable = 4;                        // tensors in `found_by`
+constexpr int kPerTable = 3;                        // tensors in `found_by`
 
 class KeyedTable {
  public:
   KeyedTable(const Tensor* tensors, int64_t num_rows, int64_t row_bytes, uint64_t seed, int64_t table)
-      : seed_(seed), table_(table) {
-    for (int i = 0; i < 3; ++i) {
-      if (tensors[i].scalar_type() != ScalarType::Long || tensors[i].dim() != (i == 2 ? 2 : 1))
-        fail("the keys of table ", table, " must be int64. Export the model again.");
+      : num_rows_(num_rows), seed_(seed), table_(table) {
+    for (int i = 0; i < 2; ++i) {
+      if (tensors[i].scalar_type() != ScalarType::Long || tensors[i].dim() != 2)
+        fail("the keys of table ", table, " must be int64 in two dimensions. Export the model again.");
       kept_.push_back(as_contiguous(tensors[i]));
     }
-    kept_.push_back(as_contiguous(tensors[3]));
-    keys_ = kept_[0].const_data_ptr<int64_t>(), num_keys_ = kept_[0].numel();
-    starts_ = kept_[1].const_data_ptr<int64_t>();
-    const int64_t num_buckets = kept_[1].numel() - 1;
-    if (num_keys_ != num_rows || num_buckets < 1 || !std::has_single_bit(uint64_t(num_buckets)))
-      fail("table ", table, " has ", num_rows, " rows, ", num_keys_, " keys and ", num_buckets,
-           " buckets, which do not fit together. Export the model again.");
-    shift_ = 64 - std::countr_zero(uint64_t(num_buckets));
-    added_ = kept_[2].const_data_ptr<int64_t>(), num_added_ = kept_[2].size(1);
-    added_rows_ = static_cast<const char*>(kept_[3].const_data_ptr());
-    num_added_rows_ = kept_[3].size(0);
-    const int64_t added_bytes = kept_[3].dim() == 2 ? kept_[3].size(1) * int64_t(kept_[3].element_size()) : 0;
-    if (kept_[2].size(0) != 2 || (num_added_rows_ > 0 && added_bytes != row_bytes))
+    kept_.push_back(as_contiguous(tensors[2]));
+    buckets_ = kept_[0].const_data_ptr<int64_t>(), num_buckets_ = kept_[0].size(0);
+    num_homes_ = std::max<int64_t>(1, (25 * num_rows + 125) / 126);  // as in ops/keyed/naive.py
+    if (kept_[0].size(1) != 8 || num_buckets_ < num_homes_)
+      fail("table ", table, " has ", num_rows, " rows and ", num_buckets_, " buckets of ", kept_[0].size(1),
+           " words, which do not fit together. Export the model again.");
+    added_ = kept_[1].const_data_ptr<int64_t>(), num_added_ = kept_[1].size(1);
+    added_rows_ = static_cast<const char*>(kept_[2].const_data_ptr());
+    num_added_rows_ = kept_[2].size(0);
+    const int64_t added_bytes = kept_[2].dim() == 2 ? kept_[2].size(1) * int64_t(kept_[2].element_size()) : 0;
+    if (kept_[1].size(0) != 2 || (num_added_rows_ > 0 && added_bytes != row_bytes))
       fail("the rows that were added to table ", table, " are not as wide as the others.");
   }
 
   // Writes the slot of each ID in [begin, end) of the batch. Returns how many slots are negative.
   int64_t find(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
-    const int64_t num_absent = kernels().find_rows({.keys = keys_,
-                                                    .num_keys = num_keys_,
-                                                    .starts = starts_,
-                                                    .shift = shift_,
-                                                    .seed = seed_,
-                                                    .ids = batch.ids(begin),
-                                                    .wide_ids = batch.wide_ids,
-                                                    .count = end - begin,
-                                                    .slots = slots + begin});
-    if (num_absent < 0)
-      fail("the keys of table ", table_, " are damaged. Copy the package again, or export the model again.");
+    int64_t num_absent = 0;
+    for (int64_t i = begin; i < end; i += kMostFound)
+      num_absent += find_some(batch, i, std::min(end, i + kMostFound), slots);
     if (num_absent > 0 && num_added_ > 0)
       for (int64_t i = begin; i < end; ++i)
         if (slots[i] < 0) slots[i] = added_slot(int64_t(mix(uint64_t(batch.id(i)), seed_)));
@@ -81,6 +71,25 @@ class KeyedTable {
   }
 
  private:
+  int64_t find_some(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
+    if (num_rows_ == 0) {
+      std::fill(slots + begin, slots + end, kUnknown);
+      return end - begin;
+    }
+    const int64_t num_absent = kernels().find_rows({.buckets = buckets_,
+                                                    .num_buckets = num_buckets_,
+                                                    .num_homes = num_homes_,
+                                                    .num_rows = num_rows_,
+                                                    .seed = seed_,
+                                                    .ids = batch.ids(begin),
+                                                    .wide_ids = batch.wide_ids,
+                                                    .count = end - begin,
+                                                    .slots = slots + begin});
+    if (num_absent < 0)
+      fail("the keys of table ", table_, " are damaged. Copy the package again, or export the model again.");
+    return num_absent;
+  }
+
   int64_t added_slot(int64_t key) const {
     const int64_t* found = std::lower_bound(added_, added_ + num_added_, key);
     if (found == added_ + num_added_ || *found != key) return kUnknown;
@@ -88,11 +97,10 @@ class KeyedTable {
   }
 
   std::vector<Tensor> kept_;
-  const int64_t *keys_, *starts_, *added_;
+  const int64_t *buckets_, *added_;
   const char* added_rows_;
-  int64_t num_keys_, num_added_, num_added_rows_;
+  int64_t num_rows_, num_buckets_, num_homes_, num_added_, num_added_rows_;
   uint64_t seed_;
-  int shift_;
   int64_t table_;
 };
 
@@ -172,8 +180,8 @@ Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
                      std::vector<Tensor> found_by, std::vector<int64_t> seeds, std::vector<double> firsts) {
   if (found_by.size() != kPerTable * keyed.size() || seeds.size() != 2 * keyed.size() ||
       firsts.size() != 2 * keyed.size())
-    fail("there must be four tensors, two seeds and two numbers for each of the ", keyed.size(),
-         " tables with keys.");
+    fail("there must be three tensors, two seeds and two numbers for each of the ", keyed.size(),
+         " tables with keys. Export the model again.");
   Weights weights = mixed_weights(weight_list, bits, tables, dims);
   Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);

@@ -1,98 +1,80 @@
-// Searches of ascending keys; see [Note: keys in ascending order] in keyed.cpp. Included by isa/kernels.inl
-// only, inside its unnamed namespace, after index/find.inl.
-//
-// Groups of eight IDs go through three stages, some groups apart: the entries of `starts` are requested, then
-// the keys, and then these are compared.
+// Searches of keys in ascending order; see [Note: keys in buckets] in keyed.cpp. Included by isa/kernels.inl
+// only, inside its unnamed namespace, after index/find.inl, which has the search.
 
-constexpr int kStageGroups = 6, kWindow = 8;
-
-struct RowsGroup {
-  alignas(64) uint64_t keys[kKeys];
-  int64_t firsts[kKeys];  // the bucket's number, and then where it begins
-  int64_t ends[kKeys];
-};
-
-inline void request_starts(const FindRowsArgs& a, int64_t begin, RowsGroup& group) {
-  typedef int32_t Narrow __attribute__((vector_size(4 * kKeys)));
-  alignas(64) char last[8 * kKeys];
-  const int64_t size = a.wide_ids ? 8 : 4, rest = a.count - begin;
-  const char* ids = static_cast<const char*>(a.ids) + begin * size;
-  if (rest < kKeys) {
-    for (int64_t i = 0; i < kKeys; ++i)
-      std::memcpy(last + i * size, ids + std::min(i, rest - 1) * size, size);
-    ids = last;
-  }
-  Words keys;
-  if (a.wide_ids) {
-    std::memcpy(&keys, ids, sizeof(keys));
-  } else {
-    Narrow narrow;
-    std::memcpy(&narrow, ids, sizeof(narrow));
-    keys = (Words) __builtin_convertvector(narrow, SignedWords);
-  }
-  keys = mix(keys, a.seed);
-  // Keys are in signed order; two shifts, as there may be one bucket.
-  const Words buckets = (keys ^ uint64_t(1) << 63) >> 1 >> (a.shift - 1);
-  std::memcpy(group.keys, &keys, sizeof(keys));
-  std::memcpy(group.firsts, &buckets, sizeof(buckets));
-#pragma GCC unroll 8
-  for (int i = 0; i < kKeys; ++i) __builtin_prefetch(a.starts + group.firsts[i], 0, 3);
-}
-
-// Returns whether the entries of `starts` are those of buckets.
-inline bool request_keys(const FindRowsArgs& a, RowsGroup& group) {
-  bool fits = true;
-#pragma GCC unroll 8
-  for (int i = 0; i < kKeys; ++i) {
-    const int64_t* const start = a.starts + group.firsts[i];
-    const int64_t first = group.firsts[i] = start[0], end = group.ends[i] = start[1];
-    fits &= unsigned(first >= 0) & unsigned(first <= end) & unsigned(end <= a.num_keys);
-    __builtin_prefetch(a.keys + first, 0, 3);
-    __builtin_prefetch(a.keys + first + kWindow - 1, 0, 3);
-  }
-  return fits;
-}
-
-// The keys [0, count) that are equal to one, as bits.
-inline unsigned equal_keys(const int64_t* keys, int64_t count, int64_t key) {
+// Writes keys and the addresses of their homes.
+template <typename Id>
+inline void begin_rows(const FindRowsArgs& a, const Id* ids, uint64_t* keys_to, uint64_t* homes_to) {
+  constexpr uint64_t kSign = uint64_t(1) << 63;  // keys are in signed order
+  const uint64_t first_bucket = uint64_t(reinterpret_cast<uintptr_t>(a.buckets)),
+                 size = uint64_t(a.num_homes);
 #if defined(__AVX512F__)
-  const __mmask8 inside = __mmask8((1u << count) - 1);
-  return _mm512_mask_cmpeq_epi64_mask(inside, _mm512_maskz_loadu_epi64(inside, keys), _mm512_set1_epi64(key));
+  typedef Id Ids __attribute__((vector_size(sizeof(Id) * kKeys)));
+  Ids own;
+  std::memcpy(&own, ids, sizeof(own));
+  const Words keys = mix((Words) __builtin_convertvector(own, SignedWords), a.seed), fractions = keys ^ kSign;
+  const Words homes = ((fractions >> 32) * size + ((fractions & 0xffffffff) * size >> 32)) >> 32;
+  *reinterpret_cast<Words*>(keys_to) = keys;
+  *reinterpret_cast<Words*>(homes_to) = first_bucket + (homes << 6);
 #else
-  unsigned found = 0;
-  for (int64_t i = 0; i < count; ++i) found |= unsigned(keys[i] == key) << i;
-  return found;
+  for (int i = 0; i < kKeys; ++i) {
+    const uint64_t key = mix(uint64_t(int64_t(ids[i])), a.seed);
+    const auto home = uint64_t((static_cast<unsigned __int128>(key ^ kSign) * size) >> 64);
+    keys_to[i] = key, homes_to[i] = first_bucket + (home << 6);
+  }
 #endif
 }
 
-inline int64_t row_of(const FindRowsArgs& a, int64_t width, int64_t key, int64_t first, int64_t end) {
-  while (end - first > kWindow) {  // few buckets have so many keys
-    const int64_t middle = first + (end - first) / 2;
-    (a.keys[middle] <= key ? first : end) = middle;
+// `fits` becomes false if a row that is found is none of the table's.
+inline GroupFound compare_rows(const uint64_t* keys, const uint64_t* buckets, uint64_t num_rows, bool& fits) {
+#if defined(__AVX512F__)
+  const Columns columns = transposed(buckets);
+  const Words key = *reinterpret_cast<const WordsMemory*>(keys);
+  Words entry = Words{} + 7;
+#pragma GCC unroll 7
+  for (uint64_t e = 7; e-- > 0;) entry = columns.words[e + 1] == key ? Words{} + e : entry;
+  const auto is_missing = entry == 7,
+             is_displaced = is_missing & ((SignedWords)columns.words[7] < (SignedWords)key);
+  const Words rows = columns.words[0] + entry;
+  const unsigned missing = _mm512_movepi64_mask((__m512i)is_missing);
+  const unsigned displaced = _mm512_movepi64_mask((__m512i)is_displaced);
+  fits &= _mm512_movepi64_mask((__m512i)(~is_missing & (rows >= num_rows))) == 0;
+  return {rows | (Words)is_missing, missing & ~displaced, displaced};
+#else
+  GroupFound group = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < kKeys; ++i) {
+    const uint8_t* const bucket = bucket_of(buckets[i]);
+    const unsigned found = equal_words(bucket, keys[i], ~uint64_t(0)) >> 1, is_missing = found == 0;
+    int64_t first, last;
+    std::memcpy(&first, bucket, sizeof(first)), std::memcpy(&last, bucket + 56, sizeof(last));
+    const uint64_t row = uint64_t(first) + uint64_t(__builtin_ctz(found | 1u << 7));
+    const unsigned is_displaced = is_missing & unsigned(last < int64_t(keys[i]));
+    fits &= is_missing | unsigned(row < num_rows);
+    group.slots[i] = row | -uint64_t(is_missing);
+    group.absent |= (is_missing & ~is_displaced) << i, group.displaced |= is_displaced << i;
   }
-  const int64_t at = std::min(first, a.num_keys - width);
-  const unsigned found = equal_keys(a.keys + at, width, key);
-  return (at + __builtin_ctz(found | 1u << kWindow)) | -int64_t(found == 0);
+  return group;
+#endif
 }
 
-// Returns how many IDs have no row; -1 if the entries of `starts` do not fit the keys.
+template <typename Id>
+int64_t find_rows_of(const FindRowsArgs& a) {
+  const auto* const ids = static_cast<const Id*>(a.ids);
+  bool fits = true;
+  const auto begin = [&](int64_t i, uint64_t* keys, uint64_t* homes) __attribute__((always_inline)) {
+    Id last[kKeys];
+    begin_rows(a, i + kKeys <= a.count ? ids + i : filled_up(ids + i, a.count - i, last), keys, homes);
+  };
+  const auto compare = [&](const uint64_t* keys, const uint64_t* buckets) __attribute__((always_inline)) {
+    return compare_rows(keys, buckets, uint64_t(a.num_rows), fits);
+  };
+  const uint64_t end = uint64_t(reinterpret_cast<uintptr_t>(a.buckets)) + 64 * uint64_t(a.num_buckets);
+  const int64_t absent = find_all(begin, compare, a.count, end, a.num_buckets, a.slots);
+  return fits ? absent : -1;
+}
+
+// Returns how many IDs have no row; -1 if the buckets have rows that the table lacks.
 int64_t find_rows(const FindRowsArgs& args) {
   const FindRowsArgs a = args;
-  RowsGroup ring[16];
-  static_assert(2 * kStageGroups < 16);
-  const int64_t num_groups = (a.count + kKeys - 1) / kKeys, width = std::min<int64_t>(kWindow, a.num_keys);
-  int64_t num_absent = 0;
-  for (int64_t g = 0; g < num_groups + 2 * kStageGroups; ++g) {
-    if (g < num_groups) request_starts(a, g * kKeys, ring[g % 16]);
-    if (const int64_t asked = g - kStageGroups; asked >= 0 && asked < num_groups)
-      if (!request_keys(a, ring[asked % 16])) return -1;
-    const int64_t ready = g - 2 * kStageGroups;
-    if (ready < 0) continue;
-    const RowsGroup& group = ring[ready % 16];
-    for (int64_t i = ready * kKeys, k = 0; i < std::min(a.count, (ready + 1) * kKeys); ++i, ++k) {
-      a.slots[i] = row_of(a, width, int64_t(group.keys[k]), group.firsts[k], group.ends[k]);
-      num_absent += a.slots[i] < 0;
-    }
-  }
-  return num_absent;
+  return a.wide_ids ? find_rows_of<int64_t>(a) : find_rows_of<int32_t>(a);
 }

@@ -15,7 +15,7 @@ from meshrec.modules.served_table import INDEX
 from meshrec.ops import keyed
 from meshrec.ops.first_rows import uniform_rows
 from meshrec.ops.index import mix
-from meshrec.ops.keyed import FirstRows, FoundBy, starts_of
+from meshrec.ops.keyed import FirstRows, FoundBy, buckets_of
 from meshrec.ops.tbe import LookupOptions, Lookups
 from meshrec.serve.fresh import Deltas, place
 from tests.hostile.damage import Tally, crafted, harm, number
@@ -38,8 +38,7 @@ def package_of_items():
     keys = mix(torch.tensor(ITEMS[::2]), FORMULA["seed"]).sort().values
     return {
         "items.weight": torch.ones(len(keys), DIM),
-        "items.keys": keys,
-        "items.starts": starts_of(keys),
+        "items.buckets": buckets_of(keys),
         "items.added": torch.empty(2, 0, dtype=torch.int64),
         "items.added_rows": torch.empty(0, DIM),
     }

@@ -282,6 +282,10 @@ def _check_weights(records: Sequence[Any]) -> list[str]:
 def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
     """Check the formulas of keys and first rows, and that the tensors of each table are there."""
     for name, said in hashed.items():
+        if f"{name.removesuffix('weight')}starts" in names:
+            raise PackageError(
+                f"the keys of {name!r} are in the form of an earlier release. Export the model again."
+            )
         for part in ("weight", *INDEX):
             text(f"{name.removesuffix('weight')}{part}", f"a part of {name[:80]!r}", allowed=names)
         formula = fields(said, f"the keys of {name!r}", _FORMULA)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.ops.index import mix
-from meshrec.ops.keyed import FirstRows, FoundBy, starts_of
+from meshrec.ops.keyed import FirstRows, FoundBy, buckets_of
 from meshrec.tables.hashed import HashedRows, HashedTable
 
 # n rows, C columns of their memory
 
-INDEX = ("keys", "starts", "added", "added_rows")
+INDEX = ("buckets", "added", "added_rows")
 """The buffers that find a row; see ``ops.keyed.naive``."""
 
 
@@ -49,7 +49,7 @@ class ServedRows:
 
     def index(self) -> dict[str, Tensor]:
         """Return the tensors that find the rows, by the names of ``INDEX``."""
-        tensors = self._keys, starts_of(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
+        tensors = buckets_of(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
         return dict(zip(INDEX, tensors, strict=True))
 
 
@@ -73,14 +73,14 @@ class ServedTable(nn.Module):
         added = torch.stack([more, torch.arange(3)])
         self.weight = nn.Parameter(torch.zeros(101, columns, dtype=storage.dtype), requires_grad=False)
         rows = torch.zeros(47, columns, dtype=storage.dtype)
-        for name, tensor in zip(INDEX, (keys, starts_of(keys), added, rows), strict=True):
+        for name, tensor in zip(INDEX, (buckets_of(keys), added, rows), strict=True):
             self.register_buffer(name, tensor)
 
     def found_by(self) -> FoundBy:
         """Return the tensors and the formula by which kernels find the rows."""
-        keys, starts, added, added_rows = (self.get_buffer(name) for name in INDEX)
+        buckets, added, added_rows = (self.get_buffer(name) for name in INDEX)
         first = first_rows_of(self.storage)
-        return FoundBy(keys, starts, added, added_rows, self.storage.keys.seed, first)
+        return FoundBy(buckets, added, added_rows, self.storage.keys.seed, first)
 
 
 def first_rows_of(storage: HashedRows) -> FirstRows:

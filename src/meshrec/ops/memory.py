@@ -42,7 +42,7 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """
     small = torch.empty(0, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    if type(small) is not Tensor or not small.is_cpu or num_bytes < _HUGE_PAGE or sys.platform == "win32":
+    if type(small) is not Tensor or not small.is_cpu or num_bytes < HUGE_PAGE or sys.platform == "win32":
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -71,6 +71,18 @@ def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     return tensor
 
 
+def take_pages(address: int, num_bytes: int) -> bool:
+    """Take memory for whole pages of reserved addresses now, and not when they are first written to.
+
+    Returns:
+        Whether that is possible: on Linux from 5.14 on, as long as there is memory.
+    """
+    if sys.platform != "linux":
+        return False
+    pages = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
+    return bool(ctypes.CDLL(None).madvise(*pages, _POPULATE_WRITE) == 0)
+
+
 @contextlib.contextmanager
 def frozen_objects() -> Iterator[None]:
     """Leave the Python objects that exist now out of garbage collections until the block ends.
@@ -92,7 +104,9 @@ _NO_RESERVE: int | None = getattr(
     "MAP_NORESERVE",
     0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else None,
 )
-_HUGE_PAGE = 1 << 21
+HUGE_PAGE = 1 << 21
+"""The bytes of a huge page."""
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not name
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 _KEPT_BYTES, _GROWTH_BYTES, _LARGEST_BYTES = 1 << 28, 1 << 24, 1 << 25
 _USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")

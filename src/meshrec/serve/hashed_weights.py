@@ -16,6 +16,7 @@ from torch import Tensor
 from meshrec.ops import nbit
 from meshrec.ops.first_rows import uniform_rows
 from meshrec.ops.index import mix
+from meshrec.ops.keyed import rows_of
 from meshrec.tables.growing import GrowingRows
 
 # n rows of the package, m rows added to them, U rows of a delta
@@ -55,11 +56,11 @@ class HashedWeights:
         """
         seed = self._formula["seed"]
         left, keys = mix(gone, seed), mix(ids, seed)
-        place, is_here = self._places(self._weights[f"{self._prefix}keys"], left)
+        place, is_here = self._packaged(left)
         first = self._first_rows(gone[is_here])
         yield from self._written(self._weights[self._name], place[is_here], first, step)
         yield lambda: self._forget(left[~is_here])
-        place, is_here = self._places(self._weights[f"{self._prefix}keys"], keys)
+        place, is_here = self._packaged(keys)
         yield from self._written(self._weights[self._name], place[is_here], rows[is_here], step)
         keys, order = keys[~is_here].sort()
         yield lambda: self._add(keys, rows[~is_here][order])
@@ -104,6 +105,11 @@ class HashedWeights:
         return (
             nbit.quantize(numbers, self._bits) if self._bits else numbers.to(self._weights[self._name].dtype)
         )
+
+    def _packaged(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row of each key in the package, and whether it has one."""
+        rows = rows_of(self._weights[f"{self._prefix}buckets"], len(self._weights[self._name]), keys)
+        return rows, rows >= 0
 
     @staticmethod
     def _places(known: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,14 @@ the rows of a table among threads by its height.
 
 import logging
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from meshrec.ops.index import Fills, bits_of
 from meshrec.ops.memory import empty_pages, reserve_pages
+from meshrec.ops.pages_ahead import GrowingPart, PagesAhead
 
 _log = logging.getLogger(__name__)
 _LEAST_ROWS = 64
@@ -31,6 +34,7 @@ class GrowingRows:
         row: the tensors that a row consists of, each ``[1, ...]``, filled with the value of a new row.
         max_rows: the greatest number of rows that the table may ever have.
         name: the table's name in messages.
+        beside: other memory that grows with the rows.
 
     Attributes:
         first: the tensors of ``row``.
@@ -38,7 +42,9 @@ class GrowingRows:
         num_rows: the number of rows so far.
     """
 
-    def __init__(self, row: Sequence[Tensor], *, max_rows: int, name: str) -> None:
+    def __init__(
+        self, row: Sequence[Tensor], *, max_rows: int, name: str, beside: Sequence[GrowingPart] = ()
+    ) -> None:
         self.first, self._max_rows, self._name = [each.detach().clone() for each in row], max_rows, name
         found = [reserve_pages((max_rows, *each.shape[1:]), each.dtype, each.device) for each in row]
         self._reserved = [each for each in found if each is not None]
@@ -53,6 +59,10 @@ class GrowingRows:
                 f"{max_rows:,}",
                 row[0].device,
             )
+        self._bits = [bits_of(each) for each in self.first]
+        """The bits of the value of which each tensor of ``row`` is full."""
+        own = [GrowingPart(each, each[:1].nbytes) for each in self._reserved]
+        self._pages = PagesAhead([*own, *beside])
         self.num_rows = 0
         self.tensors = [each.new_empty(0, *each.shape[1:]) for each in self.first]
 
@@ -79,23 +89,31 @@ class GrowingRows:
             return
         if num_rows > len(self.tensors[0]):
             self._make_room(min(self._max_rows, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())))
-        for tensor, begin in zip(self.tensors[num_written:], self.first[num_written:], strict=True):
-            tensor.data[self.num_rows : num_rows] = begin  # nobody's write: see ``OwnWrites``
+        rows = zip(self.tensors, self.first, self._bits, strict=True)
+        for tensor, begin, bits in islice(rows, num_written, None):
+            if bits or not self.is_reserved:  # reserved pages hold zeros at first
+                tensor.data[self.num_rows : num_rows] = begin  # nobody's write: see ``OwnWrites``
         self.num_rows = num_rows
+        self._pages.grow(num_rows)
 
-    @torch.no_grad()
-    def begin(self, slots: Tensor, *, written: Collection[int]) -> None:
-        """Add rows up to the greatest slot, and reset those of the slots that had a row before.
+    def begin(
+        self, slots: Tensor, end: int, fills: Fills, *, num_written: int, kept: Collection[int]
+    ) -> None:
+        """Add rows up to ``end``, and reset those of the slots that had a row before.
 
         Args:
-            slots: int64 [N], at least one.
-            written: the numbers of the tensors to which the caller writes itself.
+            slots: int64 [N], at least one, all below ``end``.
+            end: the number of rows that there will be at least.
+            fills: gets what to write.
+            num_written: see ``grow``.
+            kept: the numbers of the tensors in which the rows of the slots stay as they are.
         """
-        again = slots[slots < self.num_rows]
-        self.grow(int(slots.max()) + 1, num_written=int(0 in written))
-        for number, (tensor, begin) in enumerate(zip(self.tensors, self.first, strict=True)):
-            if number not in written and len(again):
-                tensor.data.index_fill_(0, again, begin.flatten()[0])
+        num_rows = self.num_rows
+        self.grow(end, num_written=num_written)
+        if int(slots.min()) < num_rows:
+            for number, (tensor, value) in enumerate(zip(self.tensors, self._bits, strict=True)):
+                if number not in kept:
+                    fills.add(tensor, slots, value)
 
     def _make_room(self, height: int) -> None:
         # All that can fail comes first.

@@ -9,7 +9,7 @@ import torch
 
 from meshrec.ops import keyed, nbit
 from meshrec.ops.first_rows import uniform_rows
-from meshrec.ops.index import mix
+from meshrec.ops.index import mix, unmix
 from meshrec.ops.keyed import naive
 from meshrec.ops.tbe import LookupOptions, Lookups
 
@@ -34,8 +34,7 @@ def _table(generator, num_rows, dim, bits, dtype, num_added):
     added_keys = mix(ids[num_rows:], seed).sort().values
     slots = torch.randperm(len(added_keys) + 2, generator=generator)[: len(added_keys)]
     found = keyed.FoundBy(
-        keys,
-        keyed.starts_of(keys),
+        keyed.buckets_of(keys),
         torch.stack([added_keys, slots]),
         rows(len(added_keys) + 2),
         seed,
@@ -53,10 +52,8 @@ def _lookups(values, offsets, tables, dims, pooling, *, flat, sample_weights=Non
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 1000])
 @pytest.mark.parametrize("kind", range(len(TYPES)))
-def test_the_kernel_equals_plain_torch(kind, num_rows, monkeypatch):
+def test_the_kernel_equals_plain_torch(kind, num_rows):
     bits, dtype = TYPES[kind]
-    # Packages may have buckets of another size.
-    monkeypatch.setattr(naive, "KEYS_PER_BUCKET", (4, 8, 1, 64)[kind % 4])
     generator = torch.Generator().manual_seed(100 * kind + num_rows)
     for flat, pooling in ((False, 0), (False, 1), (True, 2)):
         dim, batch, num_added = (13, 16, 64)[kind % 3], 9, num_rows // 3
@@ -127,11 +124,19 @@ def _plainly(bits, keyed_tables, weights, lookups, options):
         kept.clear()
 
 
+def _keys(buckets, num_rows):
+    """The keys of buckets, in order."""
+    of_row = {}
+    for first, *keys in buckets.tolist():
+        of_row |= {row: key for row, key in enumerate(keys, first) if row < num_rows}
+    return [of_row[row] for row in range(num_rows)]
+
+
 def _as_fixed(bits, keyed_tables, weights, lookups, options):
     """What a fixed table gives whose rows are those that the IDs read, one after the other."""
     (number, found), ends = next(iter(keyed_tables.items())), lookups.offsets[9]
     ids = lookups.values[:ends]
-    by_id = dict(zip(found.keys.tolist(), weights[number], strict=True))
+    by_id = dict(zip(_keys(found.buckets, len(weights[number])), weights[number], strict=True))
     by_id |= {int(key): found.added_rows[int(slot)] for key, slot in found.added.T}
     rows = []
     for id_, key in zip(ids, mix(ids, found.seed).tolist(), strict=True):
@@ -150,60 +155,88 @@ def _as_fixed(bits, keyed_tables, weights, lookups, options):
     return nbit.forward(bits, [weights[0], table], lookups._replace(values=values), options)
 
 
-def test_keys_that_begin_alike_are_found():
-    keys = torch.cat([torch.arange(1000), torch.tensor([1 << 62])])
-    starts = keyed.starts_of(keys)
-    assert int(starts.diff().max()) == 1000
-    none = torch.empty(2, 0, dtype=torch.int64)
-    weight = torch.arange(1001.0)[:, None]
-    from meshrec.ops.index import unmix
+EXTREME = {
+    "begin alike": torch.cat([torch.arange(1000), torch.tensor([1 << 62])]),
+    "all at the end": (1 << 63) - 1 - torch.arange(500).flip(0),
+    "all at the beginning": torch.arange(500) - (1 << 63),
+    "both ends": torch.tensor([-(1 << 63), (1 << 63) - 1]),
+    "seven": torch.arange(7),
+    "eight": torch.arange(8),
+}
 
-    found = keyed.FoundBy(keys, starts, none, weight[:0], 3, keyed.FirstRows(0, 0.0, 0.0))
-    values = torch.cat([unmix(keys, 3), unmix(torch.tensor([-5, 1000, (1 << 62) + 1]), 3)])
+
+@pytest.mark.parametrize("kind", EXTREME)
+def test_keys_that_lie_together_are_found(kind):
+    keys = EXTREME[kind]
+    buckets = keyed.buckets_of(keys)
+    assert _keys(buckets, len(keys)) == keys.tolist()
+    none = torch.empty(2, 0, dtype=torch.int64)
+    weight = torch.arange(len(keys), dtype=torch.float32)[:, None] + 1
+    found = keyed.FoundBy(buckets, none, weight[:0], 3, keyed.FirstRows(0, 0.0, 0.0))
+    others = torch.tensor([-5, 1000, (1 << 62) + 1, -(1 << 63) + 600, (1 << 63) - 600])
+    values = torch.cat([unmix(keys, 3), unmix(others, 3)])
     lookups = _lookups(values, torch.arange(len(values) + 1), [0], [1], [2], flat=True)
     options = LookupOptions(len(values), torch.float32, True, NAMES)
     got = keyed.forward([0], {0: found}, [weight], lookups, options)
-    assert torch.equal(got, torch.cat([weight[:, 0], torch.zeros(3)]))
+    assert torch.equal(got, torch.cat([weight[:, 0], torch.zeros(len(others))]))
 
 
-@pytest.mark.parametrize("num_keys", [0, 1, 8, 9, 100, 12345])
-def test_starts_count_the_keys_before_each_bucket(num_keys):
+@pytest.mark.parametrize("num_keys", [0, 1, 6, 7, 8, 9, 100, 12345])
+def test_buckets_have_all_keys_from_their_homes_on(num_keys):
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (num_keys,)).unique()
-    starts = keyed.starts_of(keys).tolist()
-    bits = (len(starts) - 1).bit_length() - 1
-    assert len(starts) == (1 << bits) + 1
-    buckets = [(key + (1 << 63)) >> (64 - bits) for key in keys.tolist()]
-    assert starts == [sum(each < b for each in buckets) for b in range((1 << bits) + 1)]
+    buckets = keyed.buckets_of(keys)
+    assert _keys(buckets, len(keys)) == keys.tolist()
+    homes = naive.num_homes(len(keys))
+    assert homes <= len(buckets) <= homes + 8
+    firsts = buckets[:, 0].tolist()
+    for row, key in enumerate(keys.tolist()):
+        home = ((key + (1 << 63)) * homes) >> 64
+        assert firsts[home] <= row
+    others = torch.cat([keys + 1, keys - 1, torch.tensor(EDGES)])
+    expected = {key: row for row, key in enumerate(keys.tolist())}
+    for each in (keys, others):
+        assert keyed.rows_of(buckets, len(keys), each).tolist() == [
+            expected.get(k, -1) for k in each.tolist()
+        ]
 
 
 @pytest.mark.parametrize(
-    "damage",
-    ["first beyond the keys", "negative", "falls", "buckets", "keys", "added row", "dtype"],
+    "damage", ["first beyond the rows", "negative", "buckets", "words", "added row", "dtype"]
 )
 def test_keys_that_do_not_fit_are_errors(damage):
     generator = torch.Generator().manual_seed(1)
     found, weight, ids = _table(generator, 100, 4, 0, torch.float32, 10)
-    starts, added = found.starts.clone(), found.added.clone()
-    if damage == "first beyond the keys":
-        starts[:] = 1000
+    buckets, added = found.buckets.clone(), found.added.clone()
+    if damage == "first beyond the rows":
+        buckets[:, 0] = 1000
     elif damage == "negative":
-        starts[:] = -7
-    elif damage == "falls":
-        starts[::2] = 90
-        starts[1::2] = 10
+        buckets[:, 0] = -7
     elif damage == "buckets":
-        starts = starts[:-1]
-    elif damage == "added row":
+        buckets = buckets[: naive.num_homes(100) - 1]
+    elif damage == "words":
+        buckets = buckets[:, :-1]
+    elif damage == "dtype":
+        buckets = buckets.double()
+    else:
         added[1] = 1 << 40
-    found = found._replace(starts=starts, added=added)
-    if damage == "keys":
-        found = found._replace(keys=found.keys[:-1])
-    if damage == "dtype":
-        found = found._replace(keys=found.keys.double())
+    found = found._replace(buckets=buckets, added=added)
     lookups = _lookups(ids, torch.arange(len(ids) + 1), [0], [4], [2], flat=True)
     options = LookupOptions(4 * len(ids), torch.float32, True, NAMES)
     with pytest.raises(ValueError, match=r"damaged|fit together|no added row|int64"):
         keyed.forward([0], {0: found}, [weight], lookups, options)
+
+
+def test_buckets_that_lead_nowhere_end_the_search():
+    keys = torch.arange(1000) << 53
+    buckets = keyed.buckets_of(keys)
+    buckets[:, 1:] = -(1 << 63)  # each key seems to lie further on
+    none, weight = torch.empty(2, 0, dtype=torch.int64), torch.ones(1000, 1)
+    found = keyed.FoundBy(buckets, none, weight[:0], 3, keyed.FirstRows(0, 0.0, 0.0))
+    values = unmix(keys, 3)
+    lookups = _lookups(values, torch.arange(len(values) + 1), [0], [1], [2], flat=True)
+    options = LookupOptions(len(values), torch.float32, True, NAMES)
+    got = keyed.forward([0], {0: found}, [weight], lookups, options)
+    assert torch.equal(got, torch.zeros(1000))
 
 
 def test_the_number_of_threads_changes_nothing():
@@ -227,6 +260,6 @@ def test_the_op_is_registered_whole():
     generator = torch.Generator().manual_seed(3)
     found, weight, ids = _table(generator, 50, 8, 0, torch.float32, 5)
     arguments = ([weight], [0], ids, torch.arange(len(ids) + 1), None, None, 1, [0], [0], [0], False, [8])
-    rest = (len(ids), torch.float32, True, NAMES, [0], list(found[:4]))
+    rest = (len(ids), torch.float32, True, NAMES, [0], list(found[:3]))
     last = ([found.seed, found.first.seed], [-0.5, 1e-8])
     torch.library.opcheck(torch.ops.meshrec.keyed_forward.default, (*arguments, *rest, *last))

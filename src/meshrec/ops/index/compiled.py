@@ -15,12 +15,14 @@ from torch import Tensor
 from meshrec.ops.index.naive import Status
 from meshrec.ops.library import c_entry_points
 from meshrec.ops.memory import reserve_pages
+from meshrec.ops.pages_ahead import GrowingPart
 
 _BUCKET_BYTES, _TAG_BYTES = 64, 3
 _HEADER_WORDS, _SHARD_WORDS, _LEAST_BUCKETS = 8, 4, 8
 _NUM_LIVE, _NUM_SLOTS, _MAX_SLOTS, _SHARD_BITS, _ROOM, _SLOT_ROOM = range(6)
 _SLOTS_PER_SHARD, _MOST_SHARD_BITS = 1 << 20, 4
 _FIRST_SLOTS, _FIRST_BUCKETS = 1 << 12, 64
+_BUCKETS_PER_ID = 25 / 126
 _PAGE_BUCKETS = (1 << 21) // _BUCKET_BYTES
 _pointers = ctypes.c_void_p * 4
 
@@ -102,11 +104,12 @@ class CompiledIndex:
         self._words = (ctypes.c_int64 * _HEADER_WORDS).from_address(header.data_ptr())
         # A quarter more than the share of each shard: with more than that an index gets new memory.
         share = max_slots if shard_bits == 0 else (max_slots >> shard_bits) * 5 // 4 + _FIRST_SLOTS
-        room = share * 25 // 126 * 9 // 8 + _FIRST_BUCKETS
+        room = int(share * _BUCKETS_PER_ID) * 9 // 8 + _FIRST_BUCKETS
         # Shards grow evenly. Each begins at another place of a huge page, so that they do not all reach their
         # next page in the same step.
         room += -room % _PAGE_BUCKETS + (_PAGE_BUCKETS >> shard_bits)
-        if not self._set_room(room, max_slots, reserved=True):
+        self._is_reserved = self._set_room(room, max_slots, reserved=True)
+        if not self._is_reserved:
             self._set_room(_FIRST_BUCKETS, min(max_slots, _FIRST_SLOTS), reserved=False)
 
     @property
@@ -121,6 +124,20 @@ class CompiledIndex:
     def num_bytes(self) -> int:
         assert _library is not None
         return int(_library.meshrec_index_num_bytes(self._addresses))
+
+    @property
+    def parts(self) -> list[GrowingPart]:
+        """The memory that grows with the slots; none where it is copied as it fills."""
+        _, buckets, tags, _ = self.memory
+        if not self._is_reserved:
+            return []
+        # A shard that grows begins at the end of its next eighth.
+        row_bytes = _BUCKET_BYTES * _BUCKETS_PER_ID * 9 / 8 / len(buckets)
+        shards = [
+            GrowingPart(buckets, row_bytes, shard * self._room * _BUCKET_BYTES)
+            for shard in range(len(buckets))
+        ]
+        return [*shards, GrowingPart(tags, _TAG_BYTES)]
 
     def find(self, ids_N: Tensor) -> Tensor:
         slots: Tensor = torch.ops.meshrec.index_find.default(self.memory, ids_N, self.seed)

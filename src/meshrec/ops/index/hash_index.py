@@ -9,6 +9,7 @@ from torch import Tensor
 from meshrec.ops.index import compiled, naive
 from meshrec.ops.index.compiled import CompiledIndex, give, is_compiled
 from meshrec.ops.index.naive import NaiveIndex, Status
+from meshrec.ops.pages_ahead import GrowingPart
 
 # Set apart from the seeds of a plan: hashes of IDs that fall to one rank lie in one interval, and the index
 # has its buckets in the order of its own hashes.
@@ -49,6 +50,11 @@ class HashIndex:
     def num_bytes(self) -> int:
         """The bytes of memory that the index takes: at most 16 for each ID that it has had at once."""
         return self._rows.num_bytes
+
+    @property
+    def parts(self) -> list[GrowingPart]:
+        """The memory that grows with the slots, if it stays where it is."""
+        return self._rows.parts if isinstance(self._rows, CompiledIndex) else []
 
     def find(self, ids_N: Tensor) -> Tensor:
         """Return the slot of each ID, -1 where it has none: int64 [N]. IDs may repeat."""

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from meshrec.ops.first_rows import step_of
 from meshrec.ops.keyed import fakes  # noqa: F401 - registers the shape
-from meshrec.ops.keyed.naive import starts_of
+from meshrec.ops.keyed.naive import buckets_of, rows_of
 from meshrec.ops.tbe import LookupOptions, Lookups
 
-__all__ = ["FirstRows", "FoundBy", "forward", "starts_of"]
+__all__ = ["FirstRows", "FoundBy", "buckets_of", "forward", "rows_of"]
 
 _forward: Callable[..., Tensor] = torch.ops.meshrec.keyed_forward.default
 
@@ -27,8 +27,7 @@ class FirstRows(NamedTuple):
 class FoundBy(NamedTuple):
     """The tensors that find the rows of a table by key; see ``naive``."""
 
-    keys: Tensor
-    starts: Tensor
+    buckets: Tensor
     added: Tensor
     added_rows: Tensor
     seed: int
@@ -55,7 +54,7 @@ def forward(
     Raises:
         ValueError: as for ``ops.tbe.forward``, or the keys of a table do not fit its rows.
     """
-    found_by = [tensor for each in keyed.values() for tensor in each[:4]]
+    found_by = [tensor for each in keyed.values() for tensor in each[:3]]
     seeds = [seed for each in keyed.values() for seed in (each.seed, each.first.seed)]
     firsts = [
         number

@@ -1,9 +1,9 @@
 """Lookups of raw 64-bit IDs in tables that only read, in plain torch: the reference for the kernel.
 
-A table with keys is found by four tensors:
+A table with keys is found by three tensors:
 
-- ``keys``: int64 [n], ascending: the mixed IDs of its rows, in the order of the rows;
-- ``starts``: int64 [2^k + 1]: the first position of each of 2^k equal intervals of keys, see ``starts_of``;
+- ``buckets``: int64 [b, 8]: the mixed IDs of its rows in ascending order, in buckets of one cache line, see
+  ``buckets_of``;
 - ``added``: int64 [2, m]: further keys, ascending, and for each its row in
 - ``added_rows`` [c, columns].
 
@@ -23,30 +23,68 @@ from meshrec.ops.nbit import naive as nbit
 from meshrec.ops.tbe import Lookups
 from meshrec.ops.tbe.layout import OutputLayout, make_layout
 
-# F features, N ids, n rows, U unknown IDs
+# F features, N ids, n rows, U unknown IDs, b buckets
 
-KEYS_PER_BUCKET = 4
-"""Keys of a bucket of ``starts``, at most and on average: few buckets have more than a cache line."""
-PER_TABLE = 4
+KEYS_PER_BUCKET = 7
+"""Keys of a bucket: with the number of the first row, they fill a cache line."""
+PER_TABLE = 3
 """Tensors that find the rows of a table."""
 
 
-def starts_of(keys_n: Tensor) -> Tensor:
-    """Return where each bucket of ascending keys begins, and their number n: int64 [number of buckets + 1].
+def num_homes(num_rows: int) -> int:
+    """Return the number of equal intervals of keys: a bucket each, full to 0.72."""
+    return max(1, (25 * num_rows + 125) // 126)
 
-    The number of buckets is the power of 2 that gives each about ``KEYS_PER_BUCKET`` keys. The keys of a
-    bucket have the same highest bits, in signed order.
+
+def _homes(keys_N: Tensor, num_rows: int) -> Tensor:
+    """Return the interval of each key, in the order of keys: the first 64 bits of a product of 96."""
+    number, half = num_homes(num_rows), (1 << 32) - 1
+    high = (keys_N >> 32) + (1 << 31)
+    return (high * number + ((keys_N & half) * number >> 32)) >> 32
+
+
+def buckets_of(keys_n: Tensor) -> Tensor:
+    """Return ascending keys in buckets: int64 [b, 8].
+
+    A bucket has the number of its first row, and then the keys of this row and the next ones, seven in all.
+    Each interval of keys (``num_homes``) has a bucket, which begins at its first key, or before it: no bucket
+    begins later than where the one before ends. So a key lies in the bucket of its interval or a little
+    further on. After the last key, its bucket repeats it.
 
     Args:
         keys_n: int64 [n], ascending.
     """
-    bits = max(0, (len(keys_n) - 1) // KEYS_PER_BUCKET).bit_length()
-    size = 1 << (64 - bits)
-    inner = torch.empty(0, dtype=torch.int64)
-    if bits:
-        firsts = torch.arange(1, 1 << bits).mul_(size - (size >> 63 << 64)).add_(-(1 << 63))
-        inner = torch.searchsorted(keys_n, firsts)
-    return torch.cat([torch.tensor([0]), inner, torch.tensor([len(keys_n)])])
+    num, count = len(keys_n), num_homes(len(keys_n))
+    sizes = torch.bincount(_homes(keys_n, num), minlength=count)
+    full = KEYS_PER_BUCKET * torch.arange(count)
+    firsts = full + (sizes.cumsum(0) - sizes - full).cummin(0).values
+    more = max(0, -(-(num - int(firsts[-1])) // KEYS_PER_BUCKET) - 1)
+    firsts = torch.cat([firsts, firsts[-1] + KEYS_PER_BUCKET * torch.arange(1, more + 1)])
+    buckets = torch.zeros(len(firsts), 1 + KEYS_PER_BUCKET, dtype=torch.int64)
+    buckets[:, 0] = firsts
+    for place in range(KEYS_PER_BUCKET if num else 0):
+        buckets[:, 1 + place] = keys_n[(firsts + place).clamp_(max=num - 1)]
+    return buckets
+
+
+def rows_of(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
+    """Return the row of each key, -1 where it has none: int64 [N].
+
+    Args:
+        buckets_b: int64 [b, 8], see ``buckets_of``.
+        num_rows: the number of keys in the buckets.
+        keys_N: int64 [N], which may repeat.
+    """
+    rows = torch.full_like(keys_N, -1)
+    left, place = torch.arange(len(keys_N) if num_rows else 0), _homes(keys_N, num_rows)
+    while len(left):
+        own, wanted = buckets_b[place[left]], keys_N[left]
+        equal = own[:, 1:] == wanted[:, None]
+        is_here = equal.any(1)
+        rows[left[is_here]] = own[is_here, 0] + equal[is_here].to(torch.uint8).argmax(1)
+        place[left] += 1
+        left = left[~is_here & (own[:, -1] < wanted) & (place[left] < len(buckets_b))]
+    return rows
 
 
 def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
@@ -55,8 +93,8 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: those of ``nbit_forward``, and then the numbers of the tables with keys; four tensors for
-            each of them; two seeds for each (of its keys and of its first rows); and two numbers for each
+        arguments: those of ``nbit_forward``, and then the numbers of the tables with keys; three tensors
+            for each of them; two seeds for each (of its keys and of its first rows); and two numbers for each
             (the least first value, and the distance of two values).
 
     Raises:
@@ -66,7 +104,7 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
     *options, keyed, found_by, seeds, firsts = options
     if len(found_by) != PER_TABLE * len(keyed) or not len(seeds) == len(firsts) == 2 * len(keyed):
         raise ValueError(
-            "there must be four tensors, two seeds and two numbers for each of the "
+            "there must be three tensors, two seeds and two numbers for each of the "
             f"{len(keyed)} tables with keys."
         )
     out_size, out_dtype, check_ids, names = options
@@ -123,18 +161,18 @@ def _found(
     ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of a table, those added last, and the row of each ID; -1 for unknown IDs."""
-    keys, starts, added, added_rows = tensors
-    if len(keys) != len(weight) or (len(starts) - 1) & (len(starts) - 2) or len(starts) < 2:
+    buckets, added, added_rows = tensors
+    num_rows = len(weight)
+    if buckets.dim() != 2 or buckets.shape[1] != 1 + KEYS_PER_BUCKET or len(buckets) < num_homes(num_rows):
         raise ValueError(
-            f"table {table} has {len(weight)} rows, {len(keys)} keys and {len(starts) - 1} buckets, which do "
-            "not fit together. Export the model again."
+            f"table {table} has {num_rows} rows and buckets {list(buckets.shape)}, which do not fit "
+            "together. Export the model again."
         )
     wanted = mix(ids, seed)
-    slots = torch.full_like(wanted, -1)
-    for known, rows in ((keys, torch.arange(len(keys))), (added[0], added[1] + len(keys))):
-        if len(known):
-            place = torch.searchsorted(known, wanted).clamp(max=len(known) - 1)
-            slots = torch.where((slots < 0) & (known[place] == wanted), rows[place], slots)
+    slots = rows_of(buckets, num_rows, wanted)
+    if added.shape[1]:
+        place = torch.searchsorted(added[0], wanted).clamp(max=added.shape[1] - 1)
+        slots = torch.where((slots < 0) & (added[0][place] == wanted), num_rows + added[1][place], slots)
     return torch.cat([weight, added_rows]), slots
 
 
