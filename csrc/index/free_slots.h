@@ -33,14 +33,17 @@ class FreeSlots {
     if ((words_[word] &= ~(uint64_t(1) << (slot % 64))) == 0)
       summary_[word / 64] &= ~(uint64_t(1) << (word % 64));
   }
-  // Takes the lowest; there must be one.
-  int64_t take_lowest() {
+  // Takes the lowest ones; there must be so many.
+  void take_lowest(int64_t count, int64_t* slots) {
     int64_t& at = header_.lowest_free;
-    while (summary_[at] == 0) ++at;
-    const int64_t word = at * 64 + std::countr_zero(summary_[at]);
-    const int64_t slot = word * 64 + std::countr_zero(words_[word]);
-    take(slot);
-    return slot;
+    for (int64_t i = 0; i < count;) {
+      while (summary_[at] == 0) ++at;
+      const int64_t word = at * 64 + std::countr_zero(summary_[at]);
+      uint64_t free = words_[word];
+      for (; free != 0 && i < count; free &= free - 1) slots[i++] = word * 64 + std::countr_zero(free);
+      words_[word] = free;
+      if (free == 0) summary_[at] &= summary_[at] - 1;
+    }
   }
 
  private:

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <bit>
 #include <memory>
+#include <numeric>
 
 #include "index/free_slots.h"
 #include "index/ids.h"
@@ -16,7 +17,7 @@
 
 namespace meshrec::index {
 
-constexpr int64_t kAhead = 32;
+constexpr int64_t kAhead = 32, kScanBuckets = 1 << 13;
 constexpr int64_t kTagBytes = 3, kTagPadding = 1;
 
 // As in hash_index.py.
@@ -231,22 +232,29 @@ class Index {
   // The IDs up to `most` whose slots are marked, and these slots, in the order of keys; each has room for all
   // IDs. Returns how many there are.
   int64_t marked(const bool* marks, int64_t most, int64_t* ids, int64_t* slots) const {
-    std::vector<int64_t> begins(1, 0), counts(shards_.size(), 0);
-    for (const Shard& shard : shards_) begins.push_back(begins.back() + shard.num_keys());
-    parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
-      int64_t i = begins[s];
-      shards_[s].for_all([&](Entry entry) {
-        const int64_t id = int64_t(unmix(entry.key, seed_));
-        if (id > most || !marks[entry.slot]) return;
-        ids[i] = id;
-        slots[i++] = int64_t(entry.slot);
-      });
-      counts[s] = i - begins[s];
+    std::vector<ScanArgs> scans;
+    for (const Shard& shard : shards_)
+      for (int64_t b = 0; b < shard.end(); b += kScanBuckets)
+        scans.push_back(shard.scan_args(b, std::min(b + kScanBuckets, shard.end())));
+    // Nobody knows how many keys lie before a bucket, so each scan writes to memory of its own.
+    std::vector<std::vector<int64_t>> found(scans.size());
+    parallel_tasks(int64_t(scans.size()), [&](int64_t k) {
+      constexpr int64_t kRoom = kScanBuckets * kEntries;
+      const std::unique_ptr<int64_t[]> own(new int64_t[2 * kRoom]);
+      ScanArgs& args = scans[size_t(k)];
+      args.seed = seed_, args.marks = marks, args.most = most, args.ids = own.get(),
+      args.slots = own.get() + kRoom;
+      const int64_t count = kernels().scan(args);
+      auto& to = found[size_t(k)];
+      to.assign(args.ids, args.ids + count);
+      to.insert(to.end(), args.slots, args.slots + count);
     });
     int64_t total = 0;
-    for (size_t s = 0; s < shards_.size(); total += counts[s++]) {
-      std::copy_n(ids + begins[s], counts[s], ids + total);
-      std::copy_n(slots + begins[s], counts[s], slots + total);
+    for (const auto& each : found) {
+      const auto count = int64_t(each.size() / 2);
+      std::copy_n(each.begin(), count, ids + total);
+      std::copy_n(each.begin() + count, count, slots + total);
+      total += count;
     }
     return total;
   }
@@ -367,9 +375,9 @@ class Index {
       for (int64_t slot = header_.num_slots; slot < num_slots; ++slot) free_.put(slot);
       for (int64_t i = 0; i < count; ++i) free_.take(slots[i] = given[i]);
     } else {
-      int64_t num_free = header_.num_slots - header_.num_live;
-      for (int64_t i = 0, next = header_.num_slots; i < count; ++i)
-        slots[i] = num_free > 0 ? (--num_free, free_.take_lowest()) : next++;
+      const int64_t reused = std::min(count, header_.num_slots - header_.num_live);
+      free_.take_lowest(reused, slots);
+      std::iota(slots + reused, slots + count, header_.num_slots);
     }
     header_.num_slots = std::max(header_.num_slots, num_slots);
   }

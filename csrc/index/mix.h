@@ -25,9 +25,10 @@ static inline Word mix(Word id, uint64_t seed) {
   return x ^ x >> 31;
 }
 
-static inline uint64_t unmix(uint64_t key, uint64_t seed) {
+template <typename Word>
+static inline Word unmix(Word key, uint64_t seed) {
   constexpr uint64_t kFirst = inverse_of(kMixFirst), kSecond = inverse_of(kMixSecond);
-  uint64_t x = (key ^ key >> 31 ^ key >> 62) * kSecond;
+  Word x = (key ^ key >> 31 ^ key >> 62) * kSecond;
   x = (x ^ x >> 27 ^ x >> 54) * kFirst;
   return (x ^ x >> 30 ^ x >> 60) - kMixStep * (seed + 1);
 }

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "index/find.h"
+#include "index/scan.h"
 
 namespace meshrec::index {
 
@@ -197,9 +198,24 @@ class Shard {
   Place place_of(int64_t b, uint64_t slot) const;
   uint64_t key_at(Place place) const { return get(place.bucket, place.entry).key; }
 
+  // What a scan of some buckets reads.
+  ScanArgs scan_args(int64_t begin, int64_t end) const {
+    return {.buckets = buckets_->bytes,
+            .begin = begin,
+            .end = end,
+            .moved = moved_,
+            .before_step = before_step_,
+            .after_step = after_step_,
+            .first_key = first_key_,
+            .shard_bits = shard_bits_};
+  }
+
+  // No key lies in this bucket or beyond.
+  int64_t end() const { return after_ + kReach; }
+
   template <typename Visit>
   void for_all(const Visit& visit) const {
-    for (int64_t b = 0; b < after_ + kReach; ++b) {
+    for (int64_t b = 0; b < end(); ++b) {
       const uint64_t least = base(b);
       for (int entry = 0, count = buckets_[b].count(); entry < count; ++entry)
         visit(buckets_[b].get(entry, least));

@@ -11,6 +11,7 @@
 #include "dist/wire.h"
 #include "index/draw.h"
 #include "index/find.h"
+#include "index/scan.h"
 #include "interaction/interaction.h"
 #include "nbit/rows.h"
 #include "tbe/kernels.h"
@@ -38,6 +39,7 @@ struct Kernels {
   void (*decode_wire)(const WireRowsArgs&);
   int64_t (*find)(const FindArgs&);  // returns how many IDs have no slot
   int64_t (*find_rows)(const FindRowsArgs&);
+  int64_t (*scan)(const ScanArgs&);  // returns how many IDs it has listed
   void (*draw)(const DrawArgs&, int64_t begin, int64_t end);
 };
 

@@ -32,6 +32,7 @@ namespace {
 #include "index/draw.inl"
 #include "index/find.inl"
 #include "index/keyed.inl"
+#include "index/scan.inl"
 
 #define MESHREC_BY_ID(function, ...) {function<__VA_ARGS__, int32_t>, function<__VA_ARGS__, int64_t>}
 #define MESHREC_BY_ROWS(function)                                                           \
@@ -64,6 +65,7 @@ const Kernels kTable = {MESHREC_NAME,
                         decode_wire,
                         find,
                         find_rows,
+                        scan,
                         draw};
 
 }  // namespace

@@ -162,6 +162,12 @@ for max_slots in (1 << 12, 1 << 24):
         assert torch.equal(index.find(ids[-size:]), expected)
         expected = naive.index_find(index._rows.memory, ids[:size], index._rows.seed)
         assert torch.equal(index.find(ids[:size]), expected)
+    known, slots = index.items()
+    marks = torch.rand(index.num_slots) < 0.5
+    for most in (-(2**63), int(known[1000]), 2**63 - 1):
+        found, order = index.marked(marks, most)[0].sort()
+        assert torch.equal(found, known[marks[slots] & (known <= most)])
+        assert torch.equal(index.marked(marks, most)[1][order], index.find(found))
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MESHREC_ISA": isa})
 
