@@ -232,9 +232,9 @@ class Index {
       int64_t i = begins[s];
       shards_[s].for_all([&](Entry entry) {
         const int64_t id = int64_t(unmix(entry.key, seed_));
-        if (id > most || !marks[entry.slot]) return;
         ids[i] = id;
-        slots[i++] = int64_t(entry.slot);
+        slots[i] = int64_t(entry.slot);
+        i += int64_t(id <= most) & int64_t(marks[entry.slot]);
       });
       counts[s] = i - begins[s];
     });

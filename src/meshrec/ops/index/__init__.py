@@ -34,7 +34,6 @@ __all__ = [
     "marked_range",
     "mix",
     "mix_parts",
-    "order_of_rows",
     "release_slots",
     "unique",
     "unmix",
@@ -45,7 +44,6 @@ marked_range = torch.ops.meshrec.marked_range.default
 marked_histogram = torch.ops.meshrec.marked_histogram.default
 marked_between = torch.ops.meshrec.marked_between.default
 first_left = torch.ops.meshrec.first_left.default
-order_of_rows = torch.ops.meshrec.order_of_rows.default
 release_slots = torch.ops.meshrec.release_slots.default
 
 BYTES_PER_ID = 16
