@@ -21,6 +21,7 @@ from meshrec.ops.index import (
     marked_between,
     marked_histogram,
     marked_range,
+    order,
 )
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_keys import Clock, RowsToJudge
@@ -385,8 +386,7 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) ->
     is_inside = (scores < last.value).logical_or_(keys <= most)
     if not bool(is_inside.all()):
         scores, keys, slots = (each[is_inside] for each in (scores, keys, slots))
-    order = order_of_rows(scores, keys)
-    return NextRows(scores.index_select(0, order), slots.index_select(0, order))
+    return NextRows(scores, slots).at(order_of_rows(scores, keys))
 
 
 def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
@@ -401,15 +401,17 @@ def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
     least, greatest = (int(each) for each in scores.aminmax())
     bits = (greatest - least).bit_length()
     if bits == 0:
-        return keys.argsort()
+        return order(keys)
     if bits <= _MOST_SCORE_BITS:
         # The score above the highest bits of the key, in one word. In nearly all cases these tell keys apart.
         ranks = (scores.long() - least) << (64 - bits)
-        words, order = ((ranks | (keys >> bits) + (1 << (63 - bits))) ^ FIRST_KEY).sort()
+        words = (ranks | (keys >> bits) + (1 << (63 - bits))) ^ FIRST_KEY
+        positions = order(words)
+        words = words.index_select(0, positions)
         if not bool((words[1:] == words[:-1]).any()):
-            return order
-    order = keys.argsort()
-    return order[scores[order].argsort(stable=True)]
+            return positions
+    by_key = order(keys)
+    return by_key[scores[by_key].argsort(stable=True)]
 
 
 def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], everyone: Everyone) -> ValueRange:

@@ -34,6 +34,7 @@ __all__ = [
     "marked_range",
     "mix",
     "mix_parts",
+    "order",
     "release_slots",
     "unique",
     "unmix",
@@ -89,6 +90,12 @@ def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """
     distinct, inverse = torch.ops.meshrec.index_unique.default(ids_N)
     return distinct, inverse
+
+
+def order(ids_N: Tensor) -> Tensor:
+    """Return the positions of distinct IDs in ascending order, int64 [N]."""
+    positions: Tensor = torch.ops.meshrec.index_order.default(ids_N)
+    return positions
 
 
 def _signed(seed: int) -> int:

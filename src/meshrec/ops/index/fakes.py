@@ -68,6 +68,7 @@ def _fake_first_left(
 
 for _name, _fake in (
     ("index_mix", _fake_mix),
+    ("index_order", lambda ids: torch.empty_like(ids)),
     ("index_unique", _fake_unique),
     ("index_find", _fake_find),
     ("index_mix_parts", _fake_mix_parts),
