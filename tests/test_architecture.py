@@ -84,7 +84,7 @@ TBE_TESTS = [
 ]
 DIST_TESTS = ["tests/ops/dist/test_naive.py"]
 NBIT_TESTS = ["tests/ops/nbit/test_kernels.py", "tests/ops/nbit/test_naive.py"]
-INDEX_TESTS = ["tests/ops/index/test_kernels.py", "tests/ops/index/test_naive.py"]
+INDEX_TESTS = [f"tests/ops/index/test_{name}.py" for name in ("kernels", "naive", "slots")]
 CPP_TESTS = {
     "attention.cpp": ["tests/ops/attention/test_jagged_attention.py"],
     "anneal.cpp": ["tests/ops/test_planning.py"],
@@ -118,8 +118,7 @@ CPP_TESTS = {
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,
     "runs.cpp": TBE_TESTS,
-    "shard.cpp": INDEX_TESTS,
-    "unique.cpp": INDEX_TESTS,
+    **dict.fromkeys(("shard.cpp", "slots.cpp", "unique.cpp"), INDEX_TESTS),
     "verify.cpp": ["tests/export/test_runtime.py"],
     "wire.cpp": ["tests/ops/dist/test_wire.py"],
     "ids.cpp": ["tests/ops/dist/test_ids.py"],

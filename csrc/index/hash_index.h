@@ -115,6 +115,7 @@ class Index {
         }))
       return kNoBuckets;
     assign(count, given, num_slots, slots);
+    write_tags(ids, count, slots);
     std::vector<int64_t> done(shards_.size(), 0);
     std::vector<Inserted> ends(shards_.size(), Inserted::kDone);
     const bool fits = for_shards(count, [&](size_t s) {
@@ -124,7 +125,10 @@ class Index {
     header_.num_live += count;
     if (fits) return kDone;
     for (size_t s = 0; s < shards_.size(); ++s)
-      for (int64_t i = 0; i < done[s]; ++i) shards_[s].remove(parts.keys[parts.begins[s] + i]);
+      for (int64_t i = 0; i < done[s]; ++i) {
+        const uint64_t key = parts.keys[parts.begins[s] + i];
+        shards_[s].remove(shards_[s].home(key), key);
+      }
     for (int64_t i = 0; i < count; ++i) free_.put(slots[i]);
     header_.num_live -= count;
     return std::count(ends.begin(), ends.end(), Inserted::kPresent) > 0 ? kPresent : kCrowded;
@@ -164,7 +168,7 @@ class Index {
     if (std::any_of(slots, slots + count, [](int64_t slot) { return slot < 0; })) return kAbsent;
     if (!mark_free(slots, count)) return kRepeats;
     const Partition parts = partition_ids(ids, count);
-    for_parts(parts, [&](Shard& shard, int64_t i) { shard.remove(parts.keys[i]); });
+    for_parts(parts, [&](Shard& shard, int64_t i, int64_t home) { shard.remove(home, parts.keys[i]); });
     header_.num_live -= count;
     return kDone;
   }
@@ -178,9 +182,9 @@ class Index {
 
   // Removes the IDs of these slots, and writes them.
   void end_free(const FreeArgs& args, const Partition& parts) {
-    for_parts(parts, [&](Shard& shard, int64_t i) {
+    for_parts(parts, [&](Shard& shard, int64_t i, int64_t home) {
       const int64_t at = parts.places[i];
-      const Place place = shard.place_of(uint64_t(args.slots[at]), parts.keys[i] >> 40);
+      const Place place = shard.place_of(home, uint64_t(args.slots[at]));
       args.ids[at] = int64_t(unmix(shard.key_at(place), seed_));
       shard.remove_at(place);
     });
@@ -194,16 +198,17 @@ class Index {
   Status ids_of(const int64_t* slots, int64_t count, int64_t* ids) const {
     if (!all_live(slots, count)) return kFree;
     parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
-      uint64_t tags[kAhead];
+      std::pair<const Shard*, int64_t> homes[kAhead];
       const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
-        const uint64_t tag = tags[i & (kAhead - 1)] = tag_of(slots[i]);
-        __builtin_prefetch(shard_of(tag << 40).tag_bucket(tag), 0, 3);
+        const uint64_t tag = tag_of(slots[i]);
+        const Shard& shard = shard_of(tag << 40);
+        homes[i & (kAhead - 1)] = {&shard, shard.tag_home(tag)};
+        __builtin_prefetch(&shard.bucket(shard.tag_home(tag)), 0, 3);
       };
       for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) begin_one(i);
       for (int64_t i = begin; i < end; ++i) {
-        const uint64_t tag = tags[i & (kAhead - 1)];
-        const Shard& shard = shard_of(tag << 40);
-        ids[i] = int64_t(unmix(shard.key_at(shard.place_of(uint64_t(slots[i]), tag)), seed_));
+        const auto [shard, home] = homes[i & (kAhead - 1)];
+        ids[i] = int64_t(unmix(shard->key_at(shard->place_of(home, uint64_t(slots[i]))), seed_));
         if (i + 2 * kAhead < end) __builtin_prefetch(tags_ + kTagBytes * slots[i + 2 * kAhead], 0, 3);
         if (i + kAhead < end) begin_one(i + kAhead);
       }
@@ -233,9 +238,9 @@ class Index {
       int64_t i = begins[s];
       shards_[s].for_all([&](Entry entry) {
         const int64_t id = int64_t(unmix(entry.key, seed_));
-        if (id > most || !marks[entry.slot]) return;
         ids[i] = id;
-        slots[i++] = int64_t(entry.slot);
+        slots[i] = int64_t(entry.slot);
+        i += int64_t(id <= most) & int64_t(marks[entry.slot]);
       });
       counts[s] = i - begins[s];
     });
@@ -321,16 +326,40 @@ class Index {
     return all;
   }
 
-  // Runs work(shard, i) for all of a partition, once the homes of its keys are requested.
+  // Runs work(i, home) for the keys [begin, end) of a shard, until it returns false. Before, the buckets from
+  // the home to the first one that is not full are requested, one after the other.
+  template <typename Work>
+  bool for_keys(const Shard& shard, const uint64_t* keys, int64_t begin, int64_t end,
+                const Work& work) const {
+    constexpr int64_t kBlock = 16, kRing = 4 * kBlock;
+    int64_t homes[kRing], lasts[kRing];
+    const auto for_block = [&](int64_t first, const auto& each) __attribute__((always_inline)) {
+      for (int64_t i = std::max(first, begin), last = std::min(first + kBlock, end); i < last; ++i)
+        if (!each(i, uint64_t(i) % kRing)) return false;
+      return true;
+    };
+    const auto request_next = [&](int64_t, uint64_t k) __attribute__((always_inline)) {
+      const int64_t b = lasts[k] += shard.bucket(lasts[k]).full();
+      return __builtin_prefetch(&shard.bucket(b), 1, 3), true;
+    };
+    for (int64_t i = begin; i < end + 3 * kBlock; i += kBlock) {
+      for_block(i, [&](int64_t j, uint64_t k) __attribute__((always_inline)) {
+        homes[k] = lasts[k] = shard.home(keys[j]);
+        return __builtin_prefetch(&shard.bucket(homes[k]), 1, 3), true;
+      });
+      for_block(i - kBlock, request_next);
+      for_block(i - 2 * kBlock, request_next);
+      if (!for_block(i - 3 * kBlock, [&](int64_t j, uint64_t k) { return work(j, homes[k]); })) return false;
+    }
+    return true;
+  }
+
+  // Runs work(shard, i, home) for all of a partition.
   template <typename Work>
   void for_parts(const Partition& parts, const Work& work) {
     for_shards(parts.begins.back(), [&](size_t s) {
-      const int64_t end = parts.begins[s + 1];
-      for (int64_t i = parts.begins[s]; i < end; ++i) {
-        if (i + kAhead < end) __builtin_prefetch(shards_[s].home_bucket(parts.keys[i + kAhead]), 1, 3);
-        work(shards_[s], i);
-      }
-      return true;
+      return for_keys(shards_[s], parts.keys.get(), parts.begins[s], parts.begins[s + 1],
+                      [&](int64_t i, int64_t home) { return work(shards_[s], i, home), true; });
     });
   }
 
@@ -348,21 +377,32 @@ class Index {
 
   Inserted insert_into(size_t s, const Partition& parts, const int64_t* slots, int extra, int64_t& done) {
     Shard& shard = shards_[s];
-    const int64_t end = parts.begins[s + 1];
-    for (int64_t i = parts.begins[s]; i < end; ++i, ++done) {
-      if (i + kAhead < end) __builtin_prefetch(shard.home_bucket(parts.keys[i + kAhead]), 1, 3);
-      const uint64_t key = parts.keys[i];
-      const int64_t slot = slots[parts.places[i]];
-      int64_t more = std::max<int64_t>(shard.num_keys(), 64);
-      for (int turn = 0;; ++turn, more *= 2) {
-        const Inserted end = shard.insert(key, uint64_t(slot), extra);
-        if (end == Inserted::kDone) break;
-        if (end == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) return end;
-      }
-      for (int64_t byte = 0; byte < kTagBytes; ++byte)
-        tags_[kTagBytes * slot + byte] = uint8_t(key >> (40 + 8 * byte));
+    const int64_t begin = parts.begins[s];
+    Inserted last = Inserted::kDone;
+    const auto insert_one = [&](int64_t i, int64_t home) {
+      last = shard.insert(home, {parts.keys[i], uint64_t(slots[parts.places[i]])}, extra);
+      return last == Inserted::kDone && ++done > 0;
+    };
+    int64_t more = std::max<int64_t>(shard.num_keys(), 64);
+    for (int turn = 0; !for_keys(shard, parts.keys.get(), begin + done, parts.begins[s + 1], insert_one);
+         ++turn) {
+      // Homes may change.
+      if (last == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) break;
+      more *= 2;
     }
-    return Inserted::kDone;
+    return last;
+  }
+
+  // In the order of IDs, whose slots nearly always ascend.
+  void write_tags(const int64_t* ids, int64_t count, const int64_t* slots) {
+    parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + kAhead < end) __builtin_prefetch(tags_ + kTagBytes * slots[i + kAhead], 1, 3);
+        const uint64_t tag = mix(uint64_t(ids[i]), seed_) >> 40;
+        for (int64_t byte = 0; byte < kTagBytes; ++byte)
+          tags_[kTagBytes * slots[i] + byte] = uint8_t(tag >> (8 * byte));
+      }
+    });
   }
 
   uint64_t tag_of(int64_t slot) const {

@@ -82,36 +82,30 @@ void Shard::widen(int64_t b, int slot_extra) {
   for (int entry = 0; entry < count; ++entry) bucket.set(entry, entries[entry]);
 }
 
-Inserted Shard::insert(uint64_t key, uint64_t slot, int slot_extra) {
-  int64_t b = home(key), last = b;
+Inserted Shard::insert(int64_t b, Entry carried, int slot_extra) {
+  int64_t last = b;
   // Every full bucket from the key's home on will pass one on.
   for (; buckets_[last].full(); ++last)
-    if (last + 1 - home(std::max(key, get(last, kEntries - 1).key)) >= kFarthest) return Inserted::kCrowded;
-  Entry carried{key, slot};
-  for (; b <= last; ++b) {
+    if (last + 1 - home(std::max(carried.key, get(last, kEntries - 1).key)) >= kFarthest)
+      return Inserted::kCrowded;
+  for (;; ++b) {
     Bucket& bucket = buckets_[b];
-    const int count = bucket.count();
-    if (count == 0) bucket.set_header(0, slot_extra);
-    widen(b, slot_extra);
+    if (bucket.extra() < slot_extra) widen(b, slot_extra);
     const uint64_t least = base(b);
-    int place = count;
-    while (place > 0 && bucket.get(place - 1, least).key > carried.key) --place;
+    const int place = bucket.place_of(carried.key, least);
     // Only the new key can be here, so nothing has moved yet.
     if (place > 0 && bucket.get(place - 1, least).key == carried.key) return Inserted::kPresent;
-    if (b < last && place == kEntries) continue;
-    const Entry largest = b < last ? bucket.get(kEntries - 1, least) : carried;
-    const int moving = (b < last ? kEntries - 1 : count) - place;
-    bucket.move(place, place + 1, moving);
-    bucket.set(place, carried);
-    if (b == last) bucket.set_header(count + 1, bucket.extra());
+    if (place == kEntries) continue;
+    const Entry largest = bucket.get(kEntries - 1, least);
+    bucket.insert(place, carried);
+    if (b == last) break;
     carried = largest;
   }
   ++state_->num_keys;
   return Inserted::kDone;
 }
 
-void Shard::remove(uint64_t key) {
-  int64_t b = home(key);
+void Shard::remove(int64_t b, uint64_t key) {
   int entry = buckets_[b].find(key);
   while (entry < 0) entry = buckets_[++b].find(key);
   remove_at({b, entry});
@@ -123,27 +117,21 @@ void Shard::remove_at(Place place) {
   while (true) {
     Bucket& bucket = buckets_[b];
     const bool was_full = bucket.full();
-    const int count = bucket.count();
-    bucket.move(entry + 1, entry, count - 1 - entry);
-    bucket.set_header(count - 1, bucket.extra());
+    bucket.remove(entry);
     // What this bucket had passed on comes back.
     if (!was_full || buckets_[b + 1].count() == 0) return;
     const Entry back = get(b + 1, 0);
     if (home(back.key) > b) return;
     widen(b, buckets_[b + 1].extra());
-    bucket.set(count - 1, back);
-    bucket.set_header(count, bucket.extra());
+    bucket.insert(kEntries - 1, back);
     ++b, entry = 0;
   }
 }
 
-Place Shard::place_of(uint64_t slot, uint64_t tag) const {
-  for (int64_t b = home(std::max(tag << 40, first_key_));; ++b) {
-    assert(b < after_ + kReach);
-    const Bucket& bucket = buckets_[b];
-    for (int entry = 0, count = bucket.count(); entry < count; ++entry)
-      if (bucket.slot(entry) == slot) return {b, entry};
-  }
+Place Shard::place_of(int64_t b, uint64_t slot) const {
+  int entry = buckets_[b].find_slot(slot);
+  while (entry < 0) assert(b < after_ + kReach), entry = buckets_[++b].find_slot(slot);
+  return {b, entry};
 }
 
 }  // namespace meshrec::index

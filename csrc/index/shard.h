@@ -74,24 +74,72 @@ struct Bucket {
   // Returns the entry whose low bits are those of the key, or -1.
   int find(uint64_t key) const {
     const uint64_t mask = ~uint64_t(0) >> extra();
-    unsigned found = 0;
-#pragma GCC unroll 7
-    for (int entry = kEntries; --entry >= 0;) found = 2 * found + unsigned(((low(entry) ^ key) & mask) == 0);
-    found &= (1u << count()) - 1;
-    return found == 0 ? -1 : __builtin_ctz(found);
+    return first_of([&](int entry) { return ((low(entry) ^ key) & mask) == 0; });
+  }
+  // Returns the entry of a slot, or -1.
+  int find_slot(uint64_t slot) const {
+    const int shift = extra();
+    const uint64_t mask = ~(~uint64_t(0) >> shift), low_bits = slot << 1 << (63 - shift),
+                   high = slot >> shift;
+    return first_of([&](int entry) {
+      return (((low(entry) ^ low_bits) & mask) | (bytes[8 * kEntries + entry] ^ high)) == 0;
+    });
+  }
+  // Returns how many entries have no larger key than this one.
+  int place_of(uint64_t key, uint64_t least) const {
+    const int shift = extra();
+    const uint64_t own = (key - least) << shift;
+    const int found = first_of([&](int entry) { return (low(entry) - least) << shift > own; });
+    return found < 0 ? count() : found;
   }
 
   void set_header(int count, int extra) { bytes[63] = uint8_t(extra << 3 | count); }
   void set(int entry, Entry value) {
     const int shift = extra();
-    const uint64_t low = shift == 0 ? value.key : value.key << shift >> shift | value.slot << (64 - shift);
+    const uint64_t low = value.key << shift >> shift | value.slot << 1 << (63 - shift);
     std::memcpy(bytes + 8 * entry, &low, sizeof(low));
     bytes[8 * kEntries + entry] = uint8_t(value.slot >> shift);
   }
-  // Copies `count` entries, which may overlap.
-  void move(int from, int to, int count) {
-    std::memmove(bytes + 8 * to, bytes + 8 * from, size_t(8 * count));
-    std::memmove(bytes + 8 * kEntries + to, bytes + 8 * kEntries + from, size_t(count));
+  // Moves the entries from `entry` on, and sets this one; a full bucket loses its last one.
+  void insert(int entry, Entry value) {
+    const uint64_t* const moves = kBehind + kEntries - 1 - entry;
+#pragma GCC unroll 6
+    for (int to = kEntries - 1; to > 0; --to) blend(to, to - 1, moves[to]);
+    const uint64_t ends = load64(bytes + 8 * kEntries), stays = ~(~uint64_t(0) << (8 * entry));
+    put_ends((ends & stays) | (ends & ~stays) << 8, std::min(count() + 1, kEntries));
+    set(entry, value);
+  }
+  void remove(int entry) {
+    const uint64_t* const moves = kBehind + kEntries - entry;
+#pragma GCC unroll 6
+    for (int to = 0; to < kEntries - 1; ++to) blend(to, to + 1, moves[to]);
+    const uint64_t ends = load64(bytes + 8 * kEntries), stays = ~(~uint64_t(0) << (8 * entry));
+    put_ends((ends & stays) | (ends >> 8 & ~stays), count() - 1);
+  }
+
+ private:
+  static constexpr uint64_t kAll = ~uint64_t(0);
+  static constexpr uint64_t kBehind[2 * kEntries] = {0,    0,    0,    0,    0,    0,    0,
+                                                     kAll, kAll, kAll, kAll, kAll, kAll, kAll};
+
+  // Returns the first entry for which a condition holds, or -1. Without branches, which nobody could predict.
+  template <typename Condition>
+  int first_of(const Condition& condition) const {
+    unsigned found = 0;
+#pragma GCC unroll 7
+    for (int entry = kEntries - 1; entry >= 0; --entry) found = 2 * found + unsigned(condition(entry));
+    found &= (1u << count()) - 1;
+    return found == 0 ? -1 : __builtin_ctz(found);
+  }
+  void blend(int to, int from, uint64_t mask) {
+    const uint64_t low_bits = low(to) ^ ((low(to) ^ low(from)) & mask);
+    std::memcpy(bytes + 8 * to, &low_bits, sizeof(low_bits));
+  }
+  // Writes the bytes behind the words, with another count.
+  void put_ends(uint64_t ends, int count) {
+    const uint64_t header = uint64_t(extra() << 3 | count);
+    ends = (ends & kAll >> 8) | header << 56;
+    std::memcpy(bytes + 8 * kEntries, &ends, sizeof(ends));
   }
 };
 static_assert(sizeof(Bucket) == kBucketBytes);
@@ -118,9 +166,13 @@ class Shard {
 
   int64_t home(uint64_t key) const {
     const uint64_t fraction = key << shard_bits_;
-    return int64_t(scaled(fraction, fraction < boundary_ ? before_ : behind_));
+    // Not a branch, which nobody could predict while the shard grows.
+    const int64_t is_behind = -int64_t(fraction >= boundary_);
+    return int64_t(scaled(fraction, before_ + ((behind_ - before_) & is_behind)));
   }
-  Bucket* home_bucket(uint64_t key) const { return buckets_ + home(key); }
+  const Bucket& bucket(int64_t b) const { return buckets_[b]; }
+  // The first bucket that a key with this tag of 24 bits may have as its home.
+  int64_t tag_home(uint64_t tag) const { return home(std::max(tag << 40, first_key_)); }
 
   // The three numbers of IndexView.
   uint64_t boundary() const { return boundary_; }
@@ -133,18 +185,17 @@ class Shard {
   // Makes room for more keys, whose slots have so many bits beyond the least. Returns false, with nothing
   // changed, if there is no memory for so many buckets.
   bool prepare(int64_t more, int slot_extra);
-  // Inserts a key, once there is room. Nothing changes if it is here already, or if too many keys have homes
-  // near by.
-  Inserted insert(uint64_t key, uint64_t slot, int slot_extra);
-  // Removes a key that is here.
-  void remove(uint64_t key);
+  // Inserts a key with the home b, once there is room. Nothing changes if it is here already, or if too many
+  // keys have homes near by.
+  Inserted insert(int64_t b, Entry entry, int slot_extra);
+  // Removes a key that is here and has the home b.
+  void remove(int64_t b, uint64_t key);
   void remove_at(Place place);
   int64_t num_keys() const { return state_->num_keys; }
 
-  // Finds the entry of a slot whose key begins with the tag of 24 bits.
-  Place place_of(uint64_t slot, uint64_t tag) const;
+  // Finds the entry of a slot, from bucket b on.
+  Place place_of(int64_t b, uint64_t slot) const;
   uint64_t key_at(Place place) const { return get(place.bucket, place.entry).key; }
-  Bucket* tag_bucket(uint64_t tag) const { return home_bucket(std::max(tag << 40, first_key_)); }
 
   template <typename Visit>
   void for_all(const Visit& visit) const {

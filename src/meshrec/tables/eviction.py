@@ -5,18 +5,23 @@
 A search for the rows with the least scores reads the scores of all rows. Under ``LRU`` and ``TTL`` a score
 changes only when its row is used, and is then greater than those of all rows that were not used since. So the
 rows that go next are known in advance, but for those that are used until then. A search therefore finds
-some times as many rows as must go: all rows up to some (score, key). Later evictions take the first of those
-whose score is still the same, and search again when too few are left.
+some times as many rows as must go: all rows up to some (score, key), in this order. Later evictions take the
+first of those whose score is still the same, and search again when too few are left.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import marked_between, marked_histogram, marked_range
+from meshrec.ops.index import (
+    first_left,
+    marked_between,
+    marked_histogram,
+    marked_range,
+)
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_keys import Clock, RowsToJudge
 from meshrec.tables.key_space import FIRST_KEY
@@ -26,8 +31,9 @@ from meshrec.tables.key_space import FIRST_KEY
 _NONE = torch.empty(0, dtype=torch.int64)
 _DIGIT_BITS = 12
 _LAST_KEY = (1 << 63) - 1
-_FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index
-_AT_ONCE = 4  # evictions for which a search finds rows
+_MOST_SCORE_BITS = 32
+_FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index; as many may be too many
+_AT_ONCE = 16  # evictions for which a search finds rows, a quarter of a table or more: 3 bytes for each row
 
 
 class Everyone(Protocol):
@@ -98,22 +104,39 @@ class InUpdate(NamedTuple):
     """The slots of rows that go anyhow."""
 
 
+class EvictionRequest(NamedTuple):
+    """The rows of a table that must go."""
+
+    update: Mapping[int, InUpdate]
+    """The rows of its rectangles that stay."""
+    clock: Clock
+    """The time of the update."""
+    least: int
+    """The number of rows that must go."""
+    wanted: int
+    """The number of rows that go, if so many may."""
+
+
 class NextRows(NamedTuple):
-    """Rows of a rectangle: all that may go, up to some (score, key)."""
+    """Rows of a rectangle in the order of (score, key)."""
 
     scores: Tensor
     """int32 or int64 [N]."""
-    keys: Tensor
-    """int64 [N]."""
     slots: Tensor
     """int64 [N]."""
 
-    def chosen(self, marks: Tensor) -> "NextRows":
-        """Return the marked rows, bool [N]."""
-        places = marks.nonzero()[:, 0]
-        if len(places) == len(marks):
-            return self
-        return NextRows(*(each.index_select(0, places) for each in self))
+    def at(self, positions: Tensor) -> "NextRows":
+        """Return the rows at some positions."""
+        return NextRows(*(each.index_select(0, positions) for each in self))
+
+
+class FoundRows(NamedTuple):
+    """The first rows of a table that may go."""
+
+    rows: Mapping[int, NextRows]
+    """The rows of each rectangle."""
+    number: int
+    """The number of rows on all ranks."""
 
 
 class KeptRows(NamedTuple):
@@ -148,93 +171,102 @@ class Evictions:
         """Forget the rows that earlier searches have found."""
         self._passed, self._kept = {}, {}
 
-    def choose(
-        self, number: int, update: Mapping[int, InUpdate], clock: Clock, *, least: int, wanted: int
-    ) -> dict[int, Tensor] | int:
-        """Return the slots of rows of a table to evict, by rectangle. Collective.
+    def choose(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
+        """Choose rows of tables to evict. Collective.
 
-        Args:
-            number: the table.
-            update: the rows of its rectangles that stay.
-            clock: the time.
-            least: how many rows must go.
-            wanted: how many rows go, if so many may.
-
-        Returns: the slots, or the number of rows that may go if they are fewer than ``least``.
+        Returns: for each table the slots by rectangle, or the number of rows that may go if they are too few.
         """
-        policy = self._storages[number].keys.evict
-        assert policy is not None
-        time = policy.score_of_use(clock)
-        rows, spread = self._left(number, update, clock, time)
-        if spread.number < wanted:
-            rows, spread = self._searched(number, update, clock, time, wanted)
-        if spread.number < least:
-            return spread.number
-        return self._first(number, rows, min(wanted, spread.number), spread)
+        chosen: dict[int, dict[int, Tensor] | int] = {}
+        found = self._left(requests)
+        for number, request in requests.items():
+            own = found[number]
+            if own.number < request.wanted:
+                own = self._searched(number, request)
+            is_enough = own.number >= request.least
+            chosen[number] = self._first(number, own, request.wanted) if is_enough else own.number
+        return chosen
 
-    def _left(
-        self, number: int, update: Mapping[int, InUpdate], clock: Clock, time: int | None
-    ) -> tuple[Mapping[int, NextRows], ValueRange]:
+    def _left(self, requests: Mapping[int, EvictionRequest]) -> dict[int, FoundRows]:
         """Return the rows that an earlier search has found and that may still go. Collective."""
-        nothing: tuple[dict[int, NextRows], ValueRange] = {}, ValueRange(0, 0, 0)
-        kept = self._kept.pop(number, None)
-        if kept is None or time is None or time < kept.time:
-            return nothing
-        is_stale = any(self._tables[i].books.loads != loads for i, loads in kept.loads.items())
-        if int(self._everyone.sum(torch.tensor([int(is_stale)]))):
-            return nothing
-        rows = {}
-        for i, own in kept.rows.items():
-            is_same = self._scores(i, clock).index_select(0, own.slots) == own.scores
-            is_alive = self._tables[i].memory[""].index_select(0, own.slots)
-            rows[i] = own.chosen(is_same.logical_and_(is_alive))
-        self._kept[number] = kept._replace(rows=rows)
-        return self._without(rows, update)
+        kept = {}
+        for number, request in requests.items():
+            time = self._time(number, request)
+            own = self._kept.pop(number, None)
+            if own is not None and time is not None and time >= own.time:
+                kept[number] = own
+        places = [(number, i) for number, own in kept.items() for i in own.rows]
+        updates = [requests[number].update[i] for number, i in places]
+        rows = [kept[number].rows[i] for number, i in places]
+        *positions, skipped = first_left(
+            [each.scores for each in rows],
+            [each.slots for each in rows],
+            [self._scores(i, requests[number].clock) for number, i in places],
+            [self._tables[i].memory[""] for _, i in places],
+            [each.slots for each in updates],
+            [each.gone for each in updates],
+            [requests[number].wanted for number, _ in places],
+        )
+        left: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
+        found: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
+        for (number, i), each, own, num in zip(places, rows, positions, skipped.tolist(), strict=True):
+            found[number][i] = each.at(own)
+            left[number][i] = NextRows(each.scores[num:], each.slots[num:])
+        counts = torch.zeros(2, len(requests), dtype=torch.int64)
+        for place, (number, chosen) in enumerate(found.items()):
+            counts[0, place] = self._count(chosen)
+            if number in kept:
+                counts[1, place] = kept[number].loads != self._loads(chosen)
+        totals, num_stale = self._everyone.sum(counts.view(-1)).view(2, -1).tolist()
+        result = {}
+        for number, total, is_stale in zip(requests, totals, num_stale, strict=True):
+            result[number] = FoundRows(found[number], 0 if is_stale else total)
+            if number in kept and not is_stale:
+                self._kept[number] = kept[number]._replace(rows=left[number])
+        return result
 
-    def _searched(
-        self,
-        number: int,
-        update: Mapping[int, InUpdate],
-        clock: Clock,
-        time: int | None,
-        wanted: int,
-    ) -> tuple[Mapping[int, NextRows], ValueRange]:
+    def _searched(self, number: int, request: EvictionRequest) -> FoundRows:
         """Search rows that may go: at least so many, or all. Keep those of later evictions. Collective."""
-        judged = self._judged(number, update, clock, with_update=time is not None)
+        time, wanted = self._time(number, request), request.wanted
+        judged = self._judged(number, request, with_update=time is not None)
         owned = [each for i, each in judged.items() if self._counts(i)]
         spread = range_of(owned, self._everyone)
         if time is not None:
+            # The first searches of several tables find rows for different times: later ones do not coincide.
+            num_times = _AT_ONCE if number in self._passed else 1 + number % _AT_ONCE
             num_staying = sum(
-                len(each.slots) + len(each.gone) for i, each in update.items() if self._counts(i)
+                len(each.slots) + len(each.gone) for i, each in request.update.items() if self._counts(i)
             )
-            wanted = _AT_ONCE * wanted + int(self._everyone.sum(torch.tensor([num_staying])))
+            wanted = num_times * wanted + int(self._everyone.sum(torch.tensor([num_staying])))
         wanted = min(wanted, spread.number)
         if wanted == 0:
-            return dict.fromkeys(judged, NextRows(_NONE, _NONE, _NONE)), spread
+            return FoundRows(dict.fromkeys(judged, NextRows(_NONE, _NONE)), 0)
         last = nth(owned, wanted, spread, self._everyone)
         rows = self._up_to(number, judged, last, wanted - last.below)
         if time is None:
-            return rows, self._spread(rows)
-        if last.value < time:
-            self._kept[number] = KeptRows(rows, time, {i: self._tables[i].books.loads for i in rows})
-        return self._without(rows, update)
+            return FoundRows(rows, int(self._everyone.sum(torch.tensor([self._count(rows)]))))
+        self._kept[number] = KeptRows(rows, time, self._loads(rows))
+        found = self._left({number: request})[number]
+        if last.value >= time:
+            self._kept.pop(number, None)
+        return found
 
-    def _without(
-        self, rows: Mapping[int, NextRows], update: Mapping[int, InUpdate]
-    ) -> tuple[Mapping[int, NextRows], ValueRange]:
-        """Return the rows that may go in this update. Collective."""
-        found = {
-            i: own.chosen(_candidates(self._tables[i], update[i]).index_select(0, own.slots))
-            for i, own in rows.items()
-        }
-        return found, self._spread(found)
+    def _time(self, number: int, request: EvictionRequest) -> int | None:
+        """Return the score of rows that are used now, if a search may find rows of later evictions."""
+        policy = self._storages[number].keys.evict
+        assert policy is not None
+        return policy.score_of_use(request.clock)
 
-    def _spread(self, rows: Mapping[int, NextRows]) -> ValueRange:
-        return range_of([(own.scores, None) for i, own in rows.items() if self._counts(i)], self._everyone)
+    def _loads(self, rectangles: Iterable[int]) -> dict[int, int]:
+        """Return how many times rows were loaded into rectangles."""
+        return {i: self._tables[i].books.loads for i in rectangles}
 
     def _counts(self, rectangle: int) -> bool:
         """Return whether the rows of a rectangle are counted; those of other columns follow."""
         return self._tables[rectangle].rectangle.c0 == 0
+
+    def _count(self, rows: Mapping[int, NextRows]) -> int:
+        """Return the number of rows here that are counted."""
+        return sum(len(own.slots) for i, own in rows.items() if self._counts(i))
 
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:
         """Return the scores of a policy that reads no rows, by slot."""
@@ -245,9 +277,7 @@ class Evictions:
         parts = {part.name: table.memory[part.name][:num] for part in policy.parts}
         return policy.scores(RowsToJudge(_NONE, parts), clock)
 
-    def _judged(
-        self, number: int, update: Mapping[int, InUpdate], clock: Clock, *, with_update: bool
-    ) -> dict[int, SlotScores]:
+    def _judged(self, number: int, request: EvictionRequest, *, with_update: bool) -> dict[int, SlotScores]:
         """Return the scores of the rows of a table; ``with_update``: also of those that stay.
 
         Collective where a score reads whole rows.
@@ -258,10 +288,10 @@ class Evictions:
             i: self._tables[i].memory[""][: self._tables[i].slots.num_slots]
             if with_update
             else _candidates(self._tables[i], each)
-            for i, each in update.items()
+            for i, each in request.update.items()
         }
         if not policy.needs_rows:
-            return {i: SlotScores(self._scores(i, clock), own) for i, own in marks.items()}
+            return {i: SlotScores(self._scores(i, request.clock), own) for i, own in marks.items()}
         slots = {i: own.nonzero()[:, 0] for i, own in marks.items()}
         sums = []
         for i, candidates in slots.items():
@@ -271,7 +301,7 @@ class Evictions:
                 rows = RowsToJudge(
                     table.ids_of(table.keys_of(some)), table.gathered(some, table.rectangle.columns)
                 )
-                scores.append(policy.scores(rows, clock))
+                scores.append(policy.scores(rows, request.clock))
             sums.append(torch.cat(scores))
         found = {}
         for (i, own), own_sums in zip(marks.items(), self._everyone.row_sums(number, sums), strict=True):
@@ -287,21 +317,15 @@ class Evictions:
         Collective.
         """
         bounds = [_LAST_KEY]
-        if num_tied < last.equal:
+        if last.equal - num_tied > (last.below + num_tied) // _FEW:
             bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
         for bound in bounds:
-            tied = {i: _with_keys(self._tables[i], each, last.value, bound) for i, each in judged.items()}
-            own = sum(len(keys) for i, (keys, _) in tied.items() if self._counts(i))
-            if bound == _LAST_KEY or int(self._everyone.sum(torch.tensor([own]))) >= num_tied:
+            found = {i: _rows_up_to(self._tables[i], each, last, bound) for i, each in judged.items()}
+            if bound == _LAST_KEY:
                 break
-        found = {}
-        for i, (scores, marks) in judged.items():
-            keys, slots = tied[i]
-            if last.below:
-                smaller = marked_between(scores, marks, torch.iinfo(scores.dtype).min, last.value - 1)
-                keys = torch.cat([self._tables[i].keys_of(smaller), keys])
-                slots = torch.cat([smaller, slots])
-            found[i] = NextRows(scores.index_select(0, slots), keys, slots)
+            own = torch.tensor([self._count(found)])
+            if int(self._everyone.sum(own)) >= last.below + num_tied:
+                break
         return found
 
     def _likely_bound(self, number: int, last: Nth, num_tied: int) -> int:
@@ -314,23 +338,26 @@ class Evictions:
         wanted = num_tied + 8 * math.isqrt(num_tied) + 64
         return min(_LAST_KEY, first + (_LAST_KEY - first) * wanted // last.equal)
 
-    def _first(
-        self, number: int, rows: Mapping[int, NextRows], num_going: int, spread: ValueRange
-    ) -> dict[int, Tensor]:
-        """Return the slots of the rows with the least (score, key). Collective."""
-        if num_going == spread.number:
-            return {i: own.slots for i, own in rows.items()}
-        owned = [(own.scores, None) for i, own in rows.items() if self._counts(i)]
-        last = nth(owned, num_going, spread, self._everyone)
-        if num_going - last.below == last.equal:
-            return {i: own.slots[own.scores <= last.value] for i, own in rows.items()}
+    def _first(self, number: int, found: FoundRows, wanted: int) -> dict[int, Tensor]:
+        """Return the slots of the rows with the least (score, key), at most so many. Collective."""
+        rows, num_going = found.rows, min(wanted, found.number)
+        if self._everyone.size == len(rows) == 1:
+            ((i, own),) = rows.items()
+            going = own.slots[:num_going]
+            self._passed[number] = int(own.scores[num_going - 1]), int(self._tables[i].keys_of(going[-1:]))
+            return {i: going}
+        counted: list[tuple[Tensor, Tensor | None]] = [
+            (own.scores, None) for i, own in rows.items() if self._counts(i)
+        ]
+        last = nth(counted, num_going, range_of(counted, self._everyone), self._everyone)
+        keys = {i: self._tables[i].keys_of(own.slots) for i, own in rows.items()}
         tied = {i: own.scores == last.value for i, own in rows.items()}
-        keys = [(own.keys, tied[i]) for i, own in rows.items() if self._counts(i)]
-        spread_of_keys = range_of(keys, self._everyone)
-        key = nth(keys, num_going - last.below, spread_of_keys, self._everyone).value
+        counted = [(keys[i], tied[i]) for i in rows if self._counts(i)]
+        spread_of_keys = range_of(counted, self._everyone)
+        key = nth(counted, num_going - last.below, spread_of_keys, self._everyone).value
         self._passed[number] = last.value, key
         return {
-            i: own.slots[(own.keys <= key).logical_and_(tied[i]).logical_or_(own.scores < last.value)]
+            i: own.slots[(keys[i] <= key).logical_and_(tied[i]).logical_or_(own.scores < last.value)]
             for i, own in rows.items()
         }
 
@@ -343,15 +370,46 @@ def _candidates(table: HashedTable, update: InUpdate) -> Tensor:
     return free
 
 
-def _with_keys(table: HashedTable, judged: SlotScores, score: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return the keys up to ``most`` of the rows with a score, and their slots."""
-    tied = (judged.scores == score).logical_and_(judged.marks)
-    if int(tied.count_nonzero()) * _FEW >= table.slots.num_live:
-        return table.slots.marked(tied, most)
-    slots = tied.nonzero()[:, 0]
-    keys = table.keys_of(slots)
-    inside = keys <= most
-    return keys[inside], slots[inside]
+def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) -> NextRows:
+    """Return the rows below the score ``last``, and those with it and keys up to ``most``."""
+    marks = (judged.scores <= last.value).logical_and_(judged.marks)
+    if int(marks.count_nonzero()) * _FEW >= table.slots.num_live:
+        keys, slots = table.slots.marked(marks, _LAST_KEY if last.below else most)
+    else:
+        slots = marks.nonzero()[:, 0]
+        keys = table.keys_of(slots)
+    if last.below:
+        scores = judged.scores.index_select(0, slots)
+    else:
+        scores = judged.scores.new_full((1,), last.value).expand(len(slots))
+    is_inside = (scores < last.value).logical_or_(keys <= most)
+    if not bool(is_inside.all()):
+        scores, keys, slots = (each[is_inside] for each in (scores, keys, slots))
+    order = order_of_rows(scores, keys)
+    return NextRows(scores.index_select(0, order), slots.index_select(0, order))
+
+
+def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
+    """Return the positions of rows in the order of (score, key), int64.
+
+    Args:
+        scores: int32 or int64.
+        keys: int64, distinct.
+    """
+    if len(keys) == 0:
+        return keys
+    least, greatest = (int(each) for each in scores.aminmax())
+    bits = (greatest - least).bit_length()
+    if bits == 0:
+        return keys.argsort()
+    if bits <= _MOST_SCORE_BITS:
+        # The score above the highest bits of the key, in one word. In nearly all cases these tell keys apart.
+        ranks = (scores.long() - least) << (64 - bits)
+        words, order = ((ranks | (keys >> bits) + (1 << (63 - bits))) ^ FIRST_KEY).sort()
+        if not bool((words[1:] == words[:-1]).any()):
+            return order
+    order = keys.argsort()
+    return order[scores[order].argsort(stable=True)]
 
 
 def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], everyone: Everyone) -> ValueRange:

@@ -14,10 +14,12 @@ the rows of a table among threads by its height.
 
 import logging
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from meshrec.ops.index import Fills, bits_of
 from meshrec.ops.memory import empty_pages, reserve_pages
 from meshrec.ops.pages_ahead import GrowingPart, PagesAhead
 
@@ -57,6 +59,8 @@ class GrowingRows:
                 f"{max_rows:,}",
                 row[0].device,
             )
+        self._bits = [bits_of(each) for each in self.first]
+        """The bits of the value of which each tensor of ``row`` is full."""
         own = [GrowingPart(each, each[:1].nbytes) for each in self._reserved]
         self._pages = PagesAhead([*own, *beside])
         self.num_rows = 0
@@ -85,24 +89,31 @@ class GrowingRows:
             return
         if num_rows > len(self.tensors[0]):
             self._make_room(min(self._max_rows, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())))
-        for tensor, begin in zip(self.tensors[num_written:], self.first[num_written:], strict=True):
-            tensor.data[self.num_rows : num_rows] = begin  # nobody's write: see ``OwnWrites``
+        rows = zip(self.tensors, self.first, self._bits, strict=True)
+        for tensor, begin, bits in islice(rows, num_written, None):
+            if bits or not self.is_reserved:  # reserved pages hold zeros at first
+                tensor.data[self.num_rows : num_rows] = begin  # nobody's write: see ``OwnWrites``
         self.num_rows = num_rows
         self._pages.grow(num_rows)
 
-    @torch.no_grad()
-    def begin(self, slots: Tensor, *, written: Collection[int]) -> None:
-        """Add rows up to the greatest slot, and reset those of the slots that had a row before.
+    def begin(
+        self, slots: Tensor, end: int, fills: Fills, *, num_written: int, kept: Collection[int]
+    ) -> None:
+        """Add rows up to ``end``, and reset those of the slots that had a row before.
 
         Args:
-            slots: int64 [N], at least one.
-            written: the numbers of the tensors to which the caller writes itself.
+            slots: int64 [N], at least one, all below ``end``.
+            end: the number of rows that there will be at least.
+            fills: gets what to write.
+            num_written: see ``grow``.
+            kept: the numbers of the tensors in which the rows of the slots stay as they are.
         """
-        again = slots[slots < self.num_rows]
-        self.grow(int(slots.max()) + 1, num_written=int(0 in written))
-        for number, (tensor, begin) in enumerate(zip(self.tensors, self.first, strict=True)):
-            if number not in written and len(again):
-                tensor.data.index_fill_(0, again, begin.flatten()[0])
+        num_rows = self.num_rows
+        self.grow(end, num_written=num_written)
+        if int(slots.min()) < num_rows:
+            for number, (tensor, value) in enumerate(zip(self.tensors, self._bits, strict=True)):
+                if number not in kept:
+                    fills.add(tensor, slots, value)
 
     def _make_room(self, height: int) -> None:
         # All that can fail comes first.

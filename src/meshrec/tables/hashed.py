@@ -14,7 +14,7 @@ ranks, have the same ones.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 from weakref import WeakSet, ref
@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.first_rows import uniform_rows, write_uniform_rows
-from meshrec.ops.index import GivenSlots, HashIndex, UnseenIds, give_slots, mix, unique, unmix
+from meshrec.ops.index import (
+    Fills,
+    GivenSlots,
+    HashIndex,
+    UnseenIds,
+    give_slots,
+    mix,
+    unique,
+    unmix,
+)
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
 from meshrec.tables.file_hashed import CachedKeys, HashedFile
@@ -32,6 +41,7 @@ from meshrec.tables.growing import GrowingRows
 from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
 from meshrec.tables.hashed_parts import codes_of, columns_at, cut_columns, read_parts, write_parts
+from meshrec.tables.hashed_slots import forget_rows, release_rows
 from meshrec.tables.index import Index, Resolved
 from meshrec.tables.initial import drawn_rows, seed_of_rows
 from meshrec.tables.row_log import RowLog
@@ -140,28 +150,38 @@ class HashedTable:
         fresh, num_absent = None, int((slots < 0).sum())
         if num_absent:
             fresh = give_slots([UnseenIds(self.slots, keys.contiguous(), slots, num_absent)])[0]
-        pin = self.hold([slots], train=train, fresh=fresh)
+        with Fills() as fills:
+            pin = self.hold([slots], train=train, fills=fills, fresh=fresh, num_absent=num_absent)
         if self.file is None:
             return Resolved(slots, pin)
         cached, pin.arriving = self.file.resolve(slots, keys, train=train)
         return Resolved(cached, pin)
 
-    def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: GivenSlots | None = None) -> PinnedRows:
+    def hold(
+        self,
+        parts: Sequence[Tensor],
+        *,
+        train: bool,
+        fills: Fills,
+        fresh: GivenSlots | None = None,
+        num_absent: int = 0,
+    ) -> PinnedRows:
         """Pin the slots of a batch's keys, and write first rows to those that are ``fresh``."""
         if fresh is not None:
-            self._begin(fresh.slots, fresh.ids)
+            self._begin(fresh.slots, fresh.ids, fills)
         if train and self.storage.is_trainable:
-            self.books.note_reads(sum(map(len, parts)), fresh)
+            self.books.note_reads(sum(map(len, parts)), num_absent)
         pending, num_pending = _NONE, self.slots.num_live - self.num_alive
         if fresh is not None and len(fresh.slots) == num_pending:
             pending = fresh.slots
-            self.memory["pins"].index_fill_(0, pending, 1)
+            fills.add(self.memory["pins"], pending, 1)
         elif num_pending:
+            fills.run()
             fresh = None
             slots = torch.cat(list(parts))
             pending = unique(slots[~self.memory[""][slots]])[0]
             self.memory["pins"][pending] += 1
-        pin = PinnedRows(self, parts, pending, self.released, fresh)
+        pin = PinnedRows(self, parts, pending, self.released, fresh=fresh, changes=self.books.changes)
         self.in_flight.add(pin)
         return pin
 
@@ -173,61 +193,29 @@ class HashedTable:
         """Return the IDs whose keys these are."""
         return unmix(keys, self.storage.keys.seed)
 
-    def release(self) -> None:
-        """Free the pending slots that no batch in flight has any more."""
-        while self.released:
-            pending = self.released.popleft()
-            if len(pending):
-                pins = self.memory["pins"]
-                left = pins.index_select(0, pending).sub_(1)
-                pins.index_copy_(0, pending, left)
-                is_free = (left == 0).logical_and_(~self.memory[""].index_select(0, pending))
-                if bool(is_free.any()):
-                    self._free(pending[is_free])
+    def release(self, *others: "HashedTable") -> None:
+        """Free the pending slots, here and in other tables, that no batch in flight has any more."""
+        release_rows((self, *others))
 
-    def revive(self, slots: Tensor) -> None:
+    def revive(self, slots: Tensor, fills: Fills) -> None:
         """Mark pending rows as alive, with their present values."""
         if len(slots):
-            self.memory[""].index_fill_(0, slots, True)
+            fills.add(self.memory[""], slots, 1)
             self.books.report.live += len(slots)
             self.books.changes += 1
 
-    def forget(self, slots: Tensor, besides: Collection[object] = ()) -> None:
-        """Evict rows. The rows that a batch in flight holds become pending, with their first values.
-
-        ``besides``: pins of batches that have none of these rows.
-        """
-        if len(slots) == 0:
-            return
-        alive, pins = self.memory[""], self.memory["pins"]
-        alive.index_fill_(0, slots, False)
-        others = [pin for pin in self.in_flight if pin not in besides]
-        gone = torch.zeros_like(alive).index_fill_(0, slots, True) if others else alive
-        for pin in others:
-            held = unique(pin.slots[gone[pin.slots]])[0]
-            pin.pending = torch.cat([pin.pending, held])
-            pins[held] += 1
-        is_held = pins.index_select(0, slots) > 0
-        if self.file is not None:
-            self.file.table.log(slots.sort().values)
-        held, left = (slots[is_held], slots[~is_held]) if bool(is_held.any()) else (_NONE, slots)
-        self.reset(held)
-        freed = self._free(left)
-        if self.books.is_watched:
-            self.books.evicted.append(torch.cat([self.keys_of(held), freed]))
-        self.books.report.live -= len(slots)
-        self.books.changes += 1
-
-    def reset(self, slots: Tensor) -> None:
+    def reset(self, slots: Tensor, fills: Fills) -> None:
         """Reset pending rows to their first values."""
-        self._begin(slots, self.keys_of(slots))
+        self._begin(slots, self.keys_of(slots), fills)
 
-    def _begin(self, slots: Tensor, keys: Tensor) -> None:
+    def _begin(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
         """Write first rows with their initial optimizer state. Grow the memory if necessary."""
         if len(slots) == 0:
             return
-        written = [number for number, name in enumerate(self.memory) if name in ("weight", "key", "pins")]
-        self._grown.begin(slots, written=written)
+        # A slot that is free, or was never used, is not alive and has no pins.
+        kept = [each for each, name in enumerate(self.memory) if name in ("weight", "key", "pins", "")]
+        num_written = int("weight" in self.memory)
+        self._grown.begin(slots, self.slots.num_slots, fills, num_written=num_written, kept=kept)
         ids, columns = self.ids_of(keys), self.rectangle.columns
         if self.file is None:
             self.storage.begin_at(self.memory["weight"].data, slots, ids, columns)
@@ -235,13 +223,6 @@ class HashedTable:
             self.file.begin(slots, self.storage.begin(ids, columns))
         if self.slot_keys is not None:
             self.slot_keys.data.index_copy_(0, slots, keys)
-
-    def _free(self, slots: Tensor) -> Tensor:
-        """Remove the IDs of some slots from the index, and return their keys."""
-        keys = self.slots.free(slots)
-        if self.file is not None and len(slots):
-            self.file.table.drop(slots.sort().values)
-        return keys
 
     # ---- streams ----------------------------------------------------------------------------------
 
@@ -339,8 +320,9 @@ class HashedTable:
                 slots[absent] = self.slots.insert(keys[absent])
             self._grown.grow(1 + int(slots.max()) if len(slots) else 0)
             new = ~self.memory[""][slots]
-            self._begin(slots[new], keys[new])
-            self.revive(slots[new])
+            with Fills() as fills:
+                self._begin(slots[new], keys[new], fills)
+                self.revive(slots[new], fills)
             if self.file is not None:
                 self.file.load(slots, block.columns, block.parts)
             write_parts(self.memory, slots, block, self.storage, self.rectangle)
@@ -352,7 +334,7 @@ class HashedTable:
 
     def clear(self) -> None:
         """Forget all rows, and the IDs that wait."""
-        self.forget(self.listed()[1])
+        forget_rows([(self, self.listed()[1], ())])
         self.waiting = self._new_waiting()
 
     def items(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

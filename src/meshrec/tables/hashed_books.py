@@ -21,9 +21,13 @@ class PinnedRows:
         parts: Sequence[Tensor],
         pending: Tensor,
         released: deque[Tensor],
+        *,
         fresh: GivenSlots | None = None,
+        changes: int = 0,
     ) -> None:
         self.table, self.pending, self._fresh = table, pending, fresh
+        self.changes = changes
+        """The number of times that IDs had been admitted or evicted when the batch was resolved."""
         self._parts, self._released = parts, released
         self.arriving: object = None
         """The pin of the rows in the cache of a file; an ``ArrivingRows``."""
@@ -80,7 +84,7 @@ class Books:
     resting: "ReferenceType[AtRest] | None" = None
     """The rows at rest, as long as a caller holds them."""
 
-    def note_reads(self, num_read: int, fresh: GivenSlots | None) -> None:
-        """Count the IDs that a batch has read; ``fresh``: those that had no row."""
+    def note_reads(self, num_read: int, num_absent: int) -> None:
+        """Count the IDs that a batch has read, of which ``num_absent`` had no row."""
         self.report.read += num_read
-        self.report.hits += num_read - (0 if fresh is None else int(fresh.counts.sum()))
+        self.report.hits += num_read - num_absent

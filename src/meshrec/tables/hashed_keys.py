@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from meshrec.ops.index import mix
+from meshrec.ops.index import Fills, mix
 from meshrec.tables.table import RowPart
 
 # N rows
@@ -62,8 +62,16 @@ class Eviction(ABC):
     """Whether the score reads whole rows."""
 
     @abstractmethod
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
-        """Record that the rows at ``slots`` (which may repeat) were used."""
+    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
+        """Record that the rows at ``slots`` (which may repeat) were used.
+
+        Args:
+            own: the policy's parts by name, by slot.
+            slots: int64.
+            clock: the time.
+            fills: gets the values that are the same for all rows: they are written with those of other
+                tables, once all policies have been called.
+        """
 
     @abstractmethod
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
@@ -86,9 +94,9 @@ class LRU(Eviction):
 
     parts = (RowPart("last", torch.int32, True),)
 
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
+    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Record the number of the update."""
-        own["last"].index_fill_(0, slots, clock.step)
+        fills.add(own["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the steps of the last updates."""
@@ -115,12 +123,12 @@ class LFU(Eviction):
         if self.half_life is not None and (not isinstance(self.half_life, int) or self.half_life < 1):
             raise ValueError(f"LFU: half_life must be an integer >= 1 or None, got {self.half_life!r}.")
 
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
+    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Apply the halvings since the last read of each row, and add these reads."""
         uses, last = own["uses"], own["last"]
         uses[slots] = uses[slots] >> self._halvings(last[slots], clock)
         uses.index_add_(0, slots, torch.full_like(slots, _USE))
-        last.index_fill_(0, slots, clock.step)
+        fills.add(last, slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the decayed counts, in units of 2^-16 reads."""
@@ -156,9 +164,9 @@ class TTL(Eviction):
                 f"seconds={self.seconds!r}."
             )
 
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
+    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Record the number of the update, or the event time."""
-        own["last"].index_fill_(0, slots, self._now(clock))
+        fills.add(own["last"], slots, self._now(clock))
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the times of the last updates."""
@@ -185,7 +193,7 @@ class LowestNorm(Eviction):
     needs_rows = True
 
     @override
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
+    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         pass
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
@@ -207,9 +215,9 @@ class Score(Eviction):
     parts = (RowPart("last", torch.int32, True),)
     needs_rows = True
 
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock) -> None:
+    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Record the number of the update, which the score reads as ``rows.parts["last"]``."""
-        own["last"].index_fill_(0, slots, clock.step)
+        fills.add(own["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the scores as integers of the same order.

@@ -5,8 +5,10 @@ from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from meshrec.ops.index import (
+    Fills,
     GivenSlots,
     HashIndex,
     SearchedPart,
@@ -72,13 +74,26 @@ class SearchableIndex(Protocol):
 
     slots: HashIndex
 
-    def release(self) -> None:
-        """Free the slots that no batch needs any more; called before a search."""
+    def release(self, *others: Self) -> None:
+        """Free the slots of this index and others that no batch needs any more; called before a search."""
 
-    def hold(self, parts: Sequence[Tensor], *, train: bool, fresh: GivenSlots | None = None) -> object:
+    def hold(
+        self,
+        parts: Sequence[Tensor],
+        *,
+        train: bool,
+        fills: Fills,
+        fresh: GivenSlots | None = None,
+        num_absent: int = 0,
+    ) -> object:
         """Pin the slots of a batch's keys, and return the pin.
 
-        ``fresh``: the keys that have just got a slot, whose rows begin now.
+        Args:
+            parts: the slots.
+            train: whether the rows will be updated.
+            fills: gets what to write to the slots.
+            fresh: the keys that have just got a slot, whose rows begin now.
+            num_absent: how many of ``parts`` are theirs.
         """
 
 
@@ -123,6 +138,7 @@ def slots_of(
     for key, reader in readers.items():
         by_indexes.setdefault(tuple(map(id, reader.indexes)), []).append(key)
     unseen: list[tuple[list[Tensor], list[SearchableIndex], list[UnseenIds]]] = []
+    fills = Fills()
     for keys in by_indexes.values():
         reader = readers[keys[0]]
         places = [block * num_keys + key for key in keys for block in range(num_blocks)]
@@ -131,9 +147,10 @@ def slots_of(
             num_missing = sum(missing[place] for place in places)
             indexes: list[SearchableIndex] = list(reader.indexes)  # type: ignore[arg-type]
             if num_missing == 0:
-                pins += [] if at_once else [index.hold(parts, train=train) for index in indexes]
+                if not at_once:
+                    pins += [index.hold(parts, train=train, fills=fills) for index in indexes]
                 continue
-            ids, slots = (_joined(each, bounds, places).long() for each in (values, memory))
+            ids, slots = (_joined(each, bounds, places).long().contiguous() for each in (values, memory))
             own = [slots, *(slots.clone() for _ in indexes[1:])]
             jobs = [
                 UnseenIds(index.slots, ids, each, num_missing, reader.first_row, reader.mix_seed)
@@ -150,18 +167,26 @@ def slots_of(
     fresh = iter(give_slots([job for _, _, jobs in unseen for job in jobs]))
     for parts, indexes, jobs in unseen:
         for index, job in zip(indexes, jobs, strict=True):
-            pins.append(index.hold([job.slots], train=train, fresh=next(fresh)))
+            pins.append(
+                index.hold(
+                    [job.slots], train=train, fills=fills, fresh=next(fresh), num_absent=job.num_absent
+                )
+            )
         _write(jobs[0].slots, parts)
+    fills.run()
     return found, pins
 
 
 def _joined(values: Tensor, bounds: Sequence[int], places: Sequence[int]) -> Tensor:
-    """Return a copy of the values at some places."""
-    return torch.cat([values[bounds[place] : bounds[place + 1]] for place in places])
+    """Return the values at some places: a view of a single place, or a copy."""
+    parts = [values[bounds[place] : bounds[place + 1]] for place in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _write(slots: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write slots to their places."""
+    """Write slots to their places, unless they are there."""
+    if slots.data_ptr() == parts[0].data_ptr():
+        return
     for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
         part.copy_(own)
 
@@ -187,8 +212,8 @@ def _searched(
             parts[place] = SearchedPart(
                 bounds[place], bounds[place + 1], indexes[0].slots, reader.first_row, reader.mix_seed
             )
-    for index in {id(each): each for _, indexes in searched.values() for each in indexes}.values():
-        index.release()
+    first, *others = {id(each): each for _, indexes in searched.values() for each in indexes}.values()
+    first.release(*others)
     found, missing = find_parts(values.long().contiguous(), list(parts.values()))
     return found.to(values.dtype), dict(zip(parts, missing, strict=True))
 

@@ -17,22 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshrec.ops.index import unique
-from meshrec.tables.eviction import Alone, Everyone, Evictions, InUpdate
+from meshrec.ops.index import Fills, unique
+from meshrec.tables.eviction import Alone, Everyone, EvictionRequest, Evictions, InUpdate
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_books import PinnedRows
 from meshrec.tables.hashed_keys import TTL, Clock
+from meshrec.tables.hashed_slots import forget_rows
 from meshrec.tables.table import Span
 from meshrec.tables.waiting import in_span
 
 # N rows, U distinct IDs of an update
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_NOBODY = torch.empty(0, dtype=torch.bool)
-_DIGIT_BITS = 12
-_LAST_KEY = (1 << 63) - 1
 _SLACK = 64
-_FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index
 
 
 def set_event_time(model: nn.Module, seconds: int) -> None:
@@ -63,18 +60,20 @@ class Due(NamedTuple):
     """The keys of ``new``, int64 [U]."""
     counts: Tensor
     """The number of times that the update has each ID of ``new``, int64 [U]."""
-    admitted: Tensor
-    """Whether each ID of ``new`` is admitted, bool [U]."""
+    admitted: Tensor | None
+    """Whether each ID of ``new`` is admitted, bool [U]; None: all are."""
     gone: Tensor
     """The slots of the rows to evict."""
     clock: Clock
     pins: Sequence[object]
     """The pins of ``slots``."""
 
-    @property
-    def num_admitted(self) -> int:
-        """The number of IDs that are admitted."""
-        return int(self.admitted.sum()) if len(self.admitted) else 0
+    num_admitted: int
+    """The number of IDs that are admitted."""
+
+    def chosen(self, of_new: Tensor) -> Tensor:
+        """Return what belongs to the admitted IDs, of a value for each ID of ``new``."""
+        return of_new if self.num_admitted == len(of_new) else of_new[self.admitted]
 
 
 class Decision(NamedTuple):
@@ -134,36 +133,38 @@ class Turnover:
             if table.rectangle.table in steps
         }
         live = self._counted(due)
-        full = [t for t in live if t in steps and sum(live[t]) > self.storages[t].max_rows]
-        for table in full:
-            own = {i: each for i, each in due.items() if self.tables[i].rectangle.table == table}
-            clock = Clock(steps[table], seconds)
-            due.update(self._with_room(table, sum(live[table]), own, clock))
+        full = {t: sum(live[t]) for t in live if t in steps and sum(live[t]) > self.storages[t].max_rows}
+        if full:
+            due.update(self._with_room(full, due, {table: Clock(steps[table], seconds) for table in full}))
         return Decision(due, self._counted(due) if full else live)
 
     def apply(self, decision: Decision) -> None:
         """Apply a turnover: admit and evict rows. The caller updates the rows afterwards."""
         due, self.live = decision
-        for i, each in due.items():
-            table, admitted, policy = self.tables[i], each.admitted, self.tables[i].storage.keys.evict
-            report, num_admitted = table.books.report, each.num_admitted
-            table.forget(each.gone, each.pins)
-            if len(admitted):
-                table.waiting.count(each.keys, each.counts, admitted)
-                table.revive(each.new if num_admitted == len(admitted) else each.new[admitted])
-            report.evicted += len(each.gone)
-            report.new += num_admitted
-            report.refused += len(admitted) - num_admitted
-            if policy is not None:
-                alive = table.memory[""]
-                used = each.slots if num_admitted == len(admitted) else each.slots[alive[each.slots]]
-                policy.use(table.memory, used, each.clock)
+        forget_rows((self.tables[i], each.gone, each.pins) for i, each in due.items())
+        with Fills() as fills:
+            for i, each in due.items():
+                table, report = self.tables[i], self.tables[i].books.report
+                if each.admitted is not None and len(each.new):
+                    table.waiting.count(each.keys, each.counts, each.admitted)
+                table.revive(each.chosen(each.new), fills)
+                report.evicted += len(each.gone)
+                report.new += each.num_admitted
+                report.refused += len(each.new) - each.num_admitted
+        with Fills() as fills:
+            for i, each in due.items():
+                memory, policy = self.tables[i].memory, self.tables[i].storage.keys.evict
+                if policy is not None:
+                    is_whole = each.num_admitted == len(each.new)
+                    used = each.slots if is_whole else each.slots[memory[""][each.slots]]
+                    policy.use(memory, used, each.clock, fills)
 
     def finish(self, decision: Decision) -> None:
         """Reset the rows of IDs that were not admitted to their first values, after the update."""
-        for i, each in decision.due.items():
-            if len(each.new) and len(refused := each.new[~each.admitted]):
-                self.tables[i].reset(refused)
+        with Fills() as fills:
+            for i, each in decision.due.items():
+                if each.admitted is not None and each.num_admitted < len(each.new):
+                    self.tables[i].reset(each.new[~each.admitted], fills)
 
     def _counted(self, due: Mapping[int, Due]) -> dict[int, list[int]]:
         """Return the rows that each interval will have, over all ranks."""
@@ -192,26 +193,42 @@ class Turnover:
         own[self._everyone.rank] = self.seconds
         return int(self._everyone.sum(own).max())
 
-    def _with_room(self, table: int, total: int, due: Mapping[int, Due], clock: Clock) -> dict[int, Due]:
-        """Choose rows to evict so that a table of ``total`` rows has at most ``max_rows``. Collective."""
-        storage = self.storages[table]
-        most, policy = storage.max_rows, storage.keys.evict
-        if policy is None:
-            raise ValueError(
-                f"table {storage.name!r} is full: with the new IDs of this update it would have {total:,} "
-                f"rows, and max_rows is {most:,}. Nothing was changed. Raise max_rows, or choose which rows "
-                "go: Hashed(evict=LRU())."
-            )
-        staying = {i: InUpdate(each.slots, each.gone) for i, each in due.items()}
-        least, wanted = total - most, total - most + most // _SLACK
-        gone = self._evictions.choose(table, staying, clock, least=least, wanted=wanted)
-        if isinstance(gone, int):
-            raise ValueError(
-                f"table {storage.name!r}: this update alone has {total - gone:,} distinct IDs that "
-                f"need a row, and max_rows is {most:,}. Nothing was changed. Raise max_rows, or make batches "
-                "smaller."
-            )
-        return {i: each._replace(gone=torch.cat([each.gone, gone[i]])) for i, each in due.items()}
+    def _with_room(
+        self, totals: Mapping[int, int], due: Mapping[int, Due], clocks: Mapping[int, Clock]
+    ) -> dict[int, Due]:
+        """Choose rows to evict so that tables have at most ``max_rows``. Collective.
+
+        ``totals``: the number of rows that each of the tables would have.
+        """
+        requests = {}
+        for table, total in totals.items():
+            storage, most = self.storages[table], self.storages[table].max_rows
+            if storage.keys.evict is None:
+                raise ValueError(
+                    f"table {storage.name!r} is full: with the new IDs of this update it would have "
+                    f"{total:,} rows, and max_rows is {most:,}. Nothing was changed. Raise max_rows, or "
+                    "choose which rows go: Hashed(evict=LRU())."
+                )
+            staying = {
+                i: InUpdate(each.slots, each.gone)
+                for i, each in due.items()
+                if self.tables[i].rectangle.table == table
+            }
+            least = total - most
+            requests[table] = EvictionRequest(staying, clocks[table], least, least + most // _SLACK)
+        found = {}
+        for table, gone in self._evictions.choose(requests).items():
+            if isinstance(gone, int):
+                storage = self.storages[table]
+                raise ValueError(
+                    f"table {storage.name!r}: this update alone has {totals[table] - gone:,} distinct IDs "
+                    f"that need a row, and max_rows is {storage.max_rows:,}. Nothing was changed. Raise "
+                    "max_rows, or make batches smaller."
+                )
+            for i, slots in gone.items():
+                before = due[i].gone
+                found[i] = due[i]._replace(gone=torch.cat([before, slots]) if len(before) else slots)
+        return found
 
 
 def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
@@ -219,10 +236,13 @@ def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
     slots = own[0].slots if len(own) == 1 else torch.cat([_NONE, *(pin.slots for pin in own)])
     alive, policy = table.memory[""], table.storage.keys.evict
     new = keys = counts = _NONE
-    admitted = _NOBODY
+    admitted = None
     if table.slots.num_live > table.num_alive:
         fresh = own[0].fresh() if len(own) == 1 else None
-        if fresh is not None and not bool(alive[fresh.slots].any()):
+        # Rows may have come alive since the batch was resolved.
+        if fresh is not None and (
+            own[0].changes == table.books.changes or not bool(alive[fresh.slots].any())
+        ):
             new, keys, counts = fresh
         else:
             new, inverse = unique(slots[~alive[slots]])
@@ -236,7 +256,8 @@ def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
         over &= alive
         over[slots] = False
         gone = over.nonzero()[:, 0]
-    return Due(slots, new, keys, counts, admitted, gone, clock, own)
+    num_admitted = len(new) if admitted is None else int(admitted.sum())
+    return Due(slots, new, keys, counts, admitted, gone, clock, own, num_admitted)
 
 
 def _num_rows(table: HashedTable, due: Due | None, span: Span | None) -> int:
@@ -248,5 +269,5 @@ def _num_rows(table: HashedTable, due: Due | None, span: Span | None) -> int:
     num = int(in_span(table.listed()[0], span).sum())
     if due is not None:
         num -= int(in_span(table.keys_of(due.gone), span).sum())
-        num += int(in_span(due.keys[due.admitted], span).sum())
+        num += int(in_span(due.chosen(due.keys), span).sum())
     return num

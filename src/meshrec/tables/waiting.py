@@ -23,8 +23,8 @@ _MOST = 255
 class Waiting(Protocol):
     """The counts that a rectangle keeps of IDs without a row."""
 
-    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return which new IDs to admit, bool [N].
+    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
+        """Return which new IDs to admit, bool [N]; None: all.
 
         Args:
             keys: the keys of the IDs, ascending, int64 [N].
@@ -52,9 +52,9 @@ class Nobody(Waiting):
         self._admission, self._seed = admission, seed
 
     @override
-    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
+    def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
         if self._admission is None:
-            return torch.ones_like(keys, dtype=torch.bool)
+            return None
         return self._admission.admits(keys, counts, step, self._seed)
 
     @override

@@ -15,14 +15,18 @@ from meshrec.ops.index.hash_index import (
     free_slots,
     give_slots,
 )
+from meshrec.ops.index.slots import Fills, bits_of
 
 __all__ = [
     "BYTES_PER_ID",
+    "Fills",
     "GivenSlots",
     "HashIndex",
     "SearchedPart",
     "UnseenIds",
+    "bits_of",
     "find_parts",
+    "first_left",
     "free_slots",
     "give_slots",
     "marked_between",
@@ -30,14 +34,17 @@ __all__ = [
     "marked_range",
     "mix",
     "mix_parts",
+    "release_slots",
     "unique",
     "unmix",
 ]
 
-# The kernels, or what marked.py has in their place, with its arguments.
+# The kernels, or what marked.py and slots.py have in their place, with the same arguments.
 marked_range = torch.ops.meshrec.marked_range.default
 marked_histogram = torch.ops.meshrec.marked_histogram.default
 marked_between = torch.ops.meshrec.marked_between.default
+first_left = torch.ops.meshrec.first_left.default
+release_slots = torch.ops.meshrec.release_slots.default
 
 BYTES_PER_ID = 16
 """The bytes that a ``HashIndex`` takes for each ID that it has had at once, at most."""

@@ -6,6 +6,7 @@ from torch import Tensor
 # The ops must exist before fakes are registered for them.
 import meshrec.ops.index.marked  # noqa: F401
 import meshrec.ops.index.naive  # noqa: F401
+import meshrec.ops.index.slots  # noqa: F401
 
 
 def _fake_mix(ids: Tensor, seed: int, inverse: bool) -> Tensor:
@@ -49,6 +50,22 @@ def _fake_between(values: Tensor, marks: Tensor | None, least: int, greatest: in
     return values.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
 
 
+def _fake_fill(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> None:
+    pass
+
+
+def _fake_release(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> tuple[Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return torch.empty(size, dtype=torch.int64), torch.empty(len(slots), dtype=torch.int64)
+
+
+def _fake_first_left(
+    scores: list[Tensor], slots: list[Tensor], *others: list[Tensor] | list[int]
+) -> list[Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size
+    return [*(own.new_empty(size()) for own in slots), torch.empty(len(slots), dtype=torch.int64)]
+
+
 for _name, _fake in (
     ("index_mix", _fake_mix),
     ("index_unique", _fake_unique),
@@ -58,5 +75,8 @@ for _name, _fake in (
     ("marked_range", _fake_range),
     ("marked_histogram", _fake_histogram),
     ("marked_between", _fake_between),
+    ("fill_slots", _fake_fill),
+    ("release_slots", _fake_release),
+    ("first_left", _fake_first_left),
 ):
     torch.library.register_fake(f"meshrec::{_name}", _fake)
