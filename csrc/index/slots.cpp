@@ -17,7 +17,7 @@ void check_slot(int64_t slot, int64_t bound) {
 template <typename NumRows, typename Work>
 void for_slots(const std::vector<Tensor>& slots, const NumRows& num_rows, const Work& work) {
   std::vector<Tensor> lists;
-  std::vector<Piece> pieces;
+  std::vector<IdPiece> pieces;
   for (size_t k = 0; k < slots.size(); ++k) {
     check_ids(slots[k]);
     lists.push_back(as_contiguous(slots[k]));
