@@ -20,6 +20,12 @@ struct IndexView {
   alignas(64) uint64_t boundary[kMostShards], before[kMostShards], behind[kMostShards];
 };
 
+// The rows of a table that are read after a search, which requests those of the first IDs; null: it does not.
+struct RowsAhead {
+  const char* data = nullptr;
+  int64_t row_bytes = 0;
+};
+
 // Finds the slots of IDs: of `id + first`, or of `mix(id, mix_seed) + first`.
 struct FindArgs {
   const IndexView* index = nullptr;
@@ -28,6 +34,7 @@ struct FindArgs {
   bool mixes = false;
   uint64_t mix_seed = 0, first = 0;
   int64_t* slots = nullptr;  // -1 where an ID has none
+  RowsAhead rows = {};
 };
 
 // Finds the rows of IDs among the keys of a table: of `mix(id, seed)`. See [Note: keys in buckets] in
@@ -41,6 +48,7 @@ struct FindRowsArgs {
   bool wide_ids = false;     // int64; otherwise int32
   int64_t count = 0;         // at most kMostFound
   int64_t* slots = nullptr;  // -1 where an ID has no row
+  RowsAhead rows = {};
 };
 
 }  // namespace meshrec

@@ -204,11 +204,19 @@ int64_t find_behind(const Compare& compare, const uint64_t* keys, uint64_t* buck
   return num_absent + left;
 }
 
+// Requests as many rows as a lookup requests ahead of the one that it reads (rows_ahead in tbe/pool.inl).
+inline void request_rows(const RowsAhead& rows, const int64_t* slots, int64_t count) {
+  if (rows.data == nullptr) return;
+  const int64_t most = std::min(count, rows_ahead(rows.row_bytes, true));
+  for (int64_t i = 0; i < most; ++i)
+    if (slots[i] >= 0) prefetch_row(to_prefetch(rows.data, slots[i], rows.row_bytes), rows.row_bytes);
+}
+
 // Finds the slots of keys, -1 where there is none. begin(i, keys, buckets) writes the group of keys i and the
 // addresses of their homes; `buckets` has room for all. Returns how many have none.
 template <typename Begin, typename Compare>
 inline int64_t find_all(const Begin& begin, const Compare& compare, int64_t count, uint64_t end,
-                        int64_t most_turns, int64_t* slots) {
+                        int64_t most_turns, int64_t* slots, RowsAhead rows) {
   alignas(64) uint64_t keys[kMostFound], buckets[kMostFound];
   uint32_t displaced[kMostFound + kKeys];
   uint32_t* displaced_end = displaced;
@@ -255,5 +263,5 @@ int64_t find(const FindArgs& args) {
   };
   const auto compare_all = [](const uint64_t* keys, const uint64_t* buckets)
                                __attribute__((always_inline)) { return compare(keys, buckets); };
-  return find_all(begin, compare_all, a.count, 0, kReach - 1, a.slots);
+  return find_all(begin, compare_all, a.count, 0, kReach - 1, a.slots, a.rows);
 }

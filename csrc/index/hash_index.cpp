@@ -11,23 +11,17 @@ namespace {
 using index::FreeArgs;
 using index::GiveArgs;
 using index::Index;
+using index::index_in;
 using index::kDone;
 using index::kNoMemory;
 using index::Status;
 
-// An index in four tensors: header int64, buckets uint8, tags uint8, free int64.
-Index index_in(const std::vector<Tensor>& memory, int64_t seed) {
-  if (memory.size() != 4) fail("an index has 4 tensors, got ", memory.size());
-  const auto data = [&](size_t k) { return const_cast<void*>(memory[k].const_data_ptr()); };
-  return Index(static_cast<int64_t*>(data(0)), data(1), static_cast<uint8_t*>(data(2)),
-               static_cast<uint64_t*>(data(3)), uint64_t(seed));
-}
-
 Tensor index_find(std::vector<Tensor> memory, Tensor ids, int64_t seed) {
   check_ids(ids);
+  if (memory.size() != 4) fail("an index has 4 tensors, got ", memory.size());
   const Tensor given = as_contiguous(ids);
   Tensor slots = new_int64(given.numel());
-  index_in(memory, seed)
+  index_in(memory.data(), seed)
       .find(static_cast<const int64_t*>(given.const_data_ptr()), given.numel(),
             static_cast<int64_t*>(slots.mutable_data_ptr()));
   return slots;
@@ -43,8 +37,7 @@ std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vec
       (!mixes.empty() && mixes.size() != parts))
     fail("an index has 4 tensors and a seed, and a part an index, a first ID and a seed of its mix");
   std::vector<Index> found;
-  for (size_t k = 0; k < seeds.size(); ++k)
-    found.push_back(index_in({memory.begin() + 4 * k, memory.begin() + 4 * (k + 1)}, seeds[k]));
+  for (size_t k = 0; k < seeds.size(); ++k) found.push_back(index_in(&memory[4 * k], seeds[k]));
   for (const int64_t index : indexes)
     if (index < 0 || index >= int64_t(found.size())) fail("there is no index ", index);
   const Tensor given = as_contiguous(ids);
@@ -52,7 +45,7 @@ std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vec
   const auto* from = static_cast<const int64_t*>(given.const_data_ptr());
   auto* to = static_cast<int64_t*>(slots.mutable_data_ptr());
   std::vector<std::atomic<int64_t>> missing(parts);
-  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const Piece& piece) {
+  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const IdPiece& piece) {
     const size_t p = size_t(piece.part);
     missing[p] += found[size_t(indexes[p])].find_some({.ids = from + piece.begin,
                                                        .count = piece.end - piece.begin,

@@ -94,6 +94,7 @@ class Index {
          left -= args.count, args.ids += args.count, args.slots += args.count) {
       args.count = std::min(kMostFound, left);
       absent += kernels().find(args);
+      args.rows = {};
     }
     return absent;
   }
@@ -426,5 +427,12 @@ class Index {
   std::vector<Shard> shards_;
   IndexView view_;
 };
+
+// An index in four tensors: header int64, buckets uint8, tags uint8, free int64.
+inline Index index_in(const Tensor* memory, int64_t seed) {
+  const auto data = [&](size_t k) { return const_cast<void*>(memory[k].const_data_ptr()); };
+  return Index(static_cast<int64_t*>(data(0)), data(1), static_cast<uint8_t*>(data(2)),
+               static_cast<uint64_t*>(data(3)), uint64_t(seed));
+}
 
 }  // namespace meshrec::index

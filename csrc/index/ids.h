@@ -14,14 +14,14 @@ inline void check_ids(const Tensor& ids) {
 }
 
 // Some of the numbers [0, count), at most kGrainIds of them; part -1: those of no part.
-struct Piece {
+struct IdPiece {
   int64_t begin, end, part;
 };
 
-inline std::vector<Piece> pieces_of(int64_t count, const std::vector<int64_t>& begins,
-                                    const std::vector<int64_t>& ends) {
+inline std::vector<IdPiece> pieces_of(int64_t count, const std::vector<int64_t>& begins,
+                                      const std::vector<int64_t>& ends) {
   if (begins.size() != ends.size()) fail(begins.size(), " parts begin and ", ends.size(), " end");
-  std::vector<Piece> pieces;
+  std::vector<IdPiece> pieces;
   const auto add = [&](int64_t begin, int64_t end, int64_t part) {
     if (end < begin) fail("parts must be ascending and lie in [0, ", count, ")");
     for (; begin < end; begin += kGrainIds) pieces.push_back({begin, std::min(end, begin + kGrainIds), part});
@@ -38,9 +38,9 @@ inline std::vector<Piece> pieces_of(int64_t count, const std::vector<int64_t>& b
 
 // Runs work on all pieces, by several threads if there are many numbers; copies those of no part.
 template <typename Work>
-void for_pieces(const std::vector<Piece>& pieces, const int64_t* from, int64_t* to, const Work& work) {
+void for_pieces(const std::vector<IdPiece>& pieces, const int64_t* from, int64_t* to, const Work& work) {
   const auto each = [&](int64_t k) {
-    const Piece& piece = pieces[size_t(k)];
+    const IdPiece& piece = pieces[size_t(k)];
     if (piece.part < 0)
       std::copy(from + piece.begin, from + piece.end, to + piece.begin);
     else

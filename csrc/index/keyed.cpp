@@ -15,11 +15,20 @@
 // row i of a table at base + i * row_bytes. So that memory begins at a distance from the table that is a
 // whole number of rows, and the slot of such an ID is that number. The kernels need no second case, and no
 // known row is copied.
+//
+// [Note: found and read]
+//
+// The rows of some bags are found just before they are read, by the same thread, so that slots do not leave
+// its caches. The kernels request rows some IDs ahead, so the search requests the first ones.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <deque>
+#include <memory>
 
 #include "host/memory.h"
 #include "index/first_rows.h"
+#include "index/hash_index.h"
 #include "index/mix.h"
 #include "isa/kernels.h"
 #include "tbe/batch.h"
@@ -27,14 +36,26 @@
 namespace meshrec {
 namespace {
 
-constexpr int64_t kGrainIds = 1 << 10;
 constexpr int64_t kUnknown = -1, kFirstAdded = -2;  // kFirstAdded - s: row s of the added ones
 constexpr int kPerTable = 3;                        // tensors in `found_by`
 
+struct FirstRows {
+  int64_t seed;
+  double low, step;
+};
+
+// The rows of a table that is looked up.
+struct TableRows {
+  const char* data;
+  int64_t num_rows, row_bytes, dim, bits;
+  ScalarType type;
+};
+
 class KeyedTable {
  public:
-  KeyedTable(const Tensor* tensors, int64_t num_rows, int64_t row_bytes, uint64_t seed, int64_t table)
-      : num_rows_(num_rows), seed_(seed), table_(table) {
+  KeyedTable(const Tensor* tensors, const TableRows& rows, uint64_t seed, int64_t table)
+      : rows_(rows), seed_(seed), table_(table) {
+    const int64_t num_rows = rows.num_rows;
     for (int i = 0; i < 2; ++i) {
       if (tensors[i].scalar_type() != ScalarType::Long || tensors[i].dim() != 2)
         fail("the keys of table ", table, " must be int64 in two dimensions. Export the model again.");
@@ -50,7 +71,7 @@ class KeyedTable {
     added_rows_ = static_cast<const char*>(kept_[2].const_data_ptr());
     num_added_rows_ = kept_[2].size(0);
     const int64_t added_bytes = kept_[2].dim() == 2 ? kept_[2].size(1) * int64_t(kept_[2].element_size()) : 0;
-    if (kept_[1].size(0) != 2 || (num_added_rows_ > 0 && added_bytes != row_bytes))
+    if (kept_[1].size(0) != 2 || (num_added_rows_ > 0 && added_bytes != rows.row_bytes))
       fail("the rows that were added to table ", table, " are not as wide as the others.");
   }
 
@@ -58,33 +79,37 @@ class KeyedTable {
   int64_t find(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
     int64_t num_absent = 0;
     for (int64_t i = begin; i < end; i += kMostFound)
-      num_absent += find_some(batch, i, std::min(end, i + kMostFound), slots);
+      num_absent += find_some(batch, i, std::min(end, i + kMostFound), i == begin, slots + (i - begin));
     if (num_absent > 0 && num_added_ > 0)
       for (int64_t i = begin; i < end; ++i)
-        if (slots[i] < 0) slots[i] = added_slot(int64_t(mix(uint64_t(batch.id(i)), seed_)));
+        if (slots[i - begin] < 0) slots[i - begin] = added_slot(int64_t(mix(uint64_t(batch.id(i)), seed_)));
     return num_absent;
   }
 
-  const char* added_row(int64_t slot, int64_t row_bytes) const {
+  const TableRows& rows() const { return rows_; }
+
+  const char* added_row(int64_t slot) const {
     if (slot < 0 || slot >= num_added_rows_) fail("table ", table_, " has no added row ", slot, ".");
-    return added_rows_ + slot * row_bytes;
+    return added_rows_ + slot * rows_.row_bytes;
   }
 
  private:
-  int64_t find_some(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
-    if (num_rows_ == 0) {
-      std::fill(slots + begin, slots + end, kUnknown);
+  int64_t find_some(const Batch& batch, int64_t begin, int64_t end, bool is_first, int64_t* slots) const {
+    if (rows_.num_rows == 0) {
+      std::fill_n(slots, end - begin, kUnknown);
       return end - begin;
     }
-    const int64_t num_absent = kernels().find_rows({.buckets = buckets_,
-                                                    .num_buckets = num_buckets_,
-                                                    .num_homes = num_homes_,
-                                                    .num_rows = num_rows_,
-                                                    .seed = seed_,
-                                                    .ids = batch.ids(begin),
-                                                    .wide_ids = batch.wide_ids,
-                                                    .count = end - begin,
-                                                    .slots = slots + begin});
+    const int64_t num_absent =
+        kernels().find_rows({.buckets = buckets_,
+                             .num_buckets = num_buckets_,
+                             .num_homes = num_homes_,
+                             .num_rows = rows_.num_rows,
+                             .seed = seed_,
+                             .ids = batch.ids(begin),
+                             .wide_ids = batch.wide_ids,
+                             .count = end - begin,
+                             .slots = slots,
+                             .rows = {is_first ? rows_.data : nullptr, rows_.row_bytes}});
     if (num_absent < 0)
       fail("the keys of table ", table_, " are damaged. Copy the package again, or export the model again.");
     return num_absent;
@@ -96,80 +121,116 @@ class KeyedTable {
     return kFirstAdded - added_[num_added_ + (found - added_)];
   }
 
+  TableRows rows_;
   std::vector<Tensor> kept_;
   const int64_t *buckets_, *added_;
   const char* added_rows_;
-  int64_t num_rows_, num_buckets_, num_homes_, num_added_, num_added_rows_;
+  int64_t num_buckets_, num_homes_, num_added_, num_added_rows_;
   uint64_t seed_;
   int64_t table_;
 };
 
-struct FirstRows {
-  int64_t seed;
-  double low, step;
-};
-
 // The first rows of IDs in the type of a table.
-Tensor typed_first_rows(const std::vector<int64_t>& ids, const FirstRows& first, int64_t dim, int64_t bits,
-                        ScalarType type) {
+Tensor typed_first_rows(const std::vector<int64_t>& ids, const FirstRows& first, const TableRows& table) {
   Tensor given = empty_buffer({int64_t(ids.size())}, ScalarType::Long);
   std::copy(ids.begin(), ids.end(), given.mutable_data_ptr<int64_t>());
-  const Tensor numbers = first_rows(given, first.seed, first.low, first.step, 0, dim);
-  if (bits != 0) return nbit_quantize(numbers, bits, std::nullopt);
-  return type == ScalarType::Float ? numbers : torch::stable::to(numbers, type);
+  const Tensor numbers = first_rows(given, first.seed, first.low, first.step, 0, table.dim);
+  if (table.bits != 0) return nbit_quantize(numbers, table.bits, std::nullopt);
+  return table.type == ScalarType::Float ? numbers : torch::stable::to(numbers, table.type);
 }
 
-// Gives the negative slots of a table's lookups rows beside the table. Returns the memory of these rows.
-Tensor place_others(const Batch& batch, const std::vector<const Lookup*>& lookups, int64_t* const* slots,
-                    const KeyedTable& table, const FirstRows& first, int64_t bits, int64_t number,
-                    Weights& weights) {
-  std::vector<int64_t*> others;
-  std::vector<int64_t> unknown, places;  // places: among the others
-  for (size_t l = 0; l < lookups.size(); ++l) {
-    for (int64_t i = lookups[l]->first_id; i < lookups[l]->first_id + lookups[l]->num_ids; ++i) {
-      int64_t* slot = slots[l] + i;
-      if (*slot >= 0) continue;
-      if (*slot == kUnknown) unknown.push_back(batch.id(i)), places.push_back(int64_t(others.size()));
-      others.push_back(slot);
+// Finds the rows of a table of a package, and makes those of other IDs.
+class KeyedFinder : public RowFinder {
+ public:
+  KeyedFinder(const Batch& batch, const KeyedTable& table, const FirstRows& first)
+      : batch_(batch), table_(table), first_(first) {}
+
+  bool find(int64_t begin, int64_t end, int64_t* slots, std::unique_ptr<char[]>& beside) const override {
+    if (table_.find(batch_, begin, end, slots) > 0) place_others(begin, end, slots, beside);
+    return true;
+  }
+
+ private:
+  // Gives the negative slots rows beside the table.
+  void place_others(int64_t begin, int64_t end, int64_t* slots, std::unique_ptr<char[]>& beside) const {
+    const TableRows& rows = table_.rows();
+    const int64_t num_ids = end - begin;
+    std::vector<int64_t> others(num_ids + 1), unknown, places;  // others: their positions; places: among them
+    int64_t count = 0;
+    for (int64_t i = 0; i < num_ids; ++i) others[count] = i, count += slots[i] < 0;
+    for (int64_t k = 0; k < count; ++k)
+      if (slots[others[k]] == kUnknown) unknown.push_back(batch_.id(begin + others[k])), places.push_back(k);
+    beside.reset(new char[(count + 1) * rows.row_bytes]);
+    const int64_t bytes = reinterpret_cast<intptr_t>(beside.get()) - reinterpret_cast<intptr_t>(rows.data);
+    const int64_t rest = bytes % rows.row_bytes;
+    const int64_t skipped = rest == 0 ? 0 : rest < 0 ? -rest : rows.row_bytes - rest;
+    char* const target = beside.get() + skipped;
+    draw(unknown, places, target);
+    for (int64_t k = 0; k < count; ++k) {
+      int64_t& slot = slots[others[k]];
+      if (slot != kUnknown)
+        std::memcpy(target + k * rows.row_bytes, table_.added_row(kFirstAdded - slot), rows.row_bytes);
+      slot = (bytes + skipped) / rows.row_bytes + k;
     }
   }
-  const int64_t row_bytes = weights.row_bytes[number], dim = weights.dims[number];
-  const int64_t count = others.size();
-  Tensor kept = empty_buffer({(count + 1) * row_bytes}, ScalarType::Byte);
-  char* target = static_cast<char*>(kept.mutable_data_ptr());
-  int64_t distance = 0;
-  if (weights.num_rows[number] == 0) {
-    weights.data[number] = target;
-  } else {
-    const int64_t bytes =
-        reinterpret_cast<intptr_t>(target) - reinterpret_cast<intptr_t>(weights.data[number]);
-    const int64_t rest = bytes % row_bytes;
-    const int64_t skipped = rest == 0 ? 0 : rest < 0 ? -rest : row_bytes - rest;
-    target += skipped;
-    distance = (bytes + skipped) / row_bytes;
+
+  // Writes the first rows of IDs to their places.
+  void draw(const std::vector<int64_t>& ids, const std::vector<int64_t>& places, char* target) const {
+    const TableRows& rows = table_.rows();
+    const int64_t count = ids.size();
+    if (rows.bits == 0 && rows.type == ScalarType::Float) {
+      kernels().draw({.ids = ids.data(),
+                      .slots = places.data(),
+                      .seed = uint64_t(first_.seed),
+                      .low = first_.low,
+                      .step = first_.step,
+                      .width = rows.dim,
+                      .rows = reinterpret_cast<float*>(target)},
+                     0, count);
+    } else if (count > 0) {
+      const Tensor drawn = typed_first_rows(ids, first_, rows);
+      const auto* source = static_cast<const char*>(drawn.const_data_ptr());
+      for (int64_t k = 0; k < count; ++k)
+        std::memcpy(target + places[k] * rows.row_bytes, source + k * rows.row_bytes, rows.row_bytes);
+    }
   }
-  const int64_t num_unknown = unknown.size();
-  if (bits == 0 && weights.tensors[number].scalar_type() == ScalarType::Float) {
-    draw_rows({.ids = unknown.data(),
-               .slots = places.data(),
-               .seed = uint64_t(first.seed),
-               .low = first.low,
-               .step = first.step,
-               .width = dim,
-               .rows = reinterpret_cast<float*>(target)},
-              num_unknown);
-  } else if (num_unknown > 0) {
-    const Tensor rows = typed_first_rows(unknown, first, dim, bits, weights.tensors[number].scalar_type());
-    const auto* source = static_cast<const char*>(rows.const_data_ptr());
-    for (int64_t k = 0; k < num_unknown; ++k)
-      std::memcpy(target + places[k] * row_bytes, source + k * row_bytes, row_bytes);
+
+  const Batch& batch_;
+  const KeyedTable& table_;
+  FirstRows first_;
+};
+
+// Finds the rows of a table with a hash index, as long as each ID has one.
+class IndexFinder : public RowFinder {
+ public:
+  IndexFinder(const Batch& batch, const index::Index& index, uint64_t mix_seed, RowsAhead rows,
+              std::atomic<int64_t>& num_absent)
+      : batch_(batch), index_(index), mix_seed_(mix_seed), rows_(rows), num_absent_(num_absent) {}
+
+  bool find(int64_t begin, int64_t end, int64_t* slots, std::unique_ptr<char[]>&) const override {
+    if (num_absent_ > 0) return false;
+    const int64_t absent = index_.find_some({.ids = static_cast<const int64_t*>(batch_.ids(begin)),
+                                             .count = end - begin,
+                                             .mixes = true,
+                                             .mix_seed = mix_seed_,
+                                             .slots = slots,
+                                             .rows = rows_});
+    if (absent > 0) num_absent_ += absent;
+    return absent == 0;
   }
-  for (int64_t i = 0; i < count; ++i) {
-    if (*others[i] != kUnknown)
-      std::memcpy(target + i * row_bytes, table.added_row(kFirstAdded - *others[i], row_bytes), row_bytes);
-    *others[i] = distance + i;
-  }
-  return kept;
+
+ private:
+  const Batch& batch_;
+  const index::Index& index_;
+  uint64_t mix_seed_;
+  RowsAhead rows_;
+  std::atomic<int64_t>& num_absent_;
+};
+
+// Lets the lookups of a table use a finder.
+void use(Batch& batch, int64_t table, const RowFinder& finder) {
+  for (Lookup& lookup : batch.lookups)
+    if (lookup.table == table) lookup.finder = &finder;
 }
 
 Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits, Tensor values,
@@ -186,37 +247,64 @@ Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
   Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   check_dims(batch, weights);
-  std::vector<std::vector<int64_t>> slots(batch.lookups.size());
-  std::vector<Tensor> kept;
+  std::deque<KeyedTable> own_tables;
+  std::deque<KeyedFinder> finders;
+  static char nowhere;  // rows that lie beside a table without rows are counted from here
   for (size_t k = 0; k < keyed.size(); ++k) {
     const int64_t t = keyed[k];
     if (t < 0 || t >= int64_t(bits.size())) fail("table ", t, " of ", bits.size(), " has keys.");
-    const KeyedTable table(&found_by[kPerTable * k], weights.num_rows[t], weights.row_bytes[t],
-                           uint64_t(seeds[2 * k]), t);
-    std::vector<const Lookup*> own;
-    std::vector<int64_t*> own_slots;
-    std::atomic<int64_t> num_others{0};
-    for (size_t l = 0; l < batch.lookups.size(); ++l) {
-      Lookup& lookup = batch.lookups[l];
-      if (lookup.table != t) continue;
-      slots[l].resize(lookup.num_ids);
-      int64_t* by_position = slots[l].data() - lookup.first_id;
-      parallel_for(lookup.num_ids, kGrainIds, [&](int64_t begin, int64_t end) {
-        num_others += table.find(batch, lookup.first_id + begin, lookup.first_id + end, by_position);
-      });
-      lookup.slots = by_position;
-      own.push_back(&lookup);
-      own_slots.push_back(by_position);
-    }
-    if (num_others == 0) continue;
-    const FirstRows first{seeds[2 * k + 1], firsts[2 * k], firsts[2 * k + 1]};
-    kept.push_back(place_others(batch, own, own_slots.data(), table, first, bits[t], t, weights));
+    if (weights.num_rows[t] == 0) weights.data[t] = &nowhere;
+    const TableRows rows{.data = static_cast<const char*>(weights.data[t]),
+                         .num_rows = weights.num_rows[t],
+                         .row_bytes = weights.row_bytes[t],
+                         .dim = weights.dims[t],
+                         .bits = bits[t],
+                         .type = weights.tensors[t].scalar_type()};
+    own_tables.emplace_back(&found_by[kPerTable * k], rows, uint64_t(seeds[2 * k]), t);
+    finders.emplace_back(batch, own_tables.back(),
+                         FirstRows{seeds[2 * k + 1], firsts[2 * k], firsts[2 * k + 1]});
+    use(batch, t, finders.back());
   }
   return look_up_all(batch, weights, flat, out_size, out_dtype, check_ids, names);
 }
 
+std::tuple<Tensor, Tensor> hashed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
+                                          Tensor values, Tensor offsets, std::optional<Tensor> sample_weights,
+                                          std::optional<Tensor> segments, int64_t num_keys,
+                                          std::vector<int64_t> keys, std::vector<int64_t> tables,
+                                          std::vector<int64_t> pooling, bool flat, std::vector<int64_t> dims,
+                                          int64_t out_size, ScalarType out_dtype, bool check_ids,
+                                          Tensor names, std::vector<int64_t> hashed,
+                                          std::vector<Tensor> memory, std::vector<int64_t> seeds) {
+  if (memory.size() != 4 * hashed.size() || seeds.size() != 2 * hashed.size())
+    fail("there must be four tensors and two seeds for each of the ", hashed.size(), " hashed tables.");
+  if (values.scalar_type() != ScalarType::Long) fail("the IDs of hashed tables must be int64.");
+  const Weights weights = mixed_weights(weight_list, bits, tables, dims);
+  Batch batch =
+      make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
+  check_dims(batch, weights);
+  std::atomic<int64_t> num_absent{0};
+  std::deque<index::Index> indexes;
+  std::deque<IndexFinder> finders;
+  for (size_t k = 0; k < hashed.size(); ++k) {
+    const int64_t t = hashed[k];
+    if (t < 0 || t >= int64_t(bits.size())) fail("table ", t, " of ", bits.size(), " is hashed.");
+    indexes.push_back(index::index_in(&memory[4 * k], seeds[2 * k]));
+    const RowsAhead rows{static_cast<const char*>(weights.data[t]), weights.row_bytes[t]};
+    finders.emplace_back(batch, indexes.back(), uint64_t(seeds[2 * k + 1]), rows, num_absent);
+    use(batch, t, finders.back());
+  }
+  Tensor found = look_up_all(batch, weights, flat, out_size, out_dtype, check_ids, names);
+  Tensor absent = empty_buffer({1}, ScalarType::Long);
+  *absent.mutable_data_ptr<int64_t>() = num_absent;
+  return {found, absent};
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) { m.impl("keyed_forward", TORCH_BOX(&keyed_forward)); }
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("keyed_forward", TORCH_BOX(&keyed_forward));
+  m.impl("hashed_forward", TORCH_BOX(&hashed_forward));
+}
 
 }  // namespace meshrec

@@ -69,7 +69,7 @@ int64_t find_rows_of(const FindRowsArgs& a) {
     return compare_rows(keys, buckets, uint64_t(a.num_rows), fits);
   };
   const uint64_t end = uint64_t(reinterpret_cast<uintptr_t>(a.buckets)) + 64 * uint64_t(a.num_buckets);
-  const int64_t absent = find_all(begin, compare, a.count, end, a.num_buckets, a.slots);
+  const int64_t absent = find_all(begin, compare, a.count, end, a.num_buckets, a.slots, a.rows);
   return fits ? absent : -1;
 }
 

@@ -30,7 +30,7 @@ Tensor index_mix_parts(Tensor ids, std::vector<int64_t> begins, std::vector<int6
   Tensor mixed = new_int64(given.numel());
   const auto* from = static_cast<const int64_t*>(given.const_data_ptr());
   auto* to = static_cast<int64_t*>(mixed.mutable_data_ptr());
-  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const Piece& piece) {
+  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const IdPiece& piece) {
     const uint64_t seed = uint64_t(seeds[size_t(piece.part)]);
     for (int64_t i = piece.begin; i < piece.end; ++i) to[i] = int64_t(mix(uint64_t(from[i]), seed));
   });

@@ -1,16 +1,12 @@
 // The values that hashed tables keep of each slot, written and read for all tables in one call.
 // src/meshrec/ops/index/slots.py has the reference.
-#include <bit>
-
 #include "index/ids.h"
-#include "index/unique.h"
 
 namespace meshrec {
 
 namespace {
 
 constexpr int64_t kGrainSlots = 1 << 13, kAhead = 24;
-constexpr uint64_t kSign = uint64_t(1) << 63;
 
 void check_slot(int64_t slot, int64_t bound) {
   if (uint64_t(slot) >= uint64_t(bound)) fail("slot ", slot, " is outside [0, ", bound, ")");
@@ -21,7 +17,7 @@ void check_slot(int64_t slot, int64_t bound) {
 template <typename NumRows, typename Work>
 void for_slots(const std::vector<Tensor>& slots, const NumRows& num_rows, const Work& work) {
   std::vector<Tensor> lists;
-  std::vector<Piece> pieces;
+  std::vector<IdPiece> pieces;
   for (size_t k = 0; k < slots.size(); ++k) {
     check_ids(slots[k]);
     lists.push_back(as_contiguous(slots[k]));
@@ -187,50 +183,10 @@ std::vector<Tensor> first_left(std::vector<Tensor> scores, std::vector<Tensor> s
   return result;
 }
 
-// The positions of rows in the order of (score, key).
-Tensor order_of_rows(Tensor given_scores, Tensor given_keys) {
-  check_ids(given_scores), check_ids(given_keys);
-  const int64_t count = given_keys.numel();
-  if (given_scores.numel() != count) fail("there are ", given_scores.numel(), " scores of ", count, " keys");
-  Tensor order = new_int64(count), words = new_int64(count);
-  if (count == 0) return order;
-  const Tensor scores = as_contiguous(given_scores), keys = as_contiguous(given_keys);
-  const auto* const score = static_cast<const int64_t*>(scores.const_data_ptr());
-  const auto* const key = static_cast<const int64_t*>(keys.const_data_ptr());
-  auto* const word = static_cast<int64_t*>(words.mutable_data_ptr());
-  const auto [least, greatest] = std::minmax_element(score, score + count);
-  const uint64_t first = uint64_t(*least);
-  const int bits = std::bit_width(uint64_t(*greatest) - first);
-  // The score above the highest bits of the key: in nearly all cases these tell keys apart.
-  const auto word_of = [&](int64_t i) {
-    const uint64_t unsigned_key = uint64_t(key[i]) ^ kSign;
-    if (bits == 0) return unsigned_key;
-    return (uint64_t(score[i]) - first) << (64 - bits) | unsigned_key >> bits;
-  };
-  for (int64_t i = 0; i < count; ++i) word[i] = int64_t(word_of(i) ^ kSign);
-  auto [distinct, places] = index_unique(words);
-  if (distinct.numel() != count) {
-    auto [distinct_keys, by_key] = index_unique(keys);
-    if (distinct_keys.numel() != count) fail("keys must be distinct");
-    const Tensor by_score = std::get<1>(index_unique(scores));
-    const auto* const key_rank = static_cast<const int64_t*>(by_key.const_data_ptr());
-    const auto* const score_rank = static_cast<const int64_t*>(by_score.const_data_ptr());
-    for (int64_t i = 0; i < count; ++i) word[i] = score_rank[i] * count + key_rank[i];
-    places = std::get<1>(index_unique(words));
-  }
-  const auto* const place = static_cast<const int64_t*>(places.const_data_ptr());
-  auto* const to = static_cast<int64_t*>(order.mutable_data_ptr());
-  parallel_for(count, kGrainSlots, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) to[place[i]] = i;
-  });
-  return order;
-}
-
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
   m.impl("fill_slots", TORCH_BOX(&fill_slots));
   m.impl("release_slots", TORCH_BOX(&release_slots));
   m.impl("first_left", TORCH_BOX(&first_left));
-  m.impl("order_of_rows", TORCH_BOX(&order_of_rows));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The distinct IDs of a batch, in ascending order, and where each ID is among them.
+// The order of IDs, and the distinct IDs of a batch with the position of each ID among them.
 #include "index/unique.h"
 
 #include <bit>
@@ -89,16 +89,34 @@ std::vector<int64_t> distribute(const int64_t* ids, int64_t count, uint64_t leas
   return begins;
 }
 
-}  // namespace
+struct Part {
+  int64_t number, begin, size;
+  Item* items;
+};
 
-std::tuple<Tensor, Tensor> index_unique(Tensor given) {
-  check_ids(given);
-  const Tensor contiguous = as_contiguous(given);
-  const auto* ids = static_cast<const int64_t*>(contiguous.const_data_ptr());
-  const int64_t count = contiguous.numel();
-  if (count > UINT32_MAX) fail("unique: a batch of ", count, " ids; at most 2^32 - 1 at a time");
-  Tensor inverse = new_int64(count);
-  if (count == 0) return {new_int64(0), inverse};
+// The IDs in ascending order, in parts.
+struct Sorted {
+  std::unique_ptr<Item[]> items;
+  std::vector<int64_t> begins;
+  uint64_t least;
+
+  // Runs work(part), by several threads if there are many IDs.
+  template <typename Work>
+  void for_parts(const Work& work) const {
+    const auto each = [&](int64_t part) {
+      work(Part{part, begins[part], begins[part + 1] - begins[part], items.get() + begins[part]});
+    };
+    const int64_t parts = int64_t(begins.size()) - 1;
+    if (begins.back() >= kFewForThreads) return parallel_tasks(parts, each);
+    for (int64_t part = 0; part < parts; ++part) each(part);
+  }
+};
+
+// Sorts IDs, at least one, and runs work(part) for each part that is in order.
+template <typename Work>
+Sorted sort_ids(const Tensor& given, const Work& work) {
+  const auto* ids = static_cast<const int64_t*>(given.const_data_ptr());
+  const int64_t count = given.numel();
   const auto [smallest, largest] = std::minmax_element(ids, ids + count);
   const uint64_t least = uint64_t(*smallest);
   const int bits = std::bit_width(uint64_t(*largest) - least);
@@ -108,38 +126,64 @@ std::tuple<Tensor, Tensor> index_unique(Tensor given) {
   // bits - part_bits is 64 only for part_bits = 0, where the value fills the word: one bit is then split off.
   const bool whole = bits - part_bits == 64;
   const int shift = whole ? 63 : bits - part_bits;
-  std::unique_ptr<Item[]> items(new Item[count]), spare(new Item[count]);
-  const std::vector<int64_t> begins =
-      distribute(ids, count, least, shift, whole ? 2 : num_parts, items.get());
-  std::vector<int64_t> firsts(begins.size(), 0);  // counts, then where each part's distinct IDs begin
-  const int64_t parts = int64_t(begins.size()) - 1;
-  const auto for_parts = [&](const auto& work) {
-    if (count >= kFewForThreads) return parallel_tasks(parts, work);
-    for (int64_t part = 0; part < parts; ++part) work(part);
-  };
-  for_parts([&](int64_t part) {
-    Item* own = items.get() + begins[part];
-    const int64_t size = begins[part + 1] - begins[part];
-    sort_part(own, spare.get() + begins[part], size, shift);
-    int64_t distinct = size > 0;
-    for (int64_t i = 1; i < size; ++i) distinct += own[i].value != own[i - 1].value;
-    firsts[part + 1] = distinct;
+  Sorted sorted{std::unique_ptr<Item[]>(new Item[count]), {}, least};
+  const std::unique_ptr<Item[]> spare(new Item[count]);
+  sorted.begins = distribute(ids, count, least, shift, whole ? 2 : num_parts, sorted.items.get());
+  sorted.for_parts([&](const Part& part) {
+    sort_part(part.items, spare.get() + part.begin, part.size, shift);
+    work(part);
   });
-  for (int64_t part = 0; part < parts; ++part) firsts[part + 1] += firsts[part];
-  Tensor distinct = new_int64(firsts[parts]);
+  return sorted;
+}
+
+Tensor checked(const Tensor& ids) {
+  check_ids(ids);
+  if (ids.numel() > UINT32_MAX) fail("a batch of ", ids.numel(), " ids; at most 2^32 - 1 at a time");
+  return as_contiguous(ids);
+}
+
+Tensor index_order(Tensor given) {
+  const Tensor ids = checked(given);
+  Tensor order = new_int64(ids.numel());
+  if (ids.numel() == 0) return order;
+  auto* const to = static_cast<int64_t*>(order.mutable_data_ptr());
+  sort_ids(ids, [&](const Part& part) {
+    for (int64_t i = 0; i < part.size; ++i) to[part.begin + i] = part.items[i].place;
+  });
+  return order;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> index_unique(Tensor given) {
+  const Tensor ids = checked(given);
+  Tensor inverse = new_int64(ids.numel());
+  if (ids.numel() == 0) return {new_int64(0), inverse};
+  std::vector<int64_t> firsts((1 << kMostPartBits) + 1, 0);  // counts, then where parts' distinct IDs begin
+  const Sorted sorted = sort_ids(ids, [&](const Part& part) {
+    int64_t distinct = part.size > 0;
+    for (int64_t i = 1; i < part.size; ++i) distinct += part.items[i].value != part.items[i - 1].value;
+    firsts[part.number + 1] = distinct;
+  });
+  for (size_t part = 1; part < sorted.begins.size(); ++part) firsts[part] += firsts[part - 1];
+  Tensor distinct = new_int64(firsts[sorted.begins.size() - 1]);
   auto* to = static_cast<int64_t*>(distinct.mutable_data_ptr());
   auto* where = static_cast<int64_t*>(inverse.mutable_data_ptr());
-  for_parts([&](int64_t part) {
-    int64_t position = firsts[part] - 1;
-    for (int64_t i = begins[part]; i < begins[part + 1]; ++i) {
-      const Item& item = items[i];
-      if (i == begins[part] || item.value != items[i - 1].value) to[++position] = int64_t(item.value + least);
+  sorted.for_parts([&](const Part& part) {
+    int64_t position = firsts[part.number] - 1;
+    for (int64_t i = 0; i < part.size; ++i) {
+      const Item& item = part.items[i];
+      if (i == 0 || item.value != part.items[i - 1].value)
+        to[++position] = int64_t(item.value + sorted.least);
       where[item.place] = position;
     }
   });
   return {distinct, inverse};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) { m.impl("index_unique", TORCH_BOX(&index_unique)); }
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("index_order", TORCH_BOX(&index_order));
+  m.impl("index_unique", TORCH_BOX(&index_unique));
+}
 
 }  // namespace meshrec

@@ -2,12 +2,26 @@
 // which table, and where their output rows go.
 #pragma once
 
+#include <memory>
+
 #include "isa/kernels.h"
 #include "stable_abi.h"
 
 namespace meshrec {
 
 enum Pooling : int { kSum, kMean, kNone };
+
+// Tells the rows of IDs, some at a time, just before they are read.
+class RowFinder {
+ public:
+  RowFinder() = default;
+  RowFinder(const RowFinder&) = delete;
+  virtual ~RowFinder() = default;
+  // Writes the rows of the IDs at [begin, end) of the batch. They are not checked, and may lie outside the
+  // table, in memory that `beside` gets; see [Note: rows beside the table] in index/keyed.cpp. Returns false
+  // if nobody will read the result.
+  virtual bool find(int64_t begin, int64_t end, int64_t* rows, std::unique_ptr<char[]>& beside) const = 0;
+};
 
 // The ids of one key in one block, read by one feature.
 struct Lookup {
@@ -18,10 +32,8 @@ struct Lookup {
   int64_t first_bag = 0, num_bags = 0;
   int64_t first_id = 0, num_ids = 0;
   int64_t out_offset = 0,
-          out_stride = 0;  // in elements; an output row is a bag, or an id if nothing is pooled
-  // Null, or the rows to read in place of the ids, by the position of the id in the batch. They are not
-  // checked, and may lie outside the table; see [Note: rows beside the table] in index/keyed.cpp.
-  const int64_t* slots = nullptr;
+          out_stride = 0;             // in elements; an output row is a bag, or an id if nothing is pooled
+  const RowFinder* finder = nullptr;  // null: IDs are rows
 };
 
 struct Shape {

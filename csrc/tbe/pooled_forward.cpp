@@ -25,25 +25,28 @@ void check_sample_weights(const Batch& batch, const Lookup& lookup, const Tensor
              bag - lookup.first_bag, ") is NaN. Weights must be numbers; find where this one comes from.");
 }
 
-void look_up(const Batch& batch, const Weights& weights, const Piece& piece, float* out) {
+// `slots`: the rows to read in place of the piece's ids; null: the ids are rows.
+void look_up(const Batch& batch, const Weights& weights, const Piece& piece, const int64_t* slots,
+             float* out) {
   const Lookup& lookup = batch.lookups[piece.lookup];
   const void* weight = weights.data[lookup.table];
   const int64_t row_bytes = weights.row_bytes[lookup.table];
   const int type = weights.types[lookup.table];
   const int64_t row = piece.first_bag - lookup.first_bag;
-  const bool has_slots = lookup.slots != nullptr, is_wide = has_slots || batch.wide_ids;
+  const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
+  const bool is_wide = slots != nullptr || batch.wide_ids;
   if (lookup.pooling == kNone) {
-    const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
     float* target = out + lookup.out_offset + (first - lookup.first_id) * lookup.dim;
-    const void* ids = has_slots ? lookup.slots + first : batch.ids(first);
+    const void* ids = slots != nullptr ? slots : batch.ids(first);
     kernels().gather[type][is_wide]({weight, row_bytes, lookup.dim, ids, last - first, target});
     return;
   }
-  kernels().pool[type][is_wide]({weight, row_bytes, lookup.dim, has_slots ? lookup.slots : batch.ids(0),
-                                 batch.bags + piece.first_bag, batch.sample_weights, piece.num_bags,
-                                 lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
-                                 out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
-                                 outgrows_caches(batch.out_size * int64_t(sizeof(float))), prefetch_to_l1()});
+  const void* by_position = slots != nullptr ? slots - first : batch.ids(0);
+  kernels().pool[type][is_wide](
+      {weight, row_bytes, lookup.dim, by_position, batch.bags + piece.first_bag, batch.sample_weights,
+       piece.num_bags, slots != nullptr ? last : lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
+       out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
+       outgrows_caches(batch.out_size * int64_t(sizeof(float))), prefetch_to_l1()});
 }
 
 Tensor tbe_forward(std::vector<Tensor> weight_list, Tensor values, Tensor offsets,
@@ -134,7 +137,8 @@ std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optiona
 // Requests the rows that have to come from a disk, all of them before the first is read.
 void request_missing(const Batch& batch, const Weights& weights) {
   for (const Lookup& lookup : batch.lookups) {
-    if (lookup.table < 0 || !is_partly_in_memory(weights.data[lookup.table])) continue;
+    if (lookup.table < 0 || lookup.finder != nullptr || !is_partly_in_memory(weights.data[lookup.table]))
+      continue;
     const auto* const table = static_cast<const char*>(weights.data[lookup.table]);
     const int64_t row_bytes = weights.row_bytes[lookup.table];
     std::vector<const char*> rows;
@@ -166,7 +170,7 @@ Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_
     const Lookup& lookup = batch.lookups[piece.lookup];
     const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
     if (check_ids) {
-      if (lookup.slots == nullptr && !ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
+      if (lookup.finder == nullptr && !ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
         return atomic_min(bad_id, piece.lookup);
       if (batch.sample_weights != nullptr) {
         bool nan = false;
@@ -174,7 +178,11 @@ Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_
         if (nan) atomic_min(bad_weight, piece.lookup);
       }
     }
-    look_up(batch, weights, piece, out);
+    if (lookup.finder == nullptr) return look_up(batch, weights, piece, nullptr, out);
+    const std::unique_ptr<int64_t[]> slots(new int64_t[last - first + 1]);
+    std::unique_ptr<char[]> beside;
+    if (lookup.finder->find(first, last, slots.get(), beside))
+      look_up(batch, weights, piece, slots.get(), out);
   });
   if (bad_id < none) fail_for_id(batch, bad_id, weights.num_rows[batch.lookups[bad_id].table], &names);
   if (bad_weight < none) check_sample_weights(batch, batch.lookups[bad_weight], names);

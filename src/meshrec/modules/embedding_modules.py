@@ -289,7 +289,9 @@ class EmbeddingBagCollection(TableCollection):
         else:
             hashed = self._hashed_tables() if lookup.hashed else None
             lookups = lookup.lookups(features, weights, flat=False, hashed=hashed)
-            values = lookup.run(self._rows(weights, hashed), lookups, features.stride(), self._updater)
+            values = lookup.run(
+                self._rows(weights, hashed), lookups, features.stride(), self._updater, hashed
+            )
         return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
     def _variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
@@ -299,7 +301,7 @@ class EmbeddingBagCollection(TableCollection):
         rows = inverse_rows(features, lookup.features)
         strides = features.stride_per_key()
         sizes = [strides[key] * dim for key, dim in zip(lookup.positions(features), lookup.dims, strict=True)]
-        flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater)
+        flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater, hashed)
         pieces = [
             flat[start:end].view(-1, dim).index_select(0, row)
             for (start, end), dim, row in zip(spans(sizes), lookup.dims, rows, strict=True)
@@ -372,7 +374,7 @@ class EmbeddingCollection(TableCollection):
         lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
         counts = features.length_per_key()
         sizes = [counts[key] * dim for key, dim in zip(lookup.positions(features), lookup.dims, strict=True)]
-        flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater)
+        flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater, hashed)
         ids_of = features.to_dict()
         result: dict[str, JaggedTensor] = {}
         for name, feature, dim, (start, end) in zip(

@@ -163,13 +163,21 @@ class TableLookup:
         )
         lookups = self._clamped(lookups) if self._clamps_ids else lookups
         if hashed:
-            lookups = self._hashed(lookups, hashed)
+            check_integers(lookups.values)
+            lookups = lookups._replace(values=lookups.values.long())
+            if not self._finds_while_reading(hashed):
+                lookups = self._hashed(lookups, hashed)
         return self._resolved(lookups, self._indexes) if self._indexes else lookups
 
     def run(
-        self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: WholeTables | None
+        self,
+        weights: Sequence[Tensor],
+        lookups: tbe.Lookups,
+        out_size: int,
+        updater: WholeTables | None,
+        hashed: Mapping[int, HashedTable] | None = None,
     ) -> Tensor:
-        """Look up the batch: ``[B, sum of D]``, or flat."""
+        """Look up the batch, ``[B, sum of D]`` or flat, given what ``lookups`` returned."""
         dtype = torch.float32 if self.output_dtype is None else self.output_dtype.dtype
         if self.output_dtype is None and not self._quantised:
             dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})
@@ -178,15 +186,28 @@ class TableLookup:
             plain = [table for table in updater.plain_tables if weights[table].requires_grad]
             result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)
             return result
+        if hashed and self._finds_while_reading(hashed):
+            indexes = {t: (table.slots, table.storage.keys.seed) for t, table in hashed.items()}
+            found = keyed.hashed_forward(self._bits, indexes, weights, lookups, options)
+            if found is not None:
+                return found
+            lookups = self._hashed(lookups, hashed)  # makes rows for the IDs that have none
+            weights = [hashed[t].rows if t in hashed else weight for t, weight in enumerate(weights)]
         if self._served:
             found_by = {number: table.found_by() for number, table in self._served.items()}
             return keyed.forward(self._bits, found_by, weights, lookups, options)
         return self._look_up(weights, lookups, options)
 
+    def _finds_while_reading(self, tables: Mapping[int, HashedTable]) -> bool:
+        """Return whether the kernel that reads rows also finds them: where none is trained, and all are in
+        memory.
+        """
+        if torch.is_grad_enabled() or self._indexes:
+            return False
+        return all(table.file is None for table in tables.values())
+
     def _hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
         """Replace the IDs of tables with hashed keys by slots. The batch pins them."""
-        check_integers(lookups.values)
-        lookups = lookups._replace(values=lookups.values.long())
         return self._resolved(lookups, tables, {t: table.storage.keys.seed for t, table in tables.items()})
 
     def _resolved(

@@ -21,7 +21,7 @@ from meshrec.ops.index import (
     marked_between,
     marked_histogram,
     marked_range,
-    order_of_rows,
+    order,
 )
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_keys import Clock, RowsToJudge
@@ -32,7 +32,8 @@ from meshrec.tables.key_space import FIRST_KEY
 _NONE = torch.empty(0, dtype=torch.int64)
 _DIGIT_BITS = 12
 _LAST_KEY = (1 << 63) - 1
-_FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index
+_MOST_SCORE_BITS = 32
+_FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index; as many may be too many
 _AT_ONCE = 16  # evictions for which a search finds rows, a quarter of a table or more: 3 bytes for each row
 
 
@@ -317,7 +318,7 @@ class Evictions:
         Collective.
         """
         bounds = [_LAST_KEY]
-        if num_tied < last.equal:
+        if last.equal - num_tied > (last.below + num_tied) // _FEW:
             bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
         for bound in bounds:
             found = {i: _rows_up_to(self._tables[i], each, last, bound) for i, each in judged.items()}
@@ -378,12 +379,39 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) ->
     else:
         slots = marks.nonzero()[:, 0]
         keys = table.keys_of(slots)
-    scores = judged.scores.index_select(0, slots)
+    if last.below:
+        scores = judged.scores.index_select(0, slots)
+    else:
+        scores = judged.scores.new_full((1,), last.value).expand(len(slots))
     is_inside = (scores < last.value).logical_or_(keys <= most)
     if not bool(is_inside.all()):
         scores, keys, slots = (each[is_inside] for each in (scores, keys, slots))
-    order = order_of_rows(scores.long(), keys)
-    return NextRows(scores.index_select(0, order), slots.index_select(0, order))
+    return NextRows(scores, slots).at(order_of_rows(scores, keys))
+
+
+def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
+    """Return the positions of rows in the order of (score, key), int64.
+
+    Args:
+        scores: int32 or int64.
+        keys: int64, distinct.
+    """
+    if len(keys) == 0:
+        return keys
+    least, greatest = (int(each) for each in scores.aminmax())
+    bits = (greatest - least).bit_length()
+    if bits == 0:
+        return order(keys)
+    if bits <= _MOST_SCORE_BITS:
+        # The score above the highest bits of the key, in one word. In nearly all cases these tell keys apart.
+        ranks = (scores.long() - least) << (64 - bits)
+        words = (ranks | (keys >> bits) + (1 << (63 - bits))) ^ FIRST_KEY
+        positions = order(words)
+        words = words.index_select(0, positions)
+        if not bool((words[1:] == words[:-1]).any()):
+            return positions
+    by_key = order(keys)
+    return by_key[scores[by_key].argsort(stable=True)]
 
 
 def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], everyone: Everyone) -> ValueRange:

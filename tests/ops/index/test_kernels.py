@@ -17,6 +17,7 @@ from meshrec.ops.index import (
     give_slots,
     hash_index,
     naive,
+    order,
     unique,
 )
 
@@ -145,6 +146,8 @@ BATCHES = {
 def test_unique_is_the_naive_one(name):
     ids = BATCHES[name]
     assert all(map(torch.equal, unique(ids), naive.unique(ids)))
+    distinct = ids[torch.from_numpy(np.unique(ids.numpy(), return_index=True)[1]).sort().values]
+    assert torch.equal(order(distinct), naive.index_order(distinct))
     assert all(map(torch.equal, unique(ids.repeat(2)[::2]), naive.unique(ids.repeat(2)[::2])))
 
 

@@ -76,20 +76,11 @@ def test_the_first_rows_left_equal_the_reference(dtype):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("most", [0, 5, 2**62])
-@pytest.mark.parametrize("count", [0, 1, 30, 20_000])
-def test_the_order_of_rows_equals_the_reference(count, most):
-    keys = drawn(-(2**63), 2**63 - 1, count)
-    scores = drawn(-most, most + 1, count)
-    assert torch.equal(OPS.order_of_rows(scores, keys), slots.order_of_rows(scores, keys))
-
-
 def test_ops_have_the_right_schemas():
     own, marks, pins = [drawn(0, 9, 5)], [torch.ones(9) > 0], [torch.ones(9).int()]
     torch.library.opcheck(OPS.fill_slots, ([torch.zeros(9)], own, [3]))
     torch.library.opcheck(OPS.release_slots, (pins, marks, own))
     torch.library.opcheck(OPS.first_left, ([own[0]], own, [drawn(0, 3, 9)], marks, own, own, [2]))
-    torch.library.opcheck(OPS.order_of_rows, (torch.arange(5), torch.arange(5)))
 
 
 def test_other_tensors_are_refused():
@@ -109,7 +100,5 @@ def test_other_tensors_are_refused():
         OPS.release_slots([part], [part > 0], [own])
     with pytest.raises(ValueError, match="scores must be contiguous, Int with 1 dimension"):
         OPS.first_left([own.int()], [own], [part.long()], [part > 0], [own], [own], [1])
-    with pytest.raises(ValueError, match="keys must be distinct"):
-        OPS.order_of_rows(own.expand(2), own.expand(2))
     with pytest.raises(ValueError, match="all lists must be of 1 tables"):
         OPS.first_left([own], [own], [], [], [], [], [])

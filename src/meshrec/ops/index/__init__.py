@@ -34,7 +34,7 @@ __all__ = [
     "marked_range",
     "mix",
     "mix_parts",
-    "order_of_rows",
+    "order",
     "release_slots",
     "unique",
     "unmix",
@@ -45,7 +45,6 @@ marked_range = torch.ops.meshrec.marked_range.default
 marked_histogram = torch.ops.meshrec.marked_histogram.default
 marked_between = torch.ops.meshrec.marked_between.default
 first_left = torch.ops.meshrec.first_left.default
-order_of_rows = torch.ops.meshrec.order_of_rows.default
 release_slots = torch.ops.meshrec.release_slots.default
 
 BYTES_PER_ID = 16
@@ -91,6 +90,12 @@ def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """
     distinct, inverse = torch.ops.meshrec.index_unique.default(ids_N)
     return distinct, inverse
+
+
+def order(ids_N: Tensor) -> Tensor:
+    """Return the positions of distinct IDs in ascending order, int64 [N]."""
+    positions: Tensor = torch.ops.meshrec.index_order.default(ids_N)
+    return positions
 
 
 def _signed(seed: int) -> int:

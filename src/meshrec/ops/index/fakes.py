@@ -68,6 +68,7 @@ def _fake_first_left(
 
 for _name, _fake in (
     ("index_mix", _fake_mix),
+    ("index_order", lambda ids: torch.empty_like(ids)),
     ("index_unique", _fake_unique),
     ("index_find", _fake_find),
     ("index_mix_parts", _fake_mix_parts),
@@ -78,6 +79,5 @@ for _name, _fake in (
     ("fill_slots", _fake_fill),
     ("release_slots", _fake_release),
     ("first_left", _fake_first_left),
-    ("order_of_rows", lambda scores, keys: torch.empty_like(keys)),
 ):
     torch.library.register_fake(f"meshrec::{_name}", _fake)

@@ -56,6 +56,12 @@ class HashIndex:
         """The memory that grows with the slots, if it stays where it is."""
         return self._rows.parts if isinstance(self._rows, CompiledIndex) else []
 
+    @property
+    def kernel_parts(self) -> tuple[list[Tensor], int] | None:
+        """The tensors and the seed by which kernels find slots; None if there are no kernels."""
+        rows = self._rows
+        return (rows.memory, rows.seed) if isinstance(rows, CompiledIndex) else None
+
     def find(self, ids_N: Tensor) -> Tensor:
         """Return the slot of each ID, -1 where it has none: int64 [N]. IDs may repeat."""
         return self._rows.find(self._checked(ids_N))

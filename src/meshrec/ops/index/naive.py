@@ -69,6 +69,11 @@ def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
     return unmix(ids_N, seed) if inverse else mix(ids_N, seed)
 
 
+def index_order(ids_N: Tensor) -> Tensor:
+    """Return the positions of distinct IDs in ascending order, int64 [N]."""
+    return ids_N.argsort()
+
+
 def index_unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """Implement the op ``index_unique``; see ``unique``."""
     return unique(ids_N)
@@ -265,4 +270,4 @@ def free(indexes: Sequence[NaiveIndex], slots: Sequence[Tensor]) -> list[Tensor 
     return found
 
 
-implement([index_mix, index_unique, index_find, index_mix_parts, index_find_parts])
+implement([index_mix, index_order, index_unique, index_find, index_mix_parts, index_find_parts])

@@ -132,15 +132,4 @@ def first_left(
     return [*found, torch.tensor(over, dtype=torch.int64)]
 
 
-def order_of_rows(scores_N: Tensor, keys_N: Tensor) -> Tensor:
-    """Return the positions of rows in the order of (score, key), int64 [N].
-
-    Args:
-        scores_N: int64.
-        keys_N: distinct, int64.
-    """
-    by_key = keys_N.argsort()
-    return by_key[scores_N[by_key].argsort(stable=True)]
-
-
-implement([fill_slots, release_slots, first_left, order_of_rows])
+implement([fill_slots, release_slots, first_left])

@@ -1,4 +1,6 @@
-"""Lookups of raw 64-bit IDs in tables that only read: every ID has a row, by its key or by a formula."""
+"""Lookups of raw 64-bit IDs: in tables that only read, where every ID has a row, by its key or by a formula;
+and in tables with a hash index, as long as each ID has a slot.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -7,13 +9,15 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.first_rows import step_of
+from meshrec.ops.index import HashIndex
 from meshrec.ops.keyed import fakes  # noqa: F401 - registers the shape
 from meshrec.ops.keyed.naive import buckets_of, rows_of
 from meshrec.ops.tbe import LookupOptions, Lookups
 
-__all__ = ["FirstRows", "FoundBy", "buckets_of", "forward", "rows_of"]
+__all__ = ["FirstRows", "FoundBy", "buckets_of", "forward", "hashed_forward", "rows_of"]
 
 _forward: Callable[..., Tensor] = torch.ops.meshrec.keyed_forward.default
+_hashed_forward: Callable[..., tuple[Tensor, Tensor]] = torch.ops.meshrec.hashed_forward.default
 
 
 class FirstRows(NamedTuple):
@@ -62,3 +66,39 @@ def forward(
         for number in (each.first.low, step_of(each.first.low, each.first.high))
     ]
     return _forward(list(weights), list(bits), *lookups, *options, list(keyed), found_by, seeds, firsts)
+
+
+def hashed_forward(
+    bits: Sequence[int],
+    indexes: Mapping[int, tuple[HashIndex, int]],
+    weights: Sequence[Tensor],
+    lookups: Lookups,
+    options: LookupOptions,
+) -> Tensor | None:
+    """Find the rows of IDs in hash indexes and look them up, in one call.
+
+    Args:
+        bits: bits per code of each table; 0 for floating-point rows.
+        indexes: by the table's number, its index, and the seed of the mix that makes keys of IDs.
+        weights: the rows of each table, by slot.
+        lookups: the batch, and the tables that its features read.
+        options: size and dtype of the result, and whether IDs and weights are checked.
+
+    Returns:
+        None if an ID has no slot, or an index is not one of the kernels.
+
+    Raises:
+        ValueError: as for ``ops.tbe.forward``.
+    """
+    memory: list[Tensor] = []
+    seeds: list[int] = []
+    for index, mix_seed in indexes.values():
+        if index.kernel_parts is None:
+            return None
+        tensors, seed = index.kernel_parts
+        memory += tensors
+        seeds += [seed, mix_seed]
+    found, absent = _hashed_forward(
+        list(weights), list(bits), *lookups, *options, list(indexes), memory, seeds
+    )
+    return found if int(absent) == 0 else None

@@ -1,4 +1,4 @@
-"""The output shape of the lookup of raw IDs, for tracing."""
+"""The output shapes of the lookups of raw IDs, for tracing."""
 
 from typing import Any
 
@@ -15,4 +15,10 @@ def _fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
     return lookups.values.new_empty(shape, dtype=out_dtype)
 
 
+def _fake_hashed(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
+    found = _fake(weights, bits, *arguments)
+    return found, torch.empty(1, dtype=torch.int64)
+
+
 torch.library.register_fake("meshrec::keyed_forward", _fake)
+torch.library.register_fake("meshrec::hashed_forward", _fake_hashed)

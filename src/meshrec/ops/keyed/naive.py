@@ -11,13 +11,14 @@ An ID with none of these keys reads its first row (``ops.first_rows``), in the t
 codes are rounded by their minimum and maximum.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshrec.ops.first_rows import first_rows
-from meshrec.ops.index.naive import mix
+from meshrec.ops.index.naive import index_find, mix
 from meshrec.ops.library import implement
 from meshrec.ops.nbit import naive as nbit
 from meshrec.ops.tbe import Lookups
@@ -107,6 +108,67 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
             "there must be three tensors, two seeds and two numbers for each of the "
             f"{len(keyed)} tables with keys."
         )
+
+    def found(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        k = keyed.index(table)
+        tensors = found_by[PER_TABLE * k : PER_TABLE * (k + 1)]
+        row, slots = _found(ids, weights[table], tensors, seeds[2 * k], table)
+        unknown, dim = slots < 0, lookups.dims[lookups.tables.index(table)]
+        low, step = firsts[2 * k : 2 * k + 2]
+        first = first_rows(ids[unknown], seeds[2 * k + 1], low, step, 0, dim)
+        first = nbit.nbit_quantize(first, bits[table], None) if bits[table] else first.to(row.dtype)
+        slots[unknown] = torch.arange(len(row), len(row) + len(first))
+        return torch.cat([row, first]), slots
+
+    return _looked_up(weights, bits, lookups, options, keyed, found)
+
+
+def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Run ``nbit_forward`` on tables of which some (``hashed``) are read by IDs that have a slot in an index.
+
+    Args:
+        weights: see ``nbit_forward``.
+        bits: see ``nbit_forward``.
+        arguments: those of ``nbit_forward``, and then the numbers of the tables with an index; the four
+            tensors of each (``index_find``); and two seeds for each (of the index, and of the mix that makes
+            keys of IDs).
+
+    Returns:
+        The result, and the number of IDs without a slot, int64 [1]. If there are any, the result has no
+        meaning, and they need not all be counted.
+    """
+    lookups, options = Lookups.split(arguments)
+    *options, hashed, memory, seeds = options
+    if len(memory) != 4 * len(hashed) or len(seeds) != 2 * len(hashed):
+        raise ValueError(
+            f"there must be four tensors and two seeds for each of the {len(hashed)} hashed tables."
+        )
+    absent = torch.zeros(1, dtype=torch.int64)
+
+    def found(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        k = hashed.index(table)
+        slots = index_find(memory[4 * k : 4 * k + 4], mix(ids, seeds[2 * k + 1]), seeds[2 * k])
+        for piece in _layout(lookups).pieces:
+            if lookups.tables[piece.feature] == table:
+                absent.add_((slots[piece.ids] < 0).sum())
+        slots[slots < 0] = len(weights[table])  # also IDs of other tables
+        return torch.cat([weights[table], weights[table].new_zeros(1, weights[table].shape[1])]), slots
+
+    return _looked_up(weights, bits, lookups, options, hashed, found), absent
+
+
+def _looked_up(
+    weights: list[Tensor],
+    bits: list[int],
+    lookups: Lookups,
+    options: Sequence[Any],
+    chosen: list[int],
+    found: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Run ``nbit_forward`` for one table after the other, as some have slots of their own for the same IDs.
+
+    ``found`` returns the rows of one of the ``chosen`` tables, and the row of each ID.
+    """
     out_size, out_dtype, check_ids, names = options
     layout = _layout(lookups)
     if layout.out_size != out_size:
@@ -114,7 +176,6 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
     shape = [out_size] if lookups.flat else [out_size, sum(lookups.dims)]
     out = torch.zeros(shape, dtype=out_dtype, device=lookups.values.device)
     lines = bytes(names.tolist()).splitlines(keepends=True)
-    # One table after the other: those with keys have slots of their own for the same IDs.
     for table in sorted(set(lookups.tables)):
         features = [f for f, each in enumerate(lookups.tables) if each == table]
         own = lookups._replace(
@@ -124,24 +185,17 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
             dims=[lookups.dims[f] for f in features],
         )
         rows = weights
-        if table in keyed:
-            k = keyed.index(table)
-            tensors = found_by[PER_TABLE * k : PER_TABLE * (k + 1)]
-            row, slots = _found(own.values.long(), weights[table], tensors, seeds[2 * k], table)
-            unknown = slots < 0
-            (low, step), ids = firsts[2 * k : 2 * k + 2], own.values.long()[unknown]
-            first = first_rows(ids, seeds[2 * k + 1], low, step, 0, own.dims[0])
-            first = nbit.nbit_quantize(first, bits[table], None) if bits[table] else first.to(row.dtype)
-            slots[unknown] = torch.arange(len(row), len(row) + len(first))
-            rows = [*weights[:table], torch.cat([row, first]), *weights[table + 1 :]]
+        if table in chosen:
+            row, slots = found(table, own.values.long())
+            rows = [*weights[:table], row, *weights[table + 1 :]]
             own = own._replace(values=slots)
         part = _layout(own)
         said = torch.tensor(list(b"".join(lines[f] for f in features if f < len(lines))), dtype=torch.uint8)
-        found = nbit.nbit_forward(rows, bits, *own, part.out_size, out_dtype, check_ids, said)
+        result = nbit.nbit_forward(rows, bits, *own, part.out_size, out_dtype, check_ids, said)
         targets = [piece for piece in layout.pieces if piece.feature in features]
         for piece, target in zip(part.pieces, targets, strict=True):
             dim = own.dims[piece.feature]
-            target.of(out, dim).copy_(piece.of(found, dim))
+            target.of(out, dim).copy_(piece.of(result, dim))
     return out
 
 
@@ -176,4 +230,4 @@ def _found(
     return torch.cat([weight, added_rows]), slots
 
 
-implement([keyed_forward])
+implement([keyed_forward, hashed_forward])
