@@ -234,6 +234,8 @@ class Evictions:
         if time is not None:
             # The first searches of several tables find rows for different times: later ones do not coincide.
             num_times = _AT_ONCE if number in self._passed else 1 + number % _AT_ONCE
+            if spread.least >= time:
+                num_times = 1  # none may be kept
             num_staying = sum(
                 len(each.slots) + len(each.gone) for i, each in request.update.items() if self._counts(i)
             )
