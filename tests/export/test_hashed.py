@@ -166,6 +166,14 @@ def test_formulas_that_cannot_be_true_are_refused(lookups, tmp_path, change, wor
         Predictor(folder, verify=False)
 
 
+def test_keys_in_the_form_of_an_earlier_release_are_refused(lookups, tmp_path):
+    folder = exported(lookups[0], tmp_path / "package")
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace("h0.buckets", "h0.starts"))
+    with pytest.raises(PackageError, match=r"h0\.weight' are in the form of an earlier release\. Export"):
+        Predictor(folder, verify=False)
+
+
 def test_the_formulas_belong_to_the_program(lookups, tmp_path):
     """With layout and digests made anew, too."""
     folder = exported(lookups[0], tmp_path / "package")

@@ -29,7 +29,7 @@ from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.file_rows import FileBackedRows
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.hashed import HashedRows, HashedTable
-from meshrec.tables.index import Index, KeyReader, pin, slots_of
+from meshrec.tables.index import Index, KeyReader, pin, pins_of, slots_of
 from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage, lookup_of
 
 # F features in the order of the tables, B samples, N ids, D width
@@ -228,7 +228,7 @@ class TableLookup:
         values, pins = slots_of(
             lookups.values, bounds, readers, num_keys=num_keys, train=train, at_once=not train
         )
-        pin(values, pins)
+        pin(values, [*pins_of(lookups.values), *pins])
         return lookups._replace(values=values)
 
     def _clamped(self, lookups: tbe.Lookups) -> tbe.Lookups:
