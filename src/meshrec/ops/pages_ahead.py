@@ -67,10 +67,12 @@ class PagesAhead:
             return
         for part in self._parts:
             part.fill(num_rows)
-        # A little more than the rows need, so that a lead builds up.
-        self._owed += 1.25 * new * self._row_bytes / HUGE_PAGE
+        needed = new * self._row_bytes / HUGE_PAGE
+        self._owed += 1.25 * needed  # so that a lead builds up
         enough = num_rows + min(_STEPS_AHEAD * new, num_rows // _LEAST_SHARE)
-        while self._parts and self._owed >= 1:
+        for _ in range(1 + int(needed)):
+            if not self._parts or self._owed < 1:
+                break
             part = min(self._parts, key=lambda each: each.num_rows)
             if part.num_rows >= enough:
                 self._owed = 0
