@@ -8,6 +8,8 @@ namespace meshrec {
 
 namespace {
 
+constexpr int64_t kFewIds = 1 << 9;  // with fewer changes, other threads cost more than they save
+
 using index::FreeArgs;
 using index::GiveArgs;
 using index::Index;
@@ -81,7 +83,7 @@ int64_t with_index(void* const* memory, uint64_t seed, const Work& work) try {
 // threads.
 template <typename Work>
 void for_indexes(int64_t count, int64_t num_ids, const Work& work) {
-  if (count >= torch::stable::get_num_threads() && num_ids >= kGrainIds) return parallel_tasks(count, work);
+  if (count >= torch::stable::get_num_threads() && num_ids >= kFewIds) return parallel_tasks(count, work);
   for (int64_t k = 0; k < count; ++k) work(k);
 }
 

@@ -65,10 +65,12 @@ class PagesAhead:
         new, self._num_rows = num_rows - self._num_rows, num_rows
         if new <= 0:
             return
-        for part in self._parts:
-            part.fill(num_rows)
         needed = new * self._row_bytes / HUGE_PAGE
         self._owed += 1.25 * needed  # so that a lead builds up
+        if self._owed < 1:
+            return
+        for part in self._parts:
+            part.fill(num_rows)
         enough = num_rows + min(_STEPS_AHEAD * new, num_rows // _LEAST_SHARE)
         for _ in range(1 + int(needed)):
             if not self._parts or self._owed < 1:
