@@ -64,7 +64,7 @@ def measure(
     effort: Effort,
     before: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Timing]:
-    """Time the contenders in turns, round after round, so that a slow minute of the machine affects all.
+    """Measure the contenders in turns, round after round, so that a slow minute of the machine affects all.
 
     ``before``: what is called before each call of a contender, and is not timed.
     """

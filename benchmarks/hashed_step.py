@@ -149,7 +149,7 @@ def at_most(name: str, timings: dict[str, Timing], arm: str, asked: float, other
 
 
 def new(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
-    """Compare steps in which every ID is new: in memory that the process has had before, in memory that the
+    """Measure steps in which every ID is new: in memory that the process has had before, in memory that the
     system has free, and in memory that the host of a virtual machine may have to give first.
     """
     effort = replace(effort, calls=1, warm_ups=1)

@@ -41,7 +41,7 @@ class GrowingPart:
         return self._taken / self.row_bytes
 
     def fill(self, num_rows: int) -> None:
-        """Note that there are pages for so many rows."""
+        """Record that there are pages for so many rows."""
         missing = max(0.0, num_rows * self.row_bytes - self._taken)
         self._taken += -int(-missing // HUGE_PAGE) * HUGE_PAGE
 

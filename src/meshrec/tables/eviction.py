@@ -226,7 +226,7 @@ class Evictions:
         return result
 
     def _searched(self, number: int, request: EvictionRequest) -> FoundRows:
-        """Search rows that may go: at least so many, or all. Keep those of later evictions. Collective."""
+        """Find rows that may go: at least so many, or all. Keep those of later evictions. Collective."""
         time, wanted = self._time(number, request), request.wanted
         judged = self._judged(number, request, with_update=time is not None)
         owned = [each for i, each in judged.items() if self._counts(i)]
