@@ -249,7 +249,7 @@ Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
   check_dims(batch, weights);
   std::deque<KeyedTable> own_tables;
   std::deque<KeyedFinder> finders;
-  static char nowhere;  // rows that lie beside a table without rows are counted from here
+  alignas(64) static char nowhere;  // rows that lie beside a table without rows are counted from here
   for (size_t k = 0; k < keyed.size(); ++k) {
     const int64_t t = keyed[k];
     if (t < 0 || t >= int64_t(bits.size())) fail("table ", t, " of ", bits.size(), " has keys.");
