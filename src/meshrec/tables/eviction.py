@@ -34,7 +34,7 @@ _DIGIT_BITS = 12
 _LAST_KEY = (1 << 63) - 1
 _MOST_SCORE_BITS = 32
 _FEW = 8  # with fewer than an eighth of its slots, each is looked for in the index; as many may be too many
-_AT_ONCE = 16  # evictions for which a search finds rows, a quarter of a table or more: 3 bytes for each row
+_AT_ONCE = 16  # evictions for which a search finds rows: a quarter of the table, kept at 12 to 16 bytes each
 
 
 class Everyone(Protocol):

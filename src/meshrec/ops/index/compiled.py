@@ -22,7 +22,7 @@ _HEADER_WORDS, _SHARD_WORDS, _LEAST_BUCKETS = 8, 4, 8
 _NUM_LIVE, _NUM_SLOTS, _MAX_SLOTS, _SHARD_BITS, _ROOM, _SLOT_ROOM = range(6)
 _SLOTS_PER_SHARD, _MOST_SHARD_BITS = 1 << 20, 4
 _FIRST_SLOTS, _FIRST_BUCKETS = 1 << 12, 64
-_BUCKETS_PER_ID = 25 / 126
+_BUCKETS_PER_ID = 25 / 126  # see buckets_for in csrc/index/shard.h
 _PAGE_BUCKETS = (1 << 21) // _BUCKET_BYTES
 _pointers = ctypes.c_void_p * 4
 
