@@ -45,7 +45,7 @@ def recipe() -> Recipe:
     return Recipe(
         name="visits",
         data=Parquet(train=("missing",), features=FEATURES, split_by="time", split_column="time"),
-        model=DLRMConfig(embedding_dim=8, bottom=(8,), top=(16,)),
+        model=DLRMConfig(embedding_dim=8, bottom=(8,), top=(16,), table_std=0.1),
         tables=RowWiseAdagrad(lr=0.1),
         dense=DenseOptimizer(lr=0.01),
         training=Training(batch_size=100, log_every=5),

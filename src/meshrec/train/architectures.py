@@ -1,10 +1,11 @@
 """Models that recipes choose from, sized by the dataset."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -342,7 +343,7 @@ def sequence_table(
         keys=table.keys,
         embedding_dim=table.embedding_dim,
         feature_names=list(features),
-        init_fn=None if std is None else partial(nn.init.normal_, std=std),
+        **initial_values(std, is_hashed=table.keys is not None),
     )
     return EmbeddingCollection(tables=[config], device=torch.device("meta"))
 
@@ -352,7 +353,7 @@ def tables_on_meta(
 ) -> EmbeddingBagCollection:
     """Return the tables of a dataset on ``meta``, all of one width. Sharding allocates what each rank owns.
 
-    ``std``: standard deviation of normal initial values; None: the tables' own initial values.
+    ``std``: standard deviation of initial values, see ``initial_values``.
     """
     return _on_meta(dataset.tables(embedding_dim), std, is_weighted=dataset.has_id_weights)
 
@@ -360,6 +361,18 @@ def tables_on_meta(
 def _on_meta(
     tables: Sequence[EmbeddingBagConfig], std: float | None, *, is_weighted: bool
 ) -> EmbeddingBagCollection:
-    if std is not None:
-        tables = [replace(table, init_fn=partial(nn.init.normal_, std=std)) for table in tables]
+    tables = [replace(table, **initial_values(std, is_hashed=table.keys is not None)) for table in tables]
     return EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=is_weighted)
+
+
+def initial_values(std: float | None, *, is_hashed: bool) -> dict[str, Any]:
+    """Return the options of a table for initial values of a standard deviation; None: the table's own values.
+
+    They are normal. With hashed keys they are uniform: a package computes those of unknown IDs, too.
+    """
+    if std is None:
+        return {}
+    if is_hashed:
+        bound = math.sqrt(3) * std
+        return {"weight_init_min": -bound, "weight_init_max": bound}
+    return {"init_fn": partial(nn.init.normal_, std=std)}

@@ -1,7 +1,6 @@
 """The ranker of HSTU layers in recipes: its data, its model, and the recipe."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from meshrec.models import HSTURanker, RankerFeatures
 from meshrec.modules import EmbeddingCollection, EmbeddingConfig
 from meshrec.optim import Adam
+from meshrec.train.architectures import initial_values
 from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Recipe, Training
 from meshrec.train.schedule import Schedule
 
@@ -102,7 +102,6 @@ class HSTURankerConfig(ModelConfig):
             actions=tuple(each.name for each in sequences if each not in history),
             times=dataset.times if self.times else None,
         )
-        init = None if self.table_std is None else partial(nn.init.normal_, std=self.table_std)
         tables = [
             EmbeddingConfig(
                 name=each.name,
@@ -110,7 +109,7 @@ class HSTURankerConfig(ModelConfig):
                 keys=each.keys,
                 embedding_dim=self.embedding_dim,
                 feature_names=list(each.feature_names),
-                init_fn=init,
+                **initial_values(self.table_std, is_hashed=each.keys is not None),
             )
             for each in dataset.tables(self.embedding_dim)
         ]
