@@ -19,7 +19,7 @@ COPY constraints.txt ./
 RUN python -m venv /venv \
     && /venv/bin/pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep ^torch== constraints.txt)"
 # hadolint ignore=DL3013
-RUN /venv/bin/pip install --no-cache-dir "setuptools>=77" wheel
+RUN /venv/bin/pip install --no-cache-dir "setuptools>=78.1.1" wheel
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY csrc csrc
 COPY src src

@@ -2,14 +2,30 @@
 PYTHON ?= python3
 CXX ?= c++
 VENV ?= .venv
-VENV_PEERS ?= .venv-peers
-VENV_MLSERVER ?= .venv-mlserver
+# The release of TorchRec to compare with: 1.8.0, beside the torch of constraints.txt, or 1.9.2, which needs torch
+# 2.14.1 (on PyPI a CUDA build: 5.5 GB). `make parity PEER=1.9.2` has an environment of its own.
+PEER ?= 1.8.0
+PEER_TORCH_1.8.0 := $(shell sed -n 's/^torch==//p' constraints.txt)
+PEER_TORCH_1.9.2 := 2.14.1
+PEER_FBGEMM_1.8.0 := 1.8.0
+PEER_FBGEMM_1.9.2 := 1.9.0
+VENV_PEERS ?= .venv-peers$(if $(filter-out 1.8.0,$(PEER)),-$(PEER))
+VENV_CLIENTS ?= .venv-clients
+# Of `make test-torch`: the version, its environment, and what runs there.
+TORCH ?= 2.14.1
+VENV_TORCH = .venv-torch-$(TORCH)
+TORCH_TESTS ?= $(addprefix tests/,sparse ops modules tables distributed quant checkpoint pipeline export compat)
+# What binds to torch's internals: operators, autograd, collectives, DTensor, TorchScript. CI runs it with TORCH.
+TORCH_INTERNALS := $(addprefix tests/,$(addprefix comms/test_,agreement.py collectives.py joining.py timeouts.py) \
+	ops/test_operators.py ops/tbe/test_autograd.py ops/tbe/test_kernels_errors.py quant/test_sharded.py \
+	distributed/test_input_dist.py distributed/test_split_tensor.py export/test_torchscript.py)
 BIN := $(VENV)/bin
 PEERS := $(VENV_PEERS)/bin
 STAMP := $(VENV)/.installed
 STAMP_DOCS := $(VENV)/.installed-docs
 STAMP_PEERS := $(VENV_PEERS)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL_PEERS = $(subst -c ,-c $(VENV_PEERS)/,$(PIP_INSTALL))
 
 KERNELS := src/meshrec/libmeshrec.so
 KERNEL_SOURCES := $(wildcard $(foreach kind,cpp h inl,csrc/*.$(kind) csrc/*/*.$(kind)))
@@ -28,7 +44,7 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 # One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
 WHEELS := dist
 
-.PHONY: demo demo-serve mutations hostile test lint format build wheel wheel-test bench gpu sanitize races peers mlserver parity kills hosts example notebooks docs docs-anew clean
+.PHONY: demo demo-serve mutations paths hostile test test-torch test-torch-internals torch lint format build wheel wheel-test bench gpu sanitize races peers clients lock parity peer-tests kills hosts example notebooks docs docs-anew clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -42,6 +58,10 @@ demo-serve: build
 mutations: build $(SANITIZED)
 	$(SANITIZING) MESHREC_MUTATIONS=10000 $(BIN)/python -m pytest -p no:cacheprovider tests/serve/test_mutations.py
 
+# 20 drawn models of clicks and 20 of histories with 10 drawn inputs each, in place of the few of `make test`.
+paths: build
+	MESHREC_PATHS=20 $(BIN)/python -m pytest -n 2 tests/serve/test_paths.py
+
 # 1,000 damages of each kind, 10,000 bad requests and 20 stopped ranks in place of the few of `make test`.
 hostile: build
 	mkdir -p build && rm -f build/hostile.jsonl
@@ -51,6 +71,23 @@ hostile: build
 
 test: build
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
+
+# The core folders of the suite with another torch: `make test-torch TORCH=2.15.0`.
+test-torch: build torch
+	$(VENV_TORCH)/bin/python -m pytest -n 2 --dist worksteal --durations=10 $(TORCH_TESTS)
+
+test-torch-internals:
+	$(MAKE) test-torch TORCH_TESTS="$(TORCH_INTERNALS)"
+
+# An environment that has this torch, and everything else from $(VENV). With CUDA, as on PyPI, it takes 5 to 7 GB.
+torch: $(VENV_TORCH)/.installed
+
+.venv-torch-%/.installed: | $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check torch==$*
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -68,7 +105,7 @@ build: $(STAMP) $(KERNELS)
 # The kernels have a rule of their own below: it compiles only what changed.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/$(PIP_INSTALL) torch "setuptools>=77" wheel
+	$(BIN)/$(PIP_INSTALL) torch "setuptools>=78.1.1" wheel
 	MESHREC_NO_KERNELS=1 $(BIN)/$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
 	touch $@
 
@@ -100,17 +137,45 @@ peers: $(STAMP_PEERS) $(KERNELS)
 
 # Not at the same time as the other environment: both build what they install in this folder.
 $(STAMP_PEERS): pyproject.toml constraints.txt | $(STAMP)
+	test -n "$(PEER_TORCH_$(PEER))" || { echo "PEER must be 1.8.0 or 1.9.2, got $(PEER)"; exit 1; }
 	test -x $(PEERS)/python || $(PYTHON) -m venv $(VENV_PEERS)
-	$(PEERS)/$(PIP_INSTALL) torch "setuptools>=77" wheel pytest pytest-timeout hypothesis numpy \
-		fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions
-	$(PEERS)/$(PIP_INSTALL) --no-deps torchrec==1.8.0
-	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[cli,serve,movielens]" scikit-learn
+	# TorchRec takes another torchmetrics.
+	{ grep -v -e '^torch==' -e '^torchmetrics' constraints.txt; echo "torch==$(PEER_TORCH_$(PEER))"; } \
+		> $(VENV_PEERS)/constraints.txt
+	$(PEERS)/$(PIP_INSTALL_PEERS) torch "setuptools>=78.1.1" wheel pytest pytest-timeout hypothesis numpy \
+		fbgemm-gpu-cpu==$(PEER_FBGEMM_$(PEER)) tensordict torchmetrics==1.0.3 tqdm pyre-extensions parameterized
+	$(PEERS)/$(PIP_INSTALL_PEERS) --no-deps torchrec==$(PEER)
+	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL_PEERS) --no-build-isolation -e ".[cli,serve,movielens]" scikit-learn
 	touch $@
 
-# A server to compare with, whose starlette is older than ours: it has an environment of its own.
-mlserver: build
-	test -x $(VENV_MLSERVER)/bin/python || $(PYTHON) -m venv $(VENV_MLSERVER)
-	$(VENV_MLSERVER)/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" "mlserver==1.7.*"
+# Clients of other servers, each in an environment without MeshRec. What they send is recorded for `make test`.
+CLIENTS := mlserver==1.7.1 kserve==0.21.0
+clients: build
+	for client in $(CLIENTS); do \
+		venv=$(VENV_CLIENTS)/$${client%%==*}; \
+		test -x $$venv/bin/python || $(PYTHON) -m venv $$venv || exit 1; \
+		$$venv/bin/pip install --quiet --disable-pip-version-check $$client || exit 1; \
+	done
+	MESHREC_CLIENTS=$$PWD/$(VENV_CLIENTS) $(BIN)/python -m pytest tests/serve/test_clients.py
+
+# Writes constraints.txt: the newest versions of everything beside the torch that it names, with and without the
+# extras that hold others back. Then run the suite.
+EXTRAS := cli,data,docs,index,lightgbm,metrics,mlflow,movielens,ray,serve,sign,train,tune,wandb,dev
+lock:
+	rm -rf build/lock
+	for extras in dev $(EXTRAS); do \
+		venv=build/lock/$$extras && $(PYTHON) -m venv $$venv \
+		&& $$venv/bin/pip install --quiet "$$(grep ^torch== constraints.txt)" "setuptools>=78.1.1" wheel \
+		&& MESHREC_NO_KERNELS=1 $$venv/bin/pip install --quiet --no-build-isolation -e ".[$$extras]" || exit 1; \
+	done
+	$(PYTHON) tests/packaging/lock.py build/lock/*/bin/python > build/lock/constraints.txt
+	mv build/lock/constraints.txt constraints.txt
+
+# TORCHREC is a checkout of TorchRec. Its unit tests run through the bridge; what fails is in docs/torchrec/tests.md.
+peer-tests: build
+	test -d "$(TORCHREC)/torchrec" || { echo "TORCHREC must be a checkout of TorchRec, got '$(TORCHREC)'"; exit 1; }
+	$(BIN)/$(PIP_INSTALL) parameterized pyre-extensions tensordict
+	$(BIN)/python -W ignore tests/compat/torchrec/peer_tests.py $(TORCHREC)
 
 parity: peers
 	$(PEERS)/python -m pytest -m peers $$(grep -rl mark.peers tests)
@@ -131,8 +196,8 @@ kills: build
 # faults for the doctor. Root and half an hour. HOSTS=1 kills one under each.
 HOSTS ?= 20
 hosts: build
-	$(BIN)/$(PIP_INSTALL) "ray[train]>=2.40" kubeflow-training
-	MESHREC_HOSTS=$(HOSTS) $(BIN)/python -m pytest -s tests/hosts tests/launch
+	$(BIN)/$(PIP_INSTALL) "ray[train]>=2.52" kubeflow-training
+	MESHREC_HOSTS=$(HOSTS) $(BIN)/python -m pytest -s tests/hosts tests/cluster
 
 example: build
 	$(BIN)/python examples/first.py
@@ -188,4 +253,4 @@ $(SANITIZED) $(THREADED): build/%/lib/meshrec/libmeshrec.so: $(KERNEL_SOURCES) s
 	test -e $@ && touch $@
 
 clean:
-	rm -rf build $(VENV) $(VENV_PEERS) $(KERNELS) src/*.egg-info
+	rm -rf build $(VENV) .venv-peers* $(KERNELS) src/*.egg-info

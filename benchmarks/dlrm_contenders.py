@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshrec.distributed import EmbeddingModuleShardingPlan
 
 LR = 0.02
+BF16 = " bf16"
 _PATH = "sparse_arch.embedding_bag_collection"
 
 
@@ -76,11 +77,14 @@ def keyed(shape: Shape) -> list[str]:
 
 
 def build(library: str, kind: str, shape: Shape) -> Trainee:
-    """Build a library's model with its tables sharded as ``kind`` says."""
-    builders = {"meshrec": _meshrec, "torchrec": _torchrec, "plain": _plain}
+    """Build a library's model with its tables sharded as ``kind`` says; in bf16 if it ends in `BF16`."""
+    bf16, kind = kind.endswith(BF16), kind.removesuffix(BF16)
+    if kind == "mlps":
+        return _mlps(shape)
     if kind == "dense alone":
-        return _dense(library, shape)
-    return builders[library](kind, shape)
+        return _dense(library, shape, bf16=bf16)
+    builders = {"meshrec": _meshrec, "torchrec": _torchrec, "plain": _plain}
+    return builders[library](kind, shape, bf16=bf16)
 
 
 def plan_tables(kind: str, shape: Shape, num_ranks: int) -> "EmbeddingModuleShardingPlan":
@@ -104,7 +108,7 @@ def plan_tables(kind: str, shape: Shape, num_ranks: int) -> "EmbeddingModuleShar
     )
 
 
-def _meshrec(kind: str, shape: Shape) -> Trainee:
+def _meshrec(kind: str, shape: Shape, *, bf16: bool) -> Trainee:
     from meshrec import distributed as md
     from meshrec.model_parallel import DistributedModelParallel
     from meshrec.models import DLRM
@@ -133,11 +137,11 @@ def _meshrec(kind: str, shape: Shape) -> Trainee:
         for rectangle, weight in zip(shards.rectangles, shards.shards(), strict=True):
             fill(weight, rectangle.r0)
     dense = [p for name, p in dmp.named_parameters() if _PATH not in name]
-    optimizer = torch.optim.Adagrad(dense, lr=LR)
+    optimizer = torch.optim.Adagrad(dense, lr=LR, fused=True)
 
     def step(inputs: Inputs) -> Tensor:
         features = KeyedJaggedTensor(keyed(shape), inputs.ids, offsets=inputs.offsets)
-        return _train(dmp, optimizer, inputs, features)
+        return _train(dmp, optimizer, inputs, features, bf16=bf16)
 
     state = [
         part
@@ -148,7 +152,7 @@ def _meshrec(kind: str, shape: Shape) -> Trainee:
     return Trainee(step, sum(tensor.nbytes for tensor in [*sharded.parameters(), *state]))
 
 
-def _torchrec(kind: str, shape: Shape) -> Trainee:
+def _torchrec(kind: str, shape: Shape, *, bf16: bool) -> Trainee:
     import warnings
 
     warnings.simplefilter("ignore")
@@ -199,13 +203,13 @@ def _torchrec(kind: str, shape: Shape) -> Trainee:
         model, device=torch.device("cpu"), plan=ShardingPlan({_PATH: plan}), sharders=[sharder]
     )
     ordinary = [p for name, p in dmp.named_parameters() if _PATH not in name or kind == "data_parallel"]
-    optimizer = torch.optim.Adagrad(ordinary, lr=LR)
+    optimizer = torch.optim.Adagrad(ordinary, lr=LR, fused=True)
 
     def step(inputs: Inputs) -> Tensor:
         features = KeyedJaggedTensor(
             keys=keyed(shape), values=inputs.ids, offsets=inputs.offsets, lengths=inputs.offsets.diff()
         )
-        return _train(dmp, optimizer, inputs, features)
+        return _train(dmp, optimizer, inputs, features, bf16=bf16)
 
     return Trainee(step)
 
@@ -237,6 +241,8 @@ class _NoTables(nn.Module):
         self._vectors = torch.rand(shape.batch, shape.num_tables, shape.dim).requires_grad_()
 
     def forward(self, inputs: Inputs) -> Tensor:
+        # Tables take a new gradient in every step. No optimizer has these vectors, so none resets theirs.
+        self._vectors.grad = None
         return self._vectors
 
 
@@ -282,24 +288,43 @@ class _OurDenseModel(nn.Module):
         return self.over_arch(self.inter_arch(self.dense_arch(dense), self.tables(inputs)))
 
 
-def _plain(kind: str, shape: Shape) -> Trainee:
+def _plain(kind: str, shape: Shape, *, bf16: bool) -> Trainee:
     model = nn.parallel.DistributedDataParallel(_PlainModel(shape, _PlainTables(shape)))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR, fused=True)
+    return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs, bf16=bf16))
 
 
-def _dense(library: str, shape: Shape) -> Trainee:
+def _dense(library: str, shape: Shape, *, bf16: bool) -> Trainee:
     """Build the dense part without a process group: no sharding can be faster than it."""
     build_model = _OurDenseModel if library == "meshrec" else _PlainModel
     model = build_model(shape, _NoTables(shape))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR, fused=True)
+    return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs, bf16=bf16))
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs, features: Any) -> Tensor:
+def _mlps(shape: Shape) -> Trainee:
+    """Build only the MLPs, with weights and activations in bf16, and without loss and optimizer."""
+    model = _PlainModel(shape, nn.Identity()).to(torch.bfloat16)
+    vectors = torch.rand(shape.batch, model.top[0][0].in_features, dtype=torch.bfloat16).requires_grad_()
+
+    def step(inputs: Inputs) -> Tensor:
+        model.zero_grad()
+        vectors.grad = None
+        outputs = model.bottom(inputs.dense.bfloat16()), model.top(vectors)
+        loss: Tensor = sum(output.float().mean() for output in outputs)
+        loss.backward()
+        return loss
+
+    return Trainee(step)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs, features: Any, *, bf16: bool
+) -> Tensor:
     optimizer.zero_grad()
-    logits = model(inputs.dense, features).squeeze(-1)
-    loss = nn.functional.binary_cross_entropy_with_logits(logits, inputs.labels)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        logits = model(inputs.dense, features).squeeze(-1)
+    loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), inputs.labels)
     loss.backward()
     optimizer.step()
     return loss

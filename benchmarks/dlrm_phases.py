@@ -5,12 +5,12 @@ import gc
 import torch.distributed as dist
 
 from benchmarks.dlrm_contenders import Shape, build, make_inputs, plan_tables
-from meshrec.calibration.calibrate import calibrate
 from meshrec.distributed import record_phases
+from meshrec.planner.calibration.calibrate import calibrate
 from meshrec.planner.hardware import HardwareProfile
+from meshrec.planner.measured import Comparison, PhaseTime, compare
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs
 from meshrec.planner.types import OptimizerKind, Table, Topology
-from meshrec.reports.measured import Comparison, PhaseTime, compare
 
 _STEPS = 10
 

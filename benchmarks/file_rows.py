@@ -1,17 +1,12 @@
-"""Tables in files, with 10 % of their rows in memory, beside tables in memory and tables that are mapped.
+"""Tables in files, with 10 % of their rows in memory, beside tables in memory.
 
 The disk is read and written past the page cache where it allows that. Each arm trains the same batches and
-must give the same losses to the bit. Parts:
-
-- ``steps``: a step in memory, from a file, from a file without lookahead, and from a file in a file system in
-  memory, which shows the time of the cache without a disk; and the disk's own rates.
-- ``memory``: what training from a file takes, in a process of its own.
-- ``mapped``: training within the same memory from files that the system maps.
-- ``serve``: lookups in a file that is larger than memory.
+must give the same losses to the bit. Steps in memory, from a file, from a file without lookahead, and from a
+file in a file system in memory, which shows the time of the cache without a disk, stand beside the disk's own
+rates.
 """
 
 import ctypes
-import json
 import math
 import os
 import shlex
@@ -19,43 +14,24 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import meshrec
-from benchmarks import file_rows_limited as limited
 from benchmarks.file_rows_arms import ROW_BYTES, SIZES, TINY, Arm, Batches, Sizes
 from benchmarks.harness import Bar, Effort, Result, table
 from meshrec.planner import IdSample
 from meshrec.planner.disk import hit_rate
-from meshrec.tables.file_table import FileTable
+from meshrec.tables.cached.table import FileTable
 
-PARTS = ("steps", "memory", "mapped", "serve")
 LEAST_STEP, LEAST_LOOKAHEAD = 0.6, 1.5
 _MLPERF_TOP = [1024, 1024, 512, 256, 1]
 _IN_MEMORY = Path("/dev/shm")
 
 
-def run(effort: Effort, parts: Sequence[str] = PARTS, *, tiny: bool = False) -> Result:
-    """Run some parts."""
-    ways: dict[str, Callable[[], tuple[dict[str, Any], list[Bar]]]] = {
-        "steps": lambda: _steps(effort, tiny),
-        "memory": lambda: limited.memory(tiny),
-        "mapped": lambda: limited.mapped(tiny),
-        "serve": lambda: limited.serve(tiny),
-    }
-    figures, bars = {}, list[Bar]()
-    for part in [name for name in PARTS if name in parts]:
-        figures[part], own = ways[part]()
-        bars += own
-        print(json.dumps({part: figures[part]}), flush=True)
-    return Result(figures, bars)
-
-
-def _steps(effort: Effort, tiny: bool) -> tuple[dict[str, Any], list[Bar]]:
+def run(effort: Effort, *, tiny: bool = False) -> Result:
     """Time steps with a dense part that takes less time than the disk, and with one that takes more."""
     dense = {"terabyte": TINY} if tiny else {"terabyte": SIZES, "mlperf": SIZES._replace(top=_MLPERF_TOP)}
     found = {}
@@ -71,7 +47,7 @@ def _steps(effort: Effort, tiny: bool) -> tuple[dict[str, Any], list[Bar]]:
     header = ["dense part", *(f"{each}, ms" for each in times), "step", "lookahead"]
     print(table(header, [[name, *each.row()] for name, each in found.items()]))
     bars = [bar for name, each in found.items() for bar in each.bars(name)]
-    return {name: each.figures for name, each in found.items()}, bars
+    return Result({name: each.figures for name, each in found.items()}, bars)
 
 
 class Turns(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 import meshrec
 from benchmarks.clicks_model import TABLES, Clicks, ClicksLoop
 from meshrec import distributed as md
-from meshrec.tables.file_table import FileTable
+from meshrec.tables.cached.table import FileTable
 
 WIDTH, EXPONENT, SHARE = 64, 1.05, 0.1
 ROW_BYTES = 4 * WIDTH + 4

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import meshrec
 from benchmarks.harness import Bar, Effort, Result, Timing, measure, table
-from benchmarks.index import lines_of
-from meshrec.ops.index import unique
+from benchmarks.memory_limit import PREFETCHES, LineLimit
+from meshrec.ops.index import HashIndex, unique
 from meshrec.ops.memory import frozen_objects, reserve_pages
 from meshrec.optim import RowWiseAdagrad
 from meshrec.tables import LRU, Hashed
@@ -52,6 +52,24 @@ class Size:
     def num_ids(self) -> int:
         """The IDs of a table in a batch."""
         return self.batch * self.bag
+
+
+def lines_of(indexes: Sequence[HashIndex], count: int) -> Callable[[], Any]:
+    """Return a loop that touches ``count`` random cache lines of each index's own memory."""
+    memory, lines = [], []
+    for index in indexes:
+        header, buckets = index._rows.memory[:2]  # type: ignore[union-attr]
+        shards = header[8:].view(-1, 4)
+        shard = torch.randint(0, len(shards), (count,))
+        line = (torch.rand(count, dtype=torch.float64) * shards[shard, 1]).long()
+        memory.append(buckets.view(-1, 64))
+        lines.append(shard * buckets.shape[1] + line)
+    loop = LineLimit(memory, lines)
+    timings = measure(
+        {str(each): partial(loop.forward, each) for each in PREFETCHES}, Effort(rounds=3, calls=1)
+    )
+    best = min(PREFETCHES, key=lambda each: timings[str(each)].median)
+    return partial(loop.forward, best)
 
 
 class Arm:

@@ -1,6 +1,6 @@
 """Lookups of many tables, with and without an update, against FBGEMM, plain torch and the memory limit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -200,7 +200,7 @@ def report(timings: dict[str, Timings]) -> str:
     return table(["ms per call", "1 thread", "min", "2 threads", "min", "scaling"], rows)
 
 
-def run(effort: Effort, numbers: list[int], *, tiny: bool = False) -> Result:
+def run(effort: Effort, numbers: Sequence[int] = tuple(CASES), *, tiny: bool = False) -> Result:
     """Verify and time the cases. ``tiny`` shrinks them, which only shows that the benchmark works."""
     figures: list[dict[str, Any]] = []
     bars: list[Bar] = []

@@ -21,10 +21,12 @@ namespace meshrec {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Throws; the error reaches Python as ValueError.
+// Throws an error about invalid input. Its type in Python depends on the version of torch, so its text says
+// what it is: see [Note: errors of operators] in src/meshrec/ops/operators.py.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;
+  message << "invalid input: ";
   (message << ... << parts);
   throw std::invalid_argument(message.str());
 }

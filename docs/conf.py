@@ -16,5 +16,7 @@ autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+# Attributes sections describe fields that autodoc lists too.
+napoleon_use_ivar = True
 # Docstrings are read in the editor first; a single backtick there is code, too.
 default_role = "code"

@@ -192,16 +192,19 @@ print("sum:", (2 * mine[:2]).sum().item(), " again, without reading:", torch.add
 # ## Anatomy of a forward pass
 #
 # `route` packs the IDs for the ranks that own their rows, and starts to exchange how many there are.
-# `exchange` starts to send the IDs; `arrive` waits for them. `look_up` runs one kernel over all rectangles of
-# a rank, and starts to send the rows back to the rank that asked. A pipeline calls these stages itself and
-# computes something else in between; `forward` calls them in a row.
+# `advance` runs the next stages: after `EXCHANGED` the IDs are on their way, after `ARRIVED` they are here.
+# `look_up` runs one kernel over all rectangles of a rank, and starts to send the rows back to the requesting
+# ranks. A pipeline calls these stages itself and computes something else in between; `forward` calls them in
+# a row.
 
 # %%
+from meshrec.distributed.lookup_batch import Stage
+
 tables = sharded.tables
-sizes = tables.route(features)  # the numbers of IDs are on their way
-sent = tables.exchange(sizes)  # the IDs are on their way
-batch = tables.arrive(sent)  # the IDs are here
-looked_up = sharded.awaited(tables.look_up(batch))  # the embeddings are on their way
+batch = tables.route(features)  # the numbers of IDs are on their way
+tables.advance(batch, Stage.EXCHANGED)  # the IDs are on their way
+tables.advance(batch, Stage.ARRIVED)  # the IDs are here
+looked_up = sharded.awaited(batch, tables.look_up(batch))  # the embeddings are on their way
 print("the same as forward:", torch.equal(looked_up.values(), sharded(features).values()))
 
 # %% [markdown]

@@ -15,7 +15,7 @@ import time
 import torch
 from torch import nn
 
-from meshrec.pipeline.stages import Staged, StageLink
+from meshrec.stages import Staged, StageLink
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The rules of the house: imports point downward, classes are shallow, files are short, each has its test."""
+"""The rules of the house: imports point downward, classes are shallow, each file has its test."""
 
 import ast
 import functools
@@ -13,30 +13,17 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from meshrec.compat.bridge.names import MODULES
 from meshrec.ops import library
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshrec"
-MAX_LINES = 500
 MAX_DEPTH = 2
-MAX_ATTRIBUTES = 12
-# As a rule. Records (dataclasses and named tuples) may be as wide as a file or a problem is.
-WIDER_CLASSES = {
-    "Batcher",
-    "Connection",
-    "InputDist",
-    "KeyedJaggedTensor",
-    "Lookahead",
-    "LookupTables",
-    "MCHManagedCollisionModule",  # its buffers are TorchRec's
-    "Predictor",
-    "SequenceOutput",
-    "ShardedTables",
-    "TableLookup",
-}
 MAX_FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {
+    "checkpoint.state.prepare",
+    "data.interactions.next_items",
+    "runs.export.export_run",
+    "cli.inspect.recipe_text",
     "distributed.sharded_tables.__init__",
     "export.package.export",
     "ops.dist.triton.route_ids",  # kernels with their launch
@@ -48,7 +35,7 @@ LONGER_FUNCTIONS = {
 # Operations know tensors only; the sparse types permute and split themselves with them, and so stand above.
 # Durable files know nothing of tensors or models; their checksums are computed by a kernel.
 FLOORS = [
-    {"lazy"},
+    {"lazy", "interpreter"},
     {"ops"},
     {"durable"},
     {"sparse"},
@@ -58,19 +45,22 @@ FLOORS = [
     {"plan", "comms.wire"},
     {"comms"},
     {"distributed"},
+    {"reports"},
     {"planner"},
-    {"reports", "calibration"},
+    {"planner.calibration"},
     {"model_parallel"},
-    {"pipeline"},
+    {"pipeline", "stages"},
     {"models", "data", "metrics", "testing", "checkpoint"},
     {"train"},
     {"quant"},
     {"export"},
     {"runs"},
-    {"health", "launch", "train.ray"},
+    {"cluster", "train.ray"},
+    {"launch"},
     {"serve"},
     {"compat"},
     {"cli"},
+    {"estimators"},
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -92,7 +82,7 @@ CPP_TESTS = {
     "batch.cpp": TBE_TESTS,
     "choose.cpp": TBE_TESTS,
     "crc32.cpp": ["tests/ops/test_checksums.py"],
-    "first_rows.cpp": ["tests/ops/test_first_rows.py"],
+    "first_rows.cpp": ["tests/ops/test_initial_rows.py"],
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,
     "hash_index.cpp": INDEX_TESTS,
@@ -257,43 +247,12 @@ def too_deep(trees: dict[str, ast.Module]) -> list[str]:
         for name, its_bases in classes.items():
             parents[name] |= set(its_bases) - {name}
 
-    def depth(name: str) -> int:
-        return 1 + max((depth(parent) for parent in parents[name]), default=0)
+    def depth(name: str, below: frozenset[str] = frozenset()) -> int:
+        # Classes of the bridge have the names of their bases.
+        found = parents[name] - below
+        return 1 + max((depth(parent, below | {name}) for parent in found), default=0)
 
     return sorted(f"{name}: {depth(name)} levels" for name in list(parents) if depth(name) > MAX_DEPTH)
-
-
-def shared_names(trees: dict[str, ast.Module], allowed: set[str]) -> dict[str, list[str]]:
-    """Names of classes that stand in several modules; the bridge (`compat`) may use those
-    ``allowed`` once more."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for module, tree in trees.items():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not (module.startswith("compat.") and node.name in allowed):
-                found[node.name].append(module)
-    return {name: modules for name, modules in found.items() if len(modules) > 1}
-
-
-def attributes_of(node: ast.ClassDef) -> set[str]:
-    """The names that a class assigns to ``self`` anywhere."""
-    return {
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-        if isinstance(each.value, ast.Name) and each.value.id == "self"
-    }
-
-
-def is_record(node: ast.ClassDef) -> bool:
-    marks = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
-    return any("dataclass" in mark or "NamedTuple" in mark for mark in marks)
-
-
-def wide_classes(trees: dict[str, ast.Module]) -> set[str]:
-    classes = [node for tree in trees.values() for node in nodes_of(tree) if isinstance(node, ast.ClassDef)]
-    return {
-        node.name for node in classes if not is_record(node) and len(attributes_of(node)) > MAX_ATTRIBUTES
-    }
 
 
 def long_functions(trees: dict[str, ast.Module]) -> set[str]:
@@ -379,7 +338,9 @@ def test_imports_downward_are_allowed() -> None:
 
 
 def test_inheritance_is_shallow() -> None:
-    assert too_deep(package_trees()) == []
+    # TorchRec's configs have one field more than ours, and can be set.
+    bridge = {"_BagFields", "_Fields"}
+    assert [line for line in too_deep(package_trees()) if line.split(":")[0] not in bridge] == []
 
 
 def test_deep_inheritance_is_seen() -> None:
@@ -389,35 +350,56 @@ def test_deep_inheritance_is_seen() -> None:
     assert too_deep({"sparse.x": ast.parse(chain[:41]), **other}) == ["C: 3 levels"]
 
 
-def test_objects_have_one_job() -> None:
-    assert wide_classes(package_trees()) - WIDER_CLASSES == set()
+def storage_classes() -> set[str]:
+    """The classes of tables, storages and rows in flight, without those that users write in configs."""
+    configs = {"FileRows", "Hashed", "HashedKeys"}
+    shared = {"ArrivingRows", "ExternalRows", "LazyRows", "LocalShard"}
+    folders = ("tables.dense", "tables.cached", "tables.hashed")
+    return (
+        shared
+        | {
+            node.name
+            for module, tree in package_trees().items()
+            for node in nodes_of(tree)
+            if isinstance(node, ast.ClassDef) and module.startswith(folders)
+        }
+    ) - configs
+
+
+def storage_checks(tree: ast.Module, classes: set[str]) -> list[int]:
+    """The lines with an ``isinstance`` on one of the classes."""
+    return [
+        node.lineno
+        for node in nodes_of(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "isinstance"
+        and classes & {ast.unparse(name).split(".")[-1] for name in ast.walk(node.args[1])}
+    ]
+
+
+def test_only_tables_ask_for_the_class_of_a_storage() -> None:
+    classes = storage_classes()
+    found = {
+        module: lines
+        for module, tree in package_trees().items()
+        if not module.startswith("tables.") and (lines := storage_checks(tree, classes))
+    }
+    assert found == {}
+
+
+def test_checks_of_a_storage_are_seen() -> None:
+    code = "isinstance(x, HashedRows)\nisinstance(x, (int, tables.FixedTable))\nisinstance(x, TableModule)"
+    assert storage_checks(ast.parse(code), storage_classes()) == [1, 2]
 
 
 def test_functions_can_be_read_on_one_screen() -> None:
     assert long_functions(package_trees()) - LONGER_FUNCTIONS == set()
 
 
-def test_wide_classes_and_long_functions_are_seen() -> None:
-    wide = "class A:\n def f(self):\n" + "".join(f"  self.a{n} = {n}\n" for n in range(MAX_ATTRIBUTES + 1))
-    assert wide_classes({"sparse.x": ast.parse(wide)}) == {"A"}
-    assert wide_classes({"sparse.x": ast.parse(f"@dataclass\n{wide}")}) == set()
+def test_long_functions_are_seen() -> None:
     documented = "def f():\n    '''" + "\n" * 80 + "    '''\n"
     assert long_functions({"x": ast.parse(documented + "    pass\n" * MAX_FUNCTION_LINES)}) == {"x.f"}
     assert long_functions({"x": ast.parse(documented + "    pass\n" * (MAX_FUNCTION_LINES - 1))}) == set()
-
-
-def test_a_class_name_means_one_thing() -> None:
-    torchrecs = {name for names in MODULES.values() for name in names}
-    assert shared_names(package_trees(), torchrecs) == {}
-
-
-def test_shared_class_names_are_seen() -> None:
-    one, other = ast.parse("class Part: ..."), ast.parse("class Whole: ...\nclass Part: ...")
-    shared = {"Part": ["data.x", "optim.y"]}
-    assert shared_names({"data.x": one, "optim.y": other}, set()) == shared
-    assert shared_names({"data.x": one, "optim.y": other}, {"Part"}) == shared
-    assert shared_names({"data.x": one, "compat.bridge.y": other}, {"Part"}) == {}
-    assert shared_names({"data.x": one, "compat.bridge.y": other}, set()) != {}
 
 
 def test_every_source_folder_has_its_tests() -> None:
@@ -430,14 +412,6 @@ def test_every_source_folder_has_its_tests() -> None:
 def test_every_cpp_source_is_covered() -> None:
     assert sorted(CPP_TESTS) == sorted(path.name for path in (ROOT / "csrc").rglob("*.cpp"))
     assert [test for tests in CPP_TESTS.values() for test in tests if not (ROOT / test).exists()] == []
-
-
-def test_files_can_be_read_in_one_sitting() -> None:
-    folders = ["src", "csrc", "tests", "benchmarks", "examples"]
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    files = [path for path in files if path.suffix in {".py", ".cpp", ".h", ".inl"}]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
-    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
 
 
 def test_registered_ops_are_those_of_schemas_inc() -> None:

@@ -154,6 +154,7 @@ def published(tmp_path):
 
 
 SETTINGS = {
+    "docs/guides/in-python.md": lambda _: {"table": tables(), "test": tables(60), "new": tables(3), "pa": pa},
     "docs/guides/recipes.md": published,
     "docs/rooms/export.md": package,
     "docs/rooms/runs.md": clicks_run,

@@ -26,7 +26,7 @@ from meshrec.ops.tbe import naive as tbe_naive
 from meshrec.ops.tbe import triton as tbe_triton
 from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdagrad
 from meshrec.pipeline import TrainPipeline
-from meshrec.pipeline.stages import DeviceLink, Staged
+from meshrec.stages import DeviceLink, Staged
 
 NAIVE = {
     name: op

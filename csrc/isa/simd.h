@@ -32,10 +32,11 @@ inline float to_float(Half value) {
   return _cvtsh_ss(value.bits);
 #else
   // Shifts the exponent into place; multiplying by 2^112 corrects its bias and normalises subnormals.
-  // Infinity and NaN keep an exponent of all ones.
+  // Infinity and NaN keep an exponent of all ones, and NaN becomes quiet, as F16C's instruction makes it.
   const uint32_t magnitude = uint32_t(value.bits & 0x7fff) << 13;
   float result = as_float(magnitude) * as_float(0x77800000);
-  if (magnitude >= 0x0f800000) result = as_float(magnitude | 0x7f800000);
+  if (magnitude >= 0x0f800000)
+    result = as_float(magnitude | (magnitude > 0x0f800000 ? 0x7fc00000 : 0x7f800000));
   return as_float(as_bits(result) | uint32_t(value.bits & 0x8000) << 16);
 #endif
 }
@@ -147,9 +148,9 @@ inline uint16_t nearest_half(float value) {
   return _cvtss_sh(value, 0);
 #else
   const uint32_t bits = as_bits(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-  if (magnitude > 0x7f800000) return sign | 0x7e00;
-  if (magnitude >= 0x477ff000) return sign | 0x7c00;  // rounds beyond 65504
-  if (magnitude < 0x38800000) {                       // subnormal: add 0.5 so that the float unit rounds
+  if (magnitude > 0x7f800000) return sign | 0x7e00 | (magnitude >> 13 & 0x3ff);  // as F16C's instruction
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;                             // rounds beyond 65504
+  if (magnitude < 0x38800000) {  // subnormal: add 0.5 so that the float unit rounds
     const float shifted = as_float(magnitude) + 0.5f;
     return sign | (as_bits(shifted) - 0x3f000000);
   }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meshrec.lazy import importer, uncollected
 
 if TYPE_CHECKING:
+    from meshrec.estimators import Classifier, Ranker, Recommender, Regressor
     from meshrec.modules import (
         BoundsCheckMode,
         DataType,
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     )
     from meshrec.modules.fusing import fuse
     from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-    from meshrec.tables.file_rows import FileRows
-    from meshrec.tables.hashed_keys import Hashed
+    from meshrec.tables.cached.rows import FileRows
+    from meshrec.tables.hashed.keys import Hashed
 
     __version__: str
 
 __all__ = [
     "BoundsCheckMode",
+    "Classifier",
     "DataType",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
@@ -36,18 +38,31 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "PoolingType",
+    "Ranker",
+    "Recommender",
+    "Regressor",
     "__version__",
     "fuse",
 ]
 
 _HOMES = {
-    "meshrec.modules": [*__all__[:6], "PoolingType"],
+    "meshrec.modules": [
+        "BoundsCheckMode",
+        "DataType",
+        "EmbeddingBagCollection",
+        "EmbeddingBagConfig",
+        "EmbeddingCollection",
+        "EmbeddingConfig",
+        "PoolingType",
+    ],
     "meshrec.modules.fusing": ["fuse"],
-    "meshrec.tables.file_rows": ["FileRows"],
-    "meshrec.tables.hashed_keys": ["Hashed"],
+    "meshrec.tables.cached.rows": ["FileRows"],
+    "meshrec.tables.hashed.keys": ["Hashed"],
     "meshrec.sparse": ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"],
 }
-_late = importer(__name__, _HOMES)
+# Never imported before they are used: they need packages that the core does not.
+_ESTIMATORS = {"meshrec.estimators": ["Classifier", "Ranker", "Recommender", "Regressor"]}
+_late = importer(__name__, _HOMES | _ESTIMATORS)
 
 
 def __getattr__(name: str) -> Any:
@@ -64,3 +79,4 @@ if sys.argv[:1] != ["-m"] and PurePath(sys.argv[0] if sys.argv else "").name != 
     with uncollected():
         for _name in (name for names in _HOMES.values() for name in names):
             globals()[_name] = _late(_name)
+        import meshrec.comms.leaving  # noqa: F401  # so that programs end, see there

@@ -1,5 +1,10 @@
 """``python -m meshrec`` and the ``meshrec`` command, also for ``torchrun -m meshrec``."""
 
+from meshrec.interpreter import SAFE_PATH_VARIABLE, drop_current_folder
+
+if __name__ == "__main__":
+    drop_current_folder()  # before the imports: a stray signal.py in it would run
+
 import atexit
 import os
 import signal
@@ -22,7 +27,7 @@ def main() -> int:
 
         return run()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("tyro", "rich", "torchmetrics"):
+        if error.name is None or error.name.split(".")[0] not in ("tyro", "rich"):
             raise
         print(
             f'meshrec: the command line needs the package {error.name!r}: pip install "meshrec[cli,train]"',
@@ -51,6 +56,7 @@ def command() -> NoReturn:
     output. It skips the destruction of torch's objects, which takes a second or two.
     """
     own_process()
+    os.environ.setdefault(SAFE_PATH_VARIABLE, "1")  # for compilers, trackers and launchers that torch starts
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     code = main()

@@ -24,7 +24,7 @@ def uncollected() -> Iterator[None]:
     """Turn Python's garbage collection off while modules are imported.
 
     Nearly all that they define stays, and the collector looks through it again and again: a quarter of the
-    time that torch and torchmetrics take to import.
+    time that torch takes to import.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,6 +1,7 @@
 """DistributedModelParallel: a model with its tables split over ranks and a data-parallel dense part."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from meshrec.comms.mesh import Axis, ShardingEnv, default_env, group_device
 from meshrec.comms.same_plan import verify_same_plan
 from meshrec.distributed.reshard import moved
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from meshrec.modules.embedding_modules import seed_by_path
 from meshrec.optim.keyed import CombinedOptimizer
 from meshrec.optim.parts import mark_part
 from meshrec.plan.builders import tables_of
@@ -49,6 +51,8 @@ class DistributedModelParallel(nn.Module):
             ``init_parameters``.
         dense: ``"ddp"``, ``"fsdp2"`` (HSDP if there is a ``replicate`` axis), or None, which leaves the dense
             part as it is.
+        dense_gradients: format in which CPU and GPU ranks exchange dense gradients, ``"fp32"`` or ``"bf16"``;
+            with bf16 their mean is computed in fp32 on CPUs. It needs ``dense="ddp"`` and no hook of yours.
         dense_options: further arguments of DistributedDataParallel, or of ``fully_shard``.
 
     Raises:
@@ -66,11 +70,20 @@ class DistributedModelParallel(nn.Module):
         init_parameters: bool = True,
         *,
         dense: Literal["ddp", "fsdp2"] | None = "ddp",
+        dense_gradients: Literal["fp32", "bf16"] = "fp32",
         dense_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if dense not in ("ddp", "fsdp2", None):
             raise ValueError(f"dense must be 'ddp', 'fsdp2' or None, got {dense!r}.")
+        if dense_gradients not in ("fp32", "bf16"):
+            raise ValueError(f"dense_gradients must be 'fp32' or 'bf16', got {dense_gradients!r}.")
+        if dense_gradients == "bf16" and dense != "ddp":
+            raise ValueError(
+                f"dense_gradients='bf16' needs dense='ddp', got dense={dense!r}. FSDP2 takes "
+                "dense_options={'mp_policy': MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}."
+            )
+        self._gradient_dtype = torch.bfloat16 if dense_gradients == "bf16" else None
         self._env = default_env() if env is None else env
         first = self._env.devices[0] if self._env.devices else group_device(self._env.world.group)
         self._device = first if device is None else torch.device(device)
@@ -79,6 +92,7 @@ class DistributedModelParallel(nn.Module):
         embedding_modules = _embedding_modules(module, sharders)
         self._plan = self._checked_plan(plan, module, embedding_modules, sharders)
         self._sharded: dict[str, Any] = {}
+        seed_by_path({path: found for path, (found, _) in embedding_modules.items()})  # type: ignore[misc]
         for path, (found, sharder) in embedding_modules.items():
             module_plan = self._plan.plan[path]
             self._sharded[path] = sharder.shard(found, module_plan, self._env, self._device)  # type: ignore[arg-type]
@@ -87,7 +101,12 @@ class DistributedModelParallel(nn.Module):
         self._dmp_wrapped_module: nn.Module = module
         self._is_data_parallel = False
         self._dense_gradients: DenseGradients | None = None
-        self._late_gradients: DenseGradients | None = None
+        self.late_gradients: DenseGradients | None = None
+        """The averaging of dense gradients, which a pipeline may move behind the backward pass.
+
+        None if something else averages them: FSDP2, a user's hook, or DistributedDataParallel without bucket
+        views.
+        """
         if init_parameters:
             self.init_parameters()
         if init_data_parallel:
@@ -95,9 +114,15 @@ class DistributedModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._dense_gradients
-        if state is not None and (state.adds_in_order or state.is_late) and torch.is_grad_enabled():
+        if (
+            state is not None
+            and (state.adds_in_order or state.is_late or state.dtype is not None)
+            and torch.is_grad_enabled()
+        ):
             self._dense_gradients = None
-            if not self._dmp_wrapped_module._comm_hooks:  # a user's hook wins
+            wrapped = self._dmp_wrapped_module
+            if not wrapped._comm_hooks:  # a user's hook wins
+                state.ends_with_backward = not wrapped.static_graph
                 self.register_comm_hook(state, average_gradients)
         return self._dmp_wrapped_module(*args, **kwargs)
 
@@ -212,8 +237,19 @@ class DistributedModelParallel(nn.Module):
         made._dense, made._dense_options = None, {}
         made._sharded, made._dmp_wrapped_module = dict(sharded), module
         made._is_data_parallel = False
-        made._dense_gradients = made._late_gradients = None
+        made._gradient_dtype = None
+        made._dense_gradients = made.late_gradients = None
         return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to copy or pickle one rank's part of a model; a model of one process is copied whole."""
+        if self._env.world.group is not None:
+            raise ValueError(
+                f"this DistributedModelParallel holds a part of a model, as rank {self._env.world.rank} of "
+                f"{self._env.world.size}, and can be neither copied nor pickled. Save it with "
+                "meshrec.checkpoint.save, and load the checkpoint into another model."
+            )
+        return super().__reduce_ex__(protocol)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Register a communication hook with DistributedDataParallel, such as one that compresses dense
@@ -223,21 +259,37 @@ class DistributedModelParallel(nn.Module):
         ``dense_gradients.average_gradients``.
 
         Raises:
-            ValueError: the dense part does not use DistributedDataParallel.
+            ValueError: the dense part does not use DistributedDataParallel, or ``dense_gradients`` is bf16,
+                which your hook would replace.
         """
+        if self._gradient_dtype is not None and hook is not average_gradients:
+            raise ValueError(
+                "dense_gradients is 'bf16', and this communication hook would replace its exchange. Leave "
+                "dense_gradients out, or the hook."
+            )
         wrapped = self._dmp_wrapped_module
         if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
             raise ValueError(f"communication hooks need dense='ddp', got dense={self._dense!r}.")
         wrapped.register_comm_hook(state, hook)
 
-    @property
-    def late_gradients(self) -> DenseGradients | None:
-        """The averaging of dense gradients, which a pipeline may move behind the backward pass.
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of the dense part without averaging them over ranks.
 
-        None if something else averages them: FSDP2, a user's hook, or DistributedDataParallel without bucket
-        views.
+        The backward pass after this context averages their sum. Tables do not wait: each backward pass
+        exchanges and applies, or accumulates, their gradients as always.
         """
-        return self._late_gradients
+        wrapped: Any = self._dmp_wrapped_module
+        if self._dense == "fsdp2" and self._is_data_parallel:
+            wrapped.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                wrapped.set_requires_gradient_sync(True)
+        else:
+            is_ddp = isinstance(wrapped, nn.parallel.DistributedDataParallel)
+            with wrapped.no_sync() if is_ddp else nullcontext():
+                yield
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell torch.distributed.checkpoint.state_dict how to map names.
@@ -332,9 +384,9 @@ class DistributedModelParallel(nn.Module):
         self._dmp_wrapped_module = wrapped
         group = wrapped.process_group
         axis = Axis(size=group.size(), rank=group.rank(), group=group)
-        self._dense_gradients = DenseGradients.for_axis(axis, self._device)
+        self._dense_gradients = DenseGradients.for_axis(axis, self._device, dtype=self._gradient_dtype)
         if wrapped.gradient_as_bucket_view:
-            self._late_gradients = self._dense_gradients
+            self.late_gradients = self._dense_gradients
 
     def _init_fsdp2(self) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -362,13 +414,23 @@ def _ddp_fqn_modifiers() -> dict[str, str]:
 def _embedding_modules(
     module: nn.Module, sharders: Sequence[Sharder]
 ) -> dict[str, tuple[nn.Module, Sharder]]:
-    """Return each module that a sharder shards, with its sharder, by path."""
-    return {
+    """Return each module that a sharder shards, with its sharder for these tables, by path.
+
+    Raises:
+        ValueError: an option of a sharder names no table, or a name that several modules have.
+    """
+    modules: dict[str, tuple[nn.Module, Sharder]] = {
         path: (found, sharder)
         for path, found in module.named_modules()
         for sharder in sharders
         if isinstance(found, sharder.module_type)
     }
+    names = {path: list(tables_of(found)) for path, (found, _) in modules.items()}
+    for sharder in sharders:
+        tables = {path: names[path] for path, (_, by) in modules.items() if by is sharder}
+        for path, own_sharder in sharder.by_path(tables, names).items():
+            modules[path] = modules[path][0], own_sharder
+    return modules
 
 
 def _running(plan: ShardingPlan, sharded: Mapping[str, Any]) -> ShardingPlan:

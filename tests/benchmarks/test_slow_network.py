@@ -66,9 +66,9 @@ def test_bytes_take_their_time(ranks: Callable[[int], RankPool]) -> None:
 
 
 def test_wrong_numbers() -> None:
-    with pytest.raises(ValueError, match="latency_seconds is -1; it must be at least 0"):
+    with pytest.raises(ValueError, match=r"latency_seconds.*-1.*0"):
         set_network(latency_seconds=-1)
-    with pytest.raises(ValueError, match="bytes_per_second is 0; it must be above 0"):
+    with pytest.raises(ValueError, match=r"bytes_per_second.*0.*above 0"):
         set_network(bytes_per_second=0)
 
 

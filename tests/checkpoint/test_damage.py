@@ -80,7 +80,7 @@ def in_random_numbers(folder, path, whole, number):
             rng.randrange(1, 256)
     manifest = read_manifest(folder)
     return any(
-        piece.begin <= place < piece.begin + size_of(record)
+        piece.start <= place < piece.start + size_of(record)
         for name, record in manifest.tensors.items()
         if name.startswith("random.1.")
         for piece in record.pieces

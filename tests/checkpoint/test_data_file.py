@@ -36,17 +36,17 @@ def test_a_failure_leaves_no_file(tmp_path):
         def submit(self, *arguments):
             raise OSError(28, "No space left on device")
 
-    with Broken(1) as pool, pytest.raises(OSError, match="No space left"):
+    with Broken(1) as pool, pytest.raises(OSError, match="space"):
         write_data_file(tmp_path / "data", [TensorPart("a", (0,), (3,), torch.rand(3))], pool)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_types_without_a_name_are_refused():
-    with pytest.raises(ValueError, match=r"a has type torch\.complex64, which a checkpoint does not hold"):
+    with pytest.raises(ValueError, match=r"torch\.complex64"):
         header([TensorPart("a", (0,), (3,), torch.zeros(3, dtype=torch.complex64))])
 
 
 def test_names_that_collide_with_those_of_pieces_are_refused():
     piece = TensorPart("a", (2,), (5,), torch.zeros(3))
-    with pytest.raises(ValueError, match=r"would be called 'a\[2:5\]' in one file"):
+    with pytest.raises(ValueError, match=r"'a\[2:5\]'"):
         header([piece, TensorPart("a[2:5]", (0,), (3,), torch.zeros(3))])

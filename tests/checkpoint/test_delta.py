@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from meshrec.checkpoint import RowTracker
+from meshrec.checkpoint import CheckpointError, RowTracker, delta
 from meshrec.checkpoint.tables import read_weights
 
 _spec = importlib.util.spec_from_file_location("checkpoint_models", Path(__file__).parent / "models.py")
@@ -26,14 +27,12 @@ def changes(kind, folder):
     middle = tables(model)
     models.train(model, optimizer, range(3, 5))
     counts = tracker.export(folder / "delta.safetensors", since=3)
-    with pytest.raises(
-        ValueError, match="rows are tracked from update 2 on, and those since 1 are asked for"
-    ):
+    with pytest.raises(ValueError, match=r"update 2.*since=1"):
         tracker.export(folder / "other", since=1)
     nothing = tracker.export(folder / "nothing.safetensors", since=tracker.step)
     after = tables(model)
     model.reshard(models.make_plan("cw"))
-    with pytest.raises(ValueError, match="the model was resharded since tracking began"):
+    with pytest.raises(ValueError, match="resharded"):
         tracker.export(folder / "other", since=3)
     return counts, nothing, middle, after
 
@@ -53,7 +52,7 @@ def test_touched_rows_bring_an_old_copy_up_to_date(ranks, tmp_path, kind):
         assert counts.rows[full] == len(ids)
         copy[full][found[f"{full}.ids"]] = found[f"{full}.rows"]
     assert models.differences(copy, after) == []
-    assert nothing.rows == nothing.gone == {}
+    assert nothing.rows == nothing.evicted == {}
     assert read_weights(tmp_path / "nothing.safetensors") == {}
 
 
@@ -76,6 +75,44 @@ def marked():
     tracker = RowTracker(model)
     models.train(model, optimizer, range(1))
     return [rows.tolist() for _, own, _ in tracker._pieces(0, {}) for rows, *_ in own.pieces]
+
+
+def failed_exports(kind, folder):
+    """What the ranks raise if rank 1 cannot read its rows, or cannot join those of all ranks."""
+    model, optimizer = models.make("rw")
+    tracker = RowTracker(model)
+    models.train(model, optimizer, range(1))
+
+    def fail(*_):
+        raise kind("row 7")
+
+    caught = []
+    for name in ("_piece", "_joined"):
+        before = getattr(delta, name)
+        if dist.get_rank() == 1:
+            setattr(delta, name, fail)
+        try:
+            tracker.export(folder / "delta.safetensors", since=0)
+        except Exception as error:
+            caught.append((type(error), str(error)))
+        setattr(delta, name, before)
+    return caught, tracker.export(folder / "delta.safetensors", since=0).rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "text"),
+    [
+        (ValueError, ValueError, "row 7 (rank 1)"),
+        (MemoryError, CheckpointError, "MemoryError: row 7 (rank 1)"),
+    ],
+)
+def test_an_export_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, kind, expected, text):
+    first, second = ranks(2).run(failed_exports, kind, tmp_path)
+    assert first == second
+    caught, names = first
+    assert [error for error, _ in caught] == [expected] * 2
+    assert all(message.endswith(text) for _, message in caught)
+    assert len(names) == len(models.SIZES)
 
 
 def test_an_empty_export_is_a_file_of_nothing(tmp_path):

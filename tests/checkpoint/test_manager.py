@@ -1,10 +1,13 @@
 import logging
+import shutil
 
 import pytest
 import torch
 
 from meshrec.checkpoint import CheckpointManager, DamagedCheckpointError, manager
 from meshrec.checkpoint.manifest import MANIFEST
+from meshrec.checkpoint.removing import KIND
+from meshrec.durable import mark, release
 
 
 def value(step):
@@ -67,11 +70,14 @@ def test_damaged_ones_are_named_and_passed_over(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert checkpoints.load_latest(state) == 1
     assert state["a"].eq(1).all()
-    text = caplog.text
-    assert "rows from 0 on are not what was written" in text
-    assert "bytes instead of" in text
-    assert "is missing: it was not finished, or lost a file" in text
-    assert "the manifest does not have the checksum" in text
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [step for step in range(2, 7) if any(str(checkpoints.path(step)) in line for line in lines)] == [
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert checkpoints.steps() == [1, 6]
 
 
@@ -79,15 +85,22 @@ def test_none_loads_silently(tmp_path, caplog):
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, value(1))
     flip(next(checkpoints.path(1).glob("data-*")))
-    with pytest.raises(DamagedCheckpointError, match="is sound, and the state is partly loaded"):
+    with pytest.raises(DamagedCheckpointError, match="nothing"):
         checkpoints.load_latest(value(0))
 
 
 def test_unfinished_ones_are_removed_by_the_next_save(tmp_path):
     checkpoints = CheckpointManager(tmp_path)
     (tmp_path / "notes").mkdir()
-    checkpoints.path(3).mkdir()
+    for step in (2, 3):
+        folder = checkpoints.path(step)
+        folder.mkdir()
+        (folder / "data-0123abcd-00000.safetensors").touch()
+    release(mark(folder, KIND, id="0123abcd")[1])
     checkpoints.save(4, value(4))
+    assert next(checkpoints.path(2).iterdir()).name == "data-0123abcd-00000.safetensors"  # without a mark
+    assert not checkpoints.path(3).exists()
+    shutil.rmtree(checkpoints.path(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", checkpoints.path(4).name]
 
 
@@ -104,7 +117,7 @@ def test_a_failed_background_save_is_told_by_the_next_call(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_every": 0}])
 def test_something_must_be_kept(tmp_path, options):
-    with pytest.raises(ValueError, match="keep_last and keep_every must be at least 1"):
+    with pytest.raises(ValueError, match=r"keep_last.*keep_every.*1"):
         CheckpointManager(tmp_path, **options)
 
 

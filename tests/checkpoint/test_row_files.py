@@ -1,5 +1,7 @@
 """Rows by ID: Parquet files, and fixed tables loaded from hashed ones."""
 
+import copy
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,7 +10,7 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, Hashed, KeyedJaggedTensor, checkpoint, fuse
 from meshrec import distributed as md
-from meshrec.checkpoint import export_rows, import_rows
+from meshrec.checkpoint import export_rows, import_rows, row_files
 from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import Adam
@@ -113,7 +115,7 @@ def test_ids_that_are_no_rows_are_refused_before_anything_changes(tmp_path):
     export_rows(tmp_path / "a", tmp_path / "t.parquet", "t")
     fixed = make(None)
     before = rows_of(fixed), fixed["ebc"].embedding_bags["u"].weight.clone()
-    message = r"2 of 3 IDs of the hashed table are no rows .* must lie in \[0, 12\)"
+    message = r"2 of 3 IDs of the hashed table .* 12: they must lie in \[0, 12\)"
     with pytest.raises(ValueError, match=message):
         checkpoint.load(tmp_path / "a", {"model": fixed, "tables": fixed.fused_optimizer})
     with pytest.raises(ValueError, match=message):
@@ -122,22 +124,32 @@ def test_ids_that_are_no_rows_are_refused_before_anything_changes(tmp_path):
     assert torch.equal(fixed["ebc"].embedding_bags["u"].weight, before[1])
 
 
-def table_of(ids, dim=6, kind=np.float32, **more):
-    rows = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(len(ids) * dim, kind)), dim)
-    return pa.table({"id": pa.array(ids, pa.int64()), "row": rows, **more})
+def rows_array(num, dim, value, kind=np.float32):
+    return pa.FixedSizeListArray.from_arrays(pa.array(np.full(num * dim, value, kind)), dim)
+
+
+def table_of(ids, dim=6, kind=np.float32, value=0, **more):
+    return pa.table({"id": pa.array(ids, pa.int64()), "row": rows_array(len(ids), dim, value, kind), **more})
 
 
 @pytest.mark.parametrize(
     ("table", "options", "match"),
     [
-        (table_of(range(4)), {}, "has 4 rows, and max_rows of table 'ebc.embedding_bags.t' is 3"),
-        (table_of([1, 2, 1]), {}, "has 3 rows of 2 distinct IDs"),
-        (table_of([1, None]), {}, "column 'id' of the file has nulls"),
-        (table_of([1], dim=5), {}, r"column 'row' is .*\[5\], and the table needs lists of 6 floats"),
-        (table_of([1], kind=np.int32), {}, "needs lists of 6 floats"),
-        (table_of([1]).drop_columns("row"), {}, "has no column 'row', only"),
-        (table_of([1]), {"optimizer": True}, "has no column 'exp_avg', .*optimizer=True"),
-        (pa.table({"id": ["a"], "row": [[0.0]]}), {}, "column 'id' is string, and the table needs int64"),
+        (table_of(range(4)), {}, "4 rows.*max_rows.*'ebc.embedding_bags.t'.*3"),
+        (table_of([1, 2, 1]), {}, "3 rows.*2 distinct.*IDs"),
+        (table_of([1, None]), {}, "'id'"),
+        (table_of([1], dim=5), {}, r"'row'.*\[5\].*6 floats"),
+        (table_of([1], kind=np.int32), {}, "6 floats"),
+        (table_of([1]).drop_columns("row"), {}, "'row'"),
+        (table_of([1, 8], value=np.nan), {}, "'row'.*ID 1"),
+        (table_of([9], value=-np.inf), {}, "'row'.*ID 9"),
+        (
+            table_of([4], exp_avg=rows_array(1, 6, 0.0), exp_avg_sq=rows_array(1, 6, np.nan)),
+            {"optimizer": True},
+            "'exp_avg_sq'.*ID 4",
+        ),
+        (table_of([1]), {"optimizer": True}, "'exp_avg'.*optimizer=True"),
+        (pa.table({"id": ["a"], "row": [[0.0]]}), {}, "'id'.*int64"),
     ],
 )
 def test_files_that_do_not_fit_are_refused_before_anything_changes(tmp_path, table, options, match):
@@ -149,17 +161,56 @@ def test_files_that_do_not_fit_are_refused_before_anything_changes(tmp_path, tab
     assert rows_of(model) == before
 
 
+@pytest.mark.parametrize("keys", [Hashed(max_rows=12), None])
+def test_damaged_late_page_is_refused_before_anything_changes(tmp_path, keys):
+    source = make(None, trained=[[3]])
+    export_rows(saved(source, tmp_path / "a"), path := tmp_path / "t.parquet", "ebc.embedding_bags.t")
+    content = bytearray(path.read_bytes())
+    at = content.index(source["ebc"].embedding_bags["t"].weight[-1].detach().numpy().tobytes()[-4:])
+    content[at] ^= 1
+    path.write_bytes(content)
+    model = make(keys, trained=[[7, 8]])
+    before = rows_of(model)
+    with pytest.raises((ValueError, checkpoint.CheckpointError), match=r"CRC"):
+        import_rows(path, model, "t")
+    assert rows_of(model) == before
+    step(model["ebc"], [7])
+
+
+@pytest.mark.parametrize("keys", [Hashed(max_rows=12), None])
+def test_table_is_refused_after_file_fails_while_rows_are_replaced(tmp_path, keys, monkeypatch):
+    pq.write_table(table_of([3, 4]), path := tmp_path / "t.parquet")
+    model, blocks = make(keys, trained=[[7, 8]]), row_files._blocks
+    saved(model, tmp_path / "a")
+    reads = iter(range(9))
+
+    def fail_on_second_read(file, columns):
+        yield from blocks(file, columns)
+        if next(reads) == 1:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(row_files, "_blocks", fail_on_second_read)
+    with pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
+        import_rows(path, model, "t")
+    for use in (lambda: step(model["ebc"], [7]), lambda: saved(copy.deepcopy(model), tmp_path / "b")):
+        with pytest.raises(checkpoint.CheckpointError, match=r"t\.parquet.*Input/output error"):
+            use()
+    again = copy.deepcopy(model)
+    import_rows(path, model, "t")
+    checkpoint.load(tmp_path / "a", {"model": again, "tables": again.fused_optimizer})
+    for finished in (model, again):
+        step(finished["ebc"], [3])
+
+
 def test_unknown_tables_and_existing_files_are_refused(tmp_path):
     model = make(Hashed(max_rows=3), trained=[[7]])
     saved(model, tmp_path / "a")
     (tmp_path / "t.parquet").touch()
-    with pytest.raises(ValueError, match=r"exists\. Name another file"):
+    with pytest.raises(ValueError, match="another"):
         export_rows(tmp_path / "a", tmp_path / "t.parquet", "t")
-    with pytest.raises(ValueError, match=r"no table 'x'. Name one of \['model.ebc.embedding_bags.t', "):
+    with pytest.raises(ValueError, match=r"'x'.*\['model.ebc.embedding_bags.t'"):
         export_rows(tmp_path / "a", tmp_path / "x.parquet", "x")
-    with pytest.raises(
-        ValueError, match=r"the model has no table 'x'. Name one of \['ebc.embedding_bags.t', "
-    ):
+    with pytest.raises(ValueError, match=r"'x'.*\['ebc.embedding_bags.t'"):
         import_rows(tmp_path / "t.parquet", model, "x")
 
 

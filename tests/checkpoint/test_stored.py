@@ -73,11 +73,11 @@ def test_damage_leads_to_the_checkpoint_before(tmp_path):
 
 def test_a_store_that_refuses(tmp_path):
     (tmp_path / "store").write_text("a file, where the store would be")
-    with pytest.raises(CheckpointError, match="uploading to file"):
+    with pytest.raises(CheckpointError, match="uploading"):
         alone(tmp_path).save(5, {"model": torch.nn.Linear(3, 2)})
     with pytest.raises(OSError, match=r"."):
         ObjectStore(f"file://{tmp_path}/store").check()
-    with pytest.raises(ValueError, match="no address of a store"):
+    with pytest.raises(ValueError, match="address"):
         ObjectStore("nosuch://bucket")
 
 

@@ -72,7 +72,7 @@ def test_what_is_left_is_told(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "meshrec"):
         load(tmp_path, {"model": nn.Linear(2, 3)}, partial=True)
     assert "1 tensors are loaded; not in the checkpoint: 'model.bias'; not in the model: none" in caplog.text
-    with pytest.raises(ValueError, match=r"'model' and the checkpoint have no name in common"):
+    with pytest.raises(ValueError, match="'model'"):
         load(tmp_path, {"model": nn.Sequential(nn.Linear(2, 3))}, partial=True)
 
 
@@ -89,7 +89,7 @@ def test_pickles_are_not_executed(tmp_path):
             return os.mkdir, (str(tmp_path / "executed"),)
 
     torch.save({"a": Bad()}, tmp_path / "bad.pt")
-    with pytest.raises(ValueError, match=r"bad\.pt is no file of plain tensors"):
+    with pytest.raises(ValueError, match=r"bad\.pt"):
         read_weights(tmp_path / "bad.pt")
     assert not (tmp_path / "executed").exists()
 
@@ -100,35 +100,33 @@ def write(path, content):
 
 
 def test_other_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="its header would be longer than the file"):
+    with pytest.raises(ValueError, match="header"):
         read_weights(write(tmp_path / "a.safetensors", b"\xff" * 20))
-    with pytest.raises(ValueError, match="its header is not JSON"):
+    with pytest.raises(ValueError, match="JSON"):
         read_weights(write(tmp_path / "a.safetensors", (4).to_bytes(8, "little") + b"no.."))
     bad = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
-    with pytest.raises(ValueError, match=r"'a' has shape \[2\] and bytes \[0, 8\)"):
+    with pytest.raises(ValueError, match=r"'a'.*\[2\].*\[0.*8"):
         read_weights(write(tmp_path / "a.safetensors", len(bad).to_bytes(8, "little") + bad))
     torch.save([1], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match=r"list\.pt holds a list, but not of names and tensors only"):
+    with pytest.raises(ValueError, match=r"list\.pt"):
         read_weights(tmp_path / "list.pt")
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
     save(tmp_path / "a", {"model": nn.Linear(2, 3), "other": nn.Linear(1, 1)})
-    with pytest.raises(
-        ValueError, match=r"no module None in the checkpoint. Name one of \['model', 'other'\]"
-    ):
+    with pytest.raises(ValueError, match=r"\['model', 'other'\]"):
         export_safetensors(tmp_path / "a", tmp_path / "b")
     export_safetensors(tmp_path / "a", tmp_path / "b", entry="other")
-    with pytest.raises(ValueError, match="b exists"):
+    with pytest.raises(ValueError, match="exists"):
         export_safetensors(tmp_path / "a", tmp_path / "b", entry="other")
-    with pytest.raises(ValueError, match="a is a checkpoint already"):
+    with pytest.raises(ValueError, match="checkpoint"):
         import_weights(tmp_path / "b", tmp_path / "a")
     torch.save({"x.w": torch.ones(1), "y.w": torch.ones(1)}, tmp_path / "c.pt")
-    with pytest.raises(ValueError, match="two tensors that are called 'w' after renaming"):
+    with pytest.raises(ValueError, match="'w'"):
         import_weights(tmp_path / "c.pt", tmp_path / "d", rename=[(r"^\w\.", "")])
-    with pytest.raises(ValueError, match=r"rename: '\(' by 'x' cannot be: missing \)"):
+    with pytest.raises(ValueError, match=r"'\('.*'x'"):
         import_weights(tmp_path / "c.pt", tmp_path / "d", rename=[("(", "x")])
-    with pytest.raises(ValueError, match="invalid group reference 1"):
+    with pytest.raises(ValueError, match="reference 1"):
         import_weights(tmp_path / "c.pt", tmp_path / "d", rename=[("x", r"\1")])
     data = next((tmp_path / "a").glob("data-*"))
     content = bytearray(data.read_bytes())

@@ -72,9 +72,9 @@ def test_sets_may_hold_several_types():
 
 
 def test_other_things_are_named():
-    with pytest.raises(ValueError, match=r"x\.a has a tensor as a key, which a checkpoint does not hold"):
+    with pytest.raises(ValueError, match=r"x\.a"):
         encode({"a": {torch.tensor(1): 2}}, "x", {})
-    with pytest.raises(ValueError, match=r"x\.a\.0 is a function, which a checkpoint does not hold"):
+    with pytest.raises(ValueError, match=r"x\.a\.0"):
         encode({"a": [print_nothing]}, "x", {})
 
 

@@ -63,3 +63,34 @@ def test_a_module_that_no_extra_installs_is_a_fault(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["meshrec", "plan", "tables.json"])
     with pytest.raises(ModuleNotFoundError, match="ours"):
         main()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError(), "Python could not allocate memory"),
+        (RuntimeError("std::bad_alloc"), "std::bad_alloc"),
+        (RuntimeError("x DefaultCPUAllocator: can't allocate memory: 8 bytes\nframe"), "8 bytes"),
+    ],
+)
+def test_missing_memory_is_told_in_one_line(monkeypatch, capsys, error, reason):
+    def fail(options):
+        raise error
+
+    monkeypatch.setattr("meshrec.cli.plan.run", fail)
+    monkeypatch.setattr(sys, "argv", ["meshrec", "plan", "tables.json"])
+    assert main() == 1
+    output = capsys.readouterr().err
+    assert output.startswith("meshrec: there is not enough memory")
+    assert reason in output
+    assert output.count("\n") == 1
+
+
+def test_a_fault_is_not_told_as_missing_memory(monkeypatch):
+    def fail(options):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("meshrec.cli.plan.run", fail)
+    monkeypatch.setattr(sys, "argv", ["meshrec", "plan", "tables.json"])
+    with pytest.raises(RuntimeError, match="a fault"):
+        main()

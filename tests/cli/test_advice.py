@@ -1,10 +1,13 @@
 """Commands and options that messages name: they exist."""
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
+import tyro
 
 from meshrec.cli import (
     calibrate,
@@ -13,6 +16,7 @@ from meshrec.cli import (
     doctor,
     embed,
     evaluate,
+    explain,
     export,
     inspect,
     launch,
@@ -24,11 +28,11 @@ from meshrec.cli import (
     recommend,
     runs,
     serve,
+    similar,
     train,
     tune,
 )
 from meshrec.cli.__main__ import COMMANDS
-from meshrec.cli.arguments import option_names
 from meshrec.optim.optimizers import SPECS
 from meshrec.train.recipes import RECIPES, resolve
 
@@ -40,6 +44,7 @@ OPTIONS = {
     "doctor": [doctor.DoctorOptions],
     "embed": [embed.EmbedOptions],
     "evaluate": [evaluate.EvaluateOptions],
+    "explain": [explain.ExplainOptions],
     "export": [export.ExportOptions],
     "inspect": [inspect.InspectOptions],
     "launch": [
@@ -54,6 +59,7 @@ OPTIONS = {
     "quantize": [quantize.QuantizeOptions],
     "recipe": [recipe.ToYamlOptions],
     "recommend": [recommend.RecommendOptions],
+    "similar": [similar.SimilarOptions],
     "runs": [runs.RunsOptions, runs.CompareOptions, runs.RemoveOptions],
     "serve": [serve.ServeOptions],
     "train": [train.TrainOptions],
@@ -65,12 +71,45 @@ OTHER_PROGRAMS = {
     *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
     *("--rdzv-id", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"),
     # sbatch and srun
-    *("--parsable", "--requeue", "--kill-on-bad-exit", "--ntasks", "--ntasks-per-node", "--overlap"),
+    *(
+        "--parsable",
+        "--requeue",
+        "--kill-on-bad-exit",
+        "--ntasks",
+        "--ntasks-per-node",
+        "--overlap",
+        "--export",
+    ),
     # unshare, nsenter, setpriv and mount, and docker
     *("--bind", "--fork", "--kill-child", "--pid", "--mount", "--mount-proc", "--uts", "--net", "--wd"),
     "--pdeathsig",
     "--shm-size",
 }
+
+
+def option_names(kind, prefix=""):
+    """Yield the options of a dataclass, or of all dataclasses of a union: ``--training.batch-size``."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if not dataclasses.is_dataclass(kind):
+        for member in get_args(kind):
+            yield from option_names(member, prefix)
+        return
+    hints = get_type_hints(kind if isinstance(kind, type) else type(kind), include_extras=True)
+    for option in dataclasses.fields(kind):
+        hint = hints[option.name]
+        notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        if tyro.conf.Positional in notes:
+            continue
+        name = f"{prefix}{option.name.replace('_', '-')}"
+        value = option.default if isinstance(kind, type) else getattr(kind, option.name)
+        inner = value if dataclasses.is_dataclass(value) else get_args(hint)[0] if notes else hint
+        if dataclasses.is_dataclass(inner) and not hasattr(inner, "from_json"):
+            yield from option_names(inner, f"{name}.")
+        else:
+            yield f"--{name}"
+            if hint is bool:
+                yield f"--{prefix}no-{option.name.replace('_', '-')}"
 
 
 def of_recipes():

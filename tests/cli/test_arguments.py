@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pandas as pd
 import pytest
 
-from meshrec.cli.arguments import UsageError, Words, option_names, parse
+from meshrec.cli.arguments import Words, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def test_frames_are_no_options():
     frame = pd.DataFrame({"a": [1]})
     kind = make_dataclass("Data", [("train", Any, field(default_factory=lambda: frame)), ("seed", int, 0)])
     assert parse(kind, ["--seed", "3"], program="meshrec do").train is frame
-    with pytest.raises(UsageError, match="an option cannot hold such a value"):
+    with pytest.raises(SystemExit):
         parse(kind, ["--train", "x.parquet"], program="meshrec do")
 
 
@@ -66,42 +66,32 @@ class Nested:
     words: Words = ()
 
 
-MORE = "`meshrec do --help` lists its options."
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "parts"),
     [
-        (["--rate", "x"], "--rate x: give a number, such as 0.01."),
-        (["--options.ranks", "x"], "--options.ranks x: give a whole number, such as 4."),
-        (["--options.pair", "x"], f"do: --options.pair needs a value: PATH PATH. {MORE}"),
-        (["--options.kind", "c"], "--options.kind c: take one of a, b, none."),
-        (["--rat", "1"], f"do: there is no option --rat. Did you mean --rate? {MORE}"),
-        (["--ranks", "1"], f"do: there is no option --ranks. Did you mean --options.ranks? {MORE}"),
-        (["--rankz=1"], f"do: there is no option --rankz. Did you mean --options.ranks? {MORE}"),
-        (
-            ["--options.no-quik"],
-            f"do: there is no option --options.no-quik. Did you mean --options.no-quick? {MORE}",
-        ),
-        (["--zzz"], f"do: there is no option --zzz. {MORE}"),
-        (["zzz"], f"do: 'zzz' is one argument too many. {MORE}"),
+        (["--rate", "x"], ["--rate", "'x'"]),
+        (["--options.ranks", "x"], ["--options.ranks", "'x'"]),
+        (["--options.pair", "x"], ["--options.pair"]),
+        (["--options.kind", "c"], ["--options.kind", "'c'", "'none'"]),
+        (["--rat", "1"], ["--rat", "--rate FLOAT"]),
+        (["--ranks", "1"], ["--options.ranks"]),
+        (["--rankz=1"], ["--rankz"]),
+        (["--words"], ["--words"]),
+        (["--zzz"], ["--zzz", "meshrec do --help"]),
+        (["zzz"], ["zzz"]),
     ],
 )
-def test_mistakes_are_one_line_with_the_remedy(arguments, message):
-    with pytest.raises(UsageError) as told:
+def test_a_mistake_is_named_with_the_nearest_option(arguments, parts, capsys):
+    with pytest.raises(SystemExit) as ended:
         parse(Nested, arguments, program="meshrec do")
-    assert str(told.value) == message
+    assert ended.value.code == 2
+    output, errors = capsys.readouterr()
+    assert not output
+    assert [part for part in parts if part not in errors] == []
 
 
 def test_negative_numbers_are_values():
     assert parse(Nested, ["--rate", "-1e-3"], program="meshrec do").rate == -1e-3
-
-
-def test_all_options_are_known():
-    assert list(option_names(Nested)) == [
-        "--options.ranks", "--options.patience", "--options.kind", "--options.pair",
-        "--options.quick", "--options.no-quick", "--rate", "--words",
-    ]  # fmt: skip
 
 
 def test_an_empty_default_has_a_name(capsys):

@@ -5,11 +5,11 @@ from meshrec.planner import get_profile
 
 
 def test_mistakes_are_named_before_the_measuring(tmp_path):
-    with pytest.raises(ValueError, match="--device tpu: take cpu or cuda"):
+    with pytest.raises(ValueError, match="--device"):
         run(CalibrateOptions(device="tpu"))
-    with pytest.raises(ValueError, match="local_world_size is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"local_world_size.*0.*1"):
         run(CalibrateOptions(ranks_per_node=0))
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="folder"):
         run(CalibrateOptions(out=tmp_path / "nowhere" / "hardware.json"))
 
 

@@ -39,9 +39,9 @@ def test_hashed_values_have_rows_alone_and_vectors_can_be_plain(run, tmp_path):
 
 
 def test_what_cannot_be_written(run, tmp_path):
-    with pytest.raises(ValueError, match="has no feature 'price' with a table"):
+    with pytest.raises(ValueError, match="'price'"):
         embed.main([str(run.path), "--feature", "price", "--out", str(tmp_path / "p.npy")])
-    with pytest.raises(ValueError, match="ends in "):
+    with pytest.raises(ValueError, match="ends"):
         embed.main([str(run.path), "--feature", "user", "--out", str(tmp_path / "p.txt")])
 
 

@@ -23,7 +23,7 @@ def test_models_stand_side_by_side(tmp_path, capsys):
 def test_models_that_are_not_there_are_named(tmp_path):
     pq.write_table(ratings(300), tmp_path / "ratings.parquet")
     arguments = [str(tmp_path / "ratings.parquet"), "--label", "stars", "--out", str(tmp_path / "a.html")]
-    with pytest.raises(ValueError, match="no model 'bert'; take some of wide_deep, dlrm"):
+    with pytest.raises(ValueError, match=r"'bert'.*wide_deep"):
         leaderboard.main([*arguments, "--models", "bert"])
-    with pytest.raises(ValueError, match="--epochs is 0"):
+    with pytest.raises(ValueError, match=r"--epochs.*0"):
         leaderboard.main([*arguments, "--epochs", "0"])

@@ -68,8 +68,8 @@ def test_data_without_labels_is_scored(run, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.drop_columns(["user"]), "there is no column 'user' among"),
-        (lambda table: table.set_column(0, "age", pa.array(["x"] * 50)), "column 'age' holds text"),
+        (lambda table: table.drop_columns(["user"]), "'user'"),
+        (lambda table: table.set_column(0, "age", pa.array(["x"] * 50)), "'age'"),
     ],
 )
 def test_data_of_another_schema_is_refused(run, tmp_path, change, message):
@@ -88,11 +88,11 @@ def test_every_rank_refuses_data_that_is_not_there(run, tmp_path, capfd):
 
 def test_what_cannot_be_written_is_told_before_the_work(run, tmp_path):
     data = ["--data", str(run.parent / "test.parquet")]
-    with pytest.raises(ValueError, match="scores are written as"):
+    with pytest.raises(ValueError, match="written"):
         predict.main([str(run), *data, "--out", str(tmp_path / "s.txt")])
-    with pytest.raises(ValueError, match="CSV has no lists"):
+    with pytest.raises(ValueError, match="CSV"):
         predict.main([str(run), *data, "--out", str(tmp_path / "s.csv")])
-    with pytest.raises(ValueError, match="column 'nobody' cannot be read"):
+    with pytest.raises(ValueError, match="'nobody'"):
         predict.main([str(run), *data, "--out", str(tmp_path / "s.csv"), "--keep", "nobody"])
 
 
@@ -102,7 +102,7 @@ def test_damaged_rows_are_skipped_where_asked(run, tmp_path):
     data = tmp_path / "damaged.parquet"
     pq.write_table(table.set_column(table.column_names.index("user"), "user", users), data)
     args = [str(run), "--data", str(data), "--out", str(tmp_path / "s.parquet")]
-    with pytest.raises(ValueError, match=r"--on-error skip of `meshrec evaluate` and `meshrec predict`"):
+    with pytest.raises(ValueError, match=r"--on-error.*`meshrec evaluate`.*`meshrec predict`"):
         predict.main(args)
     assert predict.main([*args, "--on-error", "skip"]) == 0
     scores = pq.read_table(tmp_path / "s.parquet")["score"].to_pylist()
@@ -122,7 +122,7 @@ def test_a_file_of_scores_is_replaced_only_with_force(run, tmp_path):
     out = tmp_path / "s.parquet"
     scores_of_data = [str(run), "--data", str(run.parent / "test.parquet"), "--out", str(out)]
     out.write_text("mine")
-    with pytest.raises(ValueError, match=r"is there already; name another --out, or replace it: --force"):
+    with pytest.raises(ValueError, match=r"--out.*--force"):
         predict.main(scores_of_data)
     assert out.read_text() == "mine"
     assert predict.main([*scores_of_data, "--force"]) == 0

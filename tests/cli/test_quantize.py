@@ -21,7 +21,7 @@ def test_a_run_within_a_budget(runs, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "budget 5.0000%" in told
     assert "<table>" in (out / "report.html").read_text()
-    with pytest.raises(ValueError, match=r"small exists\. Name another folder"):
+    with pytest.raises(ValueError, match="another"):
         quantize.main(["r", "--runs", str(runs), "--out", str(out)])
 
 
@@ -42,5 +42,5 @@ def test_a_run_in_one_precision(runs, tmp_path, capsys):
 
 
 def test_wrong_budgets(runs, tmp_path):
-    with pytest.raises(ValueError, match="--max-loss is 'little'; give a fraction"):
+    with pytest.raises(ValueError, match=r"--max-loss.*'little'"):
         quantize.main(["r", "--runs", str(runs), "--out", str(tmp_path / "o"), "--max-loss", "little"])

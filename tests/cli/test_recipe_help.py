@@ -4,7 +4,7 @@ from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.train import TrainOptions
 from meshrec.train.recipes import RECIPES, resolve
 
-SCREEN = 48
+SCREEN = 52
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

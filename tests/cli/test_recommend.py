@@ -137,17 +137,17 @@ def test_some_users_and_their_seen_items(log, runs, capsys):
     assert fewer.num_rows == 180 - 2 * LENGTH
     pq.write_table(pa.table({"visitor": [1]}), runs / "wrong.parquet")
     pq.write_table(pa.table({"who": ["v7"]}), runs / "nameless.parquet")
-    with pytest.raises(ValueError, match="column 'visitor' holds int64, and the log's string"):
+    with pytest.raises(ValueError, match="'visitor'"):
         recommended(runs, "--users", str(runs / "wrong.parquet"))
-    with pytest.raises(ValueError, match="has no users in a column 'visitor'"):
+    with pytest.raises(ValueError, match="'visitor'"):
         recommended(runs, "--users", str(runs / "nameless.parquet"))
     pq.write_table(pa.table({"visitor": ["v7", None]}), runs / "missing.parquet")
-    with pytest.raises(ValueError, match=r"'visitor' has no user in row 1. Leave out rows without one"):
+    with pytest.raises(ValueError, match=r"'visitor'.*row 1"):
         recommended(runs, "--users", str(runs / "missing.parquet"))
     pq.write_table(pa.table({"visitor": ["v7", "v3", "v7"]}), runs / "repeated.parquet")
     found = recommended(runs, "--users", str(runs / "repeated.parquet"), "-k", "2")
     assert found["visitor"].to_pylist() == ["v7", "v7", "v3", "v3"]
-    with pytest.raises(ValueError, match="-k is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"k.*0.*1"):
         recommended(runs, "-k", "0")
 
 
@@ -193,6 +193,107 @@ def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch, key
             client.close()
 
 
+@pytest.mark.parametrize("exclude_seen", [True, False])
+def test_command_and_server_agree_on_seen_items(log, runs, monkeypatch, exclude_seen):
+    open_with(monkeypatch, Predictor, check_package)
+    name = f"exclude_seen_{exclude_seen}"
+    recipe = (runs / "recipe.py").read_text()
+    recipe = recipe.replace("columns=COLUMNS", f"columns=COLUMNS, exclude_seen={exclude_seen}")
+    if not exclude_seen:  # then history items can have additions to their scores, also with kept histories
+        recipe = recipe.replace("temperature=0.05", "temperature=0.05, repeats=True")
+    (runs / f"{name}.py").write_text(recipe)
+    options = ["--runs", str(runs), "--name", name, "--quiet", "--training.max-steps", "2"]
+    assert train([f"{runs}/{name}.py:recipe", *options]) == 0
+    rows = log[1].filter(pc.equal(log[1]["visitor"], "v7")).sort_by("seen at")
+    had = rows["sku"].to_pylist()
+    moments = pc.strptime(rows["seen at"], format="%Y-%m-%d %H:%M:%S", unit="s")
+    given = {"history": had, "times": pc.cast(moments, pa.int64()).to_pylist()}
+    num_new = len({*log[1]["sku"].to_pylist()} - {*had})
+    with torchs_own_warnings():
+        package = export_run(RunFolder(runs / name), runs / f"{name} package", compile=False)
+        with running({"next": package}, keep_histories=1 << 20) as server:
+            client = Client(server.url)
+            for flags, query, is_new in (
+                ([], "", exclude_seen),
+                (["--keep-seen"], "&keep_seen=1", False),
+                (["--new-only"], "&keep_seen=0", True),
+            ):
+                table = recommended(runs, "-k", "60", *flags, run=name)
+                table = table.filter(pc.equal(table["visitor"], "v7"))
+                items, scores = table["item"].to_pylist(), table["score"].to_pylist()
+                assert len(items) == (num_new if is_new else 60)
+                assert bool({*items} & {*had}) != is_new
+                for more in ({}, {"seen": None}, {"seen": [items[0]]}):
+                    status, _, said = client("POST", f"/recommend?k=60{query}", {**given, **more})
+                    assert status == 200, said
+                    first = int(is_new and bool(more.get("seen")))
+                    assert said["items"][0] == items[first:]
+                    assert said["scores"][0] == pytest.approx(scores[first:], rel=1e-3, abs=1e-4)
+            schema = client("GET", "/openapi.json")[2]["paths"]["/embed/next"]["post"]["requestBody"]
+            (single, *_) = schema["content"]["application/json"]["schema"]["oneOf"]
+            assert single["required"] == ["history", "times"]
+            client.close()
+
+
+def draw_repeats(rng):
+    """Draw a log in which six of ten rows repeat an item of the user, recent ones more often."""
+    rows = []
+    for user in range(200):
+        had = []
+        for place in range(rng.integers(10, 25)):
+            item = 50 * (user % 4) + int(rng.integers(50))
+            if had and rng.random() < 0.6:
+                weights = np.exp2(-np.arange(len(had))[::-1] / 10)
+                item = int(rng.choice(had, p=weights / weights.sum()))
+            had.append(item)
+            rows.append((f"v{user}", f"s{item}", 1_700_000_000 + 60 * place))
+    return pa.table(dict(zip(("visitor", "sku", "seen at"), zip(*rows, strict=True), strict=True)))
+
+
+def test_repeats_are_proposed_and_learned_as_well_as_by_the_baselines(tmp_path, capsys):
+    pq.write_table(draw_repeats(np.random.default_rng(0)), tmp_path / "log.parquet")
+    assert inspect([str(tmp_path / "log.parquet"), *COLUMNS, "--out", str(tmp_path / "recipe.py")]) == 0
+    assert "repeats" in capsys.readouterr().out
+    options = ["--runs", str(tmp_path), "--name", "r", "--quiet", "--training.epochs", "30", "--baselines"]
+    assert train([f"{tmp_path}/recipe.py:recipe", *options]) == 0
+    summary = RunFolder(tmp_path / "r").read_json("summary.json")
+    of_baselines = {name: metrics["ndcg@10"] for name, metrics in summary["baselines_test"].items()}
+    best = max(of_baselines, key=of_baselines.get)
+    assert best.startswith("own ")
+    # 200 users: the 95 % interval of a difference is a few hundredths wide.
+    assert summary["test"]["ndcg@10"] >= of_baselines[best] - 0.03, of_baselines
+
+
+@pytest.mark.parametrize("keys", ["", ", hashed=500"])
+def test_new_users_get_the_items_of_training_after_the_log_has_grown(log, runs, keys):
+    path = runs / "growing.csv"
+    csv.write_csv(log[1], path)
+    name = f"growing{keys.removeprefix(', ')}"
+    recipe = (runs / "recipe.py").read_text().replace("HSTUConfig", "SASRecConfig")
+    recipe = recipe.replace("log.csv", "growing.csv").replace("columns=COLUMNS", f"columns=COLUMNS{keys}")
+    (runs / f"{name}.py").write_text(recipe)
+    options = ["--runs", str(runs), "--name", name, "--quiet", "--training.max-steps", "2"]
+    assert train([f"{runs}/{name}.py:recipe", *options]) == 0
+    pq.write_table(pa.table({"visitor": ["nobody"]}), runs / "nobody.parquet")
+    before = recommended(runs, "--users", str(runs / "nobody.parquet"), "-k", "60", run=name)
+    worst = before["item"].to_pylist()[-1]
+    fans = pa.table(
+        {
+            "sku": [worst] * 600,
+            "visitor": [f"fan {row // 6}" for row in range(600)],
+            "seen at": [f"2030-01-01 00:00:{row % 6:02d}" for row in range(600)],
+        }
+    )
+    csv.write_csv(pa.concat_tables([log[1], fans]), path)
+    after = recommended(runs, "--users", str(runs / "nobody.parquet"), "-k", "60", run=name)
+    assert after.equals(before)
+    with torchs_own_warnings():
+        items = Predictor(export_run(RunFolder(runs / name), runs / f"{name} package", compile=False)).items
+    order = np.argsort(-items.new_user_scores_I)
+    assert items.new_user_scores_I[order].tolist() == before["score"].to_pylist()
+    assert items.new_user_scores_I[items.values.to_pylist().index(worst)] == min(before["score"].to_pylist())
+
+
 def test_histories_that_are_kept_change_no_recommendation(log, runs, monkeypatch):
     open_with(monkeypatch, Predictor, check_package)
     expected = recommended(runs, "-k", "5")
@@ -236,10 +337,10 @@ def test_quantised_items_with_hashed_keys_make_no_package(runs):
     options = ["--runs", str(runs), "--name", "h", "--quiet", "--training.max-steps", "2"]
     assert train([f"{runs}/hashed.py:recipe", *options]) == 0
     assert quantize(["h", "--runs", str(runs), "--out", str(runs / "codes")]) == 0
-    with pytest.raises(ValueError, match=r"hashed keys for its items.*Export the run without --quantised"):
+    with pytest.raises(ValueError, match="--quantised"):
         export_run(RunFolder(runs / "h"), runs / "no package", quantised=runs / "codes")
 
 
 def test_features_of_items_need_a_model_that_reads_them(log, tmp_path):
-    with pytest.raises(ValueError, match=r"hstu reads items only. Add --model two_tower or a --label"):
+    with pytest.raises(ValueError, match=r"--model.*two_tower.*--label"):
         inspect([str(log[2]), *COLUMNS, "--item-features", "sku", "--out", str(tmp_path / "recipe.py")])

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from meshrec.cli.__main__ import main
-from meshrec.cli.train import recipe_at, table_optimizer
+from meshrec.cli.train import _Command, _job, parse, table_optimizer
 from meshrec.optim.optimizers import SGD, SPECS
+from meshrec.train import resolve
+from meshrec.train.run_folder import CONFIG, RunFolder
 from tests.hostile.sockets import beyond_loopback, watched
 
 SMALL = "tests/train/small.py:small"
@@ -202,30 +204,14 @@ def test_every_fused_optimizer_can_be_chosen(spec):
     assert table_optimizer(spec.__name__, SGD(lr=0.3)) == spec(lr=0.3)
 
 
-@pytest.mark.parametrize(
-    ("words", "at"),
-    [
-        (["--nproc", "2", "mine.py:f", "--quiet"], 2),
-        (["--quiet", "movielens_dlrm"], 1),
-        (["--nproc=2", "--training.epochs", "3", "a.b:f"], 3),
-        (["--training.bf16", "movielens_dlrm", "--name", "x"], 1),
-        (["--placement.sharding-types", "row_wise", "table_wise", "movielens_dlrm"], 3),
-        (["--name", "movielens_dlrm", "--resume"], None),
-        (["--help"], None),
-    ],
-)
-def test_the_recipe_is_found_wherever_it_stands(words, at):
-    assert recipe_at(words) == at
-
-
-def test_options_stand_before_the_recipe_and_what_is_left_over_is_named(train, tmp_path):
+def test_an_argument_too_many_is_named(train, tmp_path):
     options = ["--runs", tmp_path, "--nproc", "1", "--training.max-steps", "2"]
-    code, _, errors = train(*options, SMALL)
-    assert code == 0, errors
-    assert summary(tmp_path / "small-001")["step"] == 2
-    code, _, errors = train(*options, SMALL, "leftover")
+    code, _, errors = train(SMALL, *options, "leftover")
     assert code == 2
     assert "leftover" in errors
+    code, _, errors = train(*options, SMALL)
+    assert code == 2
+    assert "RECIPE" in errors or "recipe" in errors
 
 
 def test_a_resumed_run_keeps_its_configuration(train, tmp_path):
@@ -280,3 +266,12 @@ def test_ctrl_c_in_the_first_seconds_leaves_no_traceback(tmp_path):
         assert "Traceback" not in output
         # On a busy machine it comes before Python has taken the signal over; to a shell both are 130.
         assert process.returncode in (128 + signal.SIGINT, -signal.SIGINT)
+
+
+def test_a_resumed_run_keeps_its_baselines(tmp_path):
+    folder, recipe = RunFolder(tmp_path), resolve("synthetic_clicks")
+    folder.write_json(CONFIG, {"baselines": True})
+    options, _ = parse("synthetic_clicks", [], recipe)
+    for resumed, expected in ((folder, True), (None, False)):
+        job = _job(_Command("synthetic_clicks", recipe, [], resumed), options, recipe)
+        assert job.baselines is expected

@@ -58,15 +58,23 @@ def test_spaces_are_read():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--space", "tables.lr"], "write it as"),
-        (["--space", "tables.magic=1..2"], "has no option 'tables.magic'"),
-        (["--space", "tables.lr=2..1"], "LOW must be below HIGH"),
-        (["--space", "tables.lr=0..1:log"], "LOW must be below HIGH, and above 0"),
-        (["--space", "tables.lr=a..b"], "a range is LOW..HIGH"),
-        (["--trials", "0"], "nothing would be done"),
-        (["--trials", "0", "--seeds", "1"], "a deviation needs at least 2"),
+        (["--space", "tables.lr"], "write"),
+        (["--space", "tables.magic=1..2"], "'tables.magic'"),
+        (["--space", "tables.lr=2..1"], "LOW.*HIGH"),
+        (["--space", "tables.lr=0..1:log"], "LOW.*HIGH.*above 0"),
+        (["--space", "tables.lr=a..b"], "LOW.*HIGH"),
+        (["--trials", "0"], "nothing"),
+        (["--trials", "0", "--seeds", "1"], "deviation.*2"),
     ],
 )
 def test_what_cannot_be_searched(tmp_path, more, message):
     with pytest.raises(ValueError, match=message):
         tune.main([RECIPE, "--runs", str(tmp_path), *more])
+
+
+def test_a_storage_that_is_no_study_is_named_and_stays(tmp_path):
+    storage = tmp_path / "notes.db"
+    storage.write_text("notes, and not a study")
+    with pytest.raises(ValueError, match=f"{storage}.*not a database"):
+        tune.main([RECIPE, "--runs", str(tmp_path), "--trials", "1", "--storage", str(storage)])
+    assert storage.read_text() == "notes, and not a study"

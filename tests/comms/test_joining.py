@@ -63,13 +63,13 @@ def test_one_machine_is_told_by_the_launcher(environment, values, expected):
 
 def test_an_address_that_nobody_knows(environment):
     environment(WORLD_SIZE="2", MASTER_ADDR="no such host", MASTER_PORT="1")
-    with pytest.raises(ValueError, match=r"MASTER_ADDR is 'no such host', which this rank cannot find"):
+    with pytest.raises(ValueError, match=r"MASTER_ADDR.*'no such host'"):
         is_one_machine()
 
 
 def test_a_store_that_must_listen_everywhere_is_told(caplog):
     with caplog.at_level(logging.WARNING):
-        assert joining._listening("192.0.2.1", 0) is None  # kept for documentation: no machine has it
+        assert joining._listen("192.0.2.1", 0) is None  # kept for documentation: no machine has it
     assert "rank 0 cannot listen at MASTER_ADDR 192.0.2.1 alone (192.0.2.1: " in caplog.text
 
 
@@ -114,4 +114,5 @@ def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path, kind):
     ]
     outputs = [each.communicate(timeout=240) for each in ranks]
     host = "None" if kind == "our launcher" else "rank 0"
-    assert [output for output, _ in outputs] == [f"2 {host} lo\n"] * 2, outputs
+    # Gloo itself speaks on stdout with torch 2.10.
+    assert [output.splitlines()[-1:] for output, _ in outputs] == [[f"2 {host} lo"]] * 2, outputs

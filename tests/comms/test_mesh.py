@@ -19,11 +19,11 @@ def test_single_process_has_one_rank_on_every_axis():
         (
             ("dp", "tp"),
             (2, 2),
-            r"axes \('dp', 'tp'\) and shape .*=\('replicate', 'shard'\) or",
+            "'dp'.*'tp'.*'replicate'.*'shard'",
         ),
-        (None, (4,), r"whose axes have no names .*\(4,\), \.\.\.\) and mesh_dim_names=\('shard',\) or"),
-        (None, (1, 1, 1, 1), r"init_device_mesh\('cpu', \(\.\.\.\), \.\.\.\) and mesh_dim_names="),
-        (("replicate", "stage"), (2, 2), "is for stages: pass it to meshrec.pipeline.stages.StagedOverRanks"),
+        (None, (4,), "4.*mesh_dim_names.*'shard'"),
+        (None, (1, 1, 1, 1), "init_device_mesh.*'cpu'.*mesh_dim_names"),
+        (("replicate", "stage"), (2, 2), "meshrec.stages.StagedOverRanks"),
     ],
 )
 def test_wrong_axes_say_what_would_work(names, shape, message):

@@ -121,18 +121,19 @@ def test_tables_have_formats_of_their_own():
     assert [str(wires.of(name)) for name in ("x", "a.b", "c")] == ["int8/bf16", "fp32", "int4/int8"]
     assert CommsPrecision.of(wires).wires == wires
     assert (
-        str(TableWires.of_each({name: wires.of(name) for name in ("x", "y", "c")})) == "int8/bf16,c:int4/int8"
+        str(TableWires.from_tables({name: wires.of(name) for name in ("x", "y", "c")}))
+        == "int8/bf16,c:int4/int8"
     )
     for wrong in ("int8,", "int8,a", "int8,a:fp32,a:fp16", "int8,:fp32"):
-        with pytest.raises(ValueError, match="give TABLE:FORMATS for each exception once"):
+        with pytest.raises(ValueError, match="TABLE:FORMATS"):
             TableWires.parse(wrong)
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("int4", "int4 is for embeddings only; gradients travel as"),
-        ("int8+feedback", "feedback is for gradients"),
+        ("int4", "int4"),
+        ("int8+feedback", "gradients"),
     ],
 )
 def test_formats_for_the_other_direction_are_told(text, match):
@@ -144,11 +145,11 @@ def test_formats_for_the_other_direction_are_told(text, match):
 
 @pytest.mark.parametrize("given", ["fp8", torch.int8, torch.float64, None, 16])
 def test_unknown_formats_are_told(given):
-    with pytest.raises(ValueError, match=r"wire format .* is unknown. Embeddings .* fp32, fp16, bf16"):
+    with pytest.raises(ValueError, match=r"fp32.*fp16.*bf16"):
         wire_format(given)
 
 
 @pytest.mark.parametrize("text", ["", "fp16/", "fp16/bf16/fp32", "half", None])
 def test_unreadable_pairs_are_told(text):
-    with pytest.raises(ValueError, match="fp32, fp16, bf16"):
+    with pytest.raises(ValueError, match=r"fp32.*fp16.*bf16"):
         WireFormats.parse(text)

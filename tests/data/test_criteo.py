@@ -72,16 +72,16 @@ def test_parquet_has_the_same_samples(tmp_path):
     assert torch.equal(one.sparse.values(), two.sparse.values())
     assert torch.equal(one.dense, two.dense)
     assert torch.equal(one.labels, two.labels)
-    with pytest.raises(DataError, match="has Parquet and text files"):
+    with pytest.raises(DataError, match="Parquet"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (line(3, I4="many"), r"day_0: line 4, column 'I4': 'many' is not of type float"),
-        (line(3, label=""), r"day_0, column 'label': row 3 has no label"),
-        ("1\t2\n", r"day_0: line 4 has 2 fields, expected 40"),
+        (line(3, I4="many"), "day_0.*line 4.*'I4'.*'many'"),
+        (line(3, label=""), "day_0.*'label'.*row 3"),
+        ("1\t2\n", "day_0.*line 4.*2 fields.*40"),
     ],
 )
 def test_damaged_lines(tmp_path, bad, message):
@@ -103,12 +103,12 @@ def test_all_lines_damaged(tmp_path):
 
 
 def test_sizes_and_empty_files(tmp_path):
-    with pytest.raises(ValueError, match="num_embeddings must be one number or 26, got 2"):
+    with pytest.raises(ValueError, match=r"num_embeddings.*26.*2"):
         criteo_features([5, 5])
     sizes = [feature.num_embeddings for feature in criteo_features(np.arange(2, 28).tolist()).described()]
     assert sizes == list(range(2, 28))
     (tmp_path / "day_0").touch()
-    with pytest.raises(DataError, match="day_0 has no lines"):
+    with pytest.raises(DataError, match="day_0"):
         read(tmp_path)
-    with pytest.raises(DataError, match="none of 1 files has lines"):
+    with pytest.raises(DataError, match="1 files"):
         read(tmp_path, on_error="skip")

@@ -25,5 +25,5 @@ def test_features_of_one_table_have_one_size():
         Feature(name="a", num_embeddings=2, table="t"),
         Feature(name="b", num_embeddings=3, table="t"),
     ]
-    with pytest.raises(ValueError, match=r"table 't': its features \['a', 'b'\] have different .* \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"'t'.*\['a', 'b'\].*\[2, 3\]"):
         embedding_bag_configs(features, 4)

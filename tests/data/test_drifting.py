@@ -3,7 +3,7 @@ import pytest
 
 from meshrec.data import drifting_clicks
 from meshrec.data.drifting import Items
-from meshrec.tables.hashed_keys import LRU, Hashed
+from meshrec.tables.hashed.keys import LRU, Hashed
 
 SMALL = {"num_samples": 20_000, "num_test": 4096, "num_values": 50, "lifetime": 5000, "max_rows": 64}
 
@@ -44,7 +44,7 @@ def test_ids_become_rows_in_three_ways():
 
 
 def test_sizes_are_checked():
-    with pytest.raises(ValueError, match="max_rows must be at least 2"):
+    with pytest.raises(ValueError, match=r"max_rows.*2"):
         drifting_clicks(max_rows=1)
-    with pytest.raises(ValueError, match="lifetime must be at least 1"):
+    with pytest.raises(ValueError, match=r"lifetime.*1"):
         drifting_clicks(lifetime=0)

@@ -10,7 +10,7 @@ def test_raising_names_the_first_row():
     kept = np.array([True, False, True, True])
     with pytest.raises(
         DataError,
-        match=r"f: row 12 is bad \(2 rows of 4\)\. Repair the data, or leave such rows out: on_error=",
+        match=r"row 12.*2 rows.*4.*on_error",
     ):
         Faults("raise").check(kept, np.array([True, False, False, False]), "f: row {row} is bad", 10)
 
@@ -26,9 +26,9 @@ def test_skipping_counts_and_warns_once(caplog):
 
 
 def test_missing_packages_name_the_extra():
-    with pytest.raises(ModuleNotFoundError, match=r"needs no_such_package: pip install \"meshrec\[data\]\""):
+    with pytest.raises(ModuleNotFoundError, match=r"no_such_package.*\[data\]"):
         needs("no_such_package.part", "data")
-    with pytest.raises(ValueError, match="on_error must be 'raise' or 'skip', got 'warn'"):
+    with pytest.raises(ValueError, match=r"on_error.*'raise'.*'skip'.*'warn'"):
         Faults("warn")
 
 
@@ -38,3 +38,9 @@ def test_a_package_that_warns_as_it_is_imported_is_not_heard(tmp_path, monkeypat
     (tmp_path / "warns_of_itself.py").write_text("\n".join(["import warnings", *lines]))
     monkeypatch.syspath_prepend(tmp_path)
     assert needs("warns_of_itself", "train").__name__ == "warns_of_itself"
+
+
+def test_a_fault_of_every_row_does_not_advise_to_skip_them_all():
+    with pytest.raises(DataError, match="Every row") as caught:
+        Faults("raise").check(np.ones(3, np.bool_), np.zeros(3, np.bool_), "f: row {row} is bad")
+    assert "skip" not in str(caught.value)

@@ -16,6 +16,7 @@ def circle(**more) -> Interactions:
     values = {
         "name": "circle",
         "users": users,
+        "num_users": NUM_USERS,
         "items": (5 * users + place) % NUM_ITEMS + FIRST,
         "times": 100 * place + users,
         "rows": np.arange(len(users)),
@@ -126,9 +127,9 @@ def test_too_few_items_and_wrong_arguments():
     short = circle(
         users=np.array([0, 0, 1]), items=np.array([2, 3, 4]), times=np.arange(3), rows=np.arange(3)
     )
-    with pytest.raises(DataError, match="no user has three items, so that none can be left out"):
+    with pytest.raises(DataError, match="three"):
         next_items(short, history=5)
-    with pytest.raises(ValueError, match="history must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"history.*1.*0"):
         next_items(circle(), history=0)
-    with pytest.raises(ValueError, match=r"validation 0.0 and test 0.1 must lie above 0"):
+    with pytest.raises(ValueError, match=r"validation 0.0.*test 0.1.*above 0"):
         next_items(circle(), history=5, held_out="time", validation=0.0)

@@ -56,16 +56,14 @@ def test_a_folder_stands_for_its_tables(folder, store):
         path.unlink()
     names, text = expand_tables([f"{store}{folder}"])
     assert ([Path(str(each)).name for each in names], text) == (["part-0.csv.gz", "part-1.csv"], True)
-    with pytest.raises(DataError, match=r"notes.txt'\] are CSV and other files. Give files of one kind"):
+    with pytest.raises(DataError, match=r"notes.txt.*CSV"):
         expand_tables([f"{store}{folder}", f"{store}{folder}/notes.txt"])
 
 
 def test_what_cannot_be_reached(folder):
-    with pytest.raises(
-        DataError, match=r"file://.*/other stands for no file\. Name files, or a folder, which is searched"
-    ):
+    with pytest.raises(DataError, match="searched"):
         expand(f"file://{folder}/other", "*.parquet")
-    with pytest.raises(DataError, match=r"nowhere://bucket/x cannot be reached: .*Check the address"):
+    with pytest.raises(DataError, match="bucket/x"):
         expand("nowhere://bucket/x", "*.parquet")
-    with pytest.raises(DataError, match=r"Criteo's day files are read from this machine only. Copy it here"):
+    with pytest.raises(DataError, match="machine"):
         criteo(train=f"file://{folder}/notes.txt")

@@ -31,5 +31,5 @@ def test_random_streams_are_independent():
 
 
 def test_seeds_are_checked():
-    with pytest.raises(ValueError, match="seed must be an integer >= 0, got 'x'"):
+    with pytest.raises(ValueError, match=r"0.*'x'"):
         check_seed("x")

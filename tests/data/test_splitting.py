@@ -99,24 +99,53 @@ def test_labels_that_the_loss_cannot_take_name_file_row_and_value(folder):
     any_label = replace(SCHEMA, labels=(Label(column="y", kind="number"),))
     assert len(rows_of(parquet_reader(folder, schema=any_label))) == 600
     ids = {"user": Ranges(np.zeros(3, np.int64), np.arange(3), np.ones(3, np.int64))}
-    with pytest.raises(DataError, match=r"memory: row 1 has the label 5, outside \[0.0, 1.0\]"):
+    with pytest.raises(DataError, match=r"row 1.*label 5.*\[0.0, 1.0\]"):
         InMemoryReader(np.zeros((3, 0), np.float32), np.array([0, 5, 1], np.float32), ids, seed=0)
 
 
 def test_splits_that_cannot_be(folder):
-    with pytest.raises(ValueError, match=r"must be shares in \[0, 1\), together below 1"):
+    with pytest.raises(ValueError, match=r"\[0.*1.*below 1"):
         Split(validation=0.6, test=0.4)
-    with pytest.raises(ValueError, match=r"a split by hash got the column None: hash needs one"):
+    with pytest.raises(ValueError, match="column"):
         Split(by="hash")
-    with pytest.raises(ValueError, match=r"give it, or their files"):
+    with pytest.raises(ValueError, match="their"):
         parquet(train=folder, validation=folder, split=Split(), schema=SCHEMA)
-    with pytest.raises(DataError, match=r"has type string and 0 nulls: a split by time needs a number"):
+    with pytest.raises(DataError, match=r"column .* of a split by time: .*'n[0-9]+'"):
         parquet(train=folder, split=Split(column="name"), schema=SCHEMA)
-    with pytest.raises(DataError, match=r"has type double and 1 nulls: a split by time needs a number"):
+    with pytest.raises(DataError, match="1 nulls"):
         Split(column="x").parts(np.array([2]), lambda block: pa.array([1.0, np.nan]))
-    with pytest.raises(DataError, match=r"takes a column of single values, got list<item: int64>"):
+    with pytest.raises(DataError, match="int64"):
         Split(by="hash", column="x").parts(np.array([1]), lambda block: pa.array([[1]]))
-    with pytest.raises(DataError, match=r"column 'none' cannot be read"):
+    with pytest.raises(DataError, match="'none'"):
         parquet(train=folder, split=Split(by="hash", column="none"), schema=SCHEMA)
-    with pytest.raises(ValueError, match=r"leaves no rows for test: take a larger share"):
+    with pytest.raises(ValueError, match="leaves"):
         parquet(train=folder, split=Split(test=1e-9), schema=SCHEMA)
+
+
+def test_texts_and_decimals_order_rows_in_time():
+    days = ["2024-01-03", "2024-01-01", "2024-01-02 12:00", "2024-01-02"]
+    numbers = [3.0, 1.0, 2.5, 2.0]
+    split = Split(by="time", column="t", validation=0.25, test=0.25, time_format="%d.%m.%Y")
+    sizes = np.array([4])
+    (formatted,) = split.parts(
+        sizes, lambda _: pa.array(["03.01.2024", "01.01.2024", "01.02.2024", "02.01.2024"])
+    )
+    assert formatted.tolist() == [1, 0, 2, 0]
+    split = replace(split, time_format=None)
+    expected = split.parts(sizes, lambda _: pa.array(numbers))
+    for column in (
+        pa.array(days),
+        pa.array(days).dictionary_encode(),
+        pa.array(numbers).cast(pa.decimal128(10, 2)),
+        pa.array([30, 10, 25, 20]).cast(pa.decimal128(38, 0)),
+    ):
+        assert np.array_equal(split.parts(sizes, lambda _, column=column: column), expected)
+
+
+def test_splits_by_hash_take_uuids_and_one_zero():
+    split = Split(by="hash", column="u", validation=0.3, test=0.3)
+    (parts,) = split.parts(np.array([2]), lambda _: pa.array([0.0, -0.0]))
+    assert parts[0] == parts[1]
+    ids = [bytes([each] * 16) for each in range(40)]
+    (parts,) = split.parts(np.array([40]), lambda _: pa.array(ids))
+    assert len(set(parts.tolist())) == 3

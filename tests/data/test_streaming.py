@@ -83,15 +83,15 @@ def test_all_ranks_have_as_many_batches_and_the_last_may_be_dropped():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="batch_size must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"batch_size.*1.*0"):
         reader([5]).batches(0)
-    with pytest.raises(ValueError, match="got rank 2 of world_size 2"):
+    with pytest.raises(ValueError, match=r"rank 2.*world_size.*2"):
         reader([5]).batches(1, rank=2, world_size=2)
-    with pytest.raises(ValueError, match=r"Position\(epoch=0, sample=6\) is outside this data, which has 5"):
+    with pytest.raises(ValueError, match=r"epoch=0.*sample=6.*5"):
         reader([5]).batches(1, position=Position(0, 6))
-    with pytest.raises(ValueError, match="no samples to read"):
+    with pytest.raises(ValueError, match="samples"):
         reader([0])
-    with pytest.raises(ValueError, match="got window 0 and lanes 4"):
+    with pytest.raises(ValueError, match=r"window 0.*lanes 4"):
         reader([5], window=0)
-    with pytest.raises(ValueError, match="seed must be an integer >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"seed.*0.*-1"):
         reader([5], seed=-1)

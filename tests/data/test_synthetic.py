@@ -71,7 +71,7 @@ def test_without_validation_there_is_no_best_auc():
 
 
 def test_wrong_sizes():
-    with pytest.raises(ValueError, match=r"num_embeddings must be >= 1 for each of 2 features, got \[5\]"):
+    with pytest.raises(ValueError, match=r"num_embeddings.*1.*2 features.*\[5\]"):
         synthetic_clicks(num_features=2, num_embeddings=[5])
-    with pytest.raises(ValueError, match="got num_samples=0"):
+    with pytest.raises(ValueError, match="num_samples=0"):
         synthetic_clicks(num_samples=0)

@@ -4,6 +4,7 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
+from meshrec.distributed import build
 from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
 
 
@@ -119,5 +120,30 @@ def test_only_what_a_rank_owns_is_allocated(ranks):
 def test_a_plan_must_fit():
     plan = one_process_plan(collection())
     del plan["t1"]
-    with pytest.raises(ValueError, match="table 't1' is not in the plan"):
+    with pytest.raises(ValueError, match="'t1'"):
         md.EmbeddingBagCollectionSharder().shard(collection("meta"), plan, ENV)
+
+
+def allocate_with_one_failing_rank(error):
+    env, module = default_env(), collection()
+    plan = md.construct_module_sharding_plan(
+        module, {"t0": md.row_wise(), "t1": md.data_parallel()}, world_size=2
+    )
+
+    def fail(*_, **__):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        if env.world.rank == 1:
+            patch.setattr(build, "allocate", fail)
+        try:
+            md.EmbeddingBagCollectionSharder().shard(module, plan, env)
+        except Exception as caught:
+            return type(caught), str(caught)
+
+
+def test_an_error_of_one_ranks_allocation_is_the_same_on_all(ranks):
+    error = MemoryError("no room for t0")
+    assert (
+        ranks(2).run(allocate_with_one_failing_rank, error) == [(MemoryError, "rank 1: no room for t0")] * 2
+    )

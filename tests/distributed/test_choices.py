@@ -73,7 +73,7 @@ def test_the_sharders_optimizer_is_for_the_tables_that_are_named():
     assert [in_backward_spec(weight) for weight in sharded.parameters()] == [SGD(lr=0.5), Adam(lr=0.1)]
     sharded = shard(own_sharder(SGD(lr=0.5), tables=[]), collection())
     assert [in_backward_spec(weight) for weight in sharded.parameters()] == [None, None]
-    with pytest.raises(ValueError, match=r"optimizer is for a table 't2'; the module has \['t0', 't1'\]"):
+    with pytest.raises(ValueError, match=r"'t2'.*\['t0', 't1'\]"):
         shard(own_sharder(SGD(lr=0.5), tables=["t2"]), collection())
 
 
@@ -130,5 +130,5 @@ def test_ordinary_gradients_may_have_torchs_optimizer_after_sharding():
 
 def test_it_is_too_late_to_choose_for_a_sharded_table():
     module = shard(own_sharder(), collection())
-    with pytest.raises(ValueError, match=r"parameter 0 .* belongs to a sharded table, whose optimizer"):
+    with pytest.raises(ValueError, match="parameter 0"):
         apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.5})

@@ -1,7 +1,8 @@
 import torch
 
 from meshrec.distributed.gradient_exchange import ReplicaSizes, pack_routes, reduce_bytes
-from meshrec.distributed.input_dist import LookupIds
+from meshrec.distributed.lookup_batch import LookupIds
+from meshrec.ops import operators
 
 
 def test_bytes_of_a_sum():
@@ -29,7 +30,7 @@ def check_packed(bags, wide, weighted):
     sizes = ReplicaSizes(torch.zeros(1, 2, 4), torch.tensor(bags).view(shape), num_ids)
     header = sizes.headers_of(routes, (2 if wide else 1) + weighted)[0]
     message = pack_routes(ids, routes, header)
-    values, offsets, weights, segments = torch.ops.meshrec.unpack_ids(
+    values, offsets, weights, segments = operators.unpack_ids(
         message.words, message.header, [0, 1], 2, weighted, wide
     )
     kept = [0, 2, 3, 5]

@@ -1,14 +1,14 @@
 import torch
 
 from meshrec import distributed as md
-from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
+from meshrec.distributed.lookup_batch import LookupIds
 from meshrec.distributed.routing import RoutedTable, compile_plan
 from meshrec.ops import tbe
 from meshrec.plan.builders import WorldShape
-from meshrec.tables.holdings import Holdings, in_parameter
+from meshrec.tables.dense.rows import DenseRows
+from meshrec.tables.local_shards import LocalShards, parameter_shard
 from meshrec.tables.packing import Packing
-from meshrec.tables.storage import DenseRows
 
 
 def lookup_tables(sequence):
@@ -19,7 +19,7 @@ def lookup_tables(sequence):
     routing = compile_plan(tables, md.EmbeddingModuleShardingPlan(plan), num_ranks=1)
     weights = [torch.nn.Parameter(torch.rand(table.num_rows, table.dim)) for table in tables]
     packings = [Packing([rectangle], DenseRows(torch.float32)) for rectangle in routing.work[0].rectangles]
-    held = Holdings([in_parameter(*each, [[]], None) for each in zip(weights, packings, strict=True)])
+    held = LocalShards([parameter_shard(*each, [[]], None) for each in zip(weights, packings, strict=True)])
     return LookupTables(routing, routing.work[0], held, sequence=sequence), weights
 
 

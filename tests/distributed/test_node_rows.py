@@ -185,14 +185,14 @@ def refused():
     made = md.construct_module_sharding_plan(
         collection, {"t0": md.row_wise(), "t1": md.row_wise()}, world_size=2
     )
-    with pytest.raises(ValueError, match="needs a mesh with the axes"):
+    with pytest.raises(ValueError, match="needs"):
         md.EmbeddingBagCollectionSharder(across_nodes="rows").shard(collection, made)
     return True
 
 
 def test_rows_need_nodes(ranks):
     assert ranks(2).run(refused) == [True, True]
-    with pytest.raises(ValueError, match="across_nodes must be 'sums' or 'rows'"):
+    with pytest.raises(ValueError, match=r"across_nodes.*'sums'.*'rows'"):
         md.EmbeddingBagCollectionSharder(across_nodes="bags")
 
 

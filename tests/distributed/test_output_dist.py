@@ -8,7 +8,7 @@ from meshrec import (
 )
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
-from meshrec.distributed.input_dist import SourceIds
+from meshrec.distributed.lookup_batch import SourceIds
 from meshrec.distributed.output_dist import Codecs, Hop
 from meshrec.distributed.pieces import Span
 from meshrec.distributed.routing import RoutedTable, compile_plan

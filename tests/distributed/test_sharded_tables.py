@@ -7,6 +7,7 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTenso
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
 from meshrec.distributed import CollectiveError, row_stats
+from meshrec.distributed.lookup_batch import Stage
 from meshrec.optim import SGD, RowWiseAdagrad
 
 
@@ -29,10 +30,11 @@ def overlapped():
         KeyedJaggedTensor(["a"], torch.tensor([id, id + 5]), lengths=torch.tensor([1, 1])) for id in range(2)
     ]
     tables = sharded.tables
-    sizes = [tables.route(batch) for batch in batches]
-    sent = [tables.exchange(each) for each in sizes]
-    arrived = [tables.arrive(each) for each in sent]
-    results = [sharded.awaited(tables.look_up(each)) for each in arrived]
+    lookups = [tables.route(batch) for batch in batches]
+    for stage in (Stage.EXCHANGED, Stage.ARRIVED):
+        for lookup in lookups:
+            tables.advance(lookup, stage)
+    results = [sharded.awaited(lookup, tables.look_up(lookup)) for lookup in lookups]
     assert all("on its way" in repr(result) for result in results)
     expected = [module(batch).values() for batch in batches]
     return all(torch.equal(one.values(), other) for one, other in zip(results, expected, strict=True))

@@ -20,7 +20,7 @@ def test_fused_params(kind):
     assert kind({"optimizer": spec}).optimizer is spec
     assert kind({"optimizer": RowWiseAdagrad, "learning_rate": 0.02}).optimizer == spec
     assert kind({"optimizer": torch.optim.SGD, "lr": 0.5}).optimizer == SGD(lr=0.5)
-    with pytest.raises(ValueError, match=r"fused_params must name an optimizer, got \{'lr': 0.5\}"):
+    with pytest.raises(ValueError, match=r"fused_params.*'lr'.*0.5"):
         kind({"lr": 0.5})
 
 

@@ -142,9 +142,9 @@ def missing():
 @pytest.mark.parametrize(
     ("function", "match"),
     [
-        (wrong_size, r"the state dict has shape \[11, 8\], the table \[10, 8\]"),
-        (other_plan, "the state dict holds other rectangles"),
-        (missing, "Missing key"),
+        (wrong_size, r"state.*\[11, 8\].*\[10, 8\]"),
+        (other_plan, "rectangles"),
+        (missing, "Missing"),
     ],
 )
 def test_what_does_not_fit_is_an_error_on_all_ranks(ranks, function, match):

@@ -141,17 +141,17 @@ def test_an_init_fn_cannot_be_exported(tmp_path):
         init_fn=nn.init.ones_,
     )
     model = made.Lookups(meshrec.EmbeddingBagCollection([config]), None)
-    with pytest.raises(ValueError, match="table 'h' has an init_fn, which a package cannot contain"):
+    with pytest.raises(ValueError, match=r"'h'.*init_fn"):
         exported(model, tmp_path / "package")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda said: said.update(dim="4"), "the dim of"),
-        (lambda said: said.update(low=None), "the low of"),
-        (lambda said: said.update(high=float("inf")), "the high of"),
-        (lambda said: said.update(seed=-1), "the seed of"),
+        (lambda said: said.update(dim="4"), "dim"),
+        (lambda said: said.update(low=None), "low"),
+        (lambda said: said.update(high=float("inf")), "high"),
+        (lambda said: said.update(seed=-1), "seed"),
         (lambda said: said.pop("first_seed"), "lacks"),
         (lambda said: said.update(more=1), "unknown"),
     ],
@@ -170,7 +170,7 @@ def test_keys_in_the_form_of_an_earlier_release_are_refused(lookups, tmp_path):
     folder = exported(lookups[0], tmp_path / "package")
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace("h0.buckets", "h0.starts"))
-    with pytest.raises(PackageError, match=r"h0\.weight' are in the form of an earlier release\. Export"):
+    with pytest.raises(PackageError, match=r"h0\.weight"):
         Predictor(folder, verify=False)
 
 
@@ -182,5 +182,5 @@ def test_the_formulas_belong_to_the_program(lookups, tmp_path):
     for name in ("manifest.json", "digests.txt", "layout.txt"):
         (folder / name).unlink()
     finish(folder, {name: said for name, said in manifest.items() if name != "sha256"})
-    with pytest.raises(PackageError, match=r"does not say what exported\.pt2 was exported with"):
+    with pytest.raises(PackageError, match=r"exported\.pt2"):
         Predictor(folder)

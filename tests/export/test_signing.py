@@ -85,15 +85,15 @@ def test_every_file_is_signed(signed, keys):
 
 def test_what_is_not_signed_by_the_key_is_refused(signed, uncompiled, keys, tmp_path):
     _, other = write_key(tmp_path, "other")
-    with pytest.raises(PackageError, match="was not made by the private key"):
+    with pytest.raises(PackageError, match="private"):
         check_package(signed, public_key=other)
-    with pytest.raises(PackageError, match=r"is not signed.*Export the model with --sign"):
+    with pytest.raises(PackageError, match="--sign"):
         check_package(uncompiled, public_key=keys[1])
     (signed / "added.bin").write_bytes(b"")  # nothing uses it
     check_package(signed, public_key=keys[1])
     with (signed / "weights.bin").open("r+b") as file:
         file.truncate(1 << 42)  # reading it would take hours
-    with pytest.raises(PackageError, match=r"weights.bin is not the file that was signed"):
+    with pytest.raises(PackageError, match=r"weights.bin"):
         check_package(signed, public_key=keys[1])
 
 
@@ -102,11 +102,11 @@ def test_a_signature_of_other_files_is_refused(signed, keys, tmp_path):
     (tmp_path / "fewer" / "exported.pt2").unlink()
     sign_package(tmp_path / "fewer", read_private_key(keys[0]))
     shutil.copy(tmp_path / "fewer" / "signature.txt", signed)
-    with pytest.raises(PackageError, match=r"does not sign exported.pt2"):
+    with pytest.raises(PackageError, match=r"exported.pt2"):
         check_package(signed, public_key=keys[1])
     for end in (b"", b"ed25519 00\n", b"\xff" * 300):
         (signed / "signature.txt").write_bytes(end)
-        with pytest.raises(PackageError, match="was not made by the private key"):
+        with pytest.raises(PackageError, match="private"):
             check_package(signed, public_key=keys[1])
 
 
@@ -114,15 +114,15 @@ def test_bad_keys_are_named(uncompiled, tmp_path, keys):
     encrypted, _ = write_key(tmp_path, "encrypted", password=b"secret")
     other_kind, other_kind_public = write_key(tmp_path, "rsa", rsa.generate_private_key(65537, 2048))
     for path in (encrypted, keys[1], tmp_path / "missing"):
-        with pytest.raises(ValueError, match="is not a private key without a password"):
+        with pytest.raises(ValueError, match="password"):
             read_private_key(path)
     for path in (keys[0], tmp_path / "missing"):
-        with pytest.raises(ValueError, match="is not a public key"):
+        with pytest.raises(ValueError, match="public"):
             read_public_key(path)
     for read, path in ((read_private_key, other_kind), (read_public_key, other_kind_public)):
-        with pytest.raises(ValueError, match="of another kind than ed25519"):
+        with pytest.raises(ValueError, match="ed25519"):
             read(path)
-    with pytest.raises(ValueError, match="a signature is checked by reading every file"):
+    with pytest.raises(ValueError, match="signature"):
         check_package(uncompiled, verify=False, public_key=keys[1])
 
 
@@ -130,5 +130,5 @@ def test_a_missing_library_is_named(uncompiled, keys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     for name in [name for name in sys.modules if name.startswith("cryptography.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "meshrec\[sign\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r"\[sign\]"):
         check_package(uncompiled, public_key=keys[1])

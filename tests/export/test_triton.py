@@ -64,7 +64,7 @@ def test_the_configuration_names_every_tensor(uncompiled, tmp_path):
     assert ("input", "f 1.lengths", "INT32", "-1") in found
     assert found[-1] == ("output", "scores", "FP32", "-1")
     assert len(found) == 2 + 2 * len(FEATURES)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="exists"):
         write_triton(uncompiled, tmp_path, name="clicks")
-    with pytest.raises(PackageError, match="is not a package"):
+    with pytest.raises(PackageError, match="package"):
         write_triton(tmp_path, tmp_path, name="other")

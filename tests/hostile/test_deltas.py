@@ -13,11 +13,11 @@ from meshrec.checkpoint.delta_files import read_record
 from meshrec.durable import sealed, unsealed
 from meshrec.modules.served_table import INDEX
 from meshrec.ops import keyed
-from meshrec.ops.first_rows import uniform_rows
 from meshrec.ops.index import mix
-from meshrec.ops.keyed import FirstRows, FoundBy, buckets_of
+from meshrec.ops.initial_rows import uniform_rows
+from meshrec.ops.keyed import KeyIndex, UniformInit, buckets_of
 from meshrec.ops.tbe import LookupOptions, Lookups
-from meshrec.serve.fresh import Deltas, place
+from meshrec.serve.fresh import Deltas, apply_deltas
 from tests.hostile.damage import Tally, crafted, harm, number
 
 NUM_ROWS, DIM = 40, 4
@@ -46,7 +46,7 @@ def package_of_items():
 
 def read_items(weights):
     """What each of ``ITEMS`` reads."""
-    found_by = FoundBy(*(weights[f"items.{part}"] for part in INDEX), 7, FirstRows(3, -1.0, 1.0))
+    found_by = KeyIndex(*(weights[f"items.{part}"] for part in INDEX), 7, UniformInit(3, -1.0, 1.0))
     ids = torch.tensor(ITEMS)
     lookups = Lookups(ids, torch.arange(len(ids) + 1), None, None, 1, [0], [0], [0], False, [DIM])
     options = LookupOptions(len(ids), torch.float32, True, torch.empty(0, dtype=torch.uint8))
@@ -116,14 +116,14 @@ class Follower:
 def check(follower, mend, *, sealed_anew=False):
     """``sealed_anew``: a record may be accepted whose step or run is another; its weights are right, too."""
     deltas = follower.begin()
-    place(deltas)
+    apply_deltas(deltas)
     reached = deltas.freshness.delta or 0
     assert follower.holds(reached)
     assert reached == 3 or deltas.freshness.reason or is_unpublished(follower.folder, reached + 1)
     mend()
     if sealed_anew:
         deltas = follower.begin()  # the delta after a record that was accepted follows on the one before
-    place(deltas)
+    apply_deltas(deltas)
     assert deltas.freshness.delta == 3
     assert deltas.freshness.reason == ""
     assert follower.holds(3)
@@ -216,7 +216,7 @@ def test_crafted_tensors_of_deltas(follower):
 
     def refused():
         deltas = follower.begin()
-        place(deltas)
+        apply_deltas(deltas)
         assert deltas.freshness.delta == 2
         assert deltas.freshness.reason
         assert follower.holds(2)

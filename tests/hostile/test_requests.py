@@ -77,7 +77,7 @@ def test_bad_requests_are_refused_with_words(served):  # noqa: F811
     tally.finish()
 
 
-@pytest.mark.parametrize("change", [{"user": "\ud800"}, {"item": ["a", "\udfff"]}, {"\ud800": 1}])
+@pytest.mark.parametrize("change", [{"user": "\ud800"}, {"item": ["a", "\udfff"]}])
 def test_half_of_a_pair_of_surrogates_is_refused_with_words(served, change):  # noqa: F811
     """JSON has it, and UTF-8 does not."""
     server, _ = served

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrec.testing.namespaces import Host, hosts, send, why_not
+from tests.hosts.linux_hosts import Host, hosts, send, why_not
 
 __all__ = [
     "ROOT",

@@ -11,7 +11,7 @@ pytestmark = needs_hosts
 MAKES = """
 import os, sys
 from pathlib import Path
-from meshrec.testing.namespaces import hosts
+from tests.hosts.linux_hosts import hosts
 
 with hosts(1, Path(sys.argv[1])) as (host, _):
     host.popen(["sleep", "1000"])

@@ -1,3 +1,5 @@
+import math
+
 from meshrec.metrics.named import leading_metric, leading_text, metric_of, quality, shown, title_of
 
 
@@ -33,6 +35,11 @@ def test_the_metric_that_selects_weights_leads():
         -3.0,
         None,
     ]
+
+
+def test_nan_never_selects_weights():
+    assert quality({"loss": 0.5, "auc": math.nan}) == -math.inf
+    assert quality({"loss": math.nan, "rmse": math.nan}) == -math.inf
 
 
 def test_columns_of_results():

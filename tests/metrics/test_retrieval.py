@@ -1,68 +1,79 @@
+import math
+
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from meshrec.metrics import place_intervals, place_metrics
+from meshrec.metrics import rank_intervals, rank_metrics
 
 NUM_QUERIES, NUM_ITEMS, KS = 30, 50, (2, 5, 20)
 
 
 def queries(seed=0):
-    """Return scores, the relevant item of each query, its rank among all items, and losses."""
+    """Return the rank of the relevant item of each query among all items, and losses."""
     rng = np.random.default_rng(seed)
     scores, relevant = rng.random((NUM_QUERIES, NUM_ITEMS)), rng.integers(0, NUM_ITEMS, NUM_QUERIES)
     own = scores[np.arange(NUM_QUERIES), relevant]
     places = torch.from_numpy(1.0 + (scores > own[:, None]).sum(1))
-    return scores, relevant, places, torch.from_numpy(rng.random(NUM_QUERIES))
-
-
-def test_as_scikit_learn():
-    sk = pytest.importorskip("sklearn.metrics")
-    scores, relevant, places, losses = queries()
-    found = place_metrics(losses, places, ks=KS)
-    is_relevant = np.arange(NUM_ITEMS) == relevant[:, None]
-    for k in KS:
-        assert found[f"ndcg@{k}"] == pytest.approx(sk.ndcg_score(is_relevant, scores, k=k))
-        top = sk.top_k_accuracy_score(relevant, scores, k=k, labels=np.arange(NUM_ITEMS))
-        assert found[f"recall@{k}"] == pytest.approx(top)
-        assert found[f"mrr@{k}"] == pytest.approx(float(((places <= k) / places).mean()))
-    assert found["mrr"] == pytest.approx(sk.label_ranking_average_precision_score(is_relevant, scores))
-    assert found["loss"] == pytest.approx(float(losses.mean()))
+    return places, torch.from_numpy(rng.random(NUM_QUERIES))
 
 
 def test_queries_without_a_rank_count_for_the_loss_only():
-    _, _, places, losses = queries()
-    some = place_metrics(losses, torch.where(torch.arange(NUM_QUERIES) < 10, places, 0.0))
-    expected = place_metrics(losses[:10], places[:10])
+    places, losses = queries()
+    some = rank_metrics(losses, torch.where(torch.arange(NUM_QUERIES) < 10, places, 0.0))
+    expected = rank_metrics(losses[:10], places[:10])
     assert some == {**expected, "loss": pytest.approx(float(losses.mean()))}
-    assert place_metrics(losses, torch.zeros(NUM_QUERIES)).keys() == {"loss"}
-    assert place_metrics(losses[:0], places[:0]) == {}
-
-
-def of_rank():
-    _, _, places, losses = queries(dist.get_rank())
-    return place_metrics(losses, places, ks=KS), place_metrics(losses, places, ks=KS, gather=False)
-
-
-def test_all_ranks_count(ranks):
-    parts = [queries(seed)[2:] for seed in (0, 1)]
-    whole = place_metrics(*(torch.cat([part[i] for part in parts]) for i in (1, 0)), ks=KS)
-    for (found, own), (places, losses) in zip(ranks(2).run(of_rank), parts, strict=True):
-        assert found == pytest.approx(whole)
-        assert own == pytest.approx(place_metrics(losses, places, ks=KS))
+    assert rank_metrics(losses, torch.zeros(NUM_QUERIES)).keys() == {"loss"}
+    assert rank_metrics(losses[:0], places[:0]) == {}
 
 
 def test_intervals_hold_the_metric_and_shrink_with_the_number_of_queries():
-    _, _, places, losses = queries()
+    places, losses = queries()
     widths = []
     for copies in (1, 16):
-        many = place_intervals(losses.repeat(copies), places.repeat(copies), ks=KS)
-        for name, value in place_metrics(losses, places, ks=KS).items():
+        many = rank_intervals(losses.repeat(copies), places.repeat(copies), ks=KS)
+        for name, value in rank_metrics(losses, places, ks=KS).items():
             assert many[name].low <= value <= many[name].high
         widths.append(many["mrr"].high - many["mrr"].low)
     assert widths[1] < widths[0] / 2
-    with pytest.raises(ValueError, match="num must be at least 2 and confidence in"):
-        place_intervals(losses, places, num=1)
-    with pytest.raises(ValueError, match="intervals need queries that are all ranked"):
-        place_intervals(losses, places * 0)
+    with pytest.raises(ValueError, match=r"num.*2"):
+        rank_intervals(losses, places, num=1)
+    unranked = rank_intervals(losses, places * (torch.arange(NUM_QUERIES) < 10), ks=KS)
+    assert unranked.keys() == many.keys()
+    assert rank_intervals(losses, places * 0).keys() == {"loss"}
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_few_queries_have_finite_intervals(num):
+    places, weights = torch.arange(1.0, 6.0), torch.tensor([1.0] * num + [0.0] * (5 - num))
+    low, high = rank_intervals(torch.zeros(5), places, weights)["mrr"]
+    assert 1 / num <= low <= high <= 1
+    assert rank_intervals(torch.zeros(5), places, torch.zeros(5)) == {}
+
+
+def test_nan_losses_and_ranks_leave_metrics_undefined():
+    for losses, places in (([math.nan, 1.0], [1.0, 2.0]), ([1.0, 1.0], [1.0, math.nan])):
+        metrics = rank_metrics(torch.tensor(losses), torch.tensor(places))
+        assert metrics.keys() == {"loss", "recall@10", "ndcg@10", "mrr@10", "mrr"}
+        assert all(math.isnan(value) for value in metrics.values())
+        assert rank_intervals(torch.tensor(losses), torch.tensor(places)) == {}
+    with pytest.raises(ValueError, match=r"ranks\[0\].*-1"):
+        rank_metrics(torch.ones(1), torch.tensor([-1.0]))
+    assert rank_metrics(torch.ones(1), torch.tensor([math.inf]))["recall@10"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("place", "ties"), [(1.0, 1.0), (2.0, 3.0), (3.0, -1.0), (3.0, math.nan), (math.inf, 2.0)]
+)
+def test_ties_that_no_ranking_has_are_refused(place, ties):
+    losses, places = torch.ones(2), torch.tensor([2.0, place])
+    with pytest.raises(ValueError, match=rf"ties\[1\] is {ties}"):
+        rank_metrics(losses, places, None, torch.tensor([2.0, ties]))
+    weights = torch.tensor([1.0, 0.0])
+    mrr = rank_metrics(losses, places, weights, torch.tensor([2.0, ties]))["mrr"]
+    assert mrr == pytest.approx((1 + 1 / 2 + 1 / 3) / 3, abs=1e-15)
+
+
+def test_cutoffs_below_1_are_refused():
+    with pytest.raises(ValueError, match="got 0"):
+        rank_metrics(torch.ones(1), torch.ones(1), ks=(1, 0))

@@ -14,5 +14,5 @@ def test_windows_begin_anew_and_lifetimes_go_on():
     other.window[1] += 5
     other.load_state_dict(sums.state_dict())
     assert other.take().lifetime.tolist() == [2.0, 0.0]
-    with pytest.raises(ValueError, match="saved metrics have 2 sums, these have 3"):
+    with pytest.raises(ValueError, match=r"2 sums.*3"):
         WindowedSum(3, torch.device("cpu"), None).load_state_dict(sums.state_dict())

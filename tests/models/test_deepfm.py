@@ -71,7 +71,7 @@ def test_sharded_equals_unsharded(ranks):
 
 
 def test_widths_must_fit():
-    with pytest.raises(ValueError, match=r"one embedding_dim for all tables, got \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"embedding_dim.*\[4, 8\]"):
         make_model((4, 8))
-    with pytest.raises(ValueError, match=r"the last of deep_layer_sizes must be 1, got \[8, 2\]"):
+    with pytest.raises(ValueError, match=r"deep_layer_sizes.*1.*\[8, 2\]"):
         DeepFMModel(make_model().sparse_arch.embedding_bag_collection, 3, [8, 4], [8, 2])

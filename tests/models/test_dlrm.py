@@ -55,9 +55,9 @@ def test_dlrm_is_what_the_paper_says():
 
 
 def test_widths_must_fit():
-    with pytest.raises(ValueError, match=r"DLRM needs one embedding_dim for all tables, got \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"DLRM.*embedding_dim.*\[4, 8\]"):
         DLRM(collection((4, 8)), 3, [8, 4], [8, 1])
-    with pytest.raises(ValueError, match="must be the embedding_dim 4"):
+    with pytest.raises(ValueError, match=r"embedding_dim.*4"):
         DLRM(collection(), 3, [8, 5], [8, 1])
-    with pytest.raises(ValueError, match="over_arch_layer_sizes needs 2 sizes or more"):
+    with pytest.raises(ValueError, match=r"over_arch_layer_sizes.*needs 2"):
         DLRM(collection(), 3, [8, 4], [1])

@@ -134,12 +134,12 @@ def test_it_learns_what_the_history_says():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"city": [[1], [1, 2], [1]]}, "sample 1 has 2 IDs in feature 'city', which must have 1: one for a"),
-        ({"action": [[1], [], [1]]}, "sample 0 has 1 IDs in feature 'action', which must have 4"),
-        ({"kind": [[1], [1], [1, 2]]}, "sample 0 has 1 IDs in feature 'kind', which must have 3"),
+        ({"city": [[1], [1, 2], [1]]}, "sample 1.*2.*IDs.*'city'.*1"),
+        ({"action": [[1], [], [1]]}, "sample 0.*1.*IDs.*'action'.*4"),
+        ({"kind": [[1], [1], [1, 2]]}, "sample 0.*1.*IDs.*'kind'.*3"),
         (
             {"times": [[1] * 7, [1], [1]]},
-            "sample 2 has 1 times .* of 1 items and 2 candidates. Give each its",
+            "sample 2.*1 times.*1 items.*2 candidates",
         ),
     ],
 )
@@ -149,11 +149,11 @@ def test_bags_that_do_not_fit_are_named(change, message):
 
 
 def test_sizes_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"has a history of 4 items, and max_length is 3. Cut"):
+    with pytest.raises(ValueError, match=r"4 items.*max_length.*3"):
         logits(made(max_length=3))
-    with pytest.raises(ValueError, match=r"sample 0 has 3 candidates, and max_candidates is 2. Give fewer"):
+    with pytest.raises(ValueError, match=r"sample 0.*3 candidates.*max_candidates.*2"):
         logits(made(max_candidates=2))
-    with pytest.raises(ValueError, match=r"lack the features \['nothing'\]"):
+    with pytest.raises(ValueError, match=r"\['nothing'\]"):
         made(FEATURES._replace(contextual=("nothing",)))
-    with pytest.raises(ValueError, match=r"has rows of widths \[6\] and the candidates .* of \[7\]"):
+    with pytest.raises(ValueError, match=r"rows.*\[6\].*\[7\]"):
         made(FEATURES._replace(history=("past",), candidates=("kind",)))

@@ -85,5 +85,5 @@ def test_only_new_items_are_looked_up(model):
 @torch.no_grad()
 def test_more_kept_tokens_than_items_are_refused(model):
     _, kept = model.advance(batch((4, 1, 0, 2)), nothing(model, 4))
-    with pytest.raises(ValueError, match=r"sample 0 keeps 4 tokens of a history of 3 items: allowed are as"):
+    with pytest.raises(ValueError, match=r"sample 0.*caches 4.*3 items"):
         model.advance(batch((3, 1, 0, 2)), kept)

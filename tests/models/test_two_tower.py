@@ -148,9 +148,9 @@ def test_by_default_the_correction_makes_up_for_popularity():
 
 
 def test_the_correction_is_one_of_three():
-    with pytest.raises(ValueError, match='must be "estimated", a tensor or None'):
+    with pytest.raises(ValueError, match="estimated"):
         TwoTowerTrain(make_model(), "item", log_q="guessed")
-    with pytest.raises(ValueError, match="no table has the item feature 'movie'"):
+    with pytest.raises(ValueError, match="'movie'"):
         TwoTowerTrain(make_model(), "movie")
 
 
@@ -206,13 +206,11 @@ def test_sharded_equals_unsharded(ranks):
 
 def test_wrong_arguments():
     ebc = make_model().embedding_bag_collection
-    with pytest.raises(
-        ValueError, match=r"without one: \['genre'\], there are \['history', 'item', 'user'\]"
-    ):
+    with pytest.raises(ValueError, match=r"\['genre'\].*\['history', 'item', 'user'\]"):
         TwoTower(ebc, ["genre"], ["item"], [4, 4])
-    with pytest.raises(ValueError, match=r"item_features \[\]"):
+    with pytest.raises(ValueError, match=r"item_features.*\[\]"):
         TwoTower(ebc, ["user"], [], [4, 4])
-    with pytest.raises(ValueError, match="got 3 vectors, 2 ids"):
+    with pytest.raises(ValueError, match=r"3 vectors.*2 ids"):
         BruteForceIndex(torch.rand(3, 2), torch.arange(2))
-    with pytest.raises(ValueError, match=r"k must lie in \[1, 3\], the number of items, got 4"):
+    with pytest.raises(ValueError, match=r"k.*\[1, 3\].*4"):
         BruteForceIndex(torch.rand(3, 2)).search(torch.rand(1, 2), 4)

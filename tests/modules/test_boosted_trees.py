@@ -34,9 +34,9 @@ def test_the_sum_of_leaves_is_that_of_a_plain_walk(seed):
 
 def test_trees_that_do_not_fit_are_refused():
     deep = Branch(0, 0.0, Leaf(1.0), Branch(0, 1.0, Leaf(2.0), Leaf(3.0)))
-    with pytest.raises(ValueError, match="2 trees, and room for 1"):
+    with pytest.raises(ValueError, match=r"2 trees.*1"):
         BoostedTrees(1, 2).grow([deep, deep])
-    with pytest.raises(ValueError, match="tree 0 has more than 1 levels"):
+    with pytest.raises(ValueError, match=r"tree 0.*1 levels"):
         BoostedTrees(1, 1).grow([deep])
 
 

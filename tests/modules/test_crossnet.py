@@ -81,9 +81,9 @@ def test_compiles_without_a_break(kind, x):
 
 
 def test_ranks_and_experts_must_be_positive():
-    with pytest.raises(ValueError, match="low_rank must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"low_rank.*1.*0"):
         LowRankCrossNet(5, 1, low_rank=0)
-    with pytest.raises(ValueError, match="low_rank must be 1 or more, got -1"):
+    with pytest.raises(ValueError, match=r"low_rank.*1.*-1"):
         LowRankMixtureCrossNet(5, 1, low_rank=-1)
-    with pytest.raises(ValueError, match="num_experts must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"num_experts.*1.*0"):
         LowRankMixtureCrossNet(5, 1, num_experts=0)

@@ -33,7 +33,7 @@ def test_compiles_without_a_break(make, embeddings):
 
 
 def test_embeddings_must_be_there_and_of_one_batch():
-    with pytest.raises(ValueError, match="Give at least one embedding"):
+    with pytest.raises(ValueError, match="embedding"):
         FactorizationMachine()([])
-    with pytest.raises(ValueError, match=r"one batch size, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"batch.*\[2, 3\]"):
         DeepFM(torch.nn.Identity())([torch.ones(2, 1), torch.ones(3, 1)])

@@ -12,15 +12,15 @@ GOOD = {"num_embeddings": 16, "embedding_dim": 4, "name": "t", "feature_names": 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_embeddings", 0, r"table 't': num_embeddings must be an integer >= 1, got 0"),
-        ("embedding_dim", -4, r"table 't': embedding_dim must be an integer >= 1, got -4"),
-        ("embedding_dim", 4.0, r"table 't': embedding_dim must be an integer >= 1, got 4\.0"),
-        ("name", "", r"name must not be empty nor contain a dot, got ''"),
-        ("name", "a.b", r"name must not be empty nor contain a dot, got 'a\.b'"),
-        ("name", "training", "a table cannot be named 'training': every torch module has that attribute"),
-        ("feature_names", [], r"table 't': feature_names must be a list with at least one name, got \[\]"),
-        ("feature_names", "user", r"feature_names must be a list with at least one name, got 'user'"),
-        ("feature_names", ["f", "g", "f"], r"table 't': features \['f'\] are given twice"),
+        ("num_embeddings", 0, "'t'.*num_embeddings.*1.*0"),
+        ("embedding_dim", -4, "'t'.*embedding_dim.*1.*-4"),
+        ("embedding_dim", 4.0, r"'t'.*embedding_dim.*1.*4\.0"),
+        ("name", "", "contain"),
+        ("name", "a.b", r"'a\.b'"),
+        ("name", "training", "'training'"),
+        ("feature_names", [], r"'t'.*feature_names.*\[\]"),
+        ("feature_names", "user", "feature_names.*'user'"),
+        ("feature_names", ["f", "g", "f"], r"'t'.*\['f'\]"),
     ],
 )
 def test_wrong_values_are_named(config, field, value, message):
@@ -29,7 +29,7 @@ def test_wrong_values_are_named(config, field, value, message):
 
 
 def test_bags_are_pooled():
-    with pytest.raises(ValueError, match=r"table 't': pooling must be SUM or MEAN, got PoolingType.NONE"):
+    with pytest.raises(ValueError, match=r"'t'.*SUM.*MEAN.*PoolingType.NONE"):
         EmbeddingBagConfig(**GOOD, pooling=PoolingType.NONE)
 
 

@@ -14,6 +14,7 @@ from meshrec import (
     PoolingType,
     fuse,
 )
+from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD, RowWiseAdagrad
 
 from .models import (
@@ -325,7 +326,7 @@ def test_frozen_tables_get_no_gradient():
 
 
 def test_an_unfused_module_says_that_it_has_no_fused_optimizer():
-    with pytest.raises(ValueError, match=r"no fused optimizer. Call meshrec.fuse"):
+    with pytest.raises(ValueError, match=r"meshrec.fuse"):
         _ = make_bags().fused_optimizer
 
 
@@ -344,10 +345,48 @@ def test_weights_may_be_parametrized_or_given_by_a_functional_call(name):
     assert torch.equal(module(features).values(), by_call)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_torchscript_is_refused_with_what_to_do():
     config = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
     model = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection([config])})
     for module in (model, model["ebc"]):
-        with pytest.raises(ValueError, match="TorchScript cannot compile EmbeddingBagCollection"):
+        with pytest.raises(ValueError, match=r"TorchScript.*EmbeddingBagCollection"):
             torch.jit.script(module)
+
+
+BAG = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=2, feature_names=["f"])
+ROWS = EmbeddingConfig(name="t", num_embeddings=4, embedding_dim=2, feature_names=["f"])
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+@pytest.mark.parametrize(
+    ("tables", "given"),
+    [
+        (["t"], "'t'"),
+        ("t", "'t'"),
+        ([{"name": "t"}], "{'name': 't'}"),
+        ({"t": None}, "a dict"),
+        (None, "NoneType"),
+        (BAG, "a EmbeddingBagConfig"),
+    ],
+)
+def test_tables_must_be_a_list_of_configs(kind, tables, given):
+    with pytest.raises(TypeError, match=f"{kind.__name__}.*{given}"):
+        kind(tables)
+
+
+@pytest.mark.parametrize(("kind", "config"), [(EmbeddingBagCollection, ROWS), (EmbeddingCollection, BAG)])
+def test_a_collection_refuses_configs_of_the_other_kind(kind, config):
+    with pytest.raises(TypeError, match=type(config).__name__):
+        kind([config])
+
+
+JAGGED = JaggedTensor(torch.ones(1), lengths=torch.tensor([1]))
+
+
+@pytest.mark.parametrize("features", [{"f": JAGGED}, torch.ones(1), None, JAGGED])
+@pytest.mark.parametrize("module", [EmbeddingBagCollection([BAG]), EmbeddingCollection([ROWS])])
+def test_the_input_must_be_keyed(module, features):
+    for model in (module, DistributedModelParallel(copy.deepcopy(module))):
+        with pytest.raises(TypeError, match=f"KeyedJaggedTensor.*{type(features).__name__}"):
+            model(features)

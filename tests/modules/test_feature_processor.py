@@ -146,18 +146,18 @@ def test_compiles_without_a_break(make):
 
 
 def test_bags_that_are_too_long():
-    with pytest.raises(ValueError, match="bag 1 has 3 ids, but there are weights for 2 positions"):
+    with pytest.raises(ValueError, match=r"bag 1.*3 ids.*2 positions"):
         PositionWeightedModule(2)(JaggedTensor(torch.arange(4), lengths=torch.tensor([1, 3])))
-    with pytest.raises(ValueError, match=r"feature 'g' \(sample 1\) has 3 ids, but .* 2 positions"):
+    with pytest.raises(ValueError, match=r"'g'.*sample 1.*3 ids.*2 positions"):
         PositionWeightedModuleCollection({"g": 2})(features())
 
 
 def test_wrong_constructions():
-    with pytest.raises(ValueError, match="max_feature_length must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"max_feature_length.*1.*0"):
         PositionWeightedModule(0)
-    with pytest.raises(ValueError, match=r"max_feature_lengths\['f'\] must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"max_feature_lengths\['f'\].*1.*0"):
         PositionWeightedModuleCollection({"f": 0})
-    with pytest.raises(ValueError, match="Make it with is_weighted=True"):
+    with pytest.raises(ValueError, match="is_weighted=True"):
         FeatureProcessedEmbeddingBagCollection(collection(is_weighted=False), {})
-    with pytest.raises(ValueError, match=r"read the features \['f', 'g'\], the processors are for \['f'\]"):
+    with pytest.raises(ValueError, match=r"\['f', 'g'\].*\['f'\]"):
         FeatureProcessedEmbeddingBagCollection(collection(), {"f": PositionWeightedModule(2)})

@@ -53,10 +53,10 @@ def test_a_layer_computes_the_equations(num_time_buckets):
 
 
 def test_bad_sizes_are_named():
-    with pytest.raises(ValueError, match=r"num_heads, .* \(6, 9, 0, 3, 4\) must be at least 1"):
+    with pytest.raises(ValueError, match=r"num_heads.*6.*9.*0.*3.*4.*1"):
         HSTUBlock(WIDTH, max_length=LONGEST, num_heads=0, attention_dim=INNER, hidden_dim=HIDDEN)
     layer = made()
-    with pytest.raises(ValueError, match="needs a timestamp for each of the 2 tokens, got none"):
+    with pytest.raises(ValueError, match="2 tokens"):
         layer(torch.ones(2, WIDTH), torch.tensor([0, 2]))
-    with pytest.raises(ValueError, match=r"the longest 10 .* max_length is 9. Cut longer histories"):
+    with pytest.raises(ValueError, match=r"longest 10.*max_length.*9"):
         layer(torch.ones(10, WIDTH), torch.tensor([0, 10]), torch.arange(10))

@@ -22,17 +22,15 @@ def test_rows_of_samples_come_in_the_order_that_was_asked_for():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ValueError, match="the keys have batch sizes of their own"):
+    with pytest.raises(ValueError, match="batch"):
         inverse_rows(bags(), ["a"])
-    with pytest.raises(ValueError, match=r"no rows for the features \['b'\], only for \['a'\]"):
+    with pytest.raises(ValueError, match=r"\['b'\].*\['a'\]"):
         inverse_rows(bags(["a"]), ["a", "b"])
-    with pytest.raises(
-        ValueError, match=r"features \['c'\] of tables \['t1', 't2'\] are missing: .*\['a', 'b'\]"
-    ):
+    with pytest.raises(ValueError, match=r"\['c'\].*\['t1', 't2'\].*\['a', 'b'\]"):
         positions_of(["a", "b"], ["b", "c", "c"], ["t0", "t1", "t2"])
-    with pytest.raises(ValueError, match="the input has no weights"):
+    with pytest.raises(ValueError, match="weights"):
         sample_weights(bags(["a", "b"]), is_weighted=True)
-    with pytest.raises(ValueError, match="the input is on meta and table 't0' on cpu"):
+    with pytest.raises(ValueError, match="'t0'"):
         check_device(torch.empty(1, device="meta"), "t0", torch.device("cpu"))
 
 

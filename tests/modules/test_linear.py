@@ -13,7 +13,7 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def with_onednn(monkeypatch):
-    monkeypatch.setattr(linear, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(linear, "_prefer_onednn", lambda: True)
 
 
 def both(**options):
@@ -50,8 +50,8 @@ def test_second_derivatives():
 
 @needs_onednn
 @pytest.mark.usefixtures("with_onednn")
-def test_other_types_compilation_and_autocast_take_torch_s_own_way(monkeypatch):
-    monkeypatch.setattr(linear, "_Product", None)
+def test_other_types_compilation_and_autocast_do_not_take_the_fp32_path(monkeypatch):
+    monkeypatch.setattr(linear, "_OneDNNLinear", None)
     layer, _ = both()
     assert layer.double()(torch.randn(2, 7, dtype=torch.float64)).dtype == torch.float64
     layer.float()
@@ -61,6 +61,6 @@ def test_other_types_compilation_and_autocast_take_torch_s_own_way(monkeypatch):
     assert "linear" in str(exported.graph)
 
 
-def test_whether_onednn_is_faster_is_asked_once():
-    assert linear._onednn_is_faster() in (True, False)
-    assert linear._onednn_is_faster.cache_info().misses == 1
+def test_whether_prefer_onednn_is_asked_once():
+    assert linear._prefer_onednn() in (True, False)
+    assert linear._prefer_onednn.cache_info().misses == 1

@@ -45,9 +45,9 @@ def test_activations_with_parameters():
 
 
 def test_unknown_activation():
-    with pytest.raises(ValueError, match="activation must be a function, a module or one of"):
+    with pytest.raises(ValueError, match="activation"):
         MLP(3, [2], activation="swish")
-    with pytest.raises(ValueError, match="must make a module, got a int"):
+    with pytest.raises(ValueError, match="module"):
         MLP(3, [2], activation=lambda: 3)
 
 

@@ -43,7 +43,7 @@ def test_compiles_without_a_break(tensors):
 
 
 def test_wrong_groups(tensors):
-    with pytest.raises(ValueError, match="got 2 groups and 1 keys"):
+    with pytest.raises(ValueError, match=r"2 groups.*1 keys"):
         KTRegroupAsDict([["a"], ["b"]], ["x"])
-    with pytest.raises(ValueError, match="no tensor has the key 'e'"):
+    with pytest.raises(ValueError, match="'e'"):
         KTRegroupAsDict([["e"]], ["x"])(tensors)

@@ -55,7 +55,7 @@ def snapshot(module):
 
 @BOTH
 def test_no_tables(make):
-    with pytest.raises(ValueError, match=r"tables is empty. Give at least one table"):
+    with pytest.raises(ValueError, match="tables"):
         make({})
 
 
@@ -65,7 +65,7 @@ def test_no_tables(make):
 )
 def test_names_of_tables_are_unique(collection, config):
     table = config(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"])
-    with pytest.raises(ValueError, match=r"the names \['t'\] are given to several tables"):
+    with pytest.raises(ValueError, match=r"\['t'\]"):
         collection([table, table])
 
 
@@ -83,13 +83,13 @@ def test_missing_features_are_named_with_their_tables(make):
 
 
 def test_missing_weights():
-    with pytest.raises(ValueError, match=r"is weighted \(is_weighted=True\) but the input has no weights"):
+    with pytest.raises(ValueError, match="is_weighted=True"):
         make_bags(is_weighted=True)(make_input())
 
 
 @BOTH
 def test_input_on_another_device(make):
-    with pytest.raises(ValueError, match=r"the input is on cpu and table 'users' on meta. Move one"):
+    with pytest.raises(ValueError, match="'users'"):
         make(device="meta")(make_input())
 
 
@@ -141,7 +141,7 @@ def test_nan_weights_are_named():
     [
         ([1, 2, 0, 2, 3, 1], "the lengths sum to 9,? but there are 8 values"),
         ([1, 2, 0, 2, 2, 0], "the lengths sum to 7,? but there are 8 values"),
-        ([1, 4, -2, 2, 3, 0], "offsets fall from 5 to 3 at bag 2"),
+        ([1, 4, -2, 2, 3, 0], "5.*3.*bag 2"),
     ],
 )
 def test_lengths_that_do_not_fit(make, lengths, message):
@@ -152,7 +152,7 @@ def test_lengths_that_do_not_fit(make, lengths, message):
 
 def test_offsets_that_do_not_start_at_zero():
     features = KeyedJaggedTensor(["user"], torch.arange(3), offsets=torch.tensor([1, 2, 3]))
-    with pytest.raises(ValueError, match="offsets start at 1, not at 0"):
+    with pytest.raises(ValueError, match=r"offsets.*1.*0"):
         make_bags({"users": ["user"]})(features)
 
 
@@ -163,7 +163,7 @@ def test_batch_sizes_of_their_own_need_inverse_indices():
         lengths=torch.tensor([1, 1, 1, 0]),
         stride_per_key=[1, 2, 1],
     )
-    with pytest.raises(ValueError, match=r"batch sizes of their own, \[1, 2, 1\].* Give .* inverse_indices"):
+    with pytest.raises(ValueError, match=r"\[1, 2, 1\].*inverse_indices"):
         make_bags()(features)
 
 
@@ -175,7 +175,7 @@ def test_inverse_indices_name_every_feature():
         stride_per_key=[1, 2],
         inverse_indices=(["user"], torch.zeros(1, 2, dtype=torch.int64)),
     )
-    with pytest.raises(ValueError, match=r"no rows for the features \['item'\], only for \['user'\]"):
+    with pytest.raises(ValueError, match=r"\['item'\].*\['user'\]"):
         make_bags({"users": ["user"], "items": ["item"]})(features)
 
 
@@ -191,7 +191,7 @@ def test_warn_takes_row_0_counts_and_says_so_once(make, caplog):
         result, expected = module(features), module(clamped)
         module(features)
     assert len(caplog.messages) == 1
-    assert "3 IDs lie outside their table, most of them of feature 'item' in table 'items'" in caplog.text
+    assert "3 IDs lie outside their table, most of them in feature 'item' for table 'items'" in caplog.text
     assert module.num_clamped_ids == 6
     assert features.values().tolist() == values
     if make is make_bags:
@@ -258,7 +258,7 @@ def test_weights_of_any_float_type_scale_rows():
 
 @BOTH
 def test_tables_of_a_type_without_kernels(make):
-    with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
+    with pytest.raises(ValueError, match=r"float32.*float16.*bfloat16"):
         make().double()(make_input())
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from meshrec.ops import operators
 from meshrec.ops.library import has_kernels
 from meshrec.ops.memory import empty_pages, frozen_objects, keep_freed_memory, use_huge_pages
 
@@ -35,7 +36,7 @@ def test_other_devices_are_left_alone():
 
 
 def test_memory_must_be_one_piece():
-    with pytest.raises(ValueError, match="use_huge_pages: the tensor must be contiguous"):
+    with pytest.raises(ValueError, match="use_huge_pages"):
         use_huge_pages(torch.ones(4, 6)[:, ::2])
 
 
@@ -61,15 +62,15 @@ def test_small_tables_and_other_devices_are_as_ever():
 
 @pytest.mark.skipif(not has_kernels, reason="torch has its own words")
 def test_memory_that_is_not_there():
-    with pytest.raises(RuntimeError, match="not enough memory: could not allocate 4503599627370496 bytes"):
-        torch.ops.meshrec.new_buffer(torch.ones(1), 2**50)
+    with pytest.raises(RuntimeError, match="allocate 4503599627370496"):
+        operators.new_buffer(torch.ones(1), 2**50)
 
 
 @pytest.mark.skipif(not has_kernels, reason="torch has its own words")
 @pytest.mark.parametrize("size", [-1, 2**62])
 def test_sizes_that_no_memory_has(size):
-    with pytest.raises(ValueError, match=f"a buffer cannot have {size} elements along a dimension"):
-        torch.ops.meshrec.new_buffer(torch.ones(1), size)
+    with pytest.raises(ValueError, match=f"{size}"):
+        operators.new_buffer(torch.ones(1), size)
 
 
 def test_opcheck():
@@ -119,7 +120,7 @@ def test_other_systems_are_left_alone(monkeypatch):
 
 
 def test_a_table_that_does_not_fit_is_torch_s_error():
-    with pytest.raises(RuntimeError, match="allocate memory"):
+    with pytest.raises(RuntimeError, match="allocate"):
         empty_pages((2**52,), torch.float32, None)
 
 
@@ -127,9 +128,9 @@ def test_a_table_that_does_not_fit_is_torch_s_error():
 def test_a_new_buffer_has_the_type_and_the_device(dtype):
     like = torch.zeros(3, dtype=dtype)
     for size in (0, 5, 2**18):
-        buffer = torch.ops.meshrec.new_buffer(like, size)
+        buffer = operators.new_buffer(like, size)
         assert (buffer.shape, buffer.dtype, buffer.device) == ((size,), dtype, like.device)
-    assert torch.ops.meshrec.new_buffer(like.to("meta"), 5).is_meta
+    assert operators.new_buffer(like.to("meta"), 5).is_meta
     torch.library.opcheck(torch.ops.meshrec.new_buffer.default, (like, 0))
 
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshrec.ops import operators
 from meshrec.ops.planning import AnnealProblem, Assignment, anneal, can_anneal
 
 pytestmark = pytest.mark.skipif(not can_anneal, reason="no compiled kernels")
@@ -49,7 +50,7 @@ def run(
     memory_cap=1e9,
     max_work=200_000,
     seed=0,
-    place_share=1.0,
+    placement_share=1.0,
     exponent=4,
 ):
     return anneal(
@@ -60,7 +61,7 @@ def run(
         memory_cap=memory_cap,
         max_work=max_work,
         seconds=60.0,
-        place_share=place_share,
+        placement_share=placement_share,
         exponent=exponent,
         seed=seed,
     )
@@ -102,7 +103,7 @@ def test_a_better_split_is_found():
     assert found.assignment.candidate_T.tolist() == [1]
     assert sorted(found.assignment.rank_N.tolist()) == [0, 1, 2, 3]
     assert found.seconds == pytest.approx(1.0)
-    still_whole = run(problem, start, 4, place_share=0.0)
+    still_whole = run(problem, start, 4, placement_share=0.0)
     assert still_whole.assignment.candidate_T.tolist() == [0]
     assert still_whole.work > 0
 
@@ -119,11 +120,11 @@ def test_tables_take_each_others_shape_and_places():
     start = Assignment(
         np.array([0, 3]), np.array([0, 1, 3]), np.array([0, 3, 3]), np.array([0, 1, 2]), np.ones(3)
     )
-    found = run(problem, start, 3, place_share=0.0)
+    found = run(problem, start, 3, placement_share=0.0)
     assert found.assignment.candidate_T.tolist() == [1, 2]
     assert sorted(found.assignment.rank_N.tolist()) == [0, 1, 2]
     assert found.seconds == pytest.approx(2.0)
-    kept = run(problem._replace(columns_Y=np.array([1, 2])), start, 3, place_share=0.0)
+    kept = run(problem._replace(columns_Y=np.array([1, 2])), start, 3, placement_share=0.0)
     assert kept.assignment.candidate_T.tolist() == [0, 3]
 
 
@@ -135,7 +136,7 @@ def test_rows_over_a_node_are_shared_out_by_what_its_ranks_have():
     start = Assignment(
         np.arange(3), np.array([0, 2, 4, 5]), np.array([0, 0, 1, 1, 2]), np.array([0, 1, 2, 3, 0]), np.ones(5)
     )
-    found = run(problem, start, 4, node_size=2, place_share=0.0)
+    found = run(problem, start, 4, node_size=2, placement_share=0.0)
     assert found.seconds == pytest.approx(3.5, rel=0.05)
     np.testing.assert_allclose(found.assignment.amount_N[:4].reshape(2, 2).sum(axis=1), 2.0)
 
@@ -181,20 +182,20 @@ def test_no_work_changes_nothing():
 
 
 def test_too_many_phases_are_refused():
-    with pytest.raises(ValueError, match="plan_anneal: 9 phases; at most 8 are possible"):
+    with pytest.raises(ValueError, match=r"plan_anneal.*9 phases.*8"):
         run(whole_tables(np.ones((2, 9))), all_on(0, 2), 2)
 
 
 def test_wrong_dtypes_are_refused():
     problem = whole_tables(np.ones((2, 2)))
-    with pytest.raises(ValueError, match="plan_anneal: a tensor has the wrong dtype"):
+    with pytest.raises(ValueError, match="plan_anneal"):
         run(problem._replace(count_P=np.ones(2)), all_on(0, 2), 2)
 
 
 def test_a_problem_has_seventeen_arrays():
     tensors = [torch.zeros(1)] * 3
-    with pytest.raises(ValueError, match="plan_anneal: the problem has 17 tensors, got 3"):
-        torch.ops.meshrec.plan_anneal(
+    with pytest.raises(ValueError, match=r"plan_anneal.*17 tensors.*3"):
+        operators.plan_anneal(
             tensors, *tensors, tensors[0], tensors[0], 1, 1, 1.0, 1, 1.0, 0.1, 0.01, 1.0, 4, 0
         )
 
@@ -202,7 +203,7 @@ def test_a_problem_has_seventeen_arrays():
 def test_the_first_exponent_is_a_power_of_two():
     start = all_on(0, 6)
     for exponent in (0, 3, 128):
-        with pytest.raises(ValueError, match=f"exponent is a power of two up to 64, got {exponent}"):
+        with pytest.raises(ValueError, match=f"64.*{exponent}"):
             run(whole_tables(np.ones((6, 2))), start, 3, exponent=exponent)
     found = run(whole_tables(np.ones((6, 2))), start, 3, exponent=32, max_work=10**5)
     assert np.bincount(found.assignment.rank_N).tolist() == [2, 2, 2]

@@ -174,7 +174,7 @@ def test_a_grad_scaler_refuses_updates_in_backward(wrap):
     optimizer = wrap(combined(model, SGD(lr=0.1), sgd, "in_backward"))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(make_input(0))).backward()
-    with pytest.raises(ValueError, match=r'a GradScaler cannot serve .* Fuse with update="on_step"'):
+    with pytest.raises(ValueError, match=r"GradScaler.*on_step"):
         scaler.step(optimizer)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
@@ -227,14 +227,14 @@ def test_a_dense_gradient_is_refused():
     weight = model.ebc.embedding_bags["t1"].weight
     weight.grad = torch.ones_like(weight)
     before = weights_of(model)
-    with pytest.raises(ValueError, match=r"the gradient of table 'embedding_bags.t1.weight' is dense"):
+    with pytest.raises(ValueError, match=r"'embedding_bags.t1.weight'"):
         optimizer.step()
     assert same(before, weights_of(model))
 
 
 def test_clipping_refuses_updates_in_backward():
     optimizer = combined(Model(), SGD(lr=0.1), sgd, "in_backward")
-    with pytest.raises(ValueError, match=r'Fuse with update="on_step", or wrap only the dense optimizer'):
+    with pytest.raises(ValueError, match="on_step"):
         GradientClippingOptimizer(optimizer, GradientClipping.NORM, 1.0)
 
 

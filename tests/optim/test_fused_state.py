@@ -55,9 +55,7 @@ def test_tables_with_different_numbers_of_steps_resume_bit_for_bit():
 
 def test_a_state_dict_of_another_optimizer_is_refused():
     saved = fuse(make_bags(), optimizer=Adam(lr=0.1)).fused_optimizer.state_dict()
-    with pytest.raises(
-        ValueError, match=r"the state of 'embedding_bags.t0.weight' is \['step', 'sum'\] here"
-    ):
+    with pytest.raises(ValueError, match=r"'embedding_bags.t0.weight'.*\['step', 'sum'\]"):
         fuse(make_bags(), optimizer=RowWiseAdagrad(lr=0.1)).fused_optimizer.load_state_dict(saved)
 
 

@@ -40,7 +40,7 @@ def test_nested_state_is_saved_and_filled_in_place():
 def test_nested_slots_are_compared_first():
     optimizer = nested()
     saved = {"state": {"w": {"inner": {"sum": torch.ones(3), "seen": 1}, "average": {"mean": torch.ones(2)}}}}
-    with pytest.raises(ValueError, match=r"'sum' of 'w.inner' has shape \[2\] here and \[3\]"):
+    with pytest.raises(ValueError, match=r"'sum'.*'w.inner'.*\[2\].*\[3\]"):
         optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["state"]["w"]["average"]["mean"].tolist() == [0, 0]
 

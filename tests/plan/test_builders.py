@@ -56,12 +56,12 @@ def test_construct_module_sharding_plan():
 @pytest.mark.parametrize(
     ("builders", "match"),
     [
-        ({"t0": md.row_wise()}, "table 't1' has no sharding"),
-        ({"t0": md.row_wise(), "t1": md.row_wise(), "t9": md.row_wise()}, "'t9' is no table"),
-        ({"t0": md.row_wise(), "t1": md.table_wise(rank=2)}, "table 't1': rank 2 is not one of the 2 ranks"),
+        ({"t0": md.row_wise()}, "'t1'"),
+        ({"t0": md.row_wise(), "t1": md.row_wise(), "t9": md.row_wise()}, "'t9'"),
+        ({"t0": md.row_wise(), "t1": md.table_wise(rank=2)}, "'t1'.*rank 2.*2 ranks"),
         (
             {"t0": md.row_wise(), "t1": md.table_row_wise(node=1)},
-            "table 't1': node 1 is not one of the 1 nodes",
+            "'t1'.*node 1.*1 nodes",
         ),
     ],
 )
@@ -71,10 +71,10 @@ def test_impossible_plans_are_refused(builders, match):
 
 
 def test_local_size_must_divide():
-    with pytest.raises(ValueError, match="world_size 4 is no multiple of local_size 3"):
+    with pytest.raises(ValueError, match=r"world_size.*4.*local_size.*3"):
         md.construct_module_sharding_plan(_module(0), {}, world_size=4, local_size=3)
 
 
 def test_tables_of_something_else():
-    with pytest.raises(ValueError, match="object is no embedding module"):
+    with pytest.raises(ValueError, match="embedding"):
         tables_of(object())

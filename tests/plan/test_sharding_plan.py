@@ -36,7 +36,7 @@ def test_json_round_trip(tmp_path):
 
 
 def test_json_of_another_version_is_refused():
-    with pytest.raises(ValueError, match="not a sharding plan of version 1: got version 7"):
+    with pytest.raises(ValueError, match=r"version 1.*version 7"):
         ShardingPlan.from_json('{"version": 7, "plan": {}}')
 
 

@@ -11,9 +11,9 @@ def test_an_object_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{", r"a\.json is no JSON: Expecting property name .*\. Give a task file\."),
-        (b"\xff\xfe\x00", r"a\.json is no JSON: 'utf-8' codec .*\. Give a task file\."),
-        (b"[1]", r"a\.json holds a JSON list, no object\. Give a task file\."),
+        (b"{", r"a\.json.*JSON"),
+        (b"\xff\xfe\x00", r"a\.json.*JSON.*'utf-8'"),
+        (b"[1]", r"a\.json.*JSON"),
     ],
 )
 def test_other_files_are_named(tmp_path, content, said):

@@ -37,12 +37,12 @@ def test_nothing_left_for_tables():
 def test_nothing_helps():
     whole = {"big": ParameterConstraints(sharding_types=["table_wise"], ranks=[0], min_partition=64)}
     text = words([BIG], 0.001, whole)
-    assert "are enough: reduce the reserve, the batch size, or the tables" in text
+    assert "suffice: reduce the reserve, the batch size, or the tables" in text
 
 
 def test_what_is_not_proven_is_not_claimed():
     """Three tables of 3 GiB on two ranks of 5 GiB, whole: their mean fits, no plan does."""
     tables = [Table(name=f"t{i}", num_embeddings=2**20 * 12, embedding_dim=64) for i in range(3)]
     whole = {table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables}
-    assert words(tables, 5, whole).startswith("no plan was found that fits into memory; that there is none ")
+    assert words(tables, 5, whole).startswith("no plan was found that fits into memory, although ")
     assert words(tables, 4, whole).startswith("no plan fits into memory.\n")

@@ -9,7 +9,7 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, FileRows, Hashed
 from meshrec.ops import records
 from meshrec.planner import Disk, IdSample, Table, Topology, place_rows, plan_tables, tables_of_model
 from meshrec.planner.disk import _CACHE_NOTES, exponent_of, hit_rate
-from meshrec.tables.row_cache import slot_bytes
+from meshrec.tables.cached.cache import slot_bytes
 
 
 def zipf(num_rows, exponent, draws, seed=0):
@@ -95,11 +95,11 @@ def test_memory_goes_where_it_saves_reads():
 @pytest.mark.parametrize(
     ("memory", "disk", "samples", "match"),
     [
-        (1 << 30, None, SAMPLES, "the topology has no disk"),
-        (1 << 20, Disk(num_bytes=1 << 40), SAMPLES, "two batches of their rows take"),
-        (200 << 20, Disk(num_bytes=1 << 20, reads=1, writes=1), SAMPLES, "the files of tables take"),
-        (200 << 20, Disk(num_bytes=1 << 40), SAMPLES, "nobody has measured the disk"),
-        (200 << 20, Disk(num_bytes=1 << 40), {}, "table 'large' has no sample of IDs"),
+        (1 << 30, None, SAMPLES, "topology"),
+        (1 << 20, Disk(num_bytes=1 << 40), SAMPLES, "batches"),
+        (200 << 20, Disk(num_bytes=1 << 20, reads=1, writes=1), SAMPLES, "table files"),
+        (200 << 20, Disk(num_bytes=1 << 40), SAMPLES, "measured"),
+        (200 << 20, Disk(num_bytes=1 << 40), {}, "'large'.*IDs"),
     ],
 )
 def test_what_cannot_be_placed_is_named(memory, disk, samples, match):
@@ -131,7 +131,7 @@ def test_the_index_of_hashed_keys_stays_in_memory(tmp_path):
 
 
 def test_disks_without_room_are_refused():
-    with pytest.raises(ValueError, match=r"Disk.reads is 0; it must be positive"):
+    with pytest.raises(ValueError, match=r"Disk.reads.*0"):
         Disk(num_bytes=1, reads=0)
 
 

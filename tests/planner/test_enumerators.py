@@ -80,9 +80,7 @@ def test_output_and_gradient_are_one_phase_of_the_search(profile):
 
 def test_constraints_without_a_candidate_say_so(profile):
     model = CostModel([table(columns=16)], Topology(world_size=4), batch_size=8)
-    with pytest.raises(
-        ValueError, match=r"table 't' .*leave no way .* types \['column_wise'\], min_partition 32"
-    ):
+    with pytest.raises(ValueError, match=r"'t'.*\['column_wise'\].*min_partition.*32"):
         build_problem(model, {"t": ParameterConstraints(sharding_types=["column_wise"])})
-    with pytest.raises(ValueError, match=r"a constraint names rank 9; the ranks are \[0, 4\)"):
+    with pytest.raises(ValueError, match=r"rank 9.*\[0.*4"):
         build_problem(model, {"t": ParameterConstraints(ranks=[9])})

@@ -142,7 +142,7 @@ def test_replicas_exchange_gradients_and_shrink_the_group(profile):
     assert model.num_ranks == 2
     assert phase(load(model), "replicas") > 0
     assert phase(load(model), "ids") == pytest.approx((2 * 1000 * 4 + 200 * 4) * 0.5 / 1e9 + 2e-6)
-    with pytest.raises(ValueError, match="3 replicas do not divide 4 ranks"):
+    with pytest.raises(ValueError, match=r"3 replicas.*divide 4"):
         CostModel([one_table()], topology, batch_size=100, replicas=3)
 
 
@@ -234,7 +234,7 @@ def test_sequences_take_one_hop_also_in_nodes(profile):
 
 
 def test_batch_size_must_be_positive(profile):
-    with pytest.raises(ValueError, match="batch_size is 0; give the number of samples per rank"):
+    with pytest.raises(ValueError, match=r"batch_size.*0"):
         CostModel([one_table()], Topology(world_size=2, hardware=profile), batch_size=0)
 
 

@@ -98,9 +98,9 @@ def test_column_parts_are_charged_for_row_statistics(table, profile):
 
 def test_wrong_plans_are_refused(table, profile):
     machine = Topology(world_size=2, hardware=profile)
-    with pytest.raises(ValueError, match="the plan does not place table 't' of module ''; it has"):
+    with pytest.raises(ValueError, match="'t'"):
         evaluate({}, [table], machine, batch_size=8)
-    with pytest.raises(ValueError, match=r"the plan uses ranks 3..3; the topology has \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"ranks 3.*3.*\[0.*2"):
         evaluate(by_hand(table, table_wise(rank=3)), [table], machine, batch_size=8)
 
 
@@ -189,7 +189,7 @@ def test_a_plan_and_its_arrays_are_the_same(small_plan):
     placements = from_plan(small_plan, inputs.tables)
     types = [small_plan.plan[""][table.name].sharding_type for table in inputs.tables]
     assert to_plan(placements, inputs.tables, types, "cuda") == small_plan.plan
-    with pytest.raises(ValueError, match="the plan does not place table 't0' of module ''"):
+    with pytest.raises(ValueError, match="'t0'"):
         from_plan(ShardingPlan(), inputs.tables)
 
 

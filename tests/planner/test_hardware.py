@@ -52,21 +52,21 @@ def test_files_may_leave_out_what_most_machines_lack(profile):
 
 
 def test_bad_profiles_are_refused(profile):
-    with pytest.raises(ValueError, match=r"profile 'h300': neither a file nor one of \['a100', 'cpu'"):
+    with pytest.raises(ValueError, match=r"'h300'.*\['a100'.*'cpu'"):
         get_profile("h300")
-    with pytest.raises(ValueError, match="read_bandwidth is 0; it must be positive"):
+    with pytest.raises(ValueError, match=r"read_bandwidth.*0"):
         replace(profile, read_bandwidth=0)
-    with pytest.raises(ValueError, match="kernel_seconds is -1; it must not be negative"):
+    with pytest.raises(ValueError, match=r"kernel_seconds.*-1"):
         replace(profile, kernel_seconds=-1)
-    with pytest.raises(ValueError, match="scan_id_seconds is nan; it must not be negative"):
+    with pytest.raises(ValueError, match="scan_id_seconds"):
         replace(profile, scan_id_seconds=float("nan"))
-    with pytest.raises(ValueError, match=r"Link\.all_to_all is 0; it must be positive"):
+    with pytest.raises(ValueError, match=r"Link\.all_to_all.*0"):
         Link(latency=0, all_to_all=0, reduce_scatter=1, all_reduce=1)
-    with pytest.raises(ValueError, match=r"HardwareProfile\.device is 'tpu'; use 'cpu' or 'cuda'"):
+    with pytest.raises(ValueError, match=r"HardwareProfile\.device.*'tpu'.*'cpu'.*'cuda'"):
         replace(profile, device="tpu")
     old = profile.to_json()
     old["dvice"] = old.pop("device")
-    message = r"unknown are \['dvice'\], missing are \['device'\]. Measure one anew with `meshrec calibrate`"
+    message = r"unknown: \['dvice'\], missing: \['device'\]. Measure a profile with `meshrec calibrate`"
     with pytest.raises(ValueError, match=message):
         HardwareProfile.from_json(old)
 
@@ -74,10 +74,10 @@ def test_bad_profiles_are_refused(profile):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, r"mine\.json is no hardware profile; name a file .* a hardware profile has the fields"),
+        ({}, r"mine\.json"),
         (
             {"intra": {"speed": 1}},
-            r"mine\.json is no hardware profile; name .*unexpected .* argument 'speed'",
+            r"mine\.json.*'speed'",
         ),
     ],
 )

@@ -40,7 +40,7 @@ def test_rows_can_be_added_and_set_aside(solver):
 
 def test_rows_count_from_the_first_of_each_call():
     rows = ProgramRows()
-    rows.add_each(np.arange(2), np.arange(2), 1.0, np.array([2.0, 3.0]), np.array([9.0, 9.0]))
+    rows.add_many(np.arange(2), np.arange(2), 1.0, np.array([2.0, 3.0]), np.array([9.0, 9.0]))
     rows.add(np.array([0, 1]), np.array([1.0, 1.0]), 6.0, 9.0)
     assert Solver(np.array([1.0, 2.0]), rows).solve().x.tolist() == [3.0, 3.0]
 

@@ -34,7 +34,7 @@ def test_one_rank_needs_no_search(quick, make_tables, profile):
 
 
 def test_no_tables_no_plan(profile):
-    with pytest.raises(ValueError, match="there are no tables to plan"):
+    with pytest.raises(ValueError, match="tables"):
         optimize([], Topology(world_size=2, hardware=profile), batch_size=64)
 
 

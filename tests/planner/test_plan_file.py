@@ -42,21 +42,21 @@ def test_plans_of_before_profiles_named_their_device_are_read(small_plan):
 def test_plans_without_inputs_say_so(small_plan, tmp_path):
     bare = PlannedShardingPlan(small_plan.plan)
     assert bare.gap == 0
-    with pytest.raises(ValueError, match="this plan does not contain its inputs"):
+    with pytest.raises(ValueError, match="contain"):
         bare.estimate()
     ShardingPlan(small_plan.plan).save(tmp_path / "plan.json")
-    with pytest.raises(ValueError, match=r"holds a plan without its inputs; read it with ShardingPlan"):
+    with pytest.raises(ValueError, match="ShardingPlan"):
         load_plan(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"plan\.json is no sharding plan; name a file .* Expecting property name"),
-        ('{"version": 1, "plan": 3}', r"plan\.json is no sharding plan; name .* 'int' object"),
+        ("{", r"plan\.json"),
+        ('{"version": 1, "plan": 3}', r"plan\.json.*'int'"),
         (
             '{"version": 1, "plan": {}, "planner": {}}',
-            r"inputs are incomplete or of another release: 'seconds'. Plan again",
+            "'seconds'",
         ),
     ],
 )
@@ -74,7 +74,5 @@ def test_a_task_file(tmp_path):
     assert (found.name, found.batch_size(16), found.world_sizes) == ("mine", 4, (2,))
     assert (found.tables[0].weight_bytes, found.tables[0].optimizer) == (2, OptimizerKind.ROW_WISE_ADAGRAD)
     (tmp_path / "task.json").write_text(json.dumps({**task, "dtype": "fp5"}))
-    with pytest.raises(
-        ValueError, match=r"is not a task file: missing or unknown: 'fp5'. It needs task, global_batch_size"
-    ):
+    with pytest.raises(ValueError, match=r"'fp5'.*global_batch_size"):
         load_task(tmp_path / "task.json")

@@ -119,19 +119,19 @@ def test_constraints_hold():
 def test_a_static_plan_is_reused():
     plan = planner().plan(Bags())
     assert planner(static_plan=plan).plan(Bags()) is plan
-    with pytest.raises(ValueError, match=r"the static plan has table '.' as 100 x 64; the model has 7 x 64"):
+    with pytest.raises(ValueError, match=r"'.'.*100 x 64.*7 x 64"):
         planner(static_plan=planner(constraints={
             name: ParameterConstraints(sharding_types=["table_wise"]) for name in "abc"
         }).plan(Bags())).plan(Bags(rows=7))  # fmt: skip
-    with pytest.raises(ValueError, match="the static plan does not place table 'a' of module 'x'"):
+    with pytest.raises(ValueError, match=r"'a'.*'x'"):
         planner(static_plan=plan).plan(nn.ModuleDict({"x": Bags()}))
 
 
 def test_what_does_not_fit_is_diagnosed():
     small = Topology(world_size=2, ddr_cap=1 << 14, compute_device="cpu")
-    with pytest.raises(ValueError, match="no plan fits into memory"):
+    with pytest.raises(ValueError, match="memory"):
         planner(topology=small).plan(Bags())
-    with pytest.raises(ValueError, match="no plan fits into memory"):
+    with pytest.raises(ValueError, match="memory"):
         plan_tables(
             [Table(name="t", num_embeddings=10, embedding_dim=8)],
             Topology(world_size=2, dense_bytes=1 << 60),
@@ -159,7 +159,7 @@ def test_one_process_needs_no_group():
 def plan_on_each_rank():
     torch.manual_seed(dist.get_rank())
     plan = planner().collective_plan(Bags(), None, dist.group.WORLD)
-    with pytest.raises(ValueError, match="constraints name 'z'") as caught:
+    with pytest.raises(ValueError, match="'z'") as caught:
         planner(constraints={"z": ParameterConstraints()}).collective_plan(Bags())
     return plan.digest(), str(caught.value)
 
@@ -176,5 +176,10 @@ def test_the_planner_loads_nothing_of_the_run_time():
     assert "meshrec.planner.solver" in loaded
     # Formats of what travels it prices; they know tensors only.
     comms = {name for name in ast.literal_eval(loaded) if name.startswith("meshrec.comms")}
-    assert comms == {"meshrec.comms", "meshrec.comms.wire"}
+    assert comms == {"meshrec.comms", "meshrec.comms.leaving", "meshrec.comms.wire"}
     assert "meshrec.distributed" not in loaded
+
+
+def test_a_topology_of_other_ranks_than_the_group_is_refused():
+    with pytest.raises(ValueError, match=r"topology has 2 ranks, but the group has 1"):
+        planner(topology=Topology(world_size=2, compute_device="cpu")).collective_plan(Bags())

@@ -5,7 +5,7 @@ from meshrec.planner.anneal import Annealer
 from meshrec.planner.bound import LowerBound
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.search import MANNERS, Search
+from meshrec.planner.search import ANNEALING_SETTINGS, Search
 from meshrec.planner.types import Topology
 
 
@@ -31,7 +31,7 @@ def started(problem, everything, box):
     return search, search.add_start(box, everything)
 
 
-@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("manner", ANNEALING_SETTINGS)
 def test_attempts_never_lose_the_best_plan(started, manner):
     search, start = started
     seconds, work = [search.seconds], search.work

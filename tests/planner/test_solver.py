@@ -10,7 +10,7 @@ from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.search import Effort
-from meshrec.planner.solver import Way, _Entrant, solve
+from meshrec.planner.solver import CollectiveSet, _Candidate, solve
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 EFFORT = Effort(time_limit=60.0, max_work=3e7, gap=0.0)
@@ -62,7 +62,7 @@ def problem_of(tables, profile, num_ranks, constraints=None, **topology):
 
 
 def everyway(problem):
-    return [Way(np.ones(len(problem.type_C), bool), 0.0)]
+    return [CollectiveSet(np.ones(len(problem.type_C), bool), 0.0)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -144,13 +144,13 @@ def test_the_search_ends_where_only_a_way_without_starts_could_be_faster(make_ta
     """The slow way has one candidate, so that its bound is its plan; the fast way finds no start."""
     problem = problem_of(make_tables(1), profile, 2)
     only = np.arange(len(problem.type_C)) == np.flatnonzero(problem.can_fit_C())[0]
-    fast, slow = Way(np.ones(len(only), bool), 0.0), Way(only, 1.0)
+    fast, slow = CollectiveSet(np.ones(len(only), bool), 0.0), CollectiveSet(only, 1.0)
 
     def without_starts(method, nothing):
         return lambda entrant, *args: method(entrant, *args) if entrant.fixed_seconds else nothing
 
-    for name, nothing in (("start", None), ("start_from_memory", None), ("new_arms", [])):
-        monkeypatch.setattr(_Entrant, name, without_starts(getattr(_Entrant, name), nothing))
+    for name, nothing in (("start", None), ("start_from_memory", None), ("new_attempts", [])):
+        monkeypatch.setattr(_Candidate, name, without_starts(getattr(_Candidate, name), nothing))
     solution = solve(problem, [fast, slow], EFFORT)
     assert solution.seconds > 1.0 > solution.lower_bound
 

@@ -21,7 +21,9 @@ def fresh(problem):
 def place_all(state):
     for table, kind in enumerate(state.problem.type_T):
         weight_K = state.weights()
-        found = [state.best_place(table, c, weight_K) for c in np.flatnonzero(state.problem.type_C == kind)]
+        found = [
+            state.cheapest_placement(table, c, weight_K) for c in np.flatnonzero(state.problem.type_C == kind)
+        ]
         state.add(table, min((p for p in found if p), key=lambda placed: placed.objective).parts)
 
 
@@ -39,7 +41,7 @@ def test_a_place_is_worth_what_it_promises(problem):
     """The smooth objective is about the largest load, and tends to it."""
     for candidate in np.flatnonzero(problem.type_C == problem.type_T[0]):
         state = fresh(problem)
-        placed = state.best_place(0, candidate, state.weights())
+        placed = state.cheapest_placement(0, candidate, state.weights())
         state.add(0, placed.parts)
         assert placed.objective <= state.seconds * (1 + 1e-9)
         assert placed.objective >= state.seconds / problem.num_ranks ** (1 / 8) * (1 - 1e-9)
@@ -49,7 +51,7 @@ def test_pieces_go_where_their_scope_says(problem):
     state = fresh(problem)
     for candidate, layout in enumerate(problem.layouts_C):
         table = int(np.flatnonzero(problem.type_T == problem.type_C[candidate])[0])
-        ranks = state.best_place(table, candidate, state.weights()).parts.rank_N
+        ranks = state.cheapest_placement(table, candidate, state.weights()).parts.rank_N
         assert len(set(ranks.tolist())) == len(ranks)
         if layout.scope is Scope.NODES:
             assert (np.bincount(ranks // 2, minlength=2) % 2 == 0).all()
@@ -72,10 +74,12 @@ def test_full_and_forbidden_ranks_are_left_out(make_tables, profile):
     only = {"t0": ParameterConstraints(ranks=[2], sharding_types=["table_wise"])}
     problem = build_problem(CostModel(tables, Topology(world_size=4, hardware=profile), batch_size=64), only)
     state = fresh(problem)
-    placed = state.best_place(0, int(np.flatnonzero(problem.type_C == problem.type_T[0])[0]), state.weights())
+    placed = state.cheapest_placement(
+        0, int(np.flatnonzero(problem.type_C == problem.type_T[0])[0]), state.weights()
+    )
     assert placed.parts.rank_N.tolist() == [2]
     state.bytes_R[2] = problem.memory_cap
-    assert state.best_place(0, placed.parts.candidate, state.weights()) is None
+    assert state.cheapest_placement(0, placed.parts.candidate, state.weights()) is None
 
 
 def test_sizes_scale_only_what_varies(problem):

@@ -32,11 +32,11 @@ def test_state_follows_the_optimizer():
 
 
 def test_bad_tables_are_refused():
-    with pytest.raises(ValueError, match="'t': 0 rows x 4 columns; both must be >= 1"):
+    with pytest.raises(ValueError, match=r"'t'.*0 rows.*x 4.*1"):
         Table(name="t", num_embeddings=0, embedding_dim=4)
-    with pytest.raises(ValueError, match=r"'t': pooling_factors .*; give one number >= 0"):
+    with pytest.raises(ValueError, match=r"'t'.*pooling_factors.*0"):
         Table(name="t", num_embeddings=1, embedding_dim=4, pooling_factors=(-1.0,))
-    with pytest.raises(ValueError, match="'t': 2 num_poolings for 1 pooling_factors"):
+    with pytest.raises(ValueError, match=r"'t'.*2.*num_poolings.*1.*pooling_factors"):
         Table(name="t", num_embeddings=1, embedding_dim=4, num_poolings=(1, 1))
 
 
@@ -44,11 +44,9 @@ def test_constraints_know_types_by_name_and_by_enum():
     constraints = ParameterConstraints(sharding_types=["row_wise", ShardingType.TABLE_WISE])
     assert constraints.allowed_types == {ShardingType.ROW_WISE, ShardingType.TABLE_WISE}
     assert ParameterConstraints().allowed_types == set(ShardingType)
-    with pytest.raises(
-        ValueError, match=r"sharding type 'diagonal' is unknown; allowed are \['data_parallel'"
-    ):
+    with pytest.raises(ValueError, match=r"'diagonal'.*\['data_parallel'"):
         ParameterConstraints(sharding_types=["diagonal"])
-    with pytest.raises(ValueError, match="min_partition is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"min_partition.*0.*1"):
         ParameterConstraints(min_partition=0)
 
 
@@ -67,22 +65,22 @@ def test_topology_from_a_mesh():
     mesh = FakeMesh(("replicate", "node", "local"), (2, 3, 4), "cuda")
     full = Topology.from_mesh(mesh)
     assert (full.world_size, full.local_size, full.replicate, full.sum_in_node) == (24, 4, (2,), True)
-    with pytest.raises(ValueError, match=r"the mesh has the axes \('dp',\); use 'shard'"):
+    with pytest.raises(ValueError, match=r"'dp'.*'shard'"):
         Topology.from_mesh(FakeMesh(("dp",), (4,)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"world_size": 0}, "world_size is 0; it must be at least 1"),
-        ({"world_size": 4, "local_world_size": 0}, "local_world_size is 0; it must be at least 1"),
-        ({"world_size": 4, "across_nodes": "bags"}, "across_nodes is 'bags'; use 'sums' or 'rows'"),
-        ({"world_size": 4, "across_nodes": "rows", "replicate": (1, 2)}, "only without replication"),
-        ({"world_size": 4, "packed_ids": True}, "only with across_nodes='rows'. Give both"),
-        ({"world_size": 4, "compute_device": "tpu"}, "compute_device is 'tpu'; use 'cpu' or 'cuda'"),
-        ({"world_size": 12}, "world_size 12 is not a multiple of local_world_size 8"),
-        ({"world_size": 4, "reserve": 1.0}, r"reserve is 1.0; it is a fraction of the memory in \[0, 1\)"),
-        ({"world_size": 4, "replicate": (3,)}, "replicate size 3 does not divide world_size 4"),
+        ({"world_size": 0}, "world_size.*0.*1"),
+        ({"world_size": 4, "local_world_size": 0}, "local_world_size.*0.*1"),
+        ({"world_size": 4, "across_nodes": "bags"}, "across_nodes.*'bags'.*'sums'.*'rows'"),
+        ({"world_size": 4, "across_nodes": "rows", "replicate": (1, 2)}, "replication"),
+        ({"world_size": 4, "packed_ids": True}, "across_nodes.*'rows'"),
+        ({"world_size": 4, "compute_device": "tpu"}, "compute_device.*'tpu'.*'cpu'.*'cuda'"),
+        ({"world_size": 12}, "world_size.*12.*local_world_size.*8"),
+        ({"world_size": 4, "reserve": 1.0}, r"reserve.*1.0.*\[0.*1"),
+        ({"world_size": 4, "replicate": (3,)}, "size 3.*world_size.*4"),
     ],
 )
 def test_bad_topologies_are_refused(arguments, message):

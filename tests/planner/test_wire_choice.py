@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from meshrec.comms.wire import FORMATS, FULL_PRECISION
+from meshrec.ops import operators
 from meshrec.planner import Topology
 from meshrec.planner.travel import packed_id_bytes
 from meshrec.planner.types import Table
@@ -50,7 +51,7 @@ def test_every_pair_can_be_sent():
 
 
 def test_a_bound_is_at_least_0():
-    with pytest.raises(ValueError, match="error of a wire bound is -1"):
+    with pytest.raises(ValueError, match=r"error.*-1"):
         WireBound(error=-1.0)
 
 
@@ -63,7 +64,7 @@ def test_the_bytes_of_packed_ids_are_predicted(num_rows, num_ids):
     bounds = torch.arange(parts + 1) * num_rows // parts
     counts = torch.searchsorted(ids, bounds).diff().tolist()
     ids -= bounds[:-1].repeat_interleave(torch.tensor(counts))
-    message, _ = torch.ops.meshrec.pack_ids(ids, counts)
+    message, _ = operators.pack_ids(ids, counts)
     predicted = packed_id_bytes(num_rows / parts, num_ids / parts)
     assert len(message) / num_ids == pytest.approx(predicted, rel=0.1)
     assert predicted < 4

@@ -46,7 +46,7 @@ def test_tables_that_matter_keep_more_bits(scored):
     assert choice.rise.bound <= 2e-3
     assert choice.num_evaluations == len(calls) <= 3 * 2 + 2
     assert set(choice.rises["steep"]) <= {DataType.INT8, DataType.INT4, DataType.INT2}
-    assert "below" in page_of(choice, "<title>")
+    assert "upper bound" in page_of(choice, "<title>")
     assert "&lt;title&gt;" in page_of(choice, "<title>")
     assert "budget 0.2000%" in summary(choice)
 
@@ -65,7 +65,7 @@ def test_budgets_from_none_to_plenty(scored):
 
 def test_refusals(scored):
     model, losses, _ = scored
-    with pytest.raises(ValueError, match="max_loss is 2; it must be a fraction between 0 and 1"):
+    with pytest.raises(ValueError, match=r"max_loss.*2.*between 0.*1"):
         choose_precision(model, losses, max_loss=2)
-    with pytest.raises(ValueError, match="fewer than two validation samples"):
+    with pytest.raises(ValueError, match="validation"):
         choose_precision(model, lambda each: torch.zeros(1), max_loss=0.1)

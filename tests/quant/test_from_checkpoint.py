@@ -43,14 +43,12 @@ def test_what_was_quantised_is_told_and_saved(saved, tmp_path):
 
 def test_refusals(saved):
     folder, model = saved
-    with pytest.raises(
-        ValueError, match=r"'other\.bags\.embedding_bags\.t0\.weight' must have .* no such tensor"
-    ):
+    with pytest.raises(ValueError, match=r"'other\.bags\.embedding_bags\.t0\.weight'"):
         quantize_checkpoint(folder, Model(), entry="other")
-    with pytest.raises(ValueError, match="per_table names a table 't9'"):
+    with pytest.raises(ValueError, match=r"per_table.*'t9'"):
         quantize_checkpoint(folder, Model(), per_table={"t9": DataType.INT4})
     with torch.no_grad():
         model.bags.embedding_bags["t1"].weight[4, 1] = torch.nan
     save(folder, {"model": model})
-    with pytest.raises(ValueError, match="table 't1': row 4 has a number"):
+    with pytest.raises(ValueError, match=r"'t1'.*row 4"):
         quantize_checkpoint(folder, Model())

@@ -77,6 +77,8 @@ def test_a_browser_draws_it(tmp_path, small, small_plan):
                 "positive": 300.0,
                 "negative": 700.0,
                 "roc": [[0, 0], [0.2, 0.6], [1, 1]],
+                "precision_recall": [[0.6, 0.56], [1, 0.3]],
+                "gains": [[0, 0], [0.32, 0.6], [1, 1]],
                 "calibration": [[0.1, 0.12, 500], [0.5, 0.48, 500]],
             }
         },
@@ -93,7 +95,15 @@ def test_a_browser_draws_it(tmp_path, small, small_plan):
     write_report(folder)
     page = drawn(f"file://{folder.report}").split("<noscript>")[0]
     assert page.count("<path") >= 2
-    for text in (">100,000<", ">0<", ">epoch 2<", ">best step<", "the best step, whose weights are kept"):
+    for text in (
+        ">100,000<",
+        ">0<",
+        ">epoch 2<",
+        ">best step<",
+        ">Precision and recall<",
+        ">Gains<",
+        "the best step, whose weights are kept",
+    ):
         assert text in page, text
     assert ">-0<" not in page
     assert "item popularity (better)" in page  # on the test data, so that card is not green

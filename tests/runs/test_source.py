@@ -117,9 +117,7 @@ def test_the_copy_is_executed_where_the_original_has_changed(run, origin, change
 def test_a_copy_that_was_changed_is_refused(run, origin):
     shutil.rmtree(origin)
     (run.path / "source" / "kept_neighbour.py").write_text("raise RuntimeError")
-    with pytest.raises(
-        ValueError, match=r"source was changed after the run was trained, and .* has changed as well"
-    ):
+    with pytest.raises(ValueError, match="changed"):
         load_recipe(run)
 
 
@@ -144,9 +142,7 @@ def test_code_of_others_is_not_executed(run, origin, tmp_path):
     ]
     for each in forged:
         run.write_json(CONFIG, each)
-        with pytest.raises(
-            ValueError, match=r"is Python code, .* It was not executed. Read it \(less .*--trust"
-        ):
+        with pytest.raises(ValueError, match="--trust"):
             load_recipe(run)
     assert not spied.exists()
     assert not (origin / "executed").exists()
@@ -155,7 +151,7 @@ def test_code_of_others_is_not_executed(run, origin, tmp_path):
 
 def test_a_run_of_another_user_is_executed_once_that_is_confirmed(run, origin, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
-    with pytest.raises(ValueError, match=r"it was not trained with your key") as told:
+    with pytest.raises(ValueError, match="trained") as told:
         load_recipe(find_run(run.path))
     assert str(run.path / "source" / "mine.py") in str(told.value)  # what is to be read
     recipe = load_recipe(find_run(run.path, trust=True))
@@ -171,7 +167,7 @@ def test_a_run_of_another_user_is_executed_once_that_is_confirmed(run, origin, m
 
 def test_a_key_that_others_can_read_seals_nothing(run, origin, caplog):
     key_path().chmod(0o644)
-    with pytest.raises(ValueError, match=r"your key cannot be read \(others can read or write .*chmod 600"):
+    with pytest.raises(ValueError, match="chmod 600"):
         load_recipe(run)
     with caplog.at_level(logging.WARNING):
         entry = keep_source(run, f"{origin / 'mine.py'}:mine")
@@ -179,7 +175,7 @@ def test_a_key_that_others_can_read_seals_nothing(run, origin, caplog):
     assert "gets no seal, so that commands which read this run will ask for --trust" in caplog.text
     key_path().chmod(0o600)
     key_path().write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"is damaged\. Remove it to get a new one"):
+    with pytest.raises(ValueError, match="damaged"):
         load_recipe(run)
 
 
@@ -198,7 +194,7 @@ def test_modules_are_kept_to_be_read(tmp_path):
     assert load_recipe(folder).name == "small"
     config = json.loads((tmp_path / CONFIG).read_text())
     folder.write_json(CONFIG, {**config, "code": None})
-    with pytest.raises(ValueError, match=r"source/tests/train/small.py, and the run has no seal"):
+    with pytest.raises(ValueError, match=r"source/tests/train/small.py"):
         load_recipe(folder)
 
 
@@ -211,7 +207,7 @@ def test_training_keeps_the_source(tmp_path, small, monkeypatch):
     assert os.listdir(tmp_path / "x" / "source") == ["small.py"]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     arguments = [str(tmp_path / "x"), "--data", "x.parquet"]
-    with pytest.raises(ValueError, match="It was not executed"):
+    with pytest.raises(ValueError, match="executed"):
         evaluate(arguments)
-    with pytest.raises(ValueError, match="SyntheticClicks reads no files"):  # it was, and tells what is next
+    with pytest.raises(ValueError, match="SyntheticClicks"):  # it was, and tells what is next
         evaluate([*arguments, "--trust"])

@@ -1,19 +1,23 @@
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager
-from meshrec.data import parquet
+from meshrec.data import DataError, parquet
 from meshrec.data.features import Features, Integer, Label
 from meshrec.planner import load_plan
+from meshrec.runs import worker
 from meshrec.runs.host_folder import LAUNCH_VARIABLE
 from meshrec.runs.job import Job
-from meshrec.runs.worker import work
+from meshrec.runs.worker import commands, work
 from meshrec.train import DataSource
 from meshrec.train.observers import Logged
+from meshrec.train.ranks import join
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
 
 
@@ -28,6 +32,9 @@ def test_a_run_leaves_its_folder(tmp_path, small):
     names = {"global mean", "item popularity", "logistic regression"}
     assert set(summary["baselines"]) - {"LightGBM"} == names
     assert " won: test AUC " in summary["winner"]
+    told = [event.text for event in events if type(event).__name__ == "Said"]
+    for name in names:  # as each is done, for screens without a progress bar
+        assert sum(text.startswith(f"baseline {name}: AUC ") for text in told) == 1
     assert folder.read_json(CONFIG)["recipe"]["training"]["epochs"] == 2
     assert load_plan(folder.plan).required_inputs().batch_size == 100
     assert folder.report.read_text().startswith("<!doctype html>")
@@ -81,7 +88,7 @@ def test_a_start_that_ended_before_its_first_checkpoint_leaves_no_metrics(tmp_pa
         return Job(recipe=small(epochs=2), runs=tmp_path, device="cpu", **options)
 
     monkeypatch.setenv(LAUNCH_VARIABLE, "job-7")  # a launch that starts again under its ID
-    with pytest.raises(OSError, match="the host is gone"):
+    with pytest.raises(OSError, match="host"):
         work(job(name="x", on_event=dies), lambda _: lambda _: None)
     folder = RunFolder(tmp_path / "x")
     assert folder.metrics()
@@ -102,3 +109,40 @@ def test_errors_are_kept(tmp_path, small):
     with pytest.raises(ValueError, match=r"memory"):
         work(job, lambda _: lambda _: None)
     assert not (tmp_path / "x").exists()  # nothing in it would be worth a look
+
+
+def load_with_one_failing_rank(error):
+    ranks = join("cpu")
+
+    def load_data(*_):
+        if ranks.rank == 1:
+            raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "load_data", load_data)
+        run = worker._Run.__new__(worker._Run)
+        run._ranks, run._folder = ranks, None
+        run._job = SimpleNamespace(recipe=SimpleNamespace(data=None))
+        try:
+            run._load()
+        except Exception as caught:
+            return type(caught), str(caught)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (DataError("a.csv has no column 'user'"), ValueError, "rank 1: a.csv has no column 'user'"),
+        (RuntimeError("no"), RuntimeError, "rank 1: RuntimeError: no"),
+    ],
+)
+def test_an_error_of_one_ranks_data_is_the_same_on_all(ranks, error, kind, text):
+    assert ranks(2).run(load_with_one_failing_rank, error) == [(kind, text)] * 2
+
+
+def test_printed_commands_quote_names_with_blanks(tmp_path):
+    printed = commands(RunFolder(tmp_path / "my runs" / "a b"))
+    for name in ("resume", "evaluate", "predict", "package", "serve", "export", "recommend"):
+        words = shlex.split(printed[name])
+        assert any("a b" in word for word in words), printed[name]
+        assert not {"a", "b", "runs/a"} & set(words)

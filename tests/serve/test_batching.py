@@ -105,7 +105,7 @@ def test_what_is_past_its_deadline_is_not_computed():
         await asyncio.sleep(0.02)
         scorer.go.set()
         await first
-        with pytest.raises(RequestError, match="the deadline has passed"):
+        with pytest.raises(RequestError, match="deadline"):
             await ask(batcher, samples(1), time.monotonic())
         return (await waiting)[0], scorer.batches
 
@@ -138,13 +138,13 @@ def test_too_many_requests_and_those_that_would_be_late_are_told_to_come_back():
         scorer.began.clear()
         first = asyncio.create_task(ask(batcher, samples(2)))
         await asyncio.to_thread(scorer.began.wait)
-        with pytest.raises(RequestError, match="would take about 3000 ms, past") as late:
+        with pytest.raises(RequestError, match="about 3000") as late:
             await ask(batcher, samples(1), time.monotonic() + 1)
-        with pytest.raises(RequestError, match="would take about 2000 ms, past"):
+        with pytest.raises(RequestError, match="about 2000"):
             batcher.check(time.monotonic() + 1)  # before its body is read
         waiting = [asyncio.create_task(ask(batcher, samples(1))) for _ in range(5)]
         await asyncio.sleep(0)
-        with pytest.raises(RequestError, match=r"6 requests are waiting already. Try again") as full, batcher:
+        with pytest.raises(RequestError, match="6 requests") as full, batcher:
             pass
         scorer.go.set()
         await asyncio.gather(first, *waiting)
@@ -171,5 +171,5 @@ def test_a_batch_waits_for_others_as_long_as_it_may():
 
 @pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"max_queue": 0}, {"max_wait_ms": -1.0}])
 def test_limits_are_checked(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}"):
         Limits(**wrong)

@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from meshrec.data.faults import DataError
 from meshrec.data.features import Buckets, Cross, DatePart, Features, Hashed, Label, Number, Vocabulary
-from meshrec.export.raw_values import RawValues
-from meshrec.serve.columns import table_of
-from meshrec.serve.requests import RequestError
+from meshrec.data.raw_values import RawValues, table_of
 
 COUNTED = ["int8", "uint64", "bool", "text", "bytes", "lists"]
 START = datetime(2020, 1, 1)
@@ -112,9 +111,9 @@ def test_values_that_do_not_fit_are_named() -> None:
     data = drawn(np.random.default_rng(0))
     raw = RawValues(drawn_features(np.random.default_rng(0), data).fit([data]), data.schema)
     for name, value, message in (
-        ("bool", 2, "column 'bool' must fit bool: Could not convert 2"),
+        ("bool", "yes", "column 'bool' of sample 0 must be a whole number, got 'yes'"),
         ("time", "noon", r"column 'time' must fit time32\[s\]: Failed to parse"),
         ("decimal", 1e30, "column 'decimal' must fit decimal128"),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(DataError, match=message):
             table_of({name: [value]}, raw)

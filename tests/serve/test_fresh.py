@@ -18,7 +18,7 @@ from meshrec.modules import DataType
 from meshrec.runs.export import export_run
 from meshrec.runs.quantize import quantize_run
 from meshrec.serve import fresh
-from meshrec.serve.fresh import Codes, Deltas, Freshness, place
+from meshrec.serve.fresh import Codes, Deltas, Freshness, apply_deltas
 from meshrec.train import join
 from meshrec.train.run_folder import find_run
 from tests.export.conftest import torchs_own_warnings
@@ -71,14 +71,14 @@ def test_deltas_after_the_package_are_put_in_place_in_order(toy, tmp_path):
     publish(tmp_path, 2, since=5, ids=[1, 2])
     publish(tmp_path, 3, ids=[2, 3])
     deltas = deltas_of(toy, tmp_path)
-    place(deltas)
+    apply_deltas(deltas)
     assert deltas.freshness == Freshness(3, 30, "")
     found = toy.weights["table"]
     assert torch.allclose(found[:5, 0], torch.tensor([0, 0.2, 0.3, 0.3, 0]))
     assert torch.equal(found, found[:, :1].expand_as(found))
     assert torch.allclose(toy.weights["bias"], torch.tensor(0.3))
     until = deltas_of(blank(toy), tmp_path, until=2)
-    place(until)
+    apply_deltas(until)
     assert until.freshness.delta == 2
 
 
@@ -103,11 +103,11 @@ def damage(folder, name):
     ("harm", "reason"),
     [
         (lambda f: drop(f, 3), "delta 3 is missing: 4 comes after 2"),
-        (lambda f: damage(f, "00000003.rows.safetensors"), "delta 3: .*rows.safetensors is not what was"),
-        (lambda f: damage(f, "00000003.dense.safetensors"), "delta 3: .*dense.safetensors is not what was"),
+        (lambda f: damage(f, "00000003.rows.safetensors"), "delta 3: .*rows.safetensors does not match"),
+        (lambda f: damage(f, "00000003.dense.safetensors"), "delta 3: .*dense.safetensors does not match"),
         (lambda f: (f / "00000003.json").write_text("{"), "delta 3: .* cannot be read"),
-        (lambda f: publish(f, 3, previous="0" * 64), "delta 3 follows on another delta than 2"),
-        (lambda f: publish(f, 3, run="other"), "delta 3 is of run 'other', and the package of 'r'"),
+        (lambda f: publish(f, 3, previous="0" * 64), "delta 3 does not follow delta 2"),
+        (lambda f: publish(f, 3, run="other"), "delta 3 belongs to run 'other', the package to 'r'"),
         (lambda f: publish(f, 3, table="x"), "delta 3: 'x' does not fit the package"),
         (lambda f: publish(f, 3, ids=[0, NUM_ROWS]), "delta 3: rows of 'table' lie outside"),
     ],
@@ -115,28 +115,28 @@ def damage(folder, name):
 def test_harm_is_named_and_the_last_good_state_stays(toy, tmp_path, caplog, harm, reason):
     publish(tmp_path, 2)
     deltas = deltas_of(toy, tmp_path)
-    place(deltas)
+    apply_deltas(deltas)
     for number in (3, 4):
         publish(tmp_path, number)
     harm(tmp_path)
     for _ in range(2):
-        place(deltas)
+        apply_deltas(deltas)
     assert deltas.freshness[:2] == (2, 20)
     assert re.search(reason, deltas.freshness.reason)
     assert len(caplog.records) == 1
     assert (toy.weights["table"] == 0.2).all()
     for number in (3, 4):
         publish(tmp_path, number)
-    place(deltas)
+    apply_deltas(deltas)
     assert deltas.freshness == Freshness(4, 40, "")
 
 
 def test_a_package_that_is_too_old_is_told(toy, tmp_path):
     publish(tmp_path, 7)
     deltas = deltas_of(toy, tmp_path)
-    place(deltas)
+    apply_deltas(deltas)
     assert (
-        "of step 10, and delta 7 holds what changed after 60. Export the run again" in deltas.freshness.reason
+        "from step 10, but delta 7 only has changes after 60. Export the run again" in deltas.freshness.reason
     )
 
 
@@ -146,9 +146,9 @@ def test_deltas_of_another_training_are_told(toy, tmp_path, published):
         publish(tmp_path, number)
     toy.about["published"] = published
     deltas = deltas_of(toy, tmp_path)
-    place(deltas)
+    apply_deltas(deltas)
     assert deltas.freshness.delta is None
-    assert f"those of delta {published[0]}, and the folder holds deltas of another" in deltas.freshness.reason
+    assert f"delta {published[0]}," in deltas.freshness.reason
 
 
 def test_a_folder_is_looked_at_when_it_has_changed(toy, tmp_path, monkeypatch):
@@ -157,15 +157,15 @@ def test_a_folder_is_looked_at_when_it_has_changed(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(fresh, "delta_numbers", lambda folder: looks.append(folder) or listed(folder))
     publish(tmp_path, 2)
     deltas = deltas_of(toy, tmp_path)
-    place(deltas)
+    apply_deltas(deltas)
     assert len(looks) == 1  # after delta 2, within its second
-    place(deltas)
+    apply_deltas(deltas)
     os.utime(tmp_path, (0, 0))
     for _ in range(3):
-        place(deltas)
+        apply_deltas(deltas)
     assert len(looks) == 3
     publish(tmp_path, 3)
-    place(deltas)
+    apply_deltas(deltas)
     assert deltas.freshness == Freshness(3, 30, "")
 
 
@@ -214,15 +214,16 @@ def test_a_server_follows_goes_back_and_goes_on(packages, tmp_path):
         assert client("POST", "/predict", given)[2]["version"] == "v1+3"
         status, _, said = client("POST", "/v2/repository/models/clicks/rollback/9")
         assert status == 400
-        assert "delta 9 cannot be reached; the last that can is 5" in said["error"]
+        assert "delta 9 cannot be reached; the last reachable delta is 5" in said["error"]
         said = client("POST", "/v2/repository/models/clicks/rollback/1")[2]
-        assert "no delta up to it comes after the package, which is of step 10" in said["error"]
+        assert "the package already has step 10" in said["error"]
         assert freshness()["delta"] == 3
+        assert client("GET", "/v2/health/ready")[2] == {"ready": True}  # the failures were the requests' own
         assert client("POST", "/v2/repository/models/clicks/load")[0] == 200
         assert freshness()["delta"] == 5
         damage(tmp_path, "00000005.rows.safetensors")
         publish(tmp_path, 6, previous="0" * 64)
-        until(lambda: "delta 6 follows on another" in freshness()["reason"])
+        until(lambda: "delta 6 does not follow delta 5" in freshness()["reason"])
         assert client("POST", "/predict", given)[2]["version"] == "v1+5"
         ended.set()
         thread.join(60)
@@ -234,7 +235,11 @@ def test_without_deltas_there_is_no_way_back(packages):
     with running({"clicks": packages[0]}) as server:
         client = Client(server.url)
         said = client("POST", "/v2/repository/models/clicks/rollback/1")[2]
-        assert "follows no deltas" in said["error"]
+        assert "--deltas" in said["error"]
+        assert client("GET", "/v2/health/ready")[2] == {"ready": True}
+        assert client("POST", "/v2/repository/models/clicks/unload")[0] == 200
+        assert client("POST", "/v2/repository/models/clicks/rollback/1")[0] == 400
+        assert client("POST", "/v2/repository/index")[2][0]["reason"] == "unloaded"
         client.close()
 
 
@@ -263,7 +268,7 @@ def test_after_the_last_delta_tables_are_those_of_a_fresh_export(published, tmp_
         new = Predictor(export_run(run, tmp_path / "new", last=True, compile=False))
     deltas = Deltas(run.path / "deltas", old.about, old.weights)
     assert any(not torch.equal(old.weights[name], weight) for name, weight in new.weights.items())
-    place(deltas)
+    apply_deltas(deltas)
     assert deltas.freshness == Freshness(6, 10, "")  # of steps 3, 4, 6, 8, 9, 10
     assert old.weights.keys() == new.weights.keys()
     for name, weight in new.weights.items():
@@ -282,12 +287,12 @@ def test_deltas_are_quantised_like_the_package(published, tmp_path):
     old, new = packages
     codes = Codes(old.quantised, old.rounding)
     deltas = Deltas(published.path / "deltas", old.about, old.weights, codes=codes)
-    place(deltas)
+    apply_deltas(deltas)
     assert deltas.freshness == Freshness(6, 10, "")
     assert len(old.quantised) == 3
     for name, weight in new.weights.items():
         assert torch.equal(old.weights[name], weight), name
     codes = codes._replace(rounding=None)
     unknown = Deltas(published.path / "deltas", old.about, old.weights, codes=codes)
-    place(unknown)
-    assert re.search(r"the package does not say how '.*' was rounded", unknown.freshness.reason)
+    apply_deltas(unknown)
+    assert re.search(r"the package does not record the rounding of '.*'", unknown.freshness.reason)

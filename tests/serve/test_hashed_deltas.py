@@ -14,7 +14,7 @@ from meshrec.comms.mesh import default_env
 from meshrec.export import Predictor, export
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import RowWiseAdagrad
-from meshrec.serve.fresh import Deltas, place
+from meshrec.serve.fresh import Deltas, apply_deltas
 from meshrec.tables import LRU
 
 # By its file: ranks that load this one do not find the tests by name.
@@ -106,7 +106,7 @@ def follow(seed, folder, **options):
             deltas = Deltas(
                 folder / "deltas", predictor.about, predictor.weights, number, hashed=predictor.hashed
             )
-            place(deltas)
+            apply_deltas(deltas)
             assert deltas.freshness.reason == ""
             assert deltas.freshness.delta == number
         model = loaded(seed, folder / str(number))
@@ -134,11 +134,11 @@ def test_a_server_follows_a_run_of_two_ranks(ranks, kind, tmp_path):
     seed = len(kind)
     ranks(2).run(published, kind, seed, "in_backward", tmp_path)
     records = verify_deltas(tmp_path / "deltas")
-    assert all(set(each.gone) == {f"{at}.weight" for at in PATHS} for each in records)
-    assert sum(sum(each.gone.values()) for each in records) > 0
+    assert all(set(each.evicted) == {f"{at}.weight" for at in PATHS} for each in records)
+    assert sum(sum(each.evicted.values()) for each in records) > 0
     for record in records:
         delta = read_delta(tmp_path / "deltas", record)
-        for name, ids in delta.gone.items():
+        for name, ids in delta.evicted.items():
             assert not torch.isin(ids, delta.rows[name][0]).any()
     follow(seed, tmp_path)
 
@@ -151,7 +151,7 @@ def test_deltas_go_on_one_after_the_other(run):
     folder, whole = run
     step_by_step = Predictor(folder / "package")
     deltas = Deltas(folder / "deltas", step_by_step.about, step_by_step.weights, hashed=step_by_step.hashed)
-    place(deltas)
+    apply_deltas(deltas)
     assert deltas.freshness.delta == NUM_DELTAS
     ids = torch.cat([torch.arange(80) * 0x5851F42D4C957F2D, torch.tensor(made.EDGES)])
     batch = made.drawn_batch(3, ids, 100)
@@ -171,10 +171,10 @@ def test_deltas_of_other_tables_are_refused(run):
     folder, _ = run
     predictor = Predictor(folder / "package")
     for hashed, words in (
-        ({}, "with other weights than the package"),
-        (dict(list(predictor.hashed.items())[1:]), "with other weights than the package"),
+        ({}, "other weights than the package"),
+        (dict(list(predictor.hashed.items())[1:]), "other weights than the package"),
         ({n: {**f, "max_rows": 3} for n, f in predictor.hashed.items()}, "which has at most 3"),
     ):
         deltas = Deltas(folder / "deltas", predictor.about, predictor.weights, hashed=hashed)
-        place(deltas)
+        apply_deltas(deltas)
         assert words in deltas.freshness.reason

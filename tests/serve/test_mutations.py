@@ -13,8 +13,8 @@ import pytest
 
 import meshrec
 from meshrec.data.features import Features, Hashed, Number
+from meshrec.data.raw_values import RawValues
 from meshrec.export import Predictor, check_package, export
-from meshrec.export.raw_values import RawValues
 from meshrec.models.dlrm import DLRM
 from tests.export.conftest import torchs_own_warnings
 from tests.serve.conftest import Client, request_of, running, samples, scores_of

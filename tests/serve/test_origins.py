@@ -51,6 +51,6 @@ def test_changes_can_be_switched_off(packages):
 
 def test_other_machines_need_a_token():
     for host in ("0.0.0.0", "::"):
-        with pytest.raises(ValueError, match="clients must show a token, and none is set"):
+        with pytest.raises(ValueError, match="clients"):
             listen(ServerOptions(host=host, port=0))
     listen(ServerOptions(host="0.0.0.0", port=0, token="t")).close()

@@ -37,14 +37,14 @@ def test_large_bodies_are_read_alike_by_another_process(reader, monkeypatch):
             for one, two, three in zip(found, same, expected, strict=True):
                 assert np.array_equal(one, two)
                 assert np.array_equal(one, three)
-        with pytest.raises(RequestError, match="sample 0 has unknown") as caught:
+        with pytest.raises(RequestError, match="sample 0") as caught:
             ask(reader, b'{"x": 1}')
         assert caught.value.status == 400
     os.kill(reader._child._pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, reader, b"[]")
         os.kill(reader._child._pid, signal.SIGKILL)
-        with pytest.raises(RequestError, match="the process that reads large requests ended") as caught:
+        with pytest.raises(RequestError, match="requests") as caught:
             asked.result(60)
     assert caught.value.status == 503
     assert ask(reader, b"[]").num_samples == 0
@@ -76,7 +76,7 @@ def test_numbers_of_many_digits_in_headers_and_paths(packages):
         assert (status, "must be a number of bytes" in said["error"]) == (400, True)
         path = "/v2/repository/models/clicks/rollback/" + "1" * 4301
         status, _, said = client("POST", path)
-        assert (status, "a delta has a number" in said["error"]) == (400, True)
+        assert (status, "must be a number" in said["error"]) == (400, True)
         client.close()
 
 

@@ -52,7 +52,7 @@ def test_what_is_shared_is_kept_or_repeated():
         {**values, "user": np.zeros(1 << 23, np.int64)},
         {**lengths, "user": np.array([1 << 23])},
     )
-    with pytest.raises(RequestError, match="too many ids to repeat them for 3 samples") as caught:
+    with pytest.raises(RequestError, match="3 samples") as caught:
         checked(SIGNATURE, *many, shared={"user", "dense"}, num_samples=3)
     assert caught.value.status == 413
     both = joined([found, repeated, found])
@@ -63,14 +63,14 @@ def test_what_is_shared_is_kept_or_repeated():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d, v, n: (d, {"user": v["user"]}, n), "feature 'item' has no values"),
-        (lambda d, v, n: (d, v, {"item": n["item"]}), "feature 'user' has no lengths"),
-        (lambda d, v, n: (None, v, n), "the dense values are missing. Give 3"),
-        (lambda d, v, n: (d[:, 1:], v, n), r"of shape \[4, 3\], .* got \[4, 2\]"),
-        (lambda d, v, n: (d * [1, np.nan, 1], v, n), "dense value 1 of sample 0 is nan"),
+        (lambda d, v, n: (d, {"user": v["user"]}, n), "'item'"),
+        (lambda d, v, n: (d, v, {"item": n["item"]}), "'user'"),
+        (lambda d, v, n: (None, v, n), "dense.*3"),
+        (lambda d, v, n: (d[:, 1:], v, n), r"shape.*\[4, 3\].*\[4, 2\]"),
+        (lambda d, v, n: (d * [1, np.nan, 1], v, n), "value 1.*sample 0"),
         (
             lambda d, v, n: (d, v, {**n, "item": n["item"][1:]}),
-            r"'item': lengths of shape \[3\] for 4 samples",
+            r"'item'.*\[3\].*4 samples",
         ),
         (
             lambda d, v, n: (d, v, {**n, "item": n["item"] - 9}),
@@ -79,9 +79,9 @@ def test_what_is_shared_is_kept_or_repeated():
         (lambda d, v, n: (d, {**v, "user": v["user"][1:]}, n), r"'user': the lengths sum to \d+, but"),
         (
             lambda d, v, n: (d, {**v, "item": v["item"] * 0 + 50}, n),
-            r"'item': id 50 of sample 0 is outside \[0, 50\)",
+            r"'item'.*id 50.*sample 0.*\[0.*50",
         ),
-        (lambda d, v, n: (d, {**v, "item": v["item"] * 0 - 1}, n), r"'item': id -1 of sample 0 is outside"),
+        (lambda d, v, n: (d, {**v, "item": v["item"] * 0 - 1}, n), "'item'.*id -1.*sample 0"),
     ],
 )
 def test_what_cannot_be_scored_is_named(change, message):
@@ -98,22 +98,24 @@ def test_the_sample_of_a_wrong_id_is_the_one_that_has_it():
     for each in given:
         each["item"] = []
     given[2]["item"] = [1, 99, 2]
-    with pytest.raises(RequestError, match="feature 'item': id 99 of sample 2 is"):
+    with pytest.raises(RequestError, match=r"'item'.*id 99.*sample 2"):
         checked(SIGNATURE, *arrays(given))
 
 
 @pytest.mark.parametrize(
     ("data", "dtype", "message"),
     [
-        ([1, [2]], np.int64, "regular shape"),
-        ([1.5], np.int64, r"whole numbers that fit 64 bits, got \[1.5\]"),
-        (["1"], np.int64, "whole numbers"),
-        ([True, 2], np.int64, "whole numbers"),
-        ([1, None], np.float32, "must be numbers"),
-        ({"a": 1}, np.float32, "must be numbers"),
-        ([1 << 63], np.int64, "whole numbers"),
-        ([1 << 31], np.int32, "must fit int32"),
-        ([10**400], np.float32, "must be numbers"),
+        ([1, [2]], np.int64, "regular"),
+        ([1.5], np.int64, r"fit 64.*\[1.5\]"),
+        (["1"], np.int64, "numbers"),
+        ([True, 2], np.int64, "numbers"),
+        ([1, None], np.float32, "numbers"),
+        ({"a": 1}, np.float32, "numbers"),
+        ([1 << 63], np.int64, "numbers"),
+        ([1, 1e300], np.int64, "numbers"),
+        ([float("nan")], np.int64, "numbers"),
+        ([1 << 31], np.int32, "int32"),
+        ([10**400], np.float32, "numbers"),
         (["x" * 100], np.float32, r"\.\.\."),
     ],
 )
@@ -125,4 +127,6 @@ def test_what_is_no_number_is_refused(data, dtype, message):
 def test_numbers_become_arrays():
     assert as_array([], np.dtype(np.int64), "x").dtype == np.int64
     assert as_array([1, 2.5], np.dtype(np.float32), "x").tolist() == [1.0, 2.5]
+    assert as_array([1e3, 2, 2.0**40], np.dtype(np.int64), "x").tolist() == [1000, 2, 1 << 40]
+    assert as_array([(1 << 62) + 1, 1.0], np.dtype(np.int64), "x").tolist() == [(1 << 62) + 1, 1]
     assert as_array([[1], [2]], np.dtype(np.int32), "x").shape == (2, 1)

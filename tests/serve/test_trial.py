@@ -8,7 +8,7 @@ from tests.serve.toys import ENDS, Toy, make_toy
 
 @pytest.mark.parametrize("how", ENDS)
 def test_a_package_that_ends_its_process_is_refused_with_words(packages, tmp_path, monkeypatch, how):
-    if how == "not done":
+    if how == "not finish":
         monkeypatch.setattr("meshrec.serve.trial._SECONDS", 1.0)
     monkeypatch.setattr(Toy, "may_end", False)  # in this process
     bad, place = make_toy(tmp_path / "bad", 666, ends=how), tmp_path / "clicks"

@@ -90,7 +90,8 @@ def test_workers_do_everything_together(packages, predictors, tmp_path):
         client = Client(url)
         assert client("POST", "/v2/repository/models/clicks/load")[0] == 200
         assert {ask(url, given)[2]["version"] for _ in range(8)} == {predictors[1].version}
-        assert "no model 'x'" in client("POST", "/v2/repository/models/x/load")[2]["error"]
+        status, _, said = client("POST", "/v2/repository/models/x/load")
+        assert (status, "no model 'x'" in said["error"]) == (404, True)
 
         link(packages[0], place)
         process.send_signal(signal.SIGHUP)
@@ -105,7 +106,7 @@ def test_workers_do_everything_together(packages, predictors, tmp_path):
         first, second = (int(process) for process in re.findall(r"process (\d+)", "".join(log)))
         ready = sum("is ready" in line for line in log)
         os.kill(first, signal.SIGKILL)
-        until(lambda: any("another takes its place" in line for line in log), log)
+        until(lambda: any("exit code" in line for line in log), log)
         statuses = set()
         until(
             lambda: statuses.add(ask(url, given)[0]) or sum("is ready" in line for line in log) > ready, log
@@ -117,7 +118,7 @@ def test_workers_do_everything_together(packages, predictors, tmp_path):
         assert client("POST", "/v2/repository/models/clicks/unload")[0] == 200
         client.close()
         os.kill(second, signal.SIGKILL)
-        until(lambda: sum("another takes its place" in line for line in log) == 2, log)
+        until(lambda: sum("exit code" in line for line in log) == 2, log)
         until(lambda: sum("serving clicks" in line for line in log) == 4, log)
         until(lambda: {ask(url, given)[0] for _ in range(8)} == {404}, log)
 
@@ -171,7 +172,7 @@ def test_workers_listen_on_loopback_only(packages):
 
 
 def test_the_number_of_workers_is_checked(packages):
-    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"workers.*1.*0"):
         serve({"clicks": packages[0]}, ServerOptions(port=0), workers=0)
 
 
@@ -196,7 +197,7 @@ def test_a_reload_does_not_end_a_worker_that_starts(packages):
 
         until(lambda: len(started()) == 2, log)
         os.kill(int(started()[0]), signal.SIGKILL)
-        until(lambda: "another takes its place" in "".join(log), log)
+        until(lambda: "exit code" in "".join(log), log)
         until(lambda: process.send_signal(signal.SIGHUP) or len(started()) == 3, log)
         time.sleep(0.2)
         assert "".join(log).count("ended with exit code") == 1, log
@@ -235,10 +236,10 @@ def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monk
         wish = {"action": "load", "model": "clicks", "delta": None}
         supervisor._tasks[1] = workers._Task(wish, {0, 1}, [], 0, 0)
         supervisor._ended(0)
-        supervisor._done(1, 1, None)
+        supervisor._finish_change(1, 1, None)
         assert supervisor._tasks == {}
         assert supervisor._workers[0].pipe.sent == []
         assert [path.name for path in tmp_path.iterdir()] == ["counter_12.db"]
         supervisor._tasks[2] = workers._Task(wish, {0}, [], 1, 5)
-        supervisor._done(2, 0, None)
+        supervisor._finish_change(2, 0, None)
         assert supervisor._workers[1].pipe.sent == [{"ticket": 5, "error": None}]

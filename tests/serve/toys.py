@@ -20,10 +20,10 @@ NUM_ROWS, NUM_DENSE = 50, 3
 ENDS = {
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "SIGBUS": lambda: os.kill(os.getpid(), signal.SIGBUS),
-    "was ended by SIGKILL. Somebody killed it": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "was ended by SIGKILL. It was killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "code 127": lambda: os._exit(127),
     "code 0": lambda: os._exit(0),
-    "not done": lambda: time.sleep(60),
+    "not finish": lambda: time.sleep(60),
     "MemoryError": lambda: bytearray(1 << 62),
 }
 

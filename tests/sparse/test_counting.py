@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.sparse.counting import count_per_key, total
+from meshrec.sparse.counting import count_per_key, sum_counts
 
 
 def kjt(lengths: list[int], num_values: int, **strides) -> KeyedJaggedTensor:
@@ -20,10 +20,10 @@ def test_counts():
 
 @pytest.mark.parametrize("strides", [{}, {"stride_per_key": [1, 3]}])
 def test_lengths_that_the_values_contradict(strides):
-    with pytest.raises(ValueError, match=r"the lengths sum to 7, but there are 6 values; validate\(\) finds"):
+    with pytest.raises(ValueError, match=r"7.*6 values"):
         count_per_key(kjt([2, 0, 1, 4], 6, **strides))
 
 
 def test_total():
-    assert total([1, 2]) == 3
-    assert total([]) == 0
+    assert sum_counts([1, 2]) == 3
+    assert sum_counts([]) == 0

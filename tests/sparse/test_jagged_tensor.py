@@ -36,7 +36,7 @@ def test_derived_fields_are_computed_once():
 def test_weights():
     assert jagged().weights_or_none() is None
     assert jagged(weighted=True).weights().tolist() == [0.5, 1.0, 2.0]
-    with pytest.raises(ValueError, match="this JaggedTensor has no weights"):
+    with pytest.raises(ValueError, match="JaggedTensor"):
         jagged().weights()
 
 
@@ -166,47 +166,47 @@ LENGTHS = torch.tensor([1, 2])
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: JaggedTensor(VALUES), "neither lengths nor offsets are given; pass one of them"),
-        (lambda: JaggedTensor([1, 2], lengths=LENGTHS), "values must be a tensor .* got list"),
-        (lambda: JaggedTensor(torch.tensor(1), lengths=LENGTHS), r"at least 1 dimension, got int64 \[\]"),
+        (lambda: JaggedTensor(VALUES), "neither"),
+        (lambda: JaggedTensor([1, 2], lengths=LENGTHS), "values"),
+        (lambda: JaggedTensor(torch.tensor(1), lengths=LENGTHS), r"1 dimension.*int64.*\[\]"),
         (
             lambda: JaggedTensor(VALUES, lengths=LENGTHS.float()),
-            r"lengths must be an int32 or int64 tensor, got float32",
+            "int32.*int64.*float32",
         ),
         (
             lambda: JaggedTensor(VALUES, lengths=[1, 2]),
-            r"lengths must be an int32 or int64 tensor, got list \[1, 2\]",
+            r"int32.*int64.*\[1, 2\]",
         ),
         (
             lambda: JaggedTensor(VALUES, lengths=LENGTHS[None]),
-            r"lengths must have 1 dimension, got int64 \[1, 2\]",
+            r"1 dimension.*int64.*\[1, 2\]",
         ),
         (
             lambda: JaggedTensor(VALUES, offsets=LENGTHS[:0]),
-            "offsets must have 1 dimension and at least the 0",
+            "1 dimension.*0",
         ),
-        (lambda: JaggedTensor(VALUES, lengths=LENGTHS, offsets=LENGTHS), "2 lengths need 3 offsets, got 2"),
+        (lambda: JaggedTensor(VALUES, lengths=LENGTHS, offsets=LENGTHS), "2 lengths.*need 3.*2"),
         (
             lambda: JaggedTensor(VALUES, torch.ones(2), LENGTHS),
-            r"weights must be one per value \(3\), got float32 \[2\]",
+            r"3.*float32.*\[2\]",
         ),
-        (lambda: JaggedTensor(VALUES, lengths=LENGTHS.to("meta")), "lengths are on meta, values on cpu"),
+        (lambda: JaggedTensor(VALUES, lengths=LENGTHS.to("meta")), "lengths"),
         (
             lambda: JaggedTensor(VALUES, torch.ones(3, device="meta"), LENGTHS),
-            "weights are on meta, values on cpu",
+            "weights",
         ),
-        (lambda: JaggedTensor.from_dense([]), r"the list is empty; JaggedTensor.empty\(\)"),
+        (lambda: JaggedTensor.from_dense([]), "JaggedTensor.empty"),
         (
             lambda: JaggedTensor.from_dense([VALUES], [torch.ones(2)]),
-            r"the values have \[3\] rows, the weights \[2\]",
+            r"values.*\[3\].*\[2\]",
         ),
         (
             lambda: JaggedTensor.from_dense_lengths(VALUES, LENGTHS),
-            r"values must be \[B, T, ...\] and lengths \[B\], got \[3\] and \[2\]",
+            r"\[B, T, ...\].*\[B\].*\[3\].*\[2\]",
         ),
         (
             lambda: JaggedTensor.from_dense_lengths(VALUES[None], LENGTHS[:1], torch.ones(1, 2)),
-            r"weights must be \[B, T\] = \[1, 3\], got \[1, 2\]",
+            r"\[B, T\].*\[1, 3\].*\[1, 2\]",
         ),
     ],
 )
@@ -217,5 +217,27 @@ def test_construction_errors(make, message):
 
 def test_validate_names_the_sample():
     jagged(weighted=True).validate()
-    with pytest.raises(ValueError, match="sample 1: the length is -1; lengths are 0 or more"):
+    with pytest.raises(ValueError, match=r"sample 1.*-1.*0"):
         JaggedTensor(VALUES, lengths=torch.tensor([4, -1])).validate()
+
+
+def test_lengths_and_offsets_that_disagree_are_refused():
+    values, lengths, offsets = torch.arange(3.0), torch.tensor([1, 2]), torch.tensor([0, 2, 3])
+    with pytest.raises(ValueError, match=r"sample 0.*1.*offsets 0.*2"):
+        JaggedTensor(values, lengths=lengths, offsets=offsets)
+    for dtype in (torch.int32, torch.int64):
+        jt = JaggedTensor(values, lengths=lengths, offsets=torch.tensor([0, 1, 3], dtype=dtype))
+        assert jt.offsets().dtype == dtype
+
+
+def test_padding_to_the_longest_bag_is_exported():
+    class Padded(torch.nn.Module):
+        def forward(self, values, lengths):
+            return JaggedTensor(values, lengths=lengths).to_padded_dense().sum(1)
+
+    example = torch.arange(6.0), torch.tensor([1, 2, 3, 0])
+    auto = {0: torch.export.Dim.AUTO}
+    program = torch.export.export(Padded(), example, dynamic_shapes=(auto, auto), strict=False).module()
+    for lengths in ([1, 2, 3, 0], [5, 1]):
+        inputs = torch.arange(6.0), torch.tensor(lengths)
+        assert torch.equal(program(*inputs), Padded()(*inputs))

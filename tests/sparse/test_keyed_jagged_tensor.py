@@ -100,7 +100,7 @@ def test_inverse_indices():
     assert keys == ["a", "b", "a", "b"]
     assert indices.shape == (4, 4)
     assert KeyedJaggedTensor.concat([tensor, variable()]).inverse_indices_or_none() is None
-    with pytest.raises(ValueError, match="this KeyedJaggedTensor has no inverse indices"):
+    with pytest.raises(ValueError, match="KeyedJaggedTensor"):
         kjt().inverse_indices()
 
 
@@ -149,7 +149,7 @@ def test_from_lengths_and_offsets_sync():
 
 
 def test_counts_that_the_values_contradict():
-    with pytest.raises(ValueError, match=r"the lengths sum to 7, but there are 6 values; validate\(\) finds"):
+    with pytest.raises(ValueError, match=r"7.*6 values"):
         kjt(values=torch.arange(6)).length_per_key()
 
 
@@ -161,7 +161,7 @@ def test_getitem():
     assert tensor["b"].values().data_ptr() == tensor.values()[3:].data_ptr()
     assert str(variable()["b"]) == "JaggedTensor({[[2], [3], [4, 5, 6]]})"
     assert kjt(keys=["only"])["only"].values() is not None
-    with pytest.raises(KeyError, match=r"no key 'z' in this KeyedJaggedTensor; its keys are \['a', 'b'\]"):
+    with pytest.raises(KeyError, match=r"'z'.*KeyedJaggedTensor.*\['a', 'b'\]"):
         tensor["z"]
 
 
@@ -354,27 +354,25 @@ def test_pickles_without_what_can_be_made_again():
 
 def test_meaningless_positions():
     for positions in ([2], [0, -1]):
-        with pytest.raises(ValueError, match=r"permute: there is no key -?\d; positions are 0 to 1"):
+        with pytest.raises(ValueError, match=r"permute: index -?\d is out of range"):
             kjt().permute(positions)
     for segments in ([2, 1], [3], [3, -1]):
-        with pytest.raises(
-            ValueError, match="split: segments must be 0 or more and sum to at most 2 keys, got"
-        ):
+        with pytest.raises(ValueError, match=r"0.*2 keys"):
             kjt().split(segments)
-    with pytest.raises(ValueError, match="from_jt_dict: the dict is empty"):
+    with pytest.raises(ValueError, match="from_jt_dict"):
         KeyedJaggedTensor.from_jt_dict({})
-    with pytest.raises(ValueError, match="concat: the list is empty"):
+    with pytest.raises(ValueError, match="concat"):
         KeyedJaggedTensor.concat([])
 
 
 def test_lengths_that_are_no_tensor():
-    with pytest.raises(ValueError, match=r"lengths must be an int32 or int64 tensor, got list \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"int32.*int64.*\[1, 2\]"):
         kjt(lengths=[1, 2])
 
 
 @pytest.mark.parametrize("strides", [[3, 3, 3], [1, 2, 3]])
 def test_one_stride_for_each_key(strides):
-    with pytest.raises(ValueError, match="2 keys need as many stride_per_key, got"):
+    with pytest.raises(ValueError, match=r"2 keys.*stride_per_key"):
         kjt(stride_per_key=strides)
 
 
@@ -434,3 +432,17 @@ def test_a_key_alone_is_the_same_in_every_way_of_reading_it(tensor):
     for i, key in enumerate(tensor.keys()):
         texts = {str(jt) for jt in (tensor[key], tensor.permute([i])[key], tensor.to_dict()[key])}
         assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"offsets": torch.tensor([0, 2, 3])}, "1.*offsets 0.*2"),
+        ({"length_per_key": [2, 1]}, "length_per_key.*2.*give 1"),
+        ({"offset_per_key": [0, 2, 3]}, "offset_per_key.*2.*give 1"),
+        ({"lengths_offset_per_key": [0, 2, 2]}, "lengths_offset_per_key.*2.*give 1"),
+    ],
+)
+def test_counts_that_disagree_with_lengths_are_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor([1, 2]), **options)

@@ -53,7 +53,7 @@ def test_good_bags_pass():
 
 
 def test_nan_in_a_row_of_weights():
-    with pytest.raises(ValueError, match="1: weight 0 is NaN"):
+    with pytest.raises(ValueError, match=r"1.*weight 0.*NaN"):
         check_bags(torch.arange(2), torch.tensor([[1.0, 1.0], [1.0, NAN]]), torch.tensor([1, 1]), None, str)
 
 

@@ -8,11 +8,12 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
+from meshrec.distributed.lookup_batch import Stage
 from meshrec.modules import table_lookup
 from meshrec.optim import RowWiseAdagrad
 from meshrec.pipeline.in_flight import LookupInFlight
+from meshrec.tables.dense.rows import DenseRows
 from meshrec.tables.index import KeyReader, Resolved, slots_of
-from meshrec.tables.storage import DenseRows
 
 ROWS = 5
 
@@ -100,7 +101,7 @@ def test_a_batch_is_resolved_once_and_fixed_tables_never():
     batch = next(batches(False))
     lookup = LookupInFlight(module, batch)
     Modulo.num_calls = 0
-    lookup.receive_ids()  # one batch ahead
+    lookup.advance(Stage.RESOLVED)  # one batch ahead
     assert Modulo.num_calls == 2  # one call for each table
     first = lookup.send_embeddings()
     module.tables.num_changes += 1

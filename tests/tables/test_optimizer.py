@@ -68,7 +68,7 @@ def test_step_does_nothing_but_the_closure():
     optimizer = sharded().fused_optimizer
     assert optimizer.step(lambda: 3.0) == 3.0
     assert optimizer.step() is None
-    with pytest.raises(ValueError, match="has the tables that its module was fused or sharded with"):
+    with pytest.raises(ValueError, match="sharded"):
         optimizer.add_param_group({})
 
 

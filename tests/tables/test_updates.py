@@ -4,8 +4,8 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTenso
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
 from meshrec.optim import Adagrad, RowWiseAdagrad
-from meshrec.tables.row_updates import slot_major, update_rows
-from meshrec.tables.rule import distinct
+from meshrec.tables.optimizer import distinct
+from meshrec.tables.updates import slot_major, update_rows
 from meshrec.testing import assert_equal_to_unsharded
 
 

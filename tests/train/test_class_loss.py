@@ -17,7 +17,7 @@ def test_it_is_torchs_cross_entropy():
 
 
 def test_errors_say_what_is_allowed():
-    with pytest.raises(ValueError, match="two or more different ones"):
+    with pytest.raises(ValueError, match="different"):
         Softmax(classes=("a", "a"))
-    with pytest.raises(ValueError, match="one output per class"):
+    with pytest.raises(ValueError, match="output"):
         Softmax(classes=("a", "b")).sum(torch.zeros(3), torch.zeros(3), None)

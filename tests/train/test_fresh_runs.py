@@ -8,7 +8,7 @@ import torch
 
 from meshrec.checkpoint import CheckpointManager, DeltaPublisher, load
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.serve.fresh import Deltas, place
+from meshrec.serve.fresh import Deltas, apply_deltas
 from meshrec.train import RunFolder, Trainer, join
 from meshrec.train.observers import Stepped
 from meshrec.train.progress import origin_of
@@ -32,7 +32,7 @@ class Package:
         self.deltas = Deltas(folder.path / "deltas", self.about, self.weights)
 
     def is_the_model(self, model) -> bool:
-        place(self.deltas)
+        apply_deltas(self.deltas)
         assert self.deltas.freshness.reason == ""
         named = dict(model.named_parameters())
         return all(torch.equal(weight, named[name].detach().cpu()) for name, weight in self.weights.items())
@@ -60,7 +60,7 @@ class Life:
         """From the last checkpoint to the end of the step ``kill``, or of the run."""
 
         def observer(event):
-            trainer.keeper.wait()  # which may take an older one away
+            trainer.saver.wait()  # which may take an older one away
             self.export()
             if isinstance(event, Stepped) and event.step == kill:
                 raise Killed
@@ -72,7 +72,7 @@ class Life:
         try:
             trainer.run()
         except Killed:
-            trainer.keeper.wait()
+            trainer.saver.wait()
 
     def export(self):
         for name in ("checkpoints", "best"):
@@ -107,6 +107,6 @@ def test_a_server_has_the_weights_of_training_whatever_happens_to_it(small, tmp_
     assert life.num_compared > 5
     last = Package(life.recipe, CheckpointManager(tmp_path / "checkpoints").latest(), life.folder)
     for package in life.packages.values():
-        place(package.deltas)
+        apply_deltas(package.deltas)
         for name, weight in last.weights.items():
             assert torch.equal(package.weights[name], weight), (package.about, name)

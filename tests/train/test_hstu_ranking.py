@@ -58,10 +58,10 @@ def test_a_history_holds_what_the_user_did_before():
 
 
 def test_sizes_are_checked():
-    with pytest.raises(ValueError, match="longest 1 at least 2"):
+    with pytest.raises(ValueError, match=r"longest 1.*2"):
         synthetic_impressions(longest=1)
     dataset = SMALL.load()
-    with pytest.raises(ValueError, match="must have a history: a sequence of known length"):
+    with pytest.raises(ValueError, match="sequence"):
         HSTURankerConfig().build(replace(dataset, features=dataset.features[:6]))
 
 

@@ -6,12 +6,20 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from meshrec.train.linear import Regression, columns, first_samples, fitted_again, regression
+from meshrec.train.linear import (
+    Labelled,
+    Regression,
+    columns,
+    first_samples,
+    fitted_again,
+    regression,
+    weights_of,
+)
 
 
 def labelled(reader, dataset):
     samples = first_samples(reader)
-    return columns(dataset, samples, samples.dense), samples.labels.double().numpy()
+    return Labelled.of(samples, columns(dataset, samples, samples.dense))
 
 
 def test_weights_are_those_of_the_penalty_that_predicts_best(small):
@@ -26,7 +34,7 @@ def test_weights_are_those_of_the_penalty_that_predicts_best(small):
     best = fits[int(np.argmax(areas))]
     assert np.allclose(found, np.append(best.coef_, best.intercept_), atol=2e-3)
     assert penalty == pytest.approx(1 / best.C)
-    half = (train[0][:1000], train[1][:1000])
+    half = train.where(slice(1000))
     again = LogisticRegression(C=best.C, max_iter=500, tol=1e-8).fit(half[0][:, :-1], half[1])
     refitted = fitted_again(Regression(found, penalty), half)
     assert np.allclose(refitted, np.append(again.coef_, again.intercept_), atol=2e-3)
@@ -34,16 +42,35 @@ def test_weights_are_those_of_the_penalty_that_predicts_best(small):
 
 def test_every_tenth_sample_chooses_where_there_is_no_validation_data(small):
     dataset = small().data.load()
-    data, labels = labelled(dataset.train, dataset)
-    chooses = np.arange(len(labels)) % 10 == 9
-    expected = regression((data[~chooses], labels[~chooses]), (data[chooses], labels[chooses]))
-    assert np.array_equal(regression((data, labels)).weights, expected.weights)
+    samples = labelled(dataset.train, dataset)
+    chooses = np.arange(len(samples.labels)) % 10 == 9
+    expected = regression(samples.where(~chooses), samples.where(chooses))
+    assert np.array_equal(regression(samples).weights, expected.weights)
+
+
+def test_samples_count_by_their_weights(small):
+    dataset = small().data.load()
+    train = labelled(dataset.train, dataset)
+    weights = np.random.default_rng(0).random(len(train.labels)) * (np.arange(len(train.labels)) % 3 > 0)
+    found, penalty = regression(train._replace(weights=weights), train)
+    expected = LogisticRegression(C=1 / penalty, max_iter=500, tol=1e-8)
+    expected.fit(train.inputs[:, :-1], train.labels, sample_weight=weights)
+    assert np.allclose(found, np.append(expected.coef_, expected.intercept_), atol=2e-3)
+
+
+def test_weights_of_samples_have_the_mean_1_where_they_are_above_0(small):
+    batch = replace(
+        first_samples(small().data.load().train), weights=torch.tensor([0.0, 4.0, 8.0] + [0.0] * 997)
+    )
+    assert weights_of(batch)[:3].tolist() == pytest.approx([0, 2 / 3, 4 / 3])
+    with pytest.raises(ValueError, match=r"weights.*0"):
+        weights_of(replace(batch, weights=torch.zeros(1000)))
 
 
 def test_one_class_chooses_the_strongest_penalty(small):
     dataset = small().data.load()
     train = labelled(dataset.train, dataset)
-    found, _ = regression(train, (train[0], np.zeros_like(train[1])))
+    found, _ = regression(train, train._replace(labels=np.zeros_like(train.labels)))
     expected = LogisticRegression(C=1 / 300, max_iter=500, tol=1e-8).fit(train[0][:, :-1], train[1])
     assert np.allclose(found[:-1], expected.coef_, atol=2e-3)
 

@@ -49,25 +49,25 @@ def test_files_of_a_log_are_read_as_one(tmp_path):
         assert bags(data.test, key) == bags(whole.test, key)
     assert sum(map(len, bags(data.test, "seen"))) == 90 - 9
     source = Log(log=(str(tmp_path),), columns=columns)
-    with pytest.raises(ValueError, match="a run of next items scores no rows"):
+    with pytest.raises(ValueError, match="scores"):
         source.scored(source.fit(), str(tmp_path), labelled=False)
 
 
 def test_published_data_is_checked_by_size_and_columns(folder, tmp_path):
-    with pytest.raises(DataError, match="has 420 ratings, and the published data has 1,000,209"):
+    with pytest.raises(DataError, match=r"420 ratings.*1,000,209"):
         replace(resolve("hstu_ml1m").data, path=folder).load()
     source = BooksRatings(path=tmp_path, num_ratings=None)
-    with pytest.raises(DataError, match=r"ratings_Books.csv does not exist. Name the folder"):
+    with pytest.raises(DataError, match=r"ratings_Books.csv"):
         source.load()
     lines = [f"A{n % 7},B{n % 11},{n % 5 + 1}.0,{1_000_000 + n}" for n in range(200)]
     (tmp_path / "ratings_Books.csv").write_text("\n".join([*lines, "A9,B1,5.0,5"]) + "\n")
     data = source.load()
     assert data.catalogue.stride() == 11
     assert len(bags(data.test, "item")) == 7  # A9 has too few ratings
-    with pytest.raises(DataError, match="has 201 ratings, and the published data has 22,507,155"):
+    with pytest.raises(DataError, match=r"201 ratings.*22,507,155"):
         replace(source, num_ratings=BooksRatings().num_ratings).load()
     (tmp_path / "ratings_Books.csv").write_text("user,item,rating,time\na,b,5.0,x\n")
-    with pytest.raises(DataError, match="must be user, book, rating and time in seconds, without a header"):
+    with pytest.raises(DataError, match="seconds"):
         source.load()
 
 

@@ -79,5 +79,5 @@ def test_movielens_20m(tmp_path):
 @pytest.mark.parametrize("name", ["criteo_kaggle", "avazu"])
 def test_files_that_are_not_there_are_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=rf"{name}/train.parquet stands for no file"):
+    with pytest.raises(ValueError, match=f"{name}.*train.parquet"):
         resolve(name).data.load()

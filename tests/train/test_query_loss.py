@@ -57,9 +57,9 @@ def test_queries_that_teach_nothing_are_no_error(kind):
 
 
 def test_errors_say_what_is_allowed():
-    with pytest.raises(ValueError, match="take 'pairwise' or 'listwise'"):
+    with pytest.raises(ValueError, match=r"'pairwise'.*'listwise'"):
         Ranking(kind="best")
     with pytest.raises(ValueError, match=r"loss\.ks"):
         Ranking(ks=())
-    with pytest.raises(ValueError, match="two labels, the second of kind='query'"):
+    with pytest.raises(ValueError, match="'query'"):
         Ranking().sum(torch.zeros(3), torch.zeros(3), None)

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from meshrec.train.ranks import choose_device, join, launched
+from meshrec.comms.launchers import launched
+from meshrec.train.ranks import choose_device, join
 
 
 def talk() -> tuple:
@@ -29,7 +30,7 @@ def test_one_process_is_enough():
 def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device(None) == choose_device("cpu") == "cpu"
-    with pytest.raises(ValueError, match=r"torch sees no GPU here; take --device cpu"):
+    with pytest.raises(ValueError, match=r"GPU.*--device"):
         choose_device("cuda")
-    with pytest.raises(ValueError, match=r"--device tpu: take cpu or cuda"):
+    with pytest.raises(ValueError, match="--device"):
         choose_device("tpu")

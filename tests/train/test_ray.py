@@ -75,7 +75,7 @@ def test_the_first_worker_points_to_the_newest_checkpoint(reports, tmp_path, sma
     assert len(set(paths)) == len(paths) >= 1
     assert paths[-1].name == "step-0000000010"
     (tmp_path / "other").mkdir()
-    with pytest.raises(ValueError, match="not a checkpoint of MeshRec"):
+    with pytest.raises(ValueError, match="MeshRec"):
         on_ray.checkpoint_path(Pointed(tmp_path / "other"))
 
 
@@ -86,7 +86,7 @@ class Rows:
 
     def write_parquet(self, folder):
         Rows.writes += 1
-        Path(folder).mkdir(parents=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table({"y": [0, 1] * 20, "a": ["b", "c"] * 20}), f"{folder}/0.parquet")
 
 
@@ -104,5 +104,5 @@ def test_numbers_of_workers(small):
     for most, least in ((0, None), (2, 3), (2, 0)):
         with pytest.raises(ValueError, match="--num-workers"):
             train_on_ray(Job(recipe=small()), most, least, 0)
-    with pytest.raises(ValueError, match="cannot be divided among 3 ranks"):
+    with pytest.raises(ValueError, match="among 3"):
         train_on_ray(Job(recipe=small()), 3, 2, 0)

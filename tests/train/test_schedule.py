@@ -26,7 +26,7 @@ def test_rates_are_a_function_of_the_step():
 
 
 def test_impossible_schedules():
-    with pytest.raises(ValueError, match=r"warmup_steps is -1"):
+    with pytest.raises(ValueError, match=r"warmup_steps.*-1"):
         Schedule(warmup_steps=-1)
-    with pytest.raises(ValueError, match=r"schedule.final is 2; it is a fraction in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"schedule.final.*2.*\[0, 1\]"):
         Schedule(final=2)

@@ -34,11 +34,11 @@ def test_a_run_moves_to_another_host(tmp_path, monkeypatch):
 
 
 def test_deltas_need_a_folder(tmp_path):
-    with pytest.raises(ValueError, match="publish_every needs a folder"):
+    with pytest.raises(ValueError, match="publish_every"):
         trained(tmp_path, "one", "--training.publish-every", "5")
     assert LAUNCH_VARIABLE == "MESHREC_LAUNCH"
 
 
 def test_one_place(tmp_path):
-    with pytest.raises(ValueError, match="name the place of runs"):
+    with pytest.raises(ValueError, match="place"):
         main([RECIPE, "--runs", str(tmp_path / "a"), "--out", str(tmp_path / "b")])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from meshrec.data.features import Features, Hashed, Label, Vocabulary
 from meshrec.optim import RowWiseAdagrad
@@ -87,11 +88,13 @@ def test_samples_without_weight_are_not_learned():
     none = data.set_column(3, "w", pa.array(np.where(data["click"].to_numpy(), 0.0, 1.0)))
     base = recipe((CLICK,), BinaryCrossEntropy(), DLRMConfig(embedding_dim=8), weight="w")
     found = trained(replace(base, data=replace(base.data, train=none)))
-    assert found.test["calibration"] < 0.2  # it has seen no click
+    assert found.test.keys() == {"loss", "accuracy"}  # clicks have no weight in metrics either
+    logits = torch.cat([each.logits_B for each in found.predict(found.dataset.test)])
+    assert torch.sigmoid(logits).mean() < 0.2  # it has seen no click
 
 
 def test_models_of_several_labels_want_several():
-    with pytest.raises(ValueError, match="has one label, but this model needs several"):
+    with pytest.raises(ValueError, match="several"):
         trained(recipe((CLICK,), BinaryCrossEntropy(), MultiTaskConfig()))
 
 
@@ -111,5 +114,5 @@ def test_data_of_damaged_rows_alone_trains_nothing():
     negative = table().set_column(
         table().column_names.index("price"), "price", pa.array([-1.0] * table().num_rows)
     )
-    with pytest.raises(ValueError, match="nothing was trained: all rows of 'frame' were left out as damaged"):
+    with pytest.raises(ValueError, match="'frame'"):
         trained(replace(nothing, data=replace(nothing.data, train=negative, on_error="skip")))

@@ -128,12 +128,12 @@ def test_observers_of_users_and_faulty_ones(folder, small, tmp_path, caplog):
 
 
 def test_unknown_names(folder):
-    with pytest.raises(ValueError, match=r"--track neptune: there is no such observer; take one of mlflow"):
+    with pytest.raises(ValueError, match="--track"):
         make_trackers("neptune", folder)
     assert make_trackers("", folder) == []
 
 
 def test_packages_that_are_not_there_are_named_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match=r'this needs wandb: pip install "meshrec\[wandb\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r"\[wandb\]"):
         find_trackers("wandb")

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshrec.reports.measured import PHASES_FILE, read_phases
+from meshrec.planner.measured import PHASES_FILE, read_phases
 from meshrec.train import RunFolder, Trainer, join
 from meshrec.train.observers import Evaluated, Logged, Said, Started, Stepped
 from meshrec.train.stopping import StopRequest
@@ -52,6 +52,48 @@ def test_early_stopping_takes_the_best_weights(small):
     assert validation["auc"] == pytest.approx(best, abs=1e-12)
     assert trainer.judge.early.best_auc == best
     assert "the best by validation AUC" in of(Said, events)[0].text
+
+
+def fruitless(small, **training):
+    """Return a recipe whose tables and dense part learn nothing."""
+    recipe = small(**({"epochs": 8, "evaluate_every": 5, "chance_patience": 3} | training))
+    return replace(recipe, tables=replace(recipe.tables, lr=0.0), dense=replace(recipe.dense, lr=0.0))
+
+
+def test_training_that_does_not_pay_ends_and_says_why(small):
+    trainer, _, events = trained(fruitless(small))
+    assert (trainer.progress.step, trainer.num_steps) == (20, 80)
+    assert trainer.ended_because in [event.text for event in of(Said, events)]
+    assert "step 20 of 80" in trainer.ended_because
+    assert "paired test of 400 samples" in trainer.ended_because
+    whole, _, events = trained(fruitless(small, chance_patience=None))
+    assert whole.progress.step == 80
+    assert of(Said, events)[-1].text == "training made all 80 steps."
+
+
+def test_training_that_pays_goes_on(small):
+    trainer, _, _ = trained(small(epochs=2, evaluate_every=5, chance_patience=2))
+    assert trainer.progress.step == trainer.num_steps
+
+
+def test_losses_that_queries_share_are_not_tested(small, monkeypatch):
+    recipe = fruitless(small)
+    monkeypatch.setattr(type(recipe.loss), "per_sample", lambda *_: None)
+    assert trained(recipe)[0].progress.step == 80
+
+
+def steps_of(recipe):
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    trainer.run()
+    return trainer.progress.step, trainer.judge.early.test.state_dict()["losses"]
+
+
+def test_ranks_test_the_same_samples_in_the_same_order(small, ranks):
+    recipe = fruitless(small)
+    step, losses = steps_of(recipe)
+    for step_of_two, losses_of_two in ranks(2).run(steps_of, recipe):
+        assert step_of_two == step
+        torch.testing.assert_close(losses_of_two, losses, rtol=1e-4, atol=1e-5)
 
 
 def test_a_stop_request_ends_the_run_at_the_next_step(small):
@@ -108,7 +150,7 @@ def test_accumulated_batches_are_one_batch(small):
 
 
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(small, tmp_path):
-    recipe = small(epochs=3, checkpoint_every=7, patience=5)
+    recipe = small(epochs=3, checkpoint_every=7, patience=5, chance_patience=2)
     for name in ("whole", "parts", "empty"):
         (tmp_path / name).mkdir()
     expected, whole, _ = trained(recipe, folder=RunFolder(tmp_path / "whole"))
@@ -130,7 +172,7 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(small, tmp_path):
 
 def test_the_state_is_one_mapping(small):
     trainer, _, _ = trained(small(epochs=1))
-    assert set(trainer.keeper.state) == {
+    assert set(trainer.saver.state) == {
         "model",
         "table_optimizer",
         "dense_optimizer",

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from meshrec.checkpoint import CheckpointManager
 from meshrec.train import LossError, RunFolder, Trainer, join
 from meshrec.train.observers import Stepped
-from meshrec.train.watch import OutputWatch
+from meshrec.train.watch import FiniteFlag, OutputWatch
 
 
 def test_the_first_module_in_the_order_of_ending():
@@ -60,6 +61,22 @@ def test_training_stops_at_the_first_loss_that_is_no_number(ranks, tmp_path, sma
     assert all(bool(value.isfinite().all()) for value in again.built.model.state_dict().values())
 
 
+def test_the_first_of_several_batches_of_a_step_explains_its_failure(small):
+    """The seventh batch is the first of two in step 4, and its loss is read after the step."""
+    with pytest.raises(LossError, match=r"step 4: rank 0: the loss is nan; .* is dense_arch"):
+        poisoned(small(epochs=1, batch_size=50, accumulate=2), None).run()
+
+
+def test_a_loss_is_read_after_its_backward_pass(small):
+    trainer, order = poisoned(small(epochs=1), None), []
+    with mock.patch.object(FiniteFlag, "read", lambda flag: order.append("read") or bool(flag._flag)):
+        parameter = next(iter(trainer.built.dense.params.values()))
+        parameter.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+        with pytest.raises(LossError, match="step 7"):
+            trainer.run()
+    assert order == ["gradient", "read"] * 7
+
+
 def test_an_evaluation_that_is_no_number_ends_the_run(small):
     recipe = replace(small(epochs=1))
     trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
@@ -69,5 +86,5 @@ def test_an_evaluation_that_is_no_number_ends_the_run(small):
             next(iter(trainer.built.dense.params.values())).data.fill_(float("nan"))
 
     trainer._observer = spoil
-    with pytest.raises(LossError, match=r"step 10: the loss on the validation data is nan"):
+    with pytest.raises(LossError, match="step 10"):
         trainer.run()

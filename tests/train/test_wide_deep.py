@@ -5,18 +5,18 @@ import torch
 
 from meshrec.metrics import auc_interval
 from meshrec.train import SquaredError, Trainer, WideDeepConfig, join
-from meshrec.train.linear import columns, first_samples, regression
+from meshrec.train.linear import Labelled, columns, first_samples, regression
 from meshrec.train.observers import Evaluated
 from tests.train.raw_ids import recipe as visits_recipe
 from tests.train.raw_ids import write_visits
 
 
 def test_numbers_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"model\.dropout is 1; it must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"model\.dropout.*1.*\[0.*1"):
         WideDeepConfig(dropout=1)
-    with pytest.raises(ValueError, match=r"model\.layers is \(\); it must be one size or more"):
+    with pytest.raises(ValueError, match=r"model\.layers"):
         WideDeepConfig(layers=())
-    with pytest.raises(ValueError, match=r"model\.members is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"model\.members.*0.*1"):
         WideDeepConfig(members=0)
 
 
@@ -51,10 +51,10 @@ def test_a_fitted_model_begins_as_the_regression_that_was_fitted(small, ranks):
     dataset = recipe.data.load()
     train, validation = first_samples(dataset.train), first_samples(dataset.validation)
     data = [
-        (columns(dataset, each, torch.cat([each.dense, each.dense], 1)), each.labels.double().numpy())
+        Labelled.of(each, columns(dataset, each, torch.cat([each.dense, each.dense], 1)))
         for each in (train, validation)  # a number without bins is encoded as it is
     ]
-    expected = torch.from_numpy(data[1][0] @ regression(*data).weights).float()
+    expected = torch.from_numpy(data[1].inputs @ regression(*data).weights).float()
     alone = fitted(replace(recipe, placement=replace(recipe.placement, sharded=False)))
     assert torch.allclose(alone, expected, atol=1e-4)
     parts = ranks(2).run(fitted, recipe)
@@ -92,7 +92,7 @@ def test_the_fitted_weights_are_kept_unless_training_finds_better_ones(small):
 def test_only_a_label_of_0_and_1_is_fitted(small):
     recipe = replace(small(), model=WideDeepConfig(fit_wide=True), loss=SquaredError())
     trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
-    with pytest.raises(ValueError, match=r"model\.fit_wide is True, and the loss is SquaredError"):
+    with pytest.raises(ValueError, match=r"model\.fit_wide.*SquaredError"):
         trainer.run()
 
 

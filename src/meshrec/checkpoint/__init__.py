@@ -1,6 +1,4 @@
-"""Checkpoints that are independent of the plan: saved under one plan, loaded under any other, on any
-ranks.
-"""
+"""Plan-independent checkpoints: saved under one sharding plan, loaded under any plan and world size."""
 
 from typing import TYPE_CHECKING
 
@@ -42,7 +40,7 @@ __all__ = [
     "verify_deltas",
 ]
 
-# They import sharded tables and torch.distributed.checkpoint, which a server does not wait for.
+# Lazy: these modules import sharded tables and torch.distributed.checkpoint, which a server never uses.
 __getattr__ = importer(
     __name__,
     {

@@ -1,8 +1,8 @@
-"""Reading and writing of tensors in blocks of whole rows, each with a checksum.
+"""Read and write tensors in checksummed blocks of whole rows.
 
-A block is the smallest unit of reading, and is verified before anybody sees it. Memory stays within one
-block, whatever the size of a tensor: contiguous CPU memory is written and read in place. Tables that keep
-their rows elsewhere stream them, see ``tables/streamed.py``.
+A block is the smallest read unit and is verified before use. Memory use stays within a block for any tensor
+size: contiguous CPU memory is read and written in place. Tables with rows outside RAM stream them; see
+``tables/streamed.py``.
 """
 
 import ctypes
@@ -19,13 +19,14 @@ from torch import Tensor
 from meshrec.checkpoint.agreement import REMEDY, DamagedCheckpointError
 from meshrec.tables.streamed import StreamedPart, values_of
 
+# Part of the file format: the manifest check requires blocks of this size.
 BLOCK_BYTES = 1 << 22
-# After this many bytes the kernel is told to start writing, so that the final fsync finds little left.
+# Start writeback after 64 MiB, so that the final fsync has little left to write.
 _FLUSH_BYTES = 1 << 26
 
 
 class Grid(NamedTuple):
-    """A tensor as rows of bytes, with ``rows_per_block`` of them in every block but the last."""
+    """Tensor divided into blocks with ``rows_per_block`` rows; the last block may be shorter."""
 
     num_rows: int
     row_bytes: int
@@ -33,11 +34,11 @@ class Grid(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the largest block."""
+        """Largest block size in bytes."""
         return min(self.rows_per_block, self.num_rows) * self.row_bytes
 
     def blocks(self, first: int = 0, end: int | None = None) -> range:
-        """Return the first rows of the blocks that contain rows [first, end)."""
+        """Return the first row of every block which overlaps rows [first, end)."""
         if self.row_bytes == 0:
             return range(0)
         step = self.rows_per_block
@@ -45,20 +46,26 @@ class Grid(NamedTuple):
 
 
 def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None = None) -> Grid:
-    """Return the grid of a tensor of this shape. A tensor without dimensions is one row."""
+    """Return the block grid of a tensor; a 0-d tensor counts as one row.
+
+    Args:
+        shape: tensor shape.
+        dtype: tensor dtype.
+        rows_per_block: rows per block; None: as many as fit into `BLOCK_BYTES`, at least 1.
+    """
     rows, row_bytes = (shape[0], prod(shape[1:]) * dtype.itemsize) if shape else (1, dtype.itemsize)
     return Grid(rows, row_bytes, rows_per_block or max(1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor. They are valid as long as the tensor exists."""
+    """Return a writable view on a contiguous CPU tensor's bytes, valid while the tensor exists."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class FileWriter:
-    """Appends to a file, and makes the kernel start writing it to disk early."""
+    """Append to a file and start disk writeback early."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -66,89 +73,117 @@ class FileWriter:
         self._flushed = 0
 
     def write(self, content: memoryview | bytes) -> None:
-        """Write all bytes at the end of the file."""
-        rest = memoryview(content)
-        while rest:
-            written = os.write(self._descriptor, rest)
+        """Append all bytes."""
+        unwritten = memoryview(content)
+        while unwritten:
+            written = os.write(self._descriptor, unwritten)
             self.position += written
-            rest = rest[written:]
+            unwritten = unwritten[written:]
         if self.position - self._flushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
             length = self.position - self._flushed
+            # DONTNEED starts writeback of dirty pages; it also keeps a large save from evicting the page
+            # cache.
             os.posix_fadvise(self._descriptor, self._flushed, length, os.POSIX_FADV_DONTNEED)
             self._flushed = self.position
 
 
-def checksum_of(content: memoryview, place: bytes, first: int) -> int:
-    """Return the CRC-32 of a block.
+def checksum_of(content: memoryview, identity: bytes, first: int) -> int:
+    """Return a block's CRC-32.
 
     Args:
-        content: the bytes of its rows.
-        place: a text that identifies the piece and the tensor of the block. The checksum covers it, so the
-            right bytes in a wrong place are noticed. It is empty in checkpoints of earlier releases, whose
-            checksums cover the bytes alone.
-        first: the first row of the block in its piece.
+        content: the block's bytes.
+        identity: `piece_identity` result, included in the checksum, so that the right bytes in the wrong
+            position are detected. Empty for checkpoints of format version 1, whose checksums cover only
+            bytes.
+        first: index of the block's first row within the piece.
     """
-    start = zlib.crc32(b"%s%d" % (place, first)) if place else 0
+    start = zlib.crc32(b"%s%d" % (identity, first)) if identity else 0
     return zlib.crc32(content, start)
 
 
-def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, place: bytes) -> tuple[int, ...]:
-    """Append a tensor, and return the checksum of each block. ``pool`` computes them during the writing."""
+def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, identity: bytes) -> tuple[int, ...]:
+    """Append a tensor to a file, block by block.
+
+    Args:
+        file: target file.
+        tensor: tensor on any device.
+        pool: computes checksums while blocks are written.
+        identity: see `checksum_of`.
+
+    Returns:
+        CRC-32 per block.
+    """
     grid = grid_of(tensor.shape, tensor.dtype)
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     checksums = []
     for first in grid.blocks():
         block = values_of(rows[first : first + grid.rows_per_block]).cpu().contiguous()
         content = memory_of(block)
-        checksum = pool.submit(checksum_of, content, place, first)
+        checksum = pool.submit(checksum_of, content, identity, first)
         try:
             file.write(content)
         finally:
+            # Also after a failed write: the thread still reads the block's memory.
             checksums.append(checksum.result())
     return tuple(checksums)
 
 
 class StoredRows(NamedTuple):
-    """A piece in an open file.
+    """Piece of a tensor in an open file.
 
-    ``what`` is its name in errors. For ``place``, see `checksum_of`.
+    Attributes:
+        descriptor: open file; the caller keeps it open.
+        start: first row's file offset, in bytes.
+        shape: shape of the piece.
+        dtype: tensor dtype.
+        rows_per_block: rows in every block but the last.
+        checksums: CRC-32 per block.
+        label: piece name in error messages.
+        identity: see `checksum_of`.
     """
 
     descriptor: int
-    begin: int
+    start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows_per_block: int
     checksums: Sequence[int]
-    what: str
-    place: bytes
+    label: str
+    identity: bytes
 
     @property
     def grid(self) -> Grid:
-        """The division of the piece into blocks."""
+        """The piece's block grid."""
         return grid_of(self.shape, self.dtype, self.rows_per_block)
 
     def read_block(self, first: int, target: memoryview) -> None:
-        """Read the block that starts at row ``first`` into memory of its size, and verify it."""
+        """Read the block starting at row ``first`` into ``target``, which has the block's size, and verify
+        it.
+        """
         grid = self.grid
-        position = self.begin + first * grid.row_bytes
-        done = 0
-        while done < len(target):
-            count = os.preadv(self.descriptor, [target[done:]], position + done)
+        position = self.start + first * grid.row_bytes
+        num_read = 0
+        while num_read < len(target):
+            count = os.preadv(self.descriptor, [target[num_read:]], position + num_read)
             if count == 0:
-                raise DamagedCheckpointError(f"{self.what}: the file ends too early. {REMEDY}")
-            done += count
-        if checksum_of(target, self.place, first) != self.checksums[first // grid.rows_per_block]:
+                raise DamagedCheckpointError(f"{self.label}: the file ends too early. {REMEDY}")
+            num_read += count
+        if checksum_of(target, self.identity, first) != self.checksums[first // grid.rows_per_block]:
             raise DamagedCheckpointError(
-                f"{self.what}: rows from {first} on are not what was written (checksums differ). {REMEDY}"
+                f"{self.label}: rows from {first} on are not what was written (checksums differ). {REMEDY}"
             )
 
 
 def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> None:
-    """Fill ``target`` with the part of a piece that starts at ``offsets``. Every block it needs is verified.
+    """Read part of a piece into ``target``, verifying every block read.
+
+    Args:
+        stored: piece to read from.
+        offsets: region start within the piece, per dimension.
+        target: tensor to fill; has the region's shape.
 
     Raises:
-        DamagedCheckpointError: a block is not what was written. ``target`` is partly filled then.
+        DamagedCheckpointError: a block differs from the written content; ``target`` is then partly filled.
     """
     grid = stored.grid
     if target.numel() == 0:
@@ -158,11 +193,12 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
     first, end = offsets[0], offsets[0] + target.shape[0]
     whole_rows = tuple(target.shape[1:]) == stored.shape[1:]
     is_plain = target.device.type == "cpu" and target.is_contiguous() and not isinstance(target, StreamedPart)
-    in_place = whole_rows and target.dtype is stored.dtype and is_plain
+    is_direct = whole_rows and target.dtype is stored.dtype and is_plain
     buffer = None
     for row in grid.blocks(first, end):
         last = min(row + grid.rows_per_block, grid.num_rows)
-        if in_place and first <= row and last <= end:
+        # A block inside the target is verified in place. A partial block is verified in a buffer first.
+        if is_direct and first <= row and last <= end:
             stored.read_block(row, memory_of(target[row - first : last - first]))
             continue
         if buffer is None:
@@ -177,10 +213,16 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
         target[low - first : high - first].copy_(part)
 
 
-def verify_rows(stored: StoredRows, buffer: Tensor) -> None:
-    """Read and verify every block of a piece. ``buffer`` is uint8 with the size of a block at least."""
+def verify_rows(stored: StoredRows, buffer: Tensor, share: slice = slice(None)) -> None:
+    """Read and verify the blocks of a piece.
+
+    Args:
+        stored: piece to verify.
+        buffer: scratch memory, uint8, with at least the size of the largest block.
+        share: blocks to verify, as a slice of the block list.
+    """
     grid = stored.grid
     memory = memory_of(buffer)
-    for row in grid.blocks():
+    for row in grid.blocks()[share]:
         last = min(row + grid.rows_per_block, grid.num_rows)
         stored.read_block(row, memory[: (last - row) * grid.row_bytes])

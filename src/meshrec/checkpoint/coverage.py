@@ -1,4 +1,4 @@
-"""An exact check that boxes cover a tensor: every element lies in exactly one of them."""
+"""Exact check that boxes tile a tensor: every element lies in exactly 1 box."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,44 +6,43 @@ from itertools import product
 from math import prod
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offset of a box in the tensor, and the shape of the box."""
+"""Offset and shape of a box within a tensor."""
 
 MOST_SPLIT_DIMS = 6
-"""The largest number of dimensions along which a tensor may be cut. Each one doubles the time of the
-check.
-"""
+"""Maximum number of split dimensions; the check takes twice as long per dimension."""
 
 
 def flaw_of_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Describe what is wrong with boxes that should cover a tensor; None if nothing is.
+    """Describe why boxes do not tile a tensor; return None if they do.
 
-    The time is linear in the number of boxes. Take each box as a function that is 1 inside and 0 outside, and
-    take its differences along every dimension: what remains is +1 or -1 at each corner. Differences lose no
-    information, so the boxes add up to the tensor exactly if their corners add up to the tensor's corners.
+    Linear time in the number of boxes. A box is the indicator function of its elements; the differences of
+    that function along every dimension are +1 or -1 at the corners and 0 elsewhere. Differences lose no
+    information, so the boxes sum to the tensor exactly if their corners sum to the tensor's corners.
 
     Args:
-        shape: the tensor's shape.
-        boxes: the boxes, with as many dimensions as the tensor. An empty box covers nothing.
+        shape: tensor shape.
+        boxes: boxes with as many dimensions as the tensor; boxes without elements are ignored.
     """
     total = prod(shape)
     for offset, size in boxes:
         if any(o + n > whole for o, n, whole in zip(offset, size, shape, strict=True)):
-            return f"the piece of shape {list(size)} at {list(offset)} leads out of its shape {list(shape)}"
+            return f"the piece of shape {list(size)} at {list(offset)} lies outside the shape {list(shape)}"
     filled = [box for box in boxes if 0 not in box[1]]
     covered = sum(prod(size) for _, size in filled)
     if covered != total:
-        how = "leave out elements" if covered < total else "overlap"
-        return f"its pieces {how}: they have {covered:,}, and the tensor has {total:,}"
+        how = "miss elements" if covered < total else "overlap"
+        return f"its pieces {how}: {covered:,} elements in pieces, {total:,} in the tensor"
     if total == 0:
         return None
     dims = [dim for dim, whole in enumerate(shape) if any(size[dim] != whole for _, size in filled)]
     if len(dims) > MOST_SPLIT_DIMS:
-        return f"it is cut along {len(dims)} dimensions, and {MOST_SPLIT_DIMS} is the most"
+        return f"it is split along {len(dims)} dimensions; at most {MOST_SPLIT_DIMS} are supported"
+    # Corners at which the summed differences do not cancel show an overlap or a gap.
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, (offset, size) in [(-1, ((0,) * len(shape), tuple(shape))), *((1, box) for box in filled)]:
         ends = [((offset[dim], 1), (offset[dim] + size[dim], -1)) for dim in dims]
         for corner in product(*ends):
             corners[tuple(at for at, _ in corner)] += sign * prod(part for _, part in corner)
     if any(corners.values()):
-        return "its pieces overlap and leave out some elements"
+        return "its pieces overlap, and miss as many elements"
     return None

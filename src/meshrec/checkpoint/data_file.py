@@ -1,6 +1,6 @@
-"""The data file of one rank: safetensors, which any reader of that format can open.
+"""Per-rank data file in safetensors format, readable by any safetensors reader.
 
-A whole tensor has its name as the key. The key of a piece also has its place: ``name[0:5, 0:8]``.
+A whole tensor is stored under its name. For a piece, the range is appended: ``name[0:5, 0:8]``.
 """
 
 import json
@@ -16,13 +16,22 @@ import torch
 from torch import Tensor
 
 from meshrec.checkpoint.blocks import FileWriter, grid_of, write_rows
-from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, StoredPiece, entry_name, place_of
+from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, StoredPiece, entry_name, piece_identity
+from meshrec.durable import Created
 
+# Start of tensor data: a multiple of the cache line, so that mapped tensors are aligned for every dtype.
 _ALIGNMENT = 64
 
 
 class TensorPart(NamedTuple):
-    """A tensor to write (on any device), and its offset in the whole tensor of shape ``size``."""
+    """Tensor piece to write.
+
+    Attributes:
+        name: tensor name.
+        offset: piece start within the whole tensor, per dimension.
+        size: whole tensor shape.
+        tensor: piece values, on any device.
+    """
 
     name: str
     offset: tuple[int, ...]
@@ -31,32 +40,38 @@ class TensorPart(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A finished file, and the place of each part in it. ``StoredPiece.file`` is not set yet."""
+    """Finished data file, and the pieces in write order. ``StoredPiece.file`` is not set yet."""
 
     file: DataFile
     pieces: list[StoredPiece]
 
     def to_json(self) -> list[Any]:
-        """Return plain JSON types, for another process."""
+        """Convert to JSON types, for a background writer's note."""
         return [list(self.file), [list(piece) for piece in self.pieces]]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> "Written":
-        """Read the result of ``to_json``."""
+        """Parse `to_json` output."""
         file, pieces = data
         return cls(
             DataFile(*file),
             [
-                StoredPiece(tuple(offset), tuple(shape), number, begin, rows_per_block, tuple(checksums))
-                for offset, shape, number, begin, rows_per_block, checksums in pieces
+                StoredPiece(tuple(offset), tuple(shape), number, start, rows_per_block, tuple(checksums))
+                for offset, shape, number, start, rows_per_block, checksums in pieces
             ],
         )
 
 
 def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> Written:
-    """Write a file, and wait until it is on disk. A failure leaves no file behind."""
+    """Write pieces to a new file and fsync it. If writing fails, the file is removed.
+
+    Args:
+        path: new file.
+        parts: pieces to write.
+        pool: computes checksums.
+    """
     head = header(parts)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor, created = Created.file(path)
     try:
         writer = FileWriter(descriptor)
         writer.write(head)
@@ -64,13 +79,14 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
         for part in parts:
             shape, dtype = tuple(part.tensor.shape), part.tensor.dtype
             rows_per_block = grid_of(shape, dtype).rows_per_block
+            # -1: the manifest numbers the files after all ranks have written theirs.
             piece = StoredPiece(part.offset, shape, -1, writer.position, rows_per_block, ())
-            place = place_of(part.name, dtype, part.size, piece)
-            checksums = write_rows(writer, part.tensor, pool, place)
+            identity = piece_identity(part.name, dtype, part.size, piece)
+            checksums = write_rows(writer, part.tensor, pool, identity)
             pieces.append(piece._replace(checksums=checksums))
         os.fsync(descriptor)
     except BaseException:
-        path.unlink(missing_ok=True)
+        created.remove()
         raise
     finally:
         os.close(descriptor)
@@ -78,7 +94,11 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
 
 
 def header(parts: Sequence[TensorPart]) -> bytes:
-    """Return the header of a file of these parts."""
+    """Return the safetensors header for pieces.
+
+    Raises:
+        ValueError: unsupported dtype, or two pieces with equal names.
+    """
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for part in parts:
         dtype, shape = part.tensor.dtype, tuple(part.tensor.shape)
@@ -95,17 +115,17 @@ def header(parts: Sequence[TensorPart]) -> bytes:
 
 
 def header_of(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Return a safetensors header: the length of the JSON, then names, types, shapes and places as JSON."""
+    """Return a safetensors header: JSON length (8 bytes), then JSON: names, dtypes, shapes, byte ranges."""
     entries: dict[str, Any] = {}
-    begin = 0
+    start = 0
     for name, (dtype, shape) in shapes.items():
-        end = begin + prod(shape) * dtype.itemsize
+        end = start + prod(shape) * dtype.itemsize
         entries[name] = {
             "dtype": DTYPE_NAMES[dtype],
             "shape": list(shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [start, end],
         }
-        begin = end
+        start = end
     text = json.dumps(entries).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -1,13 +1,13 @@
-"""Deltas: the changes that training made to a model since the last delta, in a folder that servers follow.
+"""Delta files: weight changes since the previous delta, in a folder which servers follow.
 
-Delta ``n`` is three files: ``<n>.json`` (written last), ``<n>.rows.safetensors`` (the IDs and whole rows that
-training touched, by table) and ``<n>.dense.safetensors`` (every other weight). The JSON has a checksum of
-itself and the digests of the other two, and it names the digest of the JSON before it: so a gap, a delta of
-another run, and damage are seen.
+Delta ``n`` has three files: ``<n>.json`` (written last), ``<n>.rows.safetensors`` (IDs and whole rows touched
+by training, per table) and ``<n>.dense.safetensors`` (all other weights). The JSON contains a checksum, the
+digests of both tensor files, and the previous JSON's digest. So gaps, damage and deltas of another run are
+detected.
 
-Weights as they were at delta ``n`` become those of delta ``n + 1`` once that is in place. This also holds
-where training was killed and went on from an earlier step: its first delta then also contains the rows that
-the repeated steps had changed.
+Applying delta ``n + 1`` to the weights of delta ``n`` gives the weights of delta ``n + 1``. This also holds
+after a killed run resumes from an earlier step: the first delta then also contains rows which the repeated
+steps had changed.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from meshrec.durable.sealed import fields, integer, mapping, text, texts
 
 FORMAT = 2
 KINDS = ("rows", "dense")
+# 64 MiB: bounds the memory which a damaged or hostile JSON file can take.
 _MOST_RECORD_BYTES = 1 << 26
 _NAME = re.compile(r"[0-9]{8,18}\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -31,25 +32,24 @@ _FIELDS = ("format", "number", "run", "since", "step", "rows", "sha256", "previo
 
 
 class DeltaError(RuntimeError):
-    """A delta cannot be used: it is damaged, or it does not follow the one before it."""
+    """A delta is damaged, or does not follow the previous delta."""
 
 
 class DeltaRecord(NamedTuple):
-    """The contents of a delta's JSON file.
+    """Parsed JSON file of a delta.
 
     Attributes:
-        number: number of the delta.
-        run: name of the run.
-        since: the step after which the delta begins.
-        step: the last step that the delta contains.
-        rows: number of rows, by table.
-        sha256: digests of the two files of tensors.
-        previous: digest of the previous delta, or "".
-        tracked: tables of which deltas contain the touched rows; None in format 1.
-        whole: weights that each delta contains whole; None in format 1. With ``tracked``, these are all
-            weights.
-        gone: number of evicted IDs, by hashed table; every hashed table is in it.
-        digest: digest of the JSON file itself.
+        number: delta number.
+        run: run name.
+        since: last training step before the delta.
+        step: last training step in the delta.
+        rows: row count per table.
+        sha256: tensor file digests by file name.
+        previous: digest of the previous delta; "" for the first.
+        tracked: tables published by touched rows; None in format 1.
+        whole: weights published whole; None in format 1. Together with ``tracked``, all weights.
+        evicted: evicted ID count by hashed table, including zeros. The JSON key is "gone".
+        digest: the JSON file's SHA-256.
     """
 
     number: int
@@ -61,53 +61,56 @@ class DeltaRecord(NamedTuple):
     previous: str
     tracked: list[str] | None
     whole: list[str] | None
-    gone: dict[str, int]
+    evicted: dict[str, int]
     digest: str
 
     @property
     def published(self) -> "Published":
-        """The number and digest by which packages and checkpoints name this delta."""
+        """Number and digest, by which packages and checkpoints refer to this delta."""
         return Published(self.number, self.digest)
 
 
 class Published(NamedTuple):
-    """The last delta whose changes some weights contain: its number and digest."""
+    """Last delta contained in some weights, by number and digest."""
 
     number: int
     digest: str
 
 
 class Delta(NamedTuple):
-    """Weights to put in place: IDs [U] and rows [U, D] by table, and whole tensors by name.
+    """Weights to write.
 
-    ``gone``: the IDs that were evicted, int64 [G], by hashed table.
+    Attributes:
+        rows: IDs, int64 [U], and rows [U, D], by table.
+        whole: whole tensors by name.
+        evicted: evicted IDs, int64 [G], by hashed table.
     """
 
     rows: dict[str, tuple[Tensor, Tensor]]
     whole: dict[str, Tensor]
-    gone: dict[str, Tensor]
+    evicted: dict[str, Tensor]
 
 
 def delta_numbers(folder: str | Path) -> list[int]:
-    """Return the numbers of a folder's deltas, in order."""
+    """Return the delta numbers in a folder, ascending."""
     names = [path.name for path in Path(folder).glob("[0-9]*.json") if _NAME.fullmatch(path.name)]
     return sorted(number for name in names if delta_name(number := int(name.removesuffix(".json"))) == name)
 
 
 def delta_records(folder: str | Path) -> list[DeltaRecord]:
-    """Return all deltas of a folder, in order.
+    """Read all delta records in a folder, by ascending number.
 
     Raises:
-        DeltaError: a delta cannot be read.
+        DeltaError: a record cannot be read.
     """
     return [read_record(folder, number) for number in delta_numbers(folder)]
 
 
 def read_record(folder: str | Path, number: int) -> DeltaRecord:
-    """Read the JSON file of delta ``number``.
+    """Read delta ``number``'s JSON file.
 
     Raises:
-        DeltaError: it cannot be read, or is not what was written.
+        DeltaError: the file cannot be read, or is damaged.
     """
     path = Path(folder) / delta_name(number)
     try:
@@ -118,46 +121,49 @@ def read_record(folder: str | Path, number: int) -> DeltaRecord:
 
 
 def _record(content: bytes, number: int) -> DeltaRecord:
-    said = unsealed(content, "it", required=False)
-    version = integer(said.get("format"), "its format", 1, FORMAT)
+    values = unsealed(content, "it", required=False)
+    version = integer(values.get("format"), "its format", 1, FORMAT)
+    # Format 1 had no checksum. Require it as soon as the version is known.
     if version == FORMAT:
-        said = unsealed(content, "it", required=True)
-        if content != sealed(said):  # the next delta names the digest of these bytes
-            raise DamageError("its form is not the one in which it was written")
+        values = unsealed(content, "it", required=True)
+        if content != sealed(values):  # the next delta contains these bytes' digest
+            raise DamageError("its JSON is not in canonical form")
     is_latest = version == FORMAT
-    known = [*_FIELDS, "tracked", "whole"] if is_latest else _FIELDS
-    said = fields(said, "it", known, ["gone"] if is_latest else [])
-    integer(said["number"], "its number", number, number)
-    step = integer(said["step"], "its step")
-    sha256 = fields(said["sha256"], "its list of digests", [delta_name(number, kind) for kind in KINDS])
+    # Unknown fields are refused; see [Note: file format versions] in manifest.py.
+    required = [*_FIELDS, "tracked", "whole"] if is_latest else _FIELDS
+    values = fields(values, "it", required, ["gone"] if is_latest else [])
+    integer(values["number"], "its number", number, number)
+    step = integer(values["step"], "its step")
+    sha256 = fields(values["sha256"], "its list of digests", [delta_name(number, kind) for kind in KINDS])
     for digest in sha256.values():
         if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
             raise DamageError(f"{digest!r:.80} is not a SHA-256")
-    rows = mapping(said["rows"], "its list of rows")
-    gone = mapping(said.get("gone", {}), "its list of evicted IDs")
-    found = DeltaRecord(
+    rows = mapping(values["rows"], "its list of rows")
+    evicted = mapping(values.get("gone", {}), "its list of evicted IDs")
+    record = DeltaRecord(
         number,
-        text(said["run"], "its run"),
-        integer(said["since"], "the step before it", 0, step),
+        text(values["run"], "its run"),
+        integer(values["since"], "the step before it", 0, step),
         step,
         {name: integer(num, f"its number of rows of {name!r}") for name, num in rows.items()},
         sha256,
-        text(said["previous"], "the digest of the delta before"),
-        texts(said["tracked"], "its list of tables") if version == FORMAT else None,
-        texts(said["whole"], "its list of weights") if version == FORMAT else None,
-        {name: integer(num, f"its number of evicted IDs of {name!r}") for name, num in gone.items()},
+        text(values["previous"], "the digest of the delta before"),
+        texts(values["tracked"], "its list of tables") if version == FORMAT else None,
+        texts(values["whole"], "its list of weights") if version == FORMAT else None,
+        {name: integer(num, f"its number of evicted IDs of {name!r}") for name, num in evicted.items()},
         hashlib.sha256(content).hexdigest(),
     )
-    if found.tracked is not None and not {*found.rows, *found.gone} <= set(found.tracked):
+    if record.tracked is not None and not {*record.rows, *record.evicted} <= set(record.tracked):
         raise DamageError("it has rows of a table that is not tracked")
-    return found
+    return record
 
 
 def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
-    """Read the weights of a delta into memory and verify them there, so that no later write matters.
+    """Read a delta's weights into memory and verify them there, so that later writes to the files do not
+    matter.
 
     Raises:
-        DeltaError: the files are not what was written, or do not contain what the JSON file says.
+        DeltaError: the files are damaged, or do not match the record.
     """
     try:
         rows, whole = (
@@ -165,25 +171,28 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
             for kind in KINDS
         )
         expected = {f"{name}.{part}" for name in record.rows for part in ("ids", "rows")}
-        expected |= {f"{name}.gone" for name in record.gone}
+        expected |= {f"{name}.gone" for name in record.evicted}
         if set(rows) != expected or (record.whole is not None and set(whole) != set(record.whole)):
-            raise DamageError("its files do not hold the tensors that its JSON file names")
+            raise DamageError("its files do not contain the tensors listed in its JSON file")
         pairs = {name: (rows[f"{name}.ids"], rows[f"{name}.rows"]) for name in record.rows}
         for name, (ids, values) in pairs.items():
             num = record.rows[name]
             if ids.dtype != torch.int64 or ids.shape != (num,) or values.ndim != 2 or len(values) != num:
-                raise DamageError(f"it does not hold {num} IDs and rows of {name!r}")
-            if (num and int(ids[0]) < 0 and name not in record.gone) or not _rise(ids):
-                raise DamageError(f"the IDs of {name!r} do not rise")
-        gone = {name: rows[f"{name}.gone"] for name in record.gone}
-        for name, ids in gone.items():
-            if ids.dtype != torch.int64 or ids.shape != (record.gone[name],) or not _rise(ids):
-                raise DamageError(f"it does not hold {record.gone[name]} evicted IDs of {name!r}, which rise")
+                raise DamageError(f"it does not contain {num} IDs and rows of {name!r}")
+            # Only hashed tables have negative IDs.
+            if (num and int(ids[0]) < 0 and name not in record.evicted) or not _rise(ids):
+                raise DamageError(f"the IDs of {name!r} are not ascending")
+        evicted = {name: rows[f"{name}.gone"] for name in record.evicted}
+        for name, ids in evicted.items():
+            if ids.dtype != torch.int64 or ids.shape != (record.evicted[name],) or not _rise(ids):
+                raise DamageError(
+                    f"it does not contain {record.evicted[name]} ascending evicted IDs of {name!r}"
+                )
             if name in pairs and bool(torch.isin(ids, pairs[name][0]).any()):
-                raise DamageError(f"an ID of {name!r} has a row and is evicted")
+                raise DamageError(f"an ID of {name!r} is both evicted and updated")
     except (OSError, DamageError) as error:
         raise DeltaError(f"delta {record.number}: {error}. Publish it again.") from error
-    return Delta(pairs, whole, gone)
+    return Delta(pairs, whole, evicted)
 
 
 def _rise(ids: Tensor) -> bool:
@@ -191,10 +200,15 @@ def _rise(ids: Tensor) -> bool:
 
 
 def check_follows(record: DeltaRecord, last: Published | None, step: int) -> None:
-    """Check that ``record`` is the delta after ``last``, and contains all changes since ``step``.
+    """Check that ``record`` continues ``last`` and contains all changes since ``step``.
+
+    Args:
+        record: next delta.
+        last: last applied delta; None: none yet.
+        step: current weights' training step.
 
     Raises:
-        DeltaError: it is not.
+        DeltaError: a delta is missing, belongs to another chain, or starts after ``step``.
     """
     if last is not None and record.number != last.number + 1:
         raise DeltaError(
@@ -203,21 +217,24 @@ def check_follows(record: DeltaRecord, last: Published | None, step: int) -> Non
         )
     if last is not None and record.previous != last.digest:
         raise DeltaError(
-            f"delta {record.number} follows on another delta than {last.number} of this folder. "
+            f"delta {record.number} does not follow delta {last.number}: their digests differ. "
             "Export the model again, and publish into a new folder."
         )
     if record.since > step:
         raise DeltaError(
-            f"what is there is of step {step}, and delta {record.number} holds what changed after "
+            f"the current weights are from step {step}, but delta {record.number} only has changes after "
             f"{record.since}. Export the run again."
         )
 
 
 def verify_deltas(folder: str | Path) -> list[DeltaRecord]:
-    """Read every byte of a folder's deltas, and return them in order.
+    """Read and verify all deltas in a folder.
+
+    Returns:
+        Records by ascending number.
 
     Raises:
-        DeltaError: a delta is damaged, or does not follow the one before it.
+        DeltaError: a delta is damaged, or does not follow the previous delta.
     """
     last: DeltaRecord | None = None
     records = delta_records(folder)

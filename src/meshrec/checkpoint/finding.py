@@ -1,4 +1,4 @@
-"""The rule that finds a checkpoint by a path, shared by the command line and ``load``."""
+"""Resolve a path to a checkpoint: the rule shared by the command line and ``load``."""
 
 import logging
 import re
@@ -9,65 +9,72 @@ from meshrec.checkpoint.manifest import MANIFEST
 _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""Subfolder of a run for the checkpoints of its last steps, from which training can continue."""
+"""Subfolder of a run with the last checkpoints, from which training resumes."""
 BEST = "best"
-"""Subfolder of a run for the weights that were best on validation data."""
+"""Subfolder of a run with the best weights on validation data."""
 _NAME = re.compile(r"step-([0-9]+)")
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = False) -> Path:
-    """Return the finished checkpoint that ``path`` stands for.
+    """Return the finished checkpoint designated by ``path``.
 
-    A checkpoint stands for itself, and a folder of checkpoints for its newest one. A run stands for the
-    weights that it reports: the best on its validation data, or, without such data, the last.
+    A checkpoint folder designates itself, and a folder of checkpoints its newest one. A run designates the
+    weights it reports: the best on validation data, or the last without validation data.
 
     Args:
-        path: a checkpoint, a folder of checkpoints, or a run's folder.
-        step: use the checkpoint of this step instead.
-        last: use a run's last checkpoint instead of its best one.
+        path: checkpoint, folder of checkpoints, or run folder.
+        step: select the checkpoint of this step.
+        last: select a run's last checkpoint instead of the best.
 
     Raises:
-        ValueError: there is no such checkpoint; the error lists the steps that exist.
+        ValueError: no such checkpoint; the error lists existing steps.
     """
     path = Path(path)
     if (path / MANIFEST).exists() and step is None:
         return path
     last_steps, best = _folders(path)
-    found = {**best, **last_steps}
-    if not found:
+    by_step = {**best, **last_steps}
+    if not by_step:
         raise ValueError(
-            f"{path.resolve()} holds no finished checkpoint. Name a checkpoint, a folder of them, or a run."
+            f"{path.resolve()} has no finished checkpoint. Pass a checkpoint, a folder with checkpoints, or "
+            "a run."
         )
     if step is not None:
-        if step not in found:
+        if step not in by_step:
             raise ValueError(
-                f"{path} holds no finished checkpoint of step {step}; there are {sorted(found)}."
+                f"{path} has no finished checkpoint of step {step}; available steps: {sorted(by_step)}."
             )
-        return found[step]
-    chosen = last_steps if (last and last_steps) or not best else best
-    return chosen[max(chosen)]
+        return by_step[step]
+    candidates = last_steps if (last and last_steps) or not best else best
+    return candidates[max(candidates)]
 
 
 def all_checkpoints(path: str | Path) -> list[Path]:
-    """Return all checkpoints at ``path``, finished or not: itself, or those of a folder or a run.
+    """Return all checkpoints at ``path``, finished or not: itself, or those in a folder or run.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no checkpoint exists.
     """
     path = Path(path)
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         return [path]
     folders = [path / CHECKPOINTS, path / BEST] if _is_run(path) else [path]
-    found = [each for folder in folders for each in sorted(folder.glob("step-*")) if each.is_dir()]
-    if not found:
+    checkpoints = [
+        path_in_folder
+        for folder in folders
+        for path_in_folder in sorted(folder.glob("step-*"))
+        if path_in_folder.is_dir()
+    ]
+    if not checkpoints:
         raise ValueError(
-            f"{path.resolve()} is no checkpoint, and holds none. Name a folder that `meshrec train` wrote."
+            f"{path.resolve()} is not a checkpoint and contains none. Pass a folder written by "
+            "`meshrec train`."
         )
-    return found
+    return checkpoints
 
 
 def _folders(path: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Return the finished checkpoints by step: those of the last steps, and the best ones."""
+    """Return finished checkpoints by step: the last ones and the best ones."""
     if not _is_run(path):
         return _finished(path), {}
     return _finished(path / CHECKPOINTS), _finished(path / BEST)
@@ -78,15 +85,15 @@ def _is_run(path: Path) -> bool:
 
 
 def _finished(folder: Path) -> dict[int, Path]:
-    found: dict[int, Path] = {}
-    for each in sorted(folder.glob("step-*")):
-        if not (each / MANIFEST).exists():
+    by_step: dict[int, Path] = {}
+    for checkpoint in sorted(folder.glob("step-*")):
+        if not (checkpoint / MANIFEST).exists():
             continue
-        match = _NAME.fullmatch(each.name)
+        match = _NAME.fullmatch(checkpoint.name)
         if match is None:
-            _log.warning("%s is passed over: its name does not end in the number of a step", each)
-        elif int(match[1]) in found:
-            _log.warning("%s is passed over: %s is of the same step", each, found[int(match[1])])
+            _log.warning("%s is ignored: its name does not end in a step number", checkpoint)
+        elif int(match[1]) in by_step:
+            _log.warning("%s is ignored: %s has the same step", checkpoint, by_step[int(match[1])])
         else:
-            found[int(match[1])] = each
-    return found
+            by_step[int(match[1])] = checkpoint
+    return by_step

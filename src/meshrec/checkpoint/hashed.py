@@ -1,8 +1,7 @@
-"""Loading tables with hashed keys from checkpoints, block by block, under any plan.
+"""Load hashed tables from checkpoints under any plan, block by block.
 
-A checkpoint has such a table at rest: its rows in the order of their keys, and their ``ids``. Every rank
-reads the IDs, and the rows that belong to it. The checkpoint of a fixed table has no IDs: row i is that of
-ID i.
+A checkpoint stores hashed rows in key order, with their ``ids``. Every rank reads all IDs, and the rows of
+its rectangles. The checkpoint of a fixed table has no IDs: row i belongs to ID i.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,57 +15,59 @@ from torch import Tensor, nn
 from meshrec.checkpoint.blocks import read_region
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.reading import open_data, stored_rows
-from meshrec.distributed.hashed_shards import HashedParts
-from meshrec.distributed.spread_hashed import SpreadHashed
-from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.ops.index import mix
-from meshrec.tables.at_rest import IDS
-from meshrec.tables.hashed import HashedRows, HashedTable
-from meshrec.tables.hashed_loading import WAITING, own_counts, own_rows, whole_names
-from meshrec.tables.waiting import in_span
+from meshrec.tables.hashed.admission import in_span
+from meshrec.tables.hashed.io import WAITING, counts_in_rectangle, rows_in_rectangle, state_dict_names
+from meshrec.tables.hashed.table import IDS, HashedRows, HashedTable, is_growable
+from meshrec.tables.module import TableModule
 
+# Rows per read; bounds memory to 64 Ki rows.
 _BLOCK_ROWS = 1 << 16
 
 
-class HashedPlace(NamedTuple):
-    """A table with hashed keys in a module that is loaded."""
+class HashedTarget(NamedTuple):
+    """Hashed table being loaded.
+
+    Attributes:
+        path: table's module name.
+        tables: this rank's rectangles.
+        storage: row format, keys and limits.
+        changed: reports loaded rows to all ranks. Collective.
+    """
 
     path: str
-    """The name of the module that holds it."""
     tables: Sequence[HashedTable]
-    """The rectangles of this rank."""
     storage: HashedRows
     changed: Callable[[], object]
-    """Tells all ranks that rows were loaded. Collective."""
 
     def names(self) -> list[str]:
-        """Return the names of all parts that a state dict has of the table."""
-        return whole_names(self.storage)
+        """Return the state dict names of the table's tensors."""
+        return state_dict_names(self.storage)
 
 
-def hashed_places(item: nn.Module) -> dict[str, HashedPlace]:
-    """Return the hashed tables of a module, by path."""
+def hashed_targets(item: nn.Module) -> dict[str, HashedTarget]:
+    """Return a module's hashed tables by path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
-    found: dict[str, HashedPlace] = {}
+    targets: dict[str, HashedTarget] = {}
     for path, child in module.named_modules():
-        if isinstance(child, TableShards) and isinstance(child.hashed, HashedParts):
-            found[path] = HashedPlace(path, child.hashed.tables, child.hashed.storage, child.hashed.changed)
-        elif isinstance(child, SpreadHashed):
-            found[path] = HashedPlace(path, child.tables, child.storage, lambda: None)
-        elif isinstance(child, HashedHolder):
-            found[path] = HashedPlace(path, [child.table], child.storage, lambda: None)
-    return found
+        if isinstance(child, TableModule) and is_growable(child.storage):
+            targets[path] = HashedTarget(path, child.tables, child.storage, child.rows_loaded)
+    return targets
 
 
-def check_fits(place: HashedPlace, manifest: Manifest, prefix: str) -> None:
-    """Check that a checkpoint's rows fit a table, before anything changes.
+def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
+    """Check that a checkpoint's rows fit a hashed table, before anything changes.
+
+    Args:
+        target: table to load.
+        manifest: checkpoint manifest.
+        prefix: checkpoint name prefix of the table's tensors.
 
     Raises:
-        ValueError: it has no such table, rows of another width, or too many.
+        ValueError: the checkpoint lacks the table, or has another width, other row parts or too many rows.
     """
-    name, storage = f"{prefix}weight", place.storage
+    name, storage = f"{prefix}weight", target.storage
     if name not in manifest.tensors:
         raise ValueError(f"the checkpoint lacks {name!r}. Load it into the same model.")
     shape = manifest.tensors[name].shape
@@ -90,50 +91,61 @@ def check_fits(place: HashedPlace, manifest: Manifest, prefix: str) -> None:
 
 
 def load_hashed(
-    place: HashedPlace, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
+    target: HashedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Replace the rows of a table by those of a checkpoint.
+    """Replace a table's rows with those of a checkpoint.
 
     Args:
-        place: the table.
-        folder: the checkpoint.
-        manifest: its table of contents.
-        prefix: what begins the names of the table's parts there.
-        slots: the names of the tensors of the optimizer's state, by slot; empty: none is loaded.
+        target: table to load.
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        prefix: checkpoint name prefix of the table's tensors.
+        slots: checkpoint tensor name per optimizer state slot; empty: load no optimizer state.
     """
     ids_name = f"{prefix}{IDS}" if f"{prefix}{IDS}" in manifest.tensors else None
     num_rows = manifest.tensors[f"{prefix}weight"].shape[0]
-    parts = {part.name: f"{prefix}{part.name}" for part in place.storage.row_parts}
+    parts = {part.name: f"{prefix}{part.name}" for part in target.storage.row_parts}
     parts = {part: name for part, name in {**parts, **slots}.items() if name in manifest.tensors}
-    for table in place.tables:
+    for table in target.tables:
         table.clear()
     for first in range(0, num_rows, _BLOCK_ROWS):
         rows = (first, min(first + _BLOCK_ROWS, num_rows))
         ids = read_rows(folder, manifest, ids_name, rows) if ids_name else torch.arange(*rows)
-        keys = mix(ids, place.storage.keys.seed)
-        for table in place.tables:
-            own = in_span(keys, (table.rectangle.r0, table.rectangle.r1)).nonzero()[:, 0]
-            if len(own):
-                begin, end = int(own[0]), int(own[-1]) + 1
-                here = (first + begin, first + end)
+        keys = mix(ids, target.storage.keys.seed)
+        for table in target.tables:
+            matches = in_span(keys, (table.rectangle.r0, table.rectangle.r1)).nonzero()[:, 0]
+            if len(matches):
+                # Rows are stored in key order, so this rectangle's rows are contiguous.
+                start, end = int(matches[0]), int(matches[-1]) + 1
+                here = (first + start, first + end)
                 values = {part: read_rows(folder, manifest, name, here) for part, name in parts.items()}
-                table.load(own_rows(table, ids[begin:end], values))
+                table.load(rows_in_rectangle(table, ids[start:end], values))
+    # Occurrence counts of IDs not yet admitted.
     waiting = [f"{prefix}{name}" for name in WAITING]
-    if place.storage.counts and all(name in manifest.tensors for name in waiting):
+    if target.storage.counts and all(name in manifest.tensors for name in waiting):
         span = (0, manifest.tensors[waiting[0]].shape[0])
-        found = [read_rows(folder, manifest, name, span) for name in waiting]
-        for table in place.tables:
-            table.load(own_counts(table, *found))
+        counts = [read_rows(folder, manifest, name, span) for name in waiting]
+        for table in target.tables:
+            table.load(counts_in_rectangle(table, *counts))
 
 
 def read_rows(folder: Path, manifest: Manifest, name: str, rows: tuple[int, int]) -> Tensor:
-    """Read some rows of a tensor, verified.
+    """Read and verify a tensor's rows [rows[0], rows[1]).
+
+    Args:
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        name: tensor name.
+        rows: first row and end.
+
+    Returns:
+        Tensor [rows[1] - rows[0], ...] with the stored dtype.
 
     Raises:
-        DamagedCheckpointError: they are not what was written.
+        DamagedCheckpointError: a block differs from the written content.
     """
     record = manifest.tensors[name]
-    found = torch.empty((rows[1] - rows[0], *record.shape[1:]), dtype=record.dtype)
+    values = torch.empty((rows[1] - rows[0], *record.shape[1:]), dtype=record.dtype)
     with ExitStack() as stack:
         opened: dict[int, int] = {}
         for piece in record.pieces:
@@ -142,9 +154,9 @@ def read_rows(folder: Path, manifest: Manifest, name: str, rows: tuple[int, int]
                 continue
             if piece.file not in opened:
                 opened[piece.file] = stack.enter_context(open_data(folder, manifest, piece.file))
-            target = found[low - rows[0] : high - rows[0]]
+            target = values[low - rows[0] : high - rows[0]]
             for dim in range(1, len(piece.shape)):
                 target = target.narrow(dim, piece.offset[dim], piece.shape[dim])
             stored = stored_rows(folder, manifest, opened[piece.file], name, record=record, piece=piece)
             read_region(stored, (low - piece.offset[0], *[0] * (len(piece.shape) - 1)), target)
-    return found
+    return values

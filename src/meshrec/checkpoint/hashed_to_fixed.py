@@ -1,40 +1,39 @@
-"""Loading fixed tables from the checkpoint of a hashed one: the row of ID i becomes row i."""
+"""Load a fixed table from a hashed table's checkpoint: the row of ID i becomes row i."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from meshrec.checkpoint.hashed import read_rows
 from meshrec.checkpoint.manifest import Manifest
-from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.tables.at_rest import IDS
+from meshrec.tables.hashed.table import IDS
+from meshrec.tables.module import TableModule
 from meshrec.tables.table import Rectangle, RowBlock
 
 _log = logging.getLogger(__name__)
+# As in hashed.py.
 _BLOCK_ROWS = 1 << 16
 
 
 class LoadableRows(Protocol):
-    """A rectangle that takes blocks of rows."""
+    """Rectangle which accepts row blocks."""
 
     @property
     def rectangle(self) -> Rectangle:
-        """The keys and columns that it has."""
+        """The rectangle's keys and columns."""
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace rows, or parts of them."""
+        """Replace rows, or some row parts."""
 
 
 class WholeRows:
-    """A table in the memory of a parameter, with its optimizer state beside it."""
+    """Unsharded table and optimizer state in parameter memory."""
 
     def __init__(self, weight: Tensor) -> None:
         self.rectangle = Rectangle(0, 0, weight.shape[0], 0, weight.shape[1])
@@ -42,34 +41,39 @@ class WholeRows:
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Copy the blocks into the memory."""
+        """Copy blocks into parameter memory."""
         for block in blocks:
             keys = torch.arange(*_ends(block.keys)) if isinstance(block.keys, range) else block.keys
             for name, values in block.parts.items():
                 self.tensors[name][keys] = values.to(self.tensors[name].dtype)
 
 
-class FixedPlace(NamedTuple):
-    """A table with a fixed number of rows in a module that is loaded."""
+class FixedTarget(NamedTuple):
+    """Fixed-size table being loaded.
+
+    Attributes:
+        path: table's module name.
+        tables: this rank's rectangles.
+        num_rows: whole table's row count.
+        dim: whole table's column count.
+        changed: tells batches in flight that rows were loaded.
+    """
 
     path: str
-    """The name of the module that holds it."""
     tables: Sequence[LoadableRows]
-    """The rectangles of this rank."""
     num_rows: int
     dim: int
     changed: Callable[[], object]
-    """Tells batches in flight that rows were loaded."""
 
 
-def fixed_places(item: nn.Module) -> dict[str, FixedPlace]:
-    """Return the fixed tables of a module that can be trained, by path."""
+def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
+    """Return a module's trainable fixed tables by path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
-    found: dict[str, FixedPlace] = {}
+    targets: dict[str, FixedTarget] = {}
     for path, child in module.named_modules():
-        if isinstance(child, TableShards) and child.hashed is None and child.storage.is_trainable:
-            changed = partial(increment_version, child.weight)
-            found[path] = FixedPlace(path, child.tables, child.table.num_rows, child.table.dim, changed)
+        if isinstance(child, TableModule) and not child.is_growable and child.storage.is_trainable:
+            changed = child.rows_loaded
+            targets[path] = FixedTarget(path, child.tables, child.num_rows, child.dim, changed)
         elif isinstance(child, TableCollection):
             name, _ = child.table_holders()
             start = f"{path}.{name}" if path else name
@@ -78,68 +82,82 @@ def fixed_places(item: nn.Module) -> dict[str, FixedPlace]:
                     rows = WholeRows(weight.detach())
                     where = f"{start}.{config.name}"
                     num_rows, dim = weight.shape
-                    found[where] = FixedPlace(where, [rows], num_rows, dim, lambda: None)
-    return found
+                    targets[where] = FixedTarget(where, [rows], num_rows, dim, lambda: None)
+    return targets
 
 
 def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
-    """Check that IDs are rows of a fixed table, and return how many there are.
+    """Check that IDs are valid fixed table rows.
+
+    Args:
+        ids: ID blocks, int64.
+        num_rows: table's row count.
+        table: table name in errors.
+
+    Returns:
+        Number of IDs.
 
     Raises:
-        ValueError: some are not.
+        ValueError: IDs outside [0, num_rows).
     """
     count, outside, example = 0, 0, 0
-    for each in ids:
-        bad = each[(each < 0) | (each >= num_rows)]
+    for block in ids:
+        bad = block[(block < 0) | (block >= num_rows)]
         if len(bad) and not outside:
             example = int(bad[0])
-        count, outside = count + len(each), outside + len(bad)
+        count, outside = count + len(block), outside + len(bad)
     if outside:
         raise ValueError(
-            f"{outside:,} of {count:,} IDs of the hashed table are no rows of {table!r}, such as {example}: "
+            f"{outside:,} of {count:,} IDs of the hashed table are outside {table!r}, such as {example}: "
             f"they must lie in [0, {num_rows:,}). Nothing was changed. Raise num_embeddings, or give the "
             "table hashed keys."
         )
     return count
 
 
-def check_fits_fixed(place: FixedPlace, folder: Path, manifest: Manifest, prefix: str) -> None:
-    """Check that the rows of a hashed table's checkpoint fit a fixed one, before anything changes.
+def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, prefix: str) -> None:
+    """Check that a hashed table's checkpoint fits a fixed table, before anything changes.
+
+    Args:
+        target: table to load.
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        prefix: checkpoint name prefix of the table's tensors.
 
     Raises:
-        ValueError: they have another width, or an ID is no row.
+        ValueError: the width differs, or an ID is outside the table.
     """
     num, dim = manifest.tensors[f"{prefix}weight"].shape
-    if dim != place.dim:
+    if dim != target.dim:
         raise ValueError(
-            f"{prefix}weight has {dim} columns in the checkpoint, and the table has {place.dim}. Load it "
+            f"{prefix}weight has {dim} columns in the checkpoint, and the table has {target.dim}. Load it "
             "into a model of the same size."
         )
     blocks = (
         read_rows(folder, manifest, f"{prefix}{IDS}", (first, min(first + _BLOCK_ROWS, num)))
         for first in range(0, num, _BLOCK_ROWS)
     )
-    count = check_ids(blocks, place.num_rows, f"{prefix}weight")
-    if count < place.num_rows:
+    count = check_ids(blocks, target.num_rows, f"{prefix}weight")
+    if count < target.num_rows:
         _log.info(
-            "%sweight: the checkpoint has rows of %s IDs; the other %s rows stay as they are",
+            "%sweight: the checkpoint has rows for %s IDs; the remaining %s rows are unchanged",
             prefix,
             f"{count:,}",
-            f"{place.num_rows - count:,}",
+            f"{target.num_rows - count:,}",
         )
 
 
 def load_fixed(
-    place: FixedPlace, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
+    target: FixedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Copy the rows of a hashed table's checkpoint: the row of ID i becomes row i.
+    """Copy rows from a hashed table's checkpoint: the row of ID i becomes row i.
 
     Args:
-        place: the table.
-        folder: the checkpoint.
-        manifest: its table of contents.
-        prefix: what begins the names of the table's parts there.
-        slots: the names of the tensors of the optimizer's state, by slot.
+        target: table to load.
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        prefix: checkpoint name prefix of the table's tensors.
+        slots: checkpoint tensor name per optimizer state slot.
     """
     parts = {"weight": f"{prefix}weight"} | {s: n for s, n in slots.items() if n in manifest.tensors}
     num = manifest.tensors[parts["weight"]].shape[0]
@@ -147,18 +165,25 @@ def load_fixed(
         rows = (first, min(first + _BLOCK_ROWS, num))
         ids = read_rows(folder, manifest, f"{prefix}{IDS}", rows)
         values = {part: read_rows(folder, manifest, name, rows) for part, name in parts.items()}
-        for table in place.tables:
+        for table in target.tables:
             table.load(rows_by_id(table, ids, values))
 
 
 def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterable[RowBlock]:
-    """Yield one block with the rows that belong to a rectangle of a fixed table, if there are any."""
+    """Yield a block with the rows inside a fixed table's rectangle, or nothing.
+
+    Args:
+        table: rectangle.
+        ids: int64 [N], in any order.
+        parts: row parts by name: [N] (per-row values) or [N, D].
+    """
     r = table.rectangle
     inside = ((ids >= r.r0) & (ids < r.r1)).nonzero()[:, 0]
     if len(inside):
+        # Row blocks have ascending keys.
         keys, order = ids[inside].sort()
-        chosen = inside[order]
-        cut = {name: v[chosen] if v.dim() == 1 else v[chosen, r.c0 : r.c1] for name, v in parts.items()}
+        positions = inside[order]
+        cut = {name: v[positions] if v.dim() == 1 else v[positions, r.c0 : r.c1] for name, v in parts.items()}
         yield RowBlock(keys, r.columns, cut)
 
 

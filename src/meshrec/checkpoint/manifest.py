@@ -1,30 +1,28 @@
-"""The table of contents of a checkpoint: JSON, written last, with a checksum of itself.
+"""Checkpoint manifest: JSON with checksum, written last.
 
-A checkpoint is complete exactly when its manifest is there, whole, and every file that it names has its size.
-Nothing in it is ever executed, and no name in it leads out of the folder.
+A checkpoint is complete exactly when the manifest exists and is intact, and every file listed in it has the
+listed size. Nothing in the manifest is executed, and no name in it can point outside the folder.
 
-A right checksum does not mean right content: a manifest may come from another program, or from another
-checkpoint. So every number in it is checked before anything is allocated or read by it. Version 2 differs
-from version 1 in what the checksum of a block covers, see `place_of`, and in that every tensor has the name
-of its place in the values.
+A valid checksum does not imply valid content: a manifest may come from another program or checkpoint. So
+every value is validated before it is used for an allocation or a read. Version 2 differs from version 1 in
+two ways: block checksums also cover the position (see `piece_identity`), and every tensor is named after its
+position in the values.
 
-[Note: what a version of a file format promises]
+[Note: file format versions] A release reads the format versions listed here. It refuses later versions with
+an error which says what to do, and never guesses. A format gets a new version when readers of the current one
+would misread a file. Readers of checkpoints, deltas and packages also refuse unknown fields, so a new field
+needs a new version as well.
 
-A release reads the versions of its own format and those before it, as listed here, and refuses a later one
-with an error that says what to do. It never guesses. A format gets a new version when a reader of the present
-one would misread a file. Readers of checkpoints, deltas and packages also refuse unknown fields, so a new
-field takes a new version as well.
+- Checkpoints: writes version 2, reads 1 and 2.
+- Deltas (publishing.py): writes format 2, reads 1 and 2.
+- Packages (export/manifest.py): reads format 2 only. A package is compiled for one machine and one torch
+  version; ``meshrec export PACKAGE`` compiles it again.
+- Plans (plan/sharding_plan.py) and features (data/features/features.py): version 1. Fields missing from an
+  old plan have defaults.
+- A run's config.json and summary.json are unversioned: a missing field has its default, and a value that
+  cannot be parsed is an error (runs/saved_recipe.py).
 
-- Checkpoints: this release writes version 2, and reads 1 and 2.
-- Deltas (publishing.py): it writes format 2, and reads 1 and 2.
-- Packages (export/manifest.py): it reads format 2 only. A package is compiled for one machine and one version
-  of torch; ``meshrec export PACKAGE`` compiles it again.
-- Plans (plan/sharding_plan.py) and features (data/features/features.py): version 1. Fields that an old plan
-  lacks have defaults.
-- A run's config.json and summary.json have no version: a field that is missing has its default, and a value
-  that cannot be read back is an error (runs/saved_recipe.py).
-
-The files of version 1 in tests/checkpoint/format1 hold later releases to this.
+The version 1 files in tests/checkpoint/format1 hold later releases to this.
 """
 
 import json
@@ -50,15 +48,16 @@ MANIFEST = "manifest.json"
 FORMAT = "meshrec.checkpoint"
 VERSION = 2
 RANDOM = "random"
-"""Entry of the random number generators. A state may not use the name."""
+"""Entry name reserved for random number generators."""
 KINDS = ("module", "optimizer", "stateful", "plain")
-"""Kinds of entries of a state."""
+"""Kinds of state entries."""
 MOST_BYTES = 1 << 28
-"""Largest size of a manifest, in bytes. A checkpoint of 100 TB has a manifest of a tenth of it."""
+"""Maximum manifest size, 256 MiB. A 100 TB checkpoint needs about a tenth."""
 
 _FIELDS = ("format", "version", "step", "world_size", "files", "tensors", "values", "plans")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _CHECKSUMS = re.compile(r"(?:[0-9a-f]{8})*")
+# Sizes and offsets must fit into int64, as torch and the C++ readers use it.
 _LARGEST = (1 << 63) - 1
 _MOST_DIMS = 64
 
@@ -76,12 +75,19 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types by their names in safetensors files."""
+"""Dtypes by safetensors name."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class DataFile(NamedTuple):
-    """A data file: its size, and the size and CRC-32 of its header, which precedes the first tensor."""
+    """Per-rank data file.
+
+    Attributes:
+        name: file name.
+        num_bytes: file size.
+        header_bytes: header size; the first tensor follows.
+        header_checksum: header CRC-32.
+    """
 
     name: str
     num_bytes: int
@@ -90,22 +96,27 @@ class DataFile(NamedTuple):
 
 
 class StoredPiece(NamedTuple):
-    """A rectangle of a tensor: its place in the tensor, and the place of its bytes.
+    """Tensor rectangle in a data file.
 
-    ``file`` is an index into the manifest's files. ``checksums`` has the CRC-32 of each block of
-    ``rows_per_block`` rows.
+    Attributes:
+        offset: rectangle start within the tensor, per dimension.
+        shape: rectangle shape.
+        file: index into the manifest's files.
+        start: first byte's file offset.
+        rows_per_block: rows in every block but the last.
+        checksums: CRC-32 per block; see ``blocks.checksum_of``.
     """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     file: int
-    begin: int
+    start: int
     rows_per_block: int
     checksums: tuple[int, ...]
 
 
 class TensorRecord(NamedTuple):
-    """A whole tensor. ``entry`` is the entry of the saved state that it belongs to."""
+    """Whole tensor in a checkpoint; ``entry`` is the state entry which owns it."""
 
     entry: str
     dtype: torch.dtype
@@ -114,12 +125,12 @@ class TensorRecord(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Whole tensor size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class PlacedPiece(NamedTuple):
-    """A piece, with the name and the record of its tensor."""
+    """Piece, together with its tensor's name and record."""
 
     name: str
     record: TensorRecord
@@ -127,16 +138,22 @@ class PlacedPiece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the piece."""
+        """Piece size in bytes."""
         return prod(self.piece.shape) * self.record.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The table of contents of a checkpoint.
+    """Checkpoint's table of contents.
 
-    ``values`` has the plain values of each entry, as ``values.encode`` returns them. ``plans`` has the
-    sharding plan of every DistributedModelParallel in the state.
+    Attributes:
+        step: training step; None if not given to ``save``.
+        world_size: rank count at the save.
+        files: data files.
+        tensors: records by tensor name.
+        values: plain values by entry, as returned by ``values.encode``.
+        plans: sharding plan (JSON) per DistributedModelParallel entry.
+        version: format version.
     """
 
     step: int | None
@@ -149,22 +166,27 @@ class Manifest:
 
     @cached_property
     def contents(self) -> list[list["PlacedPiece"]]:
-        """The pieces in each file, in the order of their bytes."""
-        found: list[list[PlacedPiece]] = [[] for _ in self.files]
+        """Pieces per file, in byte order."""
+        by_file: list[list[PlacedPiece]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             for piece in record.pieces:
-                found[piece.file].append(PlacedPiece(name, record, piece))
-        for each in found:
-            each.sort(key=lambda placed: (placed.piece.begin, placed.num_bytes))
-        return found
+                by_file[piece.file].append(PlacedPiece(name, record, piece))
+        for pieces in by_file:
+            # Empty pieces start at the same byte as their successor and sort before it.
+            pieces.sort(key=lambda placed: (placed.piece.start, placed.num_bytes))
+        return by_file
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all data files."""
+        """Total data file size in bytes."""
         return sum(file.num_bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """Return one line of JSON, and a line with its checksum."""
+        """Serialize as a JSON line, then a checksum line.
+
+        Raises:
+            ValueError: the result would exceed `MOST_BYTES`.
+        """
         body = json.dumps(
             {
                 "format": FORMAT,
@@ -179,72 +201,85 @@ class Manifest:
         ).encode()
         if len(body) + 100 > MOST_BYTES:
             raise ValueError(
-                f"the plain values of the state take {len(body):,} bytes of JSON, and {MOST_BYTES:,} is the "
-                "most. Save large lists of numbers as tensors."
+                f"the state's plain values take {len(body):,} bytes of JSON; the limit is {MOST_BYTES:,}. "
+                "Save large lists of numbers as tensors."
             )
         return body + f'\n{{"crc32": {zlib.crc32(body)}}}\n'.encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Read the result of `to_bytes`, and check everything that can be checked without the data files.
+        """Parse `to_bytes` output, with every check which does not need the data files.
 
         Raises:
-            DamagedCheckpointError: the checksum differs, or the contents are not those of a whole checkpoint.
-                The message can follow the name of the checkpoint.
-            CheckpointError: the manifest has another version.
+            DamagedCheckpointError: wrong checksum, or incomplete content. Messages are phrased to follow the
+                checkpoint's name.
+            CheckpointError: unsupported version.
         """
         body, _, trailer = content.partition(b"\n")
         if trailer != f'{{"crc32": {zlib.crc32(body)}}}\n'.encode():
-            raise DamagedCheckpointError("the manifest does not have the checksum that it was written with")
+            raise DamagedCheckpointError("the manifest's checksum does not match its content")
         try:
             return _parsed(body)
         except DamageError as error:
             raise DamagedCheckpointError(str(error)) from error
 
 
-def place_of(name: str, dtype: torch.dtype, shape: Sequence[int], piece: StoredPiece) -> bytes:
-    """Return the text that identifies the place of a piece's bytes.
+def piece_identity(name: str, dtype: torch.dtype, shape: Sequence[int], piece: StoredPiece) -> bytes:
+    """Return bytes which identify a piece by tensor name, dtype, shape and position.
 
-    From version 2 on, the checksum of every block covers it. So the same bytes under another name, as another
-    type, in another shape, or at another offset are noticed. The name of the file is left out because it
-    differs from save to save: equal states have equal checksums.
+    Since format version 2, block checksums include these bytes (see `checksum_of`). They detect values stored
+    under another name, dtype, shape or offset. The file name is not included: it changes with every save, and
+    equal states should have equal checksums.
+
+    Args:
+        name: tensor name.
+        dtype: tensor dtype.
+        shape: whole tensor shape.
+        piece: piece; ``file`` and ``checksums`` are ignored.
     """
-    where = [piece.offset, piece.shape, piece.rows_per_block, piece.begin]
+    where = [piece.offset, piece.shape, piece.rows_per_block, piece.start]
     return json.dumps([name, DTYPE_NAMES[dtype], shape, *where]).encode()
 
 
 def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Sequence[int]) -> str:
-    """Return the name of a piece in its data file."""
+    """Return a piece's name in a data file.
+
+    Args:
+        name: tensor name.
+        offset: piece start, per dimension.
+        shape: piece shape.
+        size: whole tensor shape.
+    """
     if tuple(shape) == tuple(size):
         return name
     return f"{name}[{', '.join(f'{o}:{o + n}' for o, n in zip(offset, shape, strict=True))}]"
 
 
 def called(name: str) -> str:
-    """Return a tensor's name for errors. It is cut short, because a name may be as long as its file."""
+    """Return a tensor's label for errors, truncated because a hostile name may be as long as the file."""
     return f"tensor {name[:200]!r}"
 
 
 def _parsed(body: bytes) -> Manifest:
-    said = mapping(parse(body, MANIFEST), MANIFEST)
-    form, version = said.get("format"), said.get("version")
+    values = mapping(parse(body, MANIFEST), MANIFEST)
+    form, version = values.get("format"), values.get("version")
     if form != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
             f"{MANIFEST} is {str(form)[:40]!r} of version {str(version)[:40]!r}, and this release reads "
             f"{FORMAT!r} of versions 1 to {VERSION}. Read it with the release that wrote it."
         )
-    fields(said, MANIFEST, _FIELDS)
-    step = said["step"]
+    fields(values, MANIFEST, _FIELDS)
+    step = values["step"]
     manifest = Manifest(
         step=None if step is None else integer(step, "the step", -_LARGEST - 1),
-        world_size=integer(said["world_size"], "world_size", 1),
-        files=tuple(_file_from_json(file) for file in items(said["files"], "the list of files")),
+        world_size=integer(values["world_size"], "world_size", 1),
+        files=tuple(_file_from_json(file) for file in items(values["files"], "the list of files")),
         tensors={
             name: _record_from_json(name, record)
-            for name, record in mapping(said["tensors"], "the list of tensors").items()
+            for name, record in mapping(values["tensors"], "the list of tensors").items()
         },
-        values=mapping(said["values"], "values"),
-        plans={entry: text(plan, "a plan") for entry, plan in mapping(said["plans"], "plans").items()},
+        values=mapping(values["values"], "values"),
+        plans={entry: text(plan, "a plan") for entry, plan in mapping(values["plans"], "plans").items()},
         version=version,
     )
     _check_files(manifest)
@@ -258,77 +293,77 @@ def _parsed(body: bytes) -> Manifest:
 def _check_files(manifest: Manifest) -> None:
     for file in manifest.files:
         if not _FILE_NAME.fullmatch(file.name) or file.name == MANIFEST:
-            raise DamageError(f"the manifest names a file that cannot be of this folder: {file.name[:100]!r}")
+            raise DamageError(f"the manifest lists a file outside the folder: {file.name[:100]!r}")
         if not 8 < file.header_bytes <= file.num_bytes:
-            raise DamageError(f"{file.name} would have a header of {file.header_bytes:,} bytes")
+            raise DamageError(f"{file.name} has an impossible header size: {file.header_bytes:,} bytes")
     if len({file.name for file in manifest.files}) != len(manifest.files):
-        raise DamageError("the manifest names a file twice")
+        raise DamageError("the manifest lists a file twice")
 
 
 def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
-    what = called(name)
+    label = called(name)
     if name != record.entry and not name.startswith(f"{record.entry}."):
-        raise DamageError(f"{what} cannot belong to the entry {record.entry[:100]!r}")
+        raise DamageError(f"{label} does not belong to the entry {record.entry[:100]!r}")
     if prod(size for size in record.shape if size) * record.dtype.itemsize > _LARGEST:
-        raise DamageError(f"{what} would have the shape {list(record.shape)}")
+        raise DamageError(f"{label} has an impossible shape: {list(record.shape)}")
     for piece in record.pieces:
-        end = piece.begin + prod(piece.shape) * record.dtype.itemsize
+        end = piece.start + prod(piece.shape) * record.dtype.itemsize
         if piece.file >= len(manifest.files) or end > manifest.files[piece.file].num_bytes:
-            raise DamageError(f"{what} has a piece outside of its file")
+            raise DamageError(f"{label} has a piece outside its file")
         grid = grid_of(piece.shape, record.dtype, piece.rows_per_block)
         if piece.rows_per_block != max(1, BLOCK_BYTES // max(1, grid.row_bytes)):
-            raise DamageError(f"{what} has a piece with blocks of {piece.rows_per_block} rows")
+            raise DamageError(f"{label} has a piece with blocks of {piece.rows_per_block} rows")
         if len(grid.blocks()) != len(piece.checksums):
-            raise DamageError(f"{what} has a piece with {len(piece.checksums)} checksums")
+            raise DamageError(f"{label} has a piece with {len(piece.checksums)} checksums")
     flaw = flaw_of_cover(record.shape, [piece[:2] for piece in record.pieces])
     if flaw is not None:
-        raise DamageError(f"{what}: {flaw}")
+        raise DamageError(f"{label}: {flaw}")
 
 
 def _check_contents(manifest: Manifest) -> None:
-    """Check that the pieces in each file follow one another, from its header to its end."""
+    """Check that the pieces fill every file without gaps, from the header to the end."""
     for file, contents in zip(manifest.files, manifest.contents, strict=True):
         position = file.header_bytes
         for placed in contents:
-            if placed.piece.begin != position:
+            if placed.piece.start != position:
                 raise DamageError(
-                    f"{file.name}, {called(placed.name)}: a piece begins at byte {placed.piece.begin:,} "
+                    f"{file.name}, {called(placed.name)}: a piece starts at byte {placed.piece.start:,} "
                     f"instead of {position:,}"
                 )
             position += placed.num_bytes
         if position != file.num_bytes:
-            raise DamageError(f"{file.name}: bytes from {position:,} on belong to no tensor")
+            raise DamageError(f"{file.name}: bytes after {position:,} do not belong to a tensor")
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Check that the values of every entry can be decoded, and hold its tensors, each in its place."""
+    """Check that entry values can be decoded, and refer to exactly the entry's tensors."""
     of_entry: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
         of_entry.setdefault(record.entry, set()).add(name)
     for entry, value in manifest.values.items():
-        what = f"the entry {entry[:100]!r}"
-        said = fields(value, what, ("kind", "content"))
-        text(said["kind"], f"the kind of {what}", allowed=KINDS)
+        label = f"the entry {entry[:100]!r}"
+        encoded = fields(value, label, ("kind", "content"))
+        text(encoded["kind"], f"the kind of {label}", allowed=KINDS)
         named: dict[str, Tensor] = {}
-        found: dict[str, Tensor] = {}
+        decoded: dict[str, Tensor] = {}
 
         def tensor(name: Any, named: dict[str, Tensor] = named) -> Tensor:
             return named.setdefault(text(name, "the name of a tensor"), torch.empty(0))
 
         try:
-            encode(decode(said["content"], tensor), entry, found)
+            encode(decode(encoded["content"], tensor), entry, decoded)
         except (ValueError, TypeError, RecursionError) as error:
-            raise DamageError(f"{what} cannot be read ({error})") from error
-        own = of_entry.pop(entry, set())
-        if named.keys() != own:
-            differing = sorted(named.keys() ^ own)[0]
+            raise DamageError(f"{label} cannot be read ({error})") from error
+        tensor_names = of_entry.pop(entry, set())
+        if named.keys() != tensor_names:
+            differing = sorted(named.keys() ^ tensor_names)[0]
             raise DamageError(
-                f"{what}: {called(differing)} stands in its values or among the tensors, not in both"
+                f"{label}: {called(differing)} is missing from either the values or the tensors"
             )
-        for name, stand_in in found.items():
-            # A tensor has the name of its place. Version 1 wrote other names where a key was no plain value.
+        for name, stand_in in decoded.items():
+            # Since version 2, tensors are named by position. Version 1 differs for keys other than strings.
             if manifest.version > 1 and named.get(name) is not stand_in:
-                raise DamageError(f"{what}: the place of {called(name)} is taken by another tensor")
+                raise DamageError(f"{label}: another tensor is at the position of {called(name)}")
     of_entry.pop(RANDOM, None)
     if of_entry:
         entry, names = next(iter(of_entry.items()))
@@ -342,35 +377,37 @@ def _record_to_json(record: TensorRecord) -> list[Any]:
     return [record.entry, DTYPE_NAMES[record.dtype], record.shape, pieces]
 
 
-def _record_from_json(name: str, said: Any) -> TensorRecord:
-    what = called(name)
-    entry, dtype, shape, pieces = items(said, what, 4)
+def _record_from_json(name: str, encoded: Any) -> TensorRecord:
+    label = called(name)
+    entry, dtype, shape, pieces = items(encoded, label, 4)
     return TensorRecord(
-        text(entry, f"the entry of {what}"),
-        DTYPES[text(dtype, f"the type of {what}", allowed=list(DTYPES))],
-        _dims(shape, f"the shape of {what}"),
-        tuple(_piece_from_json(piece, len(shape), what) for piece in items(pieces, f"the pieces of {what}")),
+        text(entry, f"the entry of {label}"),
+        DTYPES[text(dtype, f"the type of {label}", allowed=list(DTYPES))],
+        _dims(shape, f"the shape of {label}"),
+        tuple(
+            _piece_from_json(piece, len(shape), label) for piece in items(pieces, f"the pieces of {label}")
+        ),
     )
 
 
-def _piece_from_json(said: Any, num_dims: int, tensor: str) -> StoredPiece:
-    what = f"a piece of {tensor}"
-    offset, shape, file, begin, rows_per_block, checksums = items(said, what, 6)
-    written = text(checksums, f"the checksums of {what}")
+def _piece_from_json(encoded: Any, num_dims: int, tensor: str) -> StoredPiece:
+    label = f"a piece of {tensor}"
+    offset, shape, file, start, rows_per_block, checksums = items(encoded, label, 6)
+    written = text(checksums, f"the checksums of {label}")
     if not _CHECKSUMS.fullmatch(written):
-        raise DamageError(f"the checksums of {what} are not hexadecimal")
+        raise DamageError(f"the checksums of {label} are not hexadecimal")
     return StoredPiece(
-        integers(offset, f"the offset of {what}", num_dims),
-        integers(shape, f"the shape of {what}", num_dims),
-        integer(file, f"the file of {what}"),
-        integer(begin, f"the first byte of {what}"),
-        integer(rows_per_block, f"the rows per block of {what}", 1),
+        integers(offset, f"the offset of {label}", num_dims),
+        integers(shape, f"the shape of {label}", num_dims),
+        integer(file, f"the file of {label}"),
+        integer(start, f"the first byte of {label}"),
+        integer(rows_per_block, f"the rows per block of {label}", 1),
         tuple(int(written[at : at + 8], 16) for at in range(0, len(written), 8)),
     )
 
 
-def _file_from_json(said: Any) -> DataFile:
-    name, num_bytes, header_bytes, header_checksum = items(said, "a file", 4)
+def _file_from_json(encoded: Any) -> DataFile:
+    name, num_bytes, header_bytes, header_checksum = items(encoded, "a file", 4)
     return DataFile(
         text(name, "the name of a file"),
         integer(num_bytes, "the size of a file"),
@@ -379,7 +416,7 @@ def _file_from_json(said: Any) -> DataFile:
     )
 
 
-def _dims(said: Any, what: str) -> tuple[int, ...]:
-    shape = integers(said, what)
-    integer(len(shape), f"the number of dimensions in {what}", 0, _MOST_DIMS)
+def _dims(encoded: Any, label: str) -> tuple[int, ...]:
+    shape = integers(encoded, label)
+    integer(len(shape), f"the number of dimensions in {label}", 0, _MOST_DIMS)
     return shape

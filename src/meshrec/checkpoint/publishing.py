@@ -1,4 +1,4 @@
-"""Publishing deltas during training: see ``delta_files.py`` for what a delta is."""
+"""Publish deltas during training; see ``delta_files.py`` for the format."""
 
 from pathlib import Path
 
@@ -22,18 +22,18 @@ from meshrec.model_parallel import DistributedModelParallel
 
 
 class DeltaPublisher:
-    """Writes the deltas of a model during training. All of it is collective.
+    """Writes deltas of a model during training. All methods are collective.
 
     Args:
-        model: the model, whose fused tables are tracked from now on.
-        folder: the folder of the deltas. Existing deltas are continued.
-        run: the run's name, which packages of its checkpoints contain as well.
-        step: the last step that was trained.
-        after: the last delta that the weights contain, as `last` was when they were saved. If None, the rows
-            of all published steps after ``step`` are published again.
+        model: model; fused tables are tracked from now on.
+        folder: delta folder. Existing deltas are continued.
+        run: run name, also contained in packages exported from the run's checkpoints.
+        step: last trained step.
+        after: last delta contained in the weights, as `last` was when they were saved. If None, rows of all
+            deltas after ``step`` are published again.
 
     Attributes:
-        last: the last delta that the current weights contain, once `publish` has returned; None: no delta.
+        last: last delta contained in the current weights, after `publish` returned; None: no delta.
 
     Raises:
         ValueError: the existing deltas cannot be continued; raised on every rank.
@@ -51,25 +51,27 @@ class DeltaPublisher:
         self._model, self._folder, self._run = model, Path(folder), run
         self._tracker = RowTracker(model)
         self._axis = ranks_of(None)
+        # Training step and optimizer update of the last published delta.
         self._step, self._updates = step, self._tracker.step
 
-        def begin() -> tuple[Published | None, dict[str, Tensor]]:
+        def read_deltas() -> tuple[Published | None, dict[str, Tensor]]:
             try:
-                return self._found(step, after) if self._axis.rank == 0 else (None, {})
+                return self._unpublished(step, after) if self._axis.rank == 0 else (None, {})
             except DeltaError as error:
                 raise ValueError(
                     f"the deltas of {self._folder} cannot be continued: {error} Or move the folder away, and "
                     "export the run again for its servers."
                 ) from error
 
-        self.last, self._owed = agreed(self._axis, begin, "reading the deltas that are there")[0]
+        # `_owed`: IDs which the next delta must repeat, until it is published.
+        self.last, self._owed = agreed(self._axis, read_deltas, "reading existing deltas")[0]
 
     def publish(self, step: int) -> None:
-        """Write the changes since the last delta; nothing if no step was made.
+        """Write all changes since the last delta; do nothing if ``step`` was already published.
 
         Raises:
-            CheckpointError: the delta cannot be written; raised on every rank. The next delta then contains
-                more.
+            CheckpointError: the delta cannot be written; raised on every rank. The next delta then covers the
+                changes.
         """
         if step == self._step:
             return
@@ -83,7 +85,7 @@ class DeltaPublisher:
             if self._axis.rank:
                 return None
             write_tensors(dense_path, whole)
-            said = {
+            values = {
                 "format": FORMAT,
                 "number": number,
                 "run": self._run,
@@ -95,46 +97,46 @@ class DeltaPublisher:
                 "tracked": sorted(self._tracker.names),
                 "whole": sorted(whole),
             }
-            if changed.gone:
-                said["gone"] = changed.gone
-            write_durably(self._folder / delta_name(number), sealed(said))
+            if changed.evicted:
+                values["gone"] = changed.evicted
+            # Last: the JSON file makes the delta visible to servers.
+            write_durably(self._folder / delta_name(number), sealed(values))
             return read_record(self._folder, number).published
 
         self.last = agreed(self._axis, finish, "publishing a delta")[0]
         self._step, self._updates, self._owed = step, updates, {}
 
-    def _found(self, step: int, after: Published | None) -> tuple[Published | None, dict[str, Tensor]]:
-        """Return the last delta, and, by table, the IDs of the rows in deltas that these weights do not
-        contain.
-        """
+    def _unpublished(self, step: int, after: Published | None) -> tuple[Published | None, dict[str, Tensor]]:
+        """Return the last delta, and by table the IDs in deltas which these weights do not contain."""
         self._folder.mkdir(parents=True, exist_ok=True)
         records = delta_records(self._folder)
         if after is not None:
             later = [record for record in records if record.number > after.number]
             if later and later[-1].number - after.number != len(later):
                 raise DeltaError(
-                    f"some of the deltas {after.number + 1} to {later[-1].number} are missing, and servers "
-                    "may have them. Put them back."
+                    f"some deltas from {after.number + 1} to {later[-1].number} are missing, but servers "
+                    "may have applied them. Restore them."
                 )
         else:
             later = [record for record in records if record.step > step]
         ids: dict[str, list[Tensor]] = {}
         for record in later:
             delta = read_delta(self._folder, record)
-            for name, rows in [*((n, r) for n, (r, _) in delta.rows.items()), *delta.gone.items()]:
+            for name, rows in [*((n, r) for n, (r, _) in delta.rows.items()), *delta.evicted.items()]:
                 ids.setdefault(name, []).append(rows)
         last = records[-1].published if records else None
         if after is not None and (last is None or last.number < after.number):
-            last = after  # deltas were taken away, and whoever has them goes on from there
-        return last, {name: torch.cat(each).unique() for name, each in ids.items()}
+            # Deltas were removed, but servers which applied them continue from there.
+            last = after
+        return last, {name: torch.cat(tensors).unique() for name, tensors in ids.items()}
 
     def _untracked(self) -> dict[str, Tensor]:
-        """Return whole tensors of the weights that are not tracked."""
+        """Return all untracked weights as whole CPU tensors."""
         tracked = set(self._tracker.names)
         named = (*self._model.named_parameters(), *self._model.named_buffers())
-        found = {}
+        tensors = {}
         for name, tensor in named:
             if name not in tracked:
                 full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                found[name] = full.detach().cpu().contiguous()
-        return found
+                tensors[name] = full.detach().cpu().contiguous()
+        return tensors

@@ -1,4 +1,4 @@
-"""The random number generators of a rank, as tensors: Python's, NumPy's, torch's, and its CUDA device's."""
+"""A rank's random number generator state as tensors: Python, NumPy, torch, and the current CUDA device."""
 
 import logging
 import random
@@ -9,27 +9,28 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _MERSENNE = "MT19937"
-"""The only bit generator of NumPy's global functions that a checkpoint can store; it is NumPy's default."""
+"""Only supported bit generator for NumPy's global functions; NumPy's default."""
 
 
 def seed_python_and_numpy(seed: int, stream: str) -> None:
-    """Seed Python's ``random`` and NumPy's global generator. torch's generator is left alone.
+    """Seed Python's ``random`` and NumPy's global generator, but not torch's.
 
     Args:
-        seed: the seed of the run.
-        stream: the purpose of the random numbers. Different streams of one seed are independent.
+        seed: run seed.
+        stream: purpose of the random numbers; different streams are independent.
     """
-    source = random.Random(f"{seed}/{stream}")  # hashes the text with SHA-512, in every process alike
+    # Random hashes strings with SHA-512, so all processes agree, unlike with `hash`.
+    source = random.Random(f"{seed}/{stream}")
     random.seed(source.getrandbits(128))
     np.random.seed(source.getrandbits(32))
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the current state of every generator, by name."""
-    version, numbers, gauss = random.getstate()
+    """Return the generators' current state by name."""
+    version, mersenne_words, gauss = random.getstate()
     assert version == 3
     state = {
-        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python": torch.tensor(mersenne_words, dtype=torch.int64),
         "python_gauss": torch.tensor([0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
@@ -42,20 +43,21 @@ def random_state() -> dict[str, Tensor]:
         state["numpy_gauss"] = torch.tensor(gauss_of, dtype=torch.float64)
     else:
         _log.warning(
-            "NumPy's global generator is a %s, which a checkpoint does not hold: a resumed run draws other "
-            "numbers from it. Leave it a %s, or draw from a generator that your own state_dict() saves.",
+            "NumPy's global generator is a %s, which checkpoints do not support: a resumed run draws other "
+            "numbers from it. Keep the default %s, or use a generator saved by your state_dict().",
             numpy_state["bit_generator"],
             _MERSENNE,
         )
+    # Reading the state would initialize CUDA in processes which do not use it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Restore the state that ``random_state`` returned. A generator that ``state`` lacks keeps its own state.
+    """Restore generators from `random_state` output. Generators missing from ``state`` are unchanged.
 
-    Checkpoints of earlier releases do not contain the state of NumPy's generator.
+    Checkpoints from earlier releases lack NumPy's generator.
     """
     has_gauss, gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))

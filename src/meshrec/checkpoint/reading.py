@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint, and the rows of its tensors: how its files are read."""
+"""Read checkpoint manifests and data files."""
 
 import errno
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from meshrec.checkpoint.manifest import (
     TensorRecord,
     called,
     entry_name,
-    place_of,
+    piece_identity,
 )
 from meshrec.checkpoint.safetensors import entries_of
 from meshrec.durable import DamageError, open_regular, read_regular
@@ -28,18 +28,21 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import parse
 
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
-"""System errors which mean that a file does not exist. Others mean that it cannot be read."""
+"""Error numbers for a missing file; all others mean an unreadable file."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check it against the sizes and headers of the data files.
+    """Read a checkpoint's manifest, and check it against the sizes and headers of the data files.
 
-    Afterwards it is certain that pieces cover every tensor exactly, and that every piece lies where the
-    manifest says, with that name, type and shape. The contents of pieces are verified when they are read.
+    Afterwards, pieces are known to cover all tensors, and to have the listed names, dtypes, shapes and
+    positions. Piece contents are verified when they are read.
+
+    Args:
+        folder: checkpoint folder.
 
     Raises:
-        DamagedCheckpointError: a file is missing or damaged; the error names it, and the tensor.
-        CheckpointError: the checkpoint has a later version, or the system cannot read it.
+        DamagedCheckpointError: a file is missing or damaged; the error names file and tensor.
+        CheckpointError: unsupported version, or a system error.
     """
     name = MANIFEST
     try:
@@ -59,11 +62,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextmanager
 def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
-    """Open a data file for reading, after verifying its size and header.
+    """Open a data file after verifying size and header.
+
+    Args:
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        number: index into the manifest's files.
+
+    Yields:
+        File descriptor.
 
     Raises:
-        DamagedCheckpointError: the file is missing, too short or too long, or has another header.
-        CheckpointError: the system cannot read it.
+        DamagedCheckpointError: missing file, or wrong size or header.
+        CheckpointError: system error.
     """
     file = manifest.files[number]
     with ExitStack() as stack:
@@ -73,7 +84,7 @@ def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
             if size != file.num_bytes:
                 raise DamageError(f"{file.name} has {size:,} bytes instead of {file.num_bytes:,}")
             if zlib.crc32(_header(descriptor, file.header_bytes, file.name)) != file.header_checksum:
-                raise DamageError(f"the header of {file.name} is not what was written")
+                raise DamageError(f"the header of {file.name} does not match its checksum")
         except OSError as error:
             raise _unreadable(folder, file.name, error) from error
         except DamageError as error:
@@ -81,42 +92,62 @@ def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
         yield descriptor
 
 
-def verify_data(folder: Path, manifest: Manifest) -> None:
-    """Read every data file to its end, and compare the checksums.
+def verify_data(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    names: Collection[str] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> None:
+    """Read data files completely and compare the checksums.
+
+    Args:
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        names: tensors to verify; None: all.
+        rank: this rank verifies every ``world_size``-th block, starting at block ``rank``.
+        world_size: number of ranks sharing the work.
 
     Raises:
-        DamagedCheckpointError: rows of a tensor are not what was written; the error names both.
-        CheckpointError: the system cannot read a file.
+        DamagedCheckpointError: a block differs from the written content; the error names tensor and rows.
+        CheckpointError: a file cannot be read.
     """
+    num_blocks = 0
     for number, contents in enumerate(manifest.contents):
+        selected = [part for part in contents if names is None or part[0] in names]
+        if not selected:
+            continue
         with open_data(folder, manifest, number) as descriptor:
             buffer = torch.empty(0, dtype=torch.uint8)
-            for name, record, piece in contents:
+            for name, record, piece in selected:
                 stored = stored_rows(folder, manifest, descriptor, name, record=record, piece=piece)
                 if stored.grid.block_bytes > buffer.numel():
                     buffer = torch.empty(stored.grid.block_bytes, dtype=torch.uint8)
-                verify_rows(stored, buffer)
+                # Continue the round-robin across pieces, so that small pieces do not all fall to rank 0.
+                verify_rows(stored, buffer, slice((rank - num_blocks) % world_size, None, world_size))
+                num_blocks += len(stored.grid.blocks())
 
 
 def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
-    """Compare the header of a data file, which lists its tensors as well, with the manifest."""
+    """Compare a data file's header, which also lists the tensors, with the manifest."""
     file = manifest.files[number]
     head = _header(descriptor, file.header_bytes, file.name)
     if int.from_bytes(head[:8], "little") != len(head) - 8:
         raise DamageError(f"the header of {file.name} does not have {len(head):,} bytes")
     header = parse(bytes(head[8:]), f"the header of {file.name}")
-    found = entries_of(header, file.num_bytes - file.header_bytes, file.name)
+    entries = entries_of(header, file.num_bytes - file.header_bytes, file.name)
     for name, record, piece in manifest.contents[number]:
-        begin = piece.begin - file.header_bytes
-        end = begin + prod(piece.shape) * record.dtype.itemsize
+        start = piece.start - file.header_bytes
+        end = start + prod(piece.shape) * record.dtype.itemsize
         entry = entry_name(name, piece.offset, piece.shape, record.shape)
-        if found.pop(entry, None) != (record.dtype, piece.shape, begin, end):
+        if entries.pop(entry, None) != (record.dtype, piece.shape, start, end):
             raise DamageError(
                 f"{file.name}, {called(name)}: the piece of type {record.dtype} and shape "
-                f"{list(piece.shape)} at {list(piece.offset)} is not what the file's header says"
+                f"{list(piece.shape)} at {list(piece.offset)} differs from the file's header"
             )
-    if found:
-        raise DamageError(f"{file.name} has {called(min(found))}, and the manifest does not")
+    if entries:
+        raise DamageError(f"{file.name} has {called(min(entries))}, which the manifest lacks")
 
 
 def _header(descriptor: int, num_bytes: int, name: str) -> bytearray:
@@ -134,7 +165,7 @@ def _damaged(folder: Path, error: Exception) -> DamagedCheckpointError:
 def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
     if error.errno in _LOST:
         return DamagedCheckpointError(
-            f"checkpoint {folder}: {name} is missing: it was not finished, or lost a file "
+            f"checkpoint {folder}: {name} is missing: the save did not finish, or a file was lost "
             f"({error.strerror}). {REMEDY}"
         )
     return CheckpointError(f"checkpoint {folder}: {name} cannot be read: {error.strerror}.")
@@ -143,15 +174,24 @@ def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
 def stored_rows(
     folder: Path, manifest: Manifest, descriptor: int, name: str, *, record: TensorRecord, piece: StoredPiece
 ) -> StoredRows:
-    """Return a piece in its open file."""
+    """Describe a piece in an open data file, for reading.
+
+    Args:
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        descriptor: open data file.
+        name: tensor name.
+        record: tensor record.
+        piece: piece of the tensor.
+    """
     file = manifest.files[piece.file].name
     return StoredRows(
         descriptor,
-        piece.begin,
+        piece.start,
         piece.shape,
         record.dtype,
         piece.rows_per_block,
         piece.checksums,
-        what=f"checkpoint {folder} is damaged: {file}, {called(name)}",
-        place=place_of(name, record.dtype, record.shape, piece) if manifest.version > 1 else b"",
+        label=f"checkpoint {folder} is damaged: {file}, {called(name)}",
+        identity=piece_identity(name, record.dtype, record.shape, piece) if manifest.version > 1 else b"",
     )

@@ -1,7 +1,7 @@
-"""The residuals of error feedback in a checkpoint, see ``distributed/error_feedback.py``.
+"""Error feedback residuals in checkpoints; see ``distributed/error_feedback.py``.
 
-They belong to the rank that sends gradients and to its columns, so they fit the plan under which they were
-saved and no other. Under another plan a run begins without residuals, as a new run does.
+Residuals belong to a sending rank's columns, so they only fit the plan under which they were saved. Under
+another plan, a run starts without residuals, as a new run does.
 """
 
 import logging
@@ -18,7 +18,13 @@ _RESIDUALS = f"{RANDOM}.residuals"
 
 
 def residuals_of(entry: str, model: DistributedModelParallel, rank: int) -> dict[str, Tensor]:
-    """Return the residuals of this rank, by the name that they have in a checkpoint."""
+    """Return this rank's residuals by checkpoint name.
+
+    Args:
+        entry: model's state entry.
+        model: model.
+        rank: this rank.
+    """
     return {
         f"{_prefix(entry, rank)}{path}.{name}": tensor
         for path, feedback in _feedback(model).items()
@@ -27,34 +33,44 @@ def residuals_of(entry: str, model: DistributedModelParallel, rank: int) -> dict
 
 
 def saved_residuals(entry: str, rank: int, names: set[str]) -> list[str]:
-    """Return which names of a checkpoint are residuals of this rank."""
+    """Select a rank's residual names in a checkpoint.
+
+    Args:
+        entry: model's state entry.
+        rank: rank.
+        names: tensor names in the checkpoint.
+    """
     return [name for name in names if name.startswith(_prefix(entry, rank))]
 
 
 def set_residuals(
     entry: str, model: DistributedModelParallel, rank: int, saved: Mapping[str, Tensor]
 ) -> None:
-    """Replace the residuals of this rank by those of a checkpoint.
+    """Replace this rank's residuals with those of a checkpoint.
 
     Args:
-        entry: the model's entry in the checkpoint.
-        model: the model.
+        entry: model's state entry.
+        model: model.
         rank: this rank.
-        saved: what ``residuals_of`` returned; empty if the checkpoint has another plan.
+        saved: residuals by checkpoint name; empty if the checkpoint has another plan.
     """
     prefix = _prefix(entry, rank)
     for path, feedback in _feedback(model).items():
-        own = f"{prefix}{path}."
+        path_prefix = f"{prefix}{path}."
         feedback.load(
-            {name.removeprefix(own): tensor for name, tensor in saved.items() if name.startswith(own)}
+            {
+                name.removeprefix(path_prefix): tensor
+                for name, tensor in saved.items()
+                if name.startswith(path_prefix)
+            }
         )
 
 
-def tell_that_feedback_begins_anew(entry: str) -> None:
-    """Log that a checkpoint's residuals do not fit the plan of this run."""
+def warn_residuals_dropped(entry: str) -> None:
+    """Log that a checkpoint's residuals do not fit the current plan."""
     _log.warning(
-        "the checkpoint's residuals of error feedback for %r belong to another plan or number of ranks, and "
-        "are not loaded: feedback begins anew.",
+        "the checkpoint's error feedback residuals for %r belong to another plan or world size, and "
+        "are not loaded: error feedback restarts from zero.",
         entry,
     )
 
@@ -65,4 +81,8 @@ def _prefix(entry: str, rank: int) -> str:
 
 def _feedback(model: DistributedModelParallel) -> dict[str, ErrorFeedback]:
     tables = {path: getattr(module, "tables", None) for path, module in model.sharded_modules.items()}
-    return {path: each.feedback for path, each in tables.items() if each is not None and each.feedback}
+    return {
+        path: module_tables.feedback
+        for path, module_tables in tables.items()
+        if module_tables is not None and module_tables.feedback
+    }

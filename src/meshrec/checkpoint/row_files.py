@@ -1,12 +1,12 @@
-"""The rows of a table by ID as a Parquet file: written from a checkpoint, and read into a model.
+"""Table rows by ID as Parquet: exported from a checkpoint, imported into a model.
 
-A file has the column ``id`` (int64), the column ``row`` (a list of ``dim`` floats), and one column for each
-part of the optimizer's state that was asked for. Both ways work block by block, so that a table may be larger
-than memory.
+Columns: ``id`` (int64), ``row`` (list of ``dim`` floats), and optimizer state parts, if requested. Both
+directions work block by block, so a table may exceed memory.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,35 +15,40 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint.agreement import agreed, ranks_of
-from meshrec.checkpoint.hashed import hashed_places, read_rows
-from meshrec.checkpoint.hashed_to_fixed import WholeRows, check_ids, fixed_places, rows_by_id
+from meshrec.checkpoint.hashed import hashed_targets, read_rows
+from meshrec.checkpoint.hashed_to_fixed import WholeRows, check_ids, fixed_targets, rows_by_id
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.reading import read_manifest
+from meshrec.checkpoint.unfinished import filling
 from meshrec.data.faults import needs
 from meshrec.durable import durable_file
+from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.index import unique
-from meshrec.tables.at_rest import IDS
-from meshrec.tables.hashed_loading import own_rows
+from meshrec.tables.hashed.io import rows_in_rectangle
+from meshrec.tables.hashed.table import IDS
 
+# Rows per record batch; bounds memory to 64 Ki rows.
 _BLOCK_ROWS = 1 << 16
 _ID, _ROW = "id", "row"
 
 
 def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer: bool = False) -> int:
-    """Write the rows of a table in a checkpoint to a Parquet file, and return their number.
-
-    Rows of bf16 are written as fp32, which is exact.
+    """Write a table's rows from a checkpoint to a Parquet file. bf16 rows are written as fp32, which is
+    exact.
 
     Args:
-        folder: the checkpoint, of any plan.
-        target: the file; it must not exist yet.
-        table: the table's name, or the end of the path of its weight, such as ``"ebc.embedding_bags.items"``.
-        optimizer: whether to write the optimizer's state, too.
+        folder: checkpoint, saved under any plan.
+        target: new file.
+        table: table name, or weight path suffix, such as ``"ebc.embedding_bags.items"``.
+        optimizer: whether to write optimizer state.
+
+    Returns:
+        Number of rows.
 
     Raises:
-        ValueError: there is no such table, or several, or the target exists.
-        DamagedCheckpointError: the data is not what was written. No file is left then.
+        ValueError: no such table, an ambiguous name, or an existing target.
+        DamagedCheckpointError: damaged data; no file remains.
         ModuleNotFoundError: pyarrow is missing.
     """
     pa, parquet = needs("pyarrow", "data"), needs("pyarrow.parquet", "data")
@@ -60,7 +65,10 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
         pa.field(name, _type_of(pa, manifest, tensor), nullable=False) for name, tensor in columns.items()
     ]
     schema = pa.schema(fields, metadata={"meshrec": json.dumps({"table": table, "dim": dim})})
-    with durable_file(target) as file, parquet.ParquetWriter(file, schema) as writer:
+    with (
+        durable_file(target) as file,
+        parquet.ParquetWriter(file, schema, write_page_checksum=True) as writer,
+    ):
         for first in range(0, num, _BLOCK_ROWS):
             rows = (first, min(first + _BLOCK_ROWS, num))
             here = read_rows(folder, manifest, ids, rows) if ids else torch.arange(*rows)
@@ -73,117 +81,172 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
 
 
 def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer: bool = False) -> int:
-    """Replace the rows of a table by those of a Parquet file, and return their number. Collective.
+    """Replace a table's rows with those of a Parquet file. Collective.
 
-    A hashed table has the IDs of the file then, and no others; what its eviction policy keeps of rows, and
-    the counts of IDs that wait, begin anew. Of a fixed table, row i is replaced by that of ID i; rows whose
-    IDs the file lacks stay as they are. The number of updates so far, which some optimizers read, is the
-    table's own.
+    A hashed table afterwards has exactly the file's IDs; eviction statistics and the counts of waiting IDs
+    restart. In a fixed table, row i is replaced by the row of ID i, and rows without an ID in the file are
+    unchanged. The update count, which some optimizers use, is kept.
+
+    The file is read twice: all values are verified before the first row changes.
 
     Args:
-        source: a file of ``export_rows``, or one with the same columns; further columns are ignored. Every
+        source: file from `export_rows`, or a file with the same columns; other columns are ignored. Every
             rank reads it.
-        module: the model, sharded under any plan or not.
-        table: the table's name, or the end of the path of the module that holds it.
-        optimizer: whether to read the optimizer's state, too. Otherwise it begins anew.
+        module: model, sharded under any plan or unsharded.
+        table: table name, or table path suffix.
+        optimizer: whether to read optimizer state; otherwise it restarts.
+
+    Returns:
+        Number of rows.
 
     Raises:
-        ValueError: there is no such table, a column is missing or has another type or width, IDs repeat,
-            there are more than ``max_rows``, or they are no rows of a fixed table. Nothing has changed then.
+        ValueError: no such table; a missing column, or another type or width; repeated IDs; more than
+            ``max_rows``; IDs outside a fixed table; or a null, NaN or infinite value. Raised on every rank
+            before any change.
+        CheckpointError: the file cannot be read; raised on every rank. If rows were already replaced, the
+            message says so, and the tables refuse to run and to be saved until a load succeeds.
         ModuleNotFoundError: pyarrow is missing.
     """
     parquet = needs("pyarrow.parquet", "data")
-    place = _place_of(module, table, optimizer=optimizer)
-    with parquet.ParquetFile(source) as file:
-        agreed(ranks_of(None), lambda: _check(file, Path(source), place), f"reading {source}")
-        for each in place.tables if place.seed is not None else ():
-            each.clear()
-        for ids, parts in _blocks(file, place.columns):
-            for each in place.tables:
-                each.load(
-                    own_rows(each, ids, parts) if place.seed is not None else rows_by_id(each, ids, parts)
-                )
-        place.changed()
-        return int(file.metadata.num_rows)
+    axis, source = ranks_of(None), Path(source)
+    target = _target_of(module, table, optimizer=optimizer)
+    with ExitStack() as stack:
+        files: list[Any] = []
+
+        def check() -> None:
+            files.append(stack.enter_context(parquet.ParquetFile(source, page_checksum_verification=True)))
+            _check(files[0], source, target)
+
+        agreed(axis, check, f"reading {source}")
+        with filling([target.module], f"table {target.path!r} from {source}", is_whole=False):
+            try:
+                agreed(axis, lambda: _fill(files[0], target), f"loading {source}")
+            finally:
+                # Also after a failure: ranks must agree on row counts for the next load.
+                target.changed()
+        return int(files[0].metadata.num_rows)
 
 
 class _FilledTable(NamedTuple):
-    """The table that is filled."""
+    """Table being filled.
 
+    Attributes:
+        module: collection which owns the table.
+        path: table's module path.
+        tables: this rank's rectangles.
+        dim: columns of the whole table.
+        max_rows: row count (fixed table) or row limit (hashed table).
+        seed: hashed table's key seed; None for a fixed table.
+        columns: parts to read, ``weight`` first, with True for per-row values.
+        changed: reports loaded rows. Collective.
+    """
+
+    module: nn.Module
     path: str
     tables: Sequence[Any]
     dim: int
-    most: int
-    """The number of rows of a fixed table; the largest number of a hashed one."""
+    max_rows: int
     seed: int | None
-    """The seed of a hashed table's keys; None for a fixed table."""
     columns: dict[str, bool]
-    """The parts to read, ``weight`` first, and whether each is one value per row."""
     changed: Any
 
 
-def _place_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTable:
-    hashed, fixed = hashed_places(module), fixed_places(module)
-    path = _chosen({*hashed, *fixed}, table, "the model")
+def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTable:
+    hashed, fixed = hashed_targets(module), fixed_targets(module)
+    path = _matching({*hashed, *fixed}, table, "the model")
+    root = module.module if isinstance(module, DistributedModelParallel) else module
+    collection = root.get_submodule(".".join(path.split(".")[:-2]))
     if path in hashed:
-        place = hashed[path]
-        own = place.tables[0].parts[len(place.storage.row_parts) :] if place.tables else ()
-        columns = {"weight": False} | ({part.name: part.per_row for part in own} if optimizer else {})
-        storage = place.storage
-        return _FilledTable(
-            path, place.tables, storage.dim, storage.max_rows, storage.keys.seed, columns, place.changed
+        hashed_target = hashed[path]
+        storage = hashed_target.storage
+        state = (
+            hashed_target.tables[0].parts[len(storage.row_parts) :]
+            if optimizer and hashed_target.tables
+            else ()
         )
-    found = fixed[path]
+        columns = {"weight": False} | {part.name: part.per_row for part in state}
+        return _FilledTable(
+            collection,
+            path,
+            hashed_target.tables,
+            storage.dim,
+            storage.max_rows,
+            storage.keys.seed,
+            columns,
+            hashed_target.changed,
+        )
+    rows = fixed[path]
     columns = {"weight": False}
-    for each in found.tables if optimizer else ():
-        if isinstance(each, WholeRows):
-            each.tensors.update(_state_of(module, path))
-            columns |= {name: v.dim() == 1 for name, v in each.tensors.items()}
+    for rectangle in rows.tables if optimizer else ():
+        if isinstance(rectangle, WholeRows):
+            rectangle.tensors.update(_state_of(collection, path))
+            columns |= {name: v.dim() == 1 for name, v in rectangle.tensors.items()}
         else:
-            columns |= {part.name: part.per_row for part in each.parts}  # type: ignore[attr-defined]
-    return _FilledTable(path, found.tables, found.dim, found.num_rows, None, columns, found.changed)
+            columns |= {part.name: part.per_row for part in rectangle.parts}  # type: ignore[attr-defined]
+    return _FilledTable(collection, path, rows.tables, rows.dim, rows.num_rows, None, columns, rows.changed)
 
 
-def _state_of(module: nn.Module, path: str) -> dict[str, Tensor]:
-    """Return the optimizer state of a table that is not sharded."""
-    for where, child in module.named_modules():
-        if isinstance(child, TableCollection) and child.is_fused and path.startswith(where):
-            name = f"{path.removeprefix(where).removeprefix('.')}.weight"
-            state = child.fused_optimizer.state_dict()["state"].get(name, {})
-            return {slot: v for slot, v in state.items() if isinstance(v, Tensor)}
-    return {}
+def _state_of(collection: nn.Module, path: str) -> dict[str, Tensor]:
+    """Return an unsharded table's optimizer state."""
+    if not (isinstance(collection, TableCollection) and collection.is_fused):
+        return {}
+    name = ".".join([*path.split(".")[-2:], "weight"])
+    state = collection.fused_optimizer.state_dict()["state"].get(name, {})
+    return {slot: v for slot, v in state.items() if isinstance(v, Tensor)}
 
 
-def _check(file: Any, source: Path, place: _FilledTable) -> None:
-    """Check a file before anything changes.
+def _fill(file: Any, target: _FilledTable) -> None:
+    select = rows_by_id if target.seed is None else rows_in_rectangle
+    for table in target.tables if target.seed is not None else ():
+        table.clear()
+    for ids, parts in _blocks(file, target.columns):
+        for table in target.tables:
+            table.load(select(table, ids, parts))
+
+
+def _check(file: Any, source: Path, target: _FilledTable) -> None:
+    """Check a file completely before anything changes.
 
     Raises:
-        ValueError: it does not fit the table.
+        ValueError: the file does not fit the table.
     """
     schema, num = file.schema_arrow, file.metadata.num_rows
-    wanted = {_ID: 0, **{_column(name): 1 if one else place.dim for name, one in place.columns.items()}}
-    missing = [name for name in wanted if name not in schema.names]
+    widths = {_ID: 0, **{_column(name): 1 if one else target.dim for name, one in target.columns.items()}}
+    missing = [name for name in widths if name not in schema.names]
     if missing:
         raise ValueError(
             f"{source} has no column {missing[0]!r}, only {schema.names}. Write it with export_rows"
             f"{', optimizer=True' if missing[0] not in (_ID, _ROW) else ''}."
         )
-    for name, width in wanted.items():
+    for name, width in widths.items():
         _check_type(source, name, schema.field(name).type, width)
-    if place.seed is not None and num > place.most:
+    if target.seed is not None and num > target.max_rows:
         raise ValueError(
-            f"{source} has {num:,} rows, and max_rows of table {place.path!r} is {place.most:,}. Nothing was "
-            "changed. Raise max_rows of the table's keys."
+            f"{source} has {num:,} rows, but max_rows of table {target.path!r} is {target.max_rows:,}. "
+            "Nothing was changed. Raise max_rows of the table's keys."
         )
-    parts = [ids for ids, _ in _blocks(file, place.columns)]
-    if place.seed is None:
-        check_ids(parts, place.most, place.path)
-    distinct = len(unique(torch.cat(parts))[0]) if parts else 0
+    blocks = []
+    for ids, parts in _blocks(file, target.columns):
+        _check_finite(source, ids, parts)
+        blocks.append(ids)
+    if target.seed is None:
+        check_ids(blocks, target.max_rows, target.path)
+    distinct = len(unique(torch.cat(blocks))[0]) if blocks else 0
     if distinct < num:
         raise ValueError(
-            f"{source} has {num:,} rows of {distinct:,} distinct IDs. Nothing was changed. Leave one row for "
-            "each ID."
+            f"{source} has {num:,} rows but only {distinct:,} distinct IDs. Nothing was changed. "
+            "Keep one row per ID."
         )
+
+
+def _check_finite(source: Path, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+    for part, values in parts.items():
+        rows = (~values.isfinite()).view(len(ids), -1).any(1).nonzero()[:, 0]
+        if len(rows):
+            raise ValueError(
+                f"{source}: column {_column(part)!r} has NaN or an infinite value in the row of ID "
+                f"{int(ids[rows[0]])}. Nothing was changed. Remove such rows: lookups would return them."
+            )
 
 
 def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
@@ -196,11 +259,11 @@ def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
     else:
         fits, allowed = is_list and kind.list_size == width, f"lists of {width} floats (fixed_size_list)"
     if not fits:
-        raise ValueError(f"{source}: column {name!r} is {kind}, and the table needs {allowed}.")
+        raise ValueError(f"{source}: column {name!r} has type {kind}; the table needs {allowed}.")
 
 
 def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield IDs and parts of rows.
+    """Yield IDs and row parts per record batch.
 
     Raises:
         ValueError: a value is null.
@@ -209,14 +272,14 @@ def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, di
     for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=names):
         for name, array in zip(names, map(batch.column, names), strict=True):
             if array.null_count or (name != _ID and not columns[_part(name)] and array.values.null_count):
-                raise ValueError(f"column {name!r} of the file has nulls. Leave such rows out.")
+                raise ValueError(f"column {name!r} of the file has nulls. Remove such rows.")
         ids = _tensor(batch.column(_ID).to_numpy())
         yield ids, {name: _values(batch.column(_column(name)), one) for name, one in columns.items()}
 
 
 def _values(array: Any, one: bool) -> Tensor:
-    found = _tensor((array if one else array.flatten()).to_numpy(zero_copy_only=False))
-    return found if one else found.view(len(array), -1)
+    flat = _tensor((array if one else array.flatten()).to_numpy(zero_copy_only=False))
+    return flat if one else flat.view(len(array), -1)
 
 
 def _tensor(values: Any) -> Tensor:
@@ -245,9 +308,9 @@ def _array_of(pa: Any, values: Tensor, kind: Any) -> Any:
 
 
 def _prefix_of(manifest: Manifest, table: str) -> str:
-    """Return the prefix of the names of a table's parts in a checkpoint."""
+    """Return the checkpoint name prefix of a table's tensors."""
     end = ".weight"
-    found = {
+    prefixes = {
         name.removesuffix(end)
         for name, record in manifest.tensors.items()
         if name.endswith(end)
@@ -255,20 +318,22 @@ def _prefix_of(manifest: Manifest, table: str) -> str:
         and record.dtype.is_floating_point
         and manifest.values[record.entry]["kind"] == "module"
     }
-    return f"{_chosen(found, table, 'the checkpoint')}."
+    return f"{_matching(prefixes, table, 'the checkpoint')}."
 
 
-def _chosen(paths: set[str], table: str, where: str) -> str:
-    found = sorted(path for path in paths if path == table or path.endswith(f".{table}"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(f"{where} has several tables {table!r}: {found}. Give more of the path.")
-    raise ValueError(f"{where} has no table {table!r}. Name one of {sorted(paths)}.")
+def _matching(paths: set[str], table: str, where: str) -> str:
+    matches = sorted(path for path in paths if path == table or path.endswith(f".{table}"))
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ValueError(
+            f"{where} has several tables {table!r}: {matches}. Pass a longer suffix of the path."
+        )
+    raise ValueError(f"{where} has no table {table!r}. Tables: {sorted(paths)}.")
 
 
 def _slots_of(manifest: Manifest, prefix: str) -> dict[str, str]:
-    """Return the names of the tensors of a table's optimizer state, by slot."""
+    """Return a table's optimizer state tensor names by slot."""
     entry = next(record.entry for name, record in manifest.tensors.items() if name == f"{prefix}weight")
     middle = f".state.{prefix.removeprefix(f'{entry}.')}weight."
     return {

@@ -1,4 +1,4 @@
-"""Strict reading of safetensors files: no header can point outside its file."""
+"""Strict safetensors reader: no header can point outside the file."""
 
 import hashlib
 import os
@@ -16,68 +16,69 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import fields, integer, integers, mapping, parse, text
 
 METADATA = "__metadata__"
-"""The key of free text in a header, which no tensor may have as its name."""
+"""Header key for free text; not usable as a tensor name."""
 _MOST_HEADER_BYTES = 100_000_000  # as in the format's own library
 _MOST_DIMS = 64
 
 Entry = tuple[torch.dtype, tuple[int, ...], int, int]
-"""The type, the shape, the first byte and the end of a tensor in a file."""
+"""Dtype, shape, first byte and end."""
 
 
 def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Read a file into memory, and return its tensors.
+    """Read a file into memory, verify it, and return the tensors.
 
     Raises:
-        DamageError: the file has another SHA-256, or is not of this format.
+        DamageError: another SHA-256, or not a safetensors file.
         OSError: the file cannot be read.
     """
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
+        # Allocate only for files which look like safetensors.
         _check_before_reading(descriptor, size, str(path))
         try:
             content = torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:
-            raise DamageError(f"{path} has {size:,} bytes, for which there is no memory") from error
+            raise DamageError(f"{path} has {size:,} bytes, more than the available memory") from error
         memory = memory_of(content)
         read_into(descriptor, memory, 0, str(path))
     if hashlib.sha256(memory).hexdigest() != sha256:
-        raise DamageError(f"{path} is not what was written")
+        raise DamageError(f"{path} does not match its SHA-256")
     return tensors_of(content, str(path))
 
 
 def read_mapped(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a file into memory.
+    """Map a file's tensors into memory, without a checksum.
 
     Raises:
-        DamageError: the file is not of this format.
+        DamageError: not a safetensors file.
         OSError: the file cannot be read.
     """
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
     if size < 8:
-        raise DamageError(f"{path} is no safetensors file: it has {size} bytes")
+        raise DamageError(f"{path} is not a safetensors file: it has only {size} bytes")
     return tensors_of(torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8), str(path))
 
 
 def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, uint8 [bytes], as views of it.
+    """Return a file's tensors as views on ``content``, uint8 [bytes].
 
     Raises:
-        DamageError: the tensors do not cover the file exactly, from the header to its end.
+        DamageError: the tensors do not tile the file from the header to its end.
     """
     length = _header_length(content[:8].numpy().tobytes(), len(content), path)
     entries = _entries(content[8 : 8 + length].numpy().tobytes(), len(content), path)
-    found = {}
-    for name, (dtype, shape, begin, end) in entries.items():
-        part = content[8 + length + begin : 8 + length + end]
+    tensors = {}
+    for name, (dtype, shape, start, end) in entries.items():
+        part = content[8 + length + start : 8 + length + end]
         if part.storage_offset() % 8:
-            part = part.clone()  # a number must start at a multiple of its size
-        found[name] = part.view(dtype).view(shape)
-    return found
+            part = part.clone()  # torch needs values at multiples of their size
+        tensors[name] = part.view(dtype).view(shape)
+    return tensors
 
 
 def _check_before_reading(descriptor: int, size: int, path: str) -> None:
-    """Check the header of an open file before memory is allocated for the sizes that it states."""
+    """Validate an open file's header, before memory is allocated for the stated sizes."""
     first = bytearray(min(8, size))
     read_into(descriptor, memoryview(first), 0, path)
     header = bytearray(_header_length(first, size, path))
@@ -86,47 +87,50 @@ def _check_before_reading(descriptor: int, size: int, path: str) -> None:
 
 
 def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
-    """Return the number of bytes of the header's JSON, which the first 8 bytes of the file state."""
+    """Return the JSON header size in bytes, from the first 8 bytes of the file."""
     length = int.from_bytes(first, "little") if size >= 8 else 0
     if length + 8 > size or not 2 <= length <= _MOST_HEADER_BYTES:
-        raise DamageError(f"{path} is no safetensors file: its header would be longer than the file")
+        raise DamageError(f"{path} is not a safetensors file: the stated header exceeds the file")
     return length
 
 
 def _entries(header: bytes, size: int, path: str) -> dict[str, Entry]:
-    found = parse(header, f"{path} is no safetensors file: its header")
-    return entries_of(found, size - 8 - len(header), path)
+    parsed = parse(header, f"{path} is not a safetensors file: its header")
+    return entries_of(parsed, size - 8 - len(header), path)
 
 
 def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
-    """Return the type, the shape, the first byte and the end of each tensor of a header.
+    """Parse a safetensors header.
 
     Args:
-        header: the JSON.
-        num_bytes: number of bytes behind the header.
-        path: name of the file in errors.
+        header: parsed JSON.
+        num_bytes: file size after the header.
+        path: file name in errors.
+
+    Returns:
+        Dtype, shape, first byte and end by tensor name.
 
     Raises:
-        DamageError: the tensors do not cover these bytes, one after the other.
+        DamageError: the tensors do not tile these bytes.
     """
     entries: dict[str, Entry] = {}
     for name, record in mapping(header, f"{path}: the header").items():
         if name == METADATA:
             continue
-        what = f"{path}: {name!r}"
-        said = fields(record, what, ["dtype", "shape", "data_offsets"])
-        dtype = DTYPES[text(said["dtype"], f"{what} has a type that", allowed=list(DTYPES))]
-        shape = integers(said["shape"], f"the shape of {what}")
-        begin, end = integers(said["data_offsets"], f"the place of {what}", 2)
-        integer(len(shape), f"the number of dimensions of {what}", 0, _MOST_DIMS)
-        if not begin <= end <= num_bytes or prod(shape) * dtype.itemsize != end - begin:
-            raise DamageError(f"{what} has shape {list(shape)} and bytes [{begin}, {end}) of {num_bytes}")
-        entries[name] = dtype, shape, begin, end
+        label = f"{path}: {name!r}"
+        values = fields(record, label, ["dtype", "shape", "data_offsets"])
+        dtype = DTYPES[text(values["dtype"], f"{label} has a type that", allowed=list(DTYPES))]
+        shape = integers(values["shape"], f"the shape of {label}")
+        start, end = integers(values["data_offsets"], f"the place of {label}", 2)
+        integer(len(shape), f"the number of dimensions of {label}", 0, _MOST_DIMS)
+        if not start <= end <= num_bytes or prod(shape) * dtype.itemsize != end - start:
+            raise DamageError(f"{label} has shape {list(shape)} and bytes [{start}, {end}) of {num_bytes}")
+        entries[name] = dtype, shape, start, end
     position = 0
-    for _, _, begin, end in sorted(entries.values(), key=lambda entry: entry[2:]):
-        if begin != position:
-            raise DamageError(f"{path}: bytes from {min(begin, position)} on are of no tensor, or of two")
+    for _, _, start, end in sorted(entries.values(), key=lambda entry: entry[2:]):
+        if start != position:
+            raise DamageError(f"{path}: bytes from {min(start, position)} on belong to no tensor or to two")
         position = end
     if position != num_bytes:
-        raise DamageError(f"{path}: bytes from {position} on are of no tensor")
+        raise DamageError(f"{path}: bytes from {position} on do not belong to a tensor")
     return entries

@@ -1,27 +1,28 @@
-"""``save``, ``async_save`` and ``load`` of one checkpoint, with DCP's planning and our file formats.
+"""``save``, ``async_save`` and ``load`` of a checkpoint: DCP plans, our file formats store.
 
-[Note: what a checkpoint promises]
-
-1. It is whole, or it is not there. Data files get new names and reach the disk first; then the manifest takes
-   its place in one moment. A crash leaves the old checkpoint or the new one.
-2. It holds one moment. ``async_save`` writes the state at the time of the call, whatever training changes
-   meanwhile.
-3. It does not depend on the plan. Names and shapes are those of the unsharded model, so any plan on any
-   number of ranks can load it.
-4. It is verified. Every block has a checksum that covers its place as well; no byte is used before it is
-   checked, and nothing in a file is executed.
-5. It continues the run. Weights, optimizer state, the position in the data, and the random numbers of every
-   rank are in it: on the same ranks, a resumed run gives the same bits as one that was not stopped. A rank
-   that did not exist then starts with random numbers of its own.
-6. It knows its deltas. The trainer publishes a delta before each checkpoint, so servers and a resumed run
+[Note: checkpoint guarantees]
+1. Complete or absent. Data files get new names and reach the disk first; then the manifest appears
+atomically.
+   A crash leaves either the old checkpoint or the new.
+2. A single point in time. ``async_save`` writes the state at the time of the call, even if training changes
+it
+   during the write.
+3. Independent of the plan. Names and shapes are the unsharded model's, so any plan and any number of
+   ranks can load it.
+4. Verified. Block checksums also cover the position. No byte is used before it is checked,
+   and nothing in a file is executed.
+5. Resumable. Weights, optimizer state, data position and every rank's random numbers are saved. On the same
+   ranks, a resumed run is bit-identical to an uninterrupted run. Additional ranks start with new random
+   numbers.
+6. Consistent with deltas. The trainer publishes a delta before every checkpoint, so servers and a resumed run
    miss no step.
 
-It does not promise that two runs may save to one path at once (runs/lock.py prevents that), or that a file
-system keeps a file after ``fsync`` has returned.
+Not guaranteed: two runs saving to the same path at once (runs/lock.py prevents that), and file systems which
+lose files after ``fsync`` returned.
 """
 
+import functools
 import secrets
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,43 +31,61 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_error, combined, ranks_of
-from meshrec.checkpoint.data_file import Written
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
 from meshrec.checkpoint.manifest import MANIFEST, Manifest
-from meshrec.checkpoint.reading import read_manifest
+from meshrec.checkpoint.reading import read_manifest, verify_data
+from meshrec.checkpoint.removing import KIND, check_target, remove_saves, saves_in
 from meshrec.checkpoint.snapshot import read_note
-from meshrec.checkpoint.state import Collected, collect, merged, prepare
+from meshrec.checkpoint.state import Collected, Loading, collect, merged, prepare
 from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
+from meshrec.checkpoint.unfinished import filling
 from meshrec.comms.mesh import Axis
-from meshrec.durable import write_durably
+from meshrec.durable import Created, Mark, mark, release, remove_named, write_durably
+from meshrec.tables.streamed import saves_key_ordered
 
 Group = dist.ProcessGroup | None
+# Interval at which rank 0 looks for background writers' notes.
 _POLL_SECONDS = 0.02
 
 
 def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None, group: Group = None) -> Path:
-    """Save a state. When this returns, the checkpoint is on disk. Collective.
+    """Save a state; on return, the checkpoint is on disk. Collective.
 
-    A checkpoint that is at ``path`` already is replaced atomically: until that moment, it is the old one.
+    An existing checkpoint at ``path`` is replaced atomically. Other files in the folder are kept.
 
     Args:
-        path: a folder that all ranks see.
-        state: the entries to save, by name: modules (DistributedModelParallel included), optimizers, plain
-            values, and objects with ``state_dict()`` and ``load_state_dict()`` over plain values and tensors
-            that are equal on all ranks. The random number generators of every rank are saved as well.
-        step: the step to record in the checkpoint.
-        group: the ranks (default: all of the default process group).
+        path: folder visible to all ranks.
+        state: entries by name: modules (including DistributedModelParallel), optimizers, plain values, and
+            objects with ``state_dict()`` and ``load_state_dict()`` over plain values and tensors equal on all
+            ranks. Every rank's random number generators are saved as well.
+        step: step recorded in the checkpoint.
+        group: participating ranks (default: the default process group).
+
+    Returns:
+        ``path`` as a Path.
 
     Raises:
-        ValueError: a checkpoint cannot hold the state; raised on every rank.
-        CheckpointError: the checkpoint cannot be written, for example because the disk is full. It is raised
-            on every rank, and the checkpoint that was at ``path`` remains.
+        ValueError: checkpoints do not support the state, or the folder has a ``manifest.json`` from another
+            program; raised on every rank.
+        CheckpointError: the checkpoint cannot be written, for example because the disk is full; raised on
+            every rank. An existing checkpoint at ``path`` remains.
+
+    Example::
+
+        from meshrec.checkpoint import load, save
+
+        model = torch.nn.Linear(4, 1)
+        save("checkpoint", {"model": model, "epoch": 3}, step=100)
+        state = {"model": torch.nn.Linear(4, 1), "epoch": 0}
+        load("checkpoint", state)
+        assert state["epoch"] == 3
     """
     job = _Save(Path(path), state, step, ranks_of(group), background=False)
     job.run()
@@ -82,21 +101,23 @@ def async_save(
     group: Group = None,
     after: Callable[[], None] | None = None,
 ) -> "PendingSave":
-    """Save the current state while training continues. Collective; see ``save``.
+    """Save the current state while training continues. Collective; see `save`.
 
-    The call takes as long as a fork. A child of each rank keeps the memory as it is now, and writes it; the
-    kernel copies the pages that training changes meanwhile. Tensors on other devices, and in memory that
-    processes share, are copied first.
+    The call takes as long as a fork. Every rank forks a child, which keeps the memory as it is now and writes
+    it; the kernel copies pages changed by training meanwhile. Device tensors and memory shared between
+    processes are copied before the fork.
 
-    Call it from a thread that lives until the save is done, and ``wait`` for the save before the process
-    ends.
+    Call it from a thread which outlives the save, and ``wait`` for the save before the process ends.
 
     Args:
-        path: see ``save``.
-        state: see ``save``.
-        step: see ``save``.
-        group: see ``save``.
-        after: called on the first rank, in another thread, once the checkpoint is complete.
+        path: see `save`.
+        state: see `save`.
+        step: see `save`.
+        group: see `save`.
+        after: called on rank 0 in another thread, once the checkpoint is complete.
+
+    Returns:
+        Handle of the background save.
     """
     job = _Save(Path(path), state, step, ranks_of(group), background=True)
     job.run()
@@ -104,51 +125,77 @@ def async_save(
 
 
 def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, group: Group = None) -> None:
-    """Load a checkpoint into a state, in place. The state has the entries that you want. Collective.
+    """Load a checkpoint into a state in place. Collective.
 
-    The plan and the number of ranks may differ from those of the save. A rank whose number existed then
-    continues its random numbers. Every byte is verified before it is used.
+    Plan and number of ranks may differ from the save. A rank number which existed at the save continues its
+    random numbers.
+
+    A load is all or nothing: ranks compare the whole state with the checkpoint and verify every byte before
+    any of them writes to a table. So every byte is read twice, the second time from the page cache if it fits
+    there.
 
     Args:
-        path: a checkpoint, or a run's folder, whose reported weights are loaded; see `find_checkpoint`.
-        state: see ``save``. Plain values in it are replaced.
-        partial: modules take the tensors that the checkpoint has, such as pretrained tables, and keep the
-            others. The log says which are kept.
-        group: see ``save``.
+        path: checkpoint, or run folder (loads the reported weights); see `find_checkpoint`.
+        state: entries to load; see `save`. Plain values are replaced in this mapping.
+        partial: modules load the tensors present in the checkpoint, such as pretrained tables, and keep all
+            others; the log lists those kept.
+        group: see `save`.
 
     Raises:
-        ValueError: the state does not fit. It is raised on every rank, and nothing has changed.
-        DamagedCheckpointError: files are not what was written; raised on every rank. If only the data shows
-            it, the state is partly loaded.
+        ValueError: the state does not fit; raised on every rank before any change.
+        DamagedCheckpointError: damaged files; raised on every rank before any change.
+        CheckpointError: the system failed to read a file, or to write a table's file, while tables were
+            filled. Raised on every rank. The modules are partly loaded, and refuse to run and to be saved
+            until a load succeeds.
     """
     axis = ranks_of(group)
     box: dict[str, Any] = {}
+    # Steps which restore the state, run in reverse order if a check fails before tables are written.
+    undo: list[Callable[[], object]] = []
 
-    def begin() -> None:
-        # Of a run: the weights that it reports. What is no run is read as it is, to name what is wrong.
+    def read_and_prepare() -> set[str]:
+        # Other paths are passed to read_manifest as they are, for an accurate error.
         is_run = (Path(path) / BEST).is_dir() or (Path(path) / CHECKPOINTS).is_dir()
         box["folder"] = folder = find_checkpoint(path) if is_run else Path(path)
         box["manifest"] = manifest = read_manifest(folder)
-        box["loading"] = prepare(state, folder, manifest, axis.rank, partial=partial)
+        box["loading"] = loading = prepare(state, folder, manifest, axis.rank, partial=partial, undo=undo)
+        return loading.names
 
-    agreed(axis, begin, f"reading {path}")
-    folder: Path = box["folder"]
-    loading = box["loading"]
-    with _errors_of_dcp(f"loading {folder}"):
-        dcp_load(
-            loading.tensors,
-            storage_reader=CheckpointReader(folder, box["manifest"]),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=axis.group,
-            no_dist=axis.size == 1,
-        )
-    agreed(axis, lambda: loading.fill(folder), f"loading {folder}")
-    loading.settle()
-    agreed(axis, loading.finish, f"loading {folder}")
+    def fill(tensors: dict[str, Tensor]) -> None:
+        with _errors_of_dcp(f"loading {folder}"):
+            dcp_load(
+                tensors,
+                storage_reader=CheckpointReader(folder, manifest),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=axis.group,
+                no_dist=axis.size == 1,
+            )
+
+    try:
+        names = set().union(*agreed(axis, read_and_prepare, f"reading {path}"))
+        folder: Path = box["folder"]
+        manifest: Manifest = box["manifest"]
+        loading: Loading = box["loading"]
+        verify = functools.partial(verify_data, names=names, rank=axis.rank, world_size=axis.size)
+        agreed(axis, lambda: verify(folder, manifest), f"verifying {folder}")
+        fill(loading.fresh)
+        agreed(axis, loading.accept, f"loading {folder}")
+    except BaseException:
+        for step_back in reversed(undo):
+            step_back()
+        raise
+    # From here on a failure cannot be undone: `filling` blocks the modules instead.
+    with filling(state.values(), folder, is_whole=not partial):
+        fill(loading.tensors)
+        try:
+            agreed(axis, lambda: loading.fill(folder), f"loading {folder}")
+        finally:
+            loading.settle()  # also after a failed read: the next load needs the row counts
+        agreed(axis, loading.finish, f"loading {folder}")
 
 
 class PendingSave:
-    """A save in the background. ``wait`` is collective."""
+    """Checkpoint save which runs in the background; ``wait`` is collective."""
 
     def __init__(self, job: "_Save", after: Callable[[], None] | None) -> None:
         self._job, self._after = job, after
@@ -162,12 +209,12 @@ class PendingSave:
 
     @property
     def path(self) -> Path:
-        """The path of the future checkpoint."""
+        """Checkpoint folder, incomplete while the save runs."""
         return self._job.path
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's part is still being written. Not collective."""
+        """Whether this rank is still writing. Not collective."""
         snapshot = self._job.writer.snapshot
         thread = self._thread is not None and self._thread.is_alive()
         return thread or (snapshot is not None and snapshot.is_running)
@@ -176,7 +223,7 @@ class PendingSave:
         """Wait until the checkpoint is complete. Collective.
 
         Raises:
-            CheckpointError: one of the ranks could not write; raised on every rank.
+            CheckpointError: a rank failed to write; raised on every rank.
         """
         if self._is_over:
             return self.path
@@ -191,7 +238,7 @@ class PendingSave:
         return self.path
 
     def kill(self) -> None:
-        """Abandon this rank's part, in a process that is about to end."""
+        """Abandon this rank's part, in a process about to end."""
         self._is_over = True
         if self._job.writer.snapshot is not None:
             self._job.writer.snapshot.kill()
@@ -209,7 +256,7 @@ class PendingSave:
             raise self._error
 
     def _finish(self) -> None:
-        """Write the manifest on the first rank, once all ranks have left their notes."""
+        """Wait for all ranks' notes, then write the manifest. Runs in rank 0's thread."""
         job = self._job
         notes = {rank: job.files.note(rank) for rank in job.writer.writing_ranks}
         try:
@@ -226,7 +273,7 @@ class PendingSave:
 
 
 class _Save:
-    """One save, as one rank runs it."""
+    """Save in progress on this rank."""
 
     def __init__(
         self, path: Path, state: Mapping[str, Any], step: int | None, axis: Axis, *, background: bool
@@ -234,27 +281,40 @@ class _Save:
         self.path, self.axis = path, axis
         self._step, self._background = step, background
         self._collected = Collected()
+        self.files = RankFiles(path, secrets.token_hex(4))
+        self._created: list[Created] = []
+        self._lock: int | None = None
+        """Lock on the save's mark; held by rank 0 until the save is complete or has failed."""
 
-        def begin() -> _RankShare:
+        def gather() -> _RankShare:
             self._collected = collected = collect(state, axis.rank)
             if axis.rank == 0:
-                path.mkdir(parents=True, exist_ok=True)
+                check_target(path)
+                self._created = Created.folders(path)
+                # If the save is killed, the mark identifies the files to remove.
+                self._lock = mark(path, KIND, id=self.files.nonce)[1]
             names = {name: entry for name, entry in collected.entries.items() if entry in collected.parts}
             return _RankShare(
-                secrets.token_hex(4), {entry: collected.values[entry] for entry in collected.parts}, names
+                self.files.nonce, {entry: collected.values[entry] for entry in collected.parts}, names
             )
 
-        parts = agreed(axis, begin, f"saving to {path}")
+        try:
+            parts = agreed(axis, gather, f"saving to {path}")
+        except BaseException:
+            self.clean_up()
+            raise
         for part in parts[1:]:
             self._collected.entries.update(part.names)
             for entry, values in part.values.items():
-                own = self._collected.values.get(entry, values)
-                self._collected.values[entry] = merged(own, values, entry)
+                local_values = self._collected.values.get(entry, values)
+                self._collected.values[entry] = merged(local_values, values, entry)
+        # All ranks use rank 0's nonce, which the mark names.
         self.files = RankFiles(path, parts[0].nonce)
         self.writer = Writer(self.files, background=background)
 
     def run(self) -> None:
-        """Write this rank's part, or start to write it."""
+        """Write this rank's part, or start a background write."""
+        can_load = saves_key_ordered.set(True)
         try:
             with _errors_of_dcp(f"saving to {self.path}"):
                 dcp_save(
@@ -270,41 +330,54 @@ class _Save:
             if self.axis.rank == 0:
                 self.clean_up()
             raise
+        finally:
+            saves_key_ordered.reset(can_load)
 
     def complete(self) -> None:
-        """Write the manifest, which completes the checkpoint, and remove the files that it replaces. First
-        rank only.
-        """
+        """Write the manifest, which completes the checkpoint, and remove replaced files. Rank 0 only."""
         entries = _entries(self.writer, self._collected)
         written, tensors = self.writer.records(self.writer.written, entries)
         manifest = Manifest(
             step=self._step,
             world_size=self.axis.size,
-            files=tuple(each.file for each in written),
+            files=tuple(data_file.file for data_file in written),
             tensors=tensors,
             values=self._collected.values,
             plans=self._collected.plans,
         )
+        replaced = saves_in(self.path) - {self.files.nonce}
         try:
             content = manifest.to_bytes()
-            Manifest.from_bytes(content)  # what could not be loaded does not replace what can
-            write_durably(self.path / MANIFEST, content)
+            Manifest.from_bytes(content)  # never replace a checkpoint with a manifest which load would refuse
+            write_durably(self.path / MANIFEST, content, token=self.files.nonce)
         except BaseException:
             self.clean_up()
             raise
-        _remove_others(self.path, written)
+        notes = [self.files.note(rank).name for rank in self.writer.writing_ranks]
+        remove_named(self.path, [*notes, Mark(self.path, self.files.nonce, KIND).path.name])
+        self._release()
+        remove_saves(self.path, replaced)
 
     def clean_up(self) -> None:
-        """Remove the files of a failed save."""
-        for leftover in self.path.glob(f"*-{self.files.nonce}-*"):
-            leftover.unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the files of a failed save, and the folders created for it."""
+        remove_saves(self.path, {self.files.nonce})
+        self._release()
+        for folder in self._created:
+            folder.remove()
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            release(lock)
 
 
 class _RankShare(NamedTuple):
-    """The part of a save that other ranks must know: ``values`` of the entries of which this rank holds
-    ``names``.
+    """Rank's share of a save, needed by other ranks.
+
+    Attributes:
+        nonce: random save ID; rank 0's is used.
+        values: plain values of partly held entries.
+        names: entry by tensor name, for these entries.
     """
 
     nonce: str
@@ -313,26 +386,18 @@ class _RankShare(NamedTuple):
 
 
 def _entries(writer: Writer, collected: Collected) -> dict[str, str]:
-    """Return the entry of every tensor.
+    """Return state entries by tensor name.
 
-    A tensor that only other ranks hold (their random numbers) has the entry as the first word of its name.
+    Other ranks' random number tensors are unknown here; their entry is the name's first component.
     """
     return {name: collected.entries.get(name, name.split(".")[0]) for name in writer.metadata}
 
 
-def _remove_others(folder: Path, written: list[Written]) -> None:
-    keep = {each.file.name for each in written} | {MANIFEST}
-    for pattern in ("data-*.safetensors", "note-*"):
-        for leftover in folder.glob(pattern):
-            if leftover.name not in keep:
-                leftover.unlink(missing_ok=True)
-
-
 @contextmanager
-def _errors_of_dcp(what: str) -> Iterator[None]:
-    """Turn DCP's errors, which are not Exceptions, into ours, with the same message on every rank."""
+def _errors_of_dcp(action: str) -> Iterator[None]:
+    """Convert DCP's errors, which do not derive from Exception, to ours, with equal messages on all ranks."""
     with warnings.catch_warnings():
-        # It warns of being alone, which is no mistake.
+        # DCP warns without a process group, which is a supported case here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
@@ -343,4 +408,4 @@ def _errors_of_dcp(what: str) -> Iterator[None]:
                 else CheckpointError(f"it was interrupted ({type(wrapped[0]).__name__})")
                 for rank, wrapped in error.failures.items()
             }
-            raise combined(failures, what) from error
+            raise combined(failures, action) from error

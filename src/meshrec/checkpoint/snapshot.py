@@ -1,17 +1,17 @@
-"""Writing while training continues: a forked process keeps the memory as it was at the fork.
+"""Write a checkpoint while training continues: a forked process keeps the memory as it was.
 
-The kernel shares the pages of both processes until one of them writes to a page, and then copies that page.
-So a snapshot takes the time to copy the page tables, and as much memory as training changes until the file is
-written: none for untouched rows, at most the size of the saved tensors. What a fork does not freeze is frozen
-before it: memory that processes share (mapped files, ``share_memory_()``) is copied, and tables that keep
-their rows themselves give a snapshot (``SideTable.snapshot``).
+The kernel shares pages between both processes, and copies a page when either writes to it. So a snapshot
+costs the time to copy page tables, and as much memory as training changes before the file is written: nothing
+for untouched rows, at most the size of the saved tensors. A fork does not freeze everything. Memory shared
+between processes (mapped files, ``share_memory_()``) is copied before the fork, and tables with rows outside
+RAM provide a snapshot (``ExternalTable.snapshot``).
 
-The child only reads memory and writes its file. It takes no lock of the parent's threads, and talks to no
-device and no other rank. It closes the parent's sockets, so that peers notice if the parent dies.
+The child only reads memory and writes a file. It takes no lock of the parent's threads, and does not
+communicate with devices or ranks. It closes the parent's sockets, so that peers notice if the parent dies.
 
-One lock it cannot avoid: Python itself waits for it in the child if another thread was just starting
-(python/cpython#112275, in 3.11 and older). So a child reports that it has begun. One that does not is killed,
-and another one is forked.
+Python itself may wait for a lock in the child if another thread was just starting (python/cpython#112275, in
+3.11 and older). So the child reports after the start. A child which does not report is killed and forked
+again.
 """
 
 import contextlib
@@ -33,33 +33,41 @@ from torch import Tensor
 
 from meshrec.checkpoint.agreement import CheckpointError, describe
 from meshrec.checkpoint.data_file import TensorPart, Written, write_data_file
-from meshrec.durable import write_durably
+from meshrec.durable import name_full_disk, remove_named, write_durably
 from meshrec.tables.streamed import StreamedPart
-from meshrec.tables.table import RowsSnapshot
+from meshrec.tables.table import TableSnapshot
 
 _PR_SET_PDEATHSIG = 1
-_SECONDS_TO_BEGIN = 10.0
+# Seconds. A healthy child reports within milliseconds; a loaded machine may take seconds.
+_START_TIMEOUT = 10.0
 _TRIES = 3
 
 
 class Snapshot:
-    """A process that writes one file."""
+    """Process which writes a data file."""
 
     def __init__(self, pid: int, note: Path) -> None:
         self._pid, self._note = pid, note
+        # Exit status, from the first waitpid which reaps the child; None while it runs.
         self._status: int | None = None
+        # Keeps table snapshots open until the child ends.
         self._frozen: FrozenParts | None = None
 
     @classmethod
     def start(cls, path: Path, parts: Sequence[TensorPart], note: Path) -> "Snapshot":
-        """Start to write ``parts`` to ``path``. When the file is on disk, ``note`` says where each part is in
-        it.
+        """Start writing ``parts`` to ``path`` in a forked process.
 
-        Tensors that are not contiguous CPU memory are copied first, in the parent: the child must not run
-        anything that needs threads. So are those in memory that processes share.
+        When the file is on disk, the child writes ``note`` with the parts' file positions. Tensors outside
+        contiguous CPU memory are copied in the parent, because the child must not run code which needs
+        threads. Memory shared between processes is copied as well.
+
+        Args:
+            path: new data file.
+            parts: pieces to write.
+            note: file written by the child after success.
 
         Raises:
-            CheckpointError: no child began to work.
+            CheckpointError: no child started.
         """
         frozen = FrozenParts(parts)
         try:
@@ -72,12 +80,13 @@ class Snapshot:
     def _forked(cls, path: Path, frozen: "FrozenParts", note: Path) -> "Snapshot":
         prctl = _prctl()
         parent = os.getpid()
+        # Otherwise the child could write buffered output a second time.
         sys.stdout.flush()
         sys.stderr.flush()
         for _ in range(_TRIES):
             ready, begun = os.pipe()
             with warnings.catch_warnings():
-                # From Python 3.12 on: a child of a process with threads must take none of their locks.
+                # Python 3.12 warns about forks of threaded processes; the child takes no locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 try:
                     pid = os.fork()
@@ -91,15 +100,15 @@ class Snapshot:
             snapshot = cls(pid, note)
             poll = select.poll()  # unlike select, it takes descriptors above 1023
             poll.register(ready, select.POLLIN)
-            has_begun = bool(poll.poll(1000 * _SECONDS_TO_BEGIN))  # or is dead, see `wait`
+            has_started = bool(poll.poll(1000 * _START_TIMEOUT))  # also true if it died; see `wait`
             os.close(ready)
-            if has_begun:
+            if has_started:
                 snapshot._frozen = frozen
                 return snapshot
             snapshot.kill()
         raise CheckpointError(
-            f"the background writer did not begin: {_TRIES} processes did nothing for "
-            f"{_SECONDS_TO_BEGIN:.0f} s each. Look at the machine's load and free memory; the next save "
+            f"the background writer did not start: {_TRIES} processes were silent for "
+            f"{_START_TIMEOUT:.0f} s each. Check the machine's load and free memory; the next save "
             "tries again."
         )
 
@@ -113,10 +122,10 @@ class Snapshot:
         return self._status is None
 
     def wait(self) -> None:
-        """Wait until the writer has ended.
+        """Wait for the writer to end.
 
         Raises:
-            CheckpointError: the file could not be written; the error says why.
+            CheckpointError: the file could not be written; the error has the reason.
         """
         if self._status is None:
             self._end(os.waitpid(self._pid, 0)[1])
@@ -125,11 +134,11 @@ class Snapshot:
             failure = failure_of(self._note)
             if failure.exists():
                 reason = failure.read_text()
-                failure.unlink(missing_ok=True)
+                remove_named(failure.parent, [failure.name])
             raise CheckpointError(f"the background writer failed: {reason}")
 
     def kill(self) -> None:
-        """Kill the process if it still runs."""
+        """Kill the process if it is running."""
         if self.is_running:
             os.kill(self._pid, signal.SIGKILL)
             self._end(os.waitpid(self._pid, 0)[1])
@@ -141,13 +150,14 @@ class Snapshot:
 
 
 class FrozenParts:
-    """The parts of a file, with snapshots of those that a fork would not keep as they are.
+    """Data file pieces, with snapshots or copies where a fork would not freeze memory.
 
-    See the module's docstring.
+    See the module docstring.
     """
 
     def __init__(self, parts: Sequence[TensorPart]) -> None:
-        self._snapshots: dict[int, RowsSnapshot] = {}
+        # By table id: a table's parts share a snapshot, until `close`.
+        self._snapshots: dict[int, TableSnapshot] = {}
         try:
             shared = shared_memory()
             self.parts = [part._replace(tensor=self._frozen(part.tensor, shared)) for part in parts]
@@ -161,39 +171,39 @@ class FrozenParts:
             if number not in self._snapshots:
                 self._snapshots[number] = tensor.table.snapshot()
             return tensor.frozen(self._snapshots[number])
-        found = tensor.cpu().contiguous()
-        begin = found.data_ptr()
-        is_shared = any(first < begin + found.nbytes and begin < end for first, end in shared)
-        return found.clone() if is_shared and found is tensor else found
+        copy = tensor.cpu().contiguous()
+        address = copy.data_ptr()
+        is_shared = any(first < address + copy.nbytes and address < end for first, end in shared)
+        return copy.clone() if is_shared and copy is tensor else copy
 
     def close(self) -> None:
-        """Close the snapshots of tables."""
+        """Close all table snapshots."""
         while self._snapshots:
             self._snapshots.popitem()[1].close()
 
 
 def shared_memory() -> list[tuple[int, int]]:
-    """Return the addresses, first and end, of memory that other processes see this one write to."""
+    """Return address ranges (start, end) of memory which this process shares with other processes."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    except OSError:  # not Linux: a fork shares what it does not copy, and nothing tells
+    except OSError:  # not Linux: shared mappings are unknown
         return []
     maps = [line.split(maxsplit=2)[:2] for line in lines]
     return [
-        (int(begin, 16), int(end, 16))
+        (int(start, 16), int(end, 16))
         for addresses, permissions in maps
         if permissions.endswith("s")
-        for begin, end in [addresses.split("-")]
+        for start, end in [addresses.split("-")]
     ]
 
 
 def read_note(note: Path) -> Written:
-    """Read the note of a finished writer."""
+    """Read the file which a writer process leaves after success: the data file's size and piece positions."""
     return Written.from_json(json.loads(note.read_text()))
 
 
 def failure_of(note: Path) -> Path:
-    """Return the path of the file in which a failed writer says why."""
+    """Return the path at which a failed writer reports the reason."""
     return note.with_suffix(".failed")
 
 
@@ -203,16 +213,19 @@ def _write_and_exit(
     code = 1
     try:
         os.write(begun, b".")
-        gc.disable()  # it might free what waits for the parent's threads
+        gc.disable()  # a finalizer might wait for parent threads
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # The parent may have died before prctl took effect.
         if os.getppid() != parent:
             os._exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Peers must see the parent's sockets close when the parent dies.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        # Training has priority.
         os.nice(5)
-        torch.set_num_threads(1)  # the parent's threads are not here
+        torch.set_num_threads(1)  # a fork does not copy the thread pool
         written = write_data_file(path, parts, _Inline())
         write_durably(note, json.dumps(written.to_json()).encode())
         code = 0
@@ -223,20 +236,21 @@ def _write_and_exit(
 
 
 def _leave_reason(note: Path, error: BaseException) -> None:
-    with contextlib.suppress(OSError):  # the exit code tells, too
+    with contextlib.suppress(OSError):  # the exit code reports the failure, too
+        if isinstance(error, OSError):
+            name_full_disk(error, [note.parent])
         failure_of(note).write_text(describe(error))
 
 
 class _Inline(Executor):
-    """An executor without threads, because the writer is already in the background."""
+    """Executor without threads: the writer already runs in the background."""
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the function now."""
         future: Future[Any] = Future()
         future.set_result(function(*args, **kwargs))
         return future
 
 
 def _prctl() -> Any:
-    """Return prctl(2), looked up before the fork; None if the system has none."""
+    """Return prctl(2), resolved before the fork; None if the system lacks it."""
     return getattr(ctypes.CDLL(None), "prctl", None)

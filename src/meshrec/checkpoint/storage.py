@@ -1,7 +1,7 @@
-"""The storage layer for torch.distributed.checkpoint (DCP): our own file formats, without pickle.
+"""Storage layer for torch.distributed.checkpoint (DCP) with our file formats, without pickle.
 
-DCP plans which rank writes which piece (pieces that several ranks hold are written once), and which pieces a
-rank must read. DCP's own formats store their table of contents as a pickle; ours is the manifest.
+DCP plans which rank writes a piece (also if several ranks hold it), and which pieces every rank
+must read. DCP's own formats pickle their metadata; ours is the manifest.
 """
 
 import os
@@ -32,7 +32,7 @@ from meshrec.checkpoint.snapshot import Snapshot
 
 
 class RankFiles(NamedTuple):
-    """The names of the files of one save. Every save has a new ``nonce``, so no file is overwritten."""
+    """A save's file names. Every save has a new ``nonce``, so no existing file is overwritten."""
 
     folder: Path
     nonce: str
@@ -42,32 +42,34 @@ class RankFiles(NamedTuple):
         return self.folder / f"data-{self.nonce}-{rank:05d}.safetensors"
 
     def note(self, rank: int) -> Path:
-        """Return the path of the file that a rank's background writer leaves when its data file is on
-        disk.
-        """
+        """Return the path of the note left by a rank's background writer once the data is on disk."""
         return self.folder / f"note-{self.nonce}-{rank:05d}.json"
 
 
 class Writer(StorageWriter):
-    """Writes this rank's part of a save. Afterwards ``records`` returns the table of contents on the first
-    rank.
+    """Writes this rank's part of a save; afterwards, ``records`` on rank 0 returns files and tensors.
 
-    With ``background``, a snapshot of this process writes the data while training continues; ``snapshot``
-    observes it.
+    Args:
+        files: the save's file names.
+        background: write in a snapshot process while training continues.
+
+    Attributes:
+        snapshot: background process, from `write_data` on; None without ``background``.
+        written: finished files by rank; set on rank 0 by `finish` (foreground) or from the notes
+            (background).
+        items: items by rank, in write order; set on rank 0 by `prepare_global_plan`.
+        metadata: tensor metadata by name; set on rank 0 by `finish`.
     """
 
     def __init__(self, files: RankFiles, *, background: bool) -> None:
         self._files, self._background, self._rank = files, background, 0
         self.snapshot: Snapshot | None = None
         self.written: dict[int, Written] = {}
-        """The finished files by rank; on the first rank, and only if the save is not in the background."""
         self.items: list[list[MetadataIndex]] = []
-        """The items that each rank writes, in order; on the first rank."""
         self.metadata: dict[str, TensorStorageMetadata] = {}
-        """The metadata of the tensors, by name; on the first rank."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing, because a writer serves one save."""
+        """Do nothing: a writer serves a single save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank", 0)
@@ -76,12 +78,12 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Store which rank writes which items."""
+        """Record which rank writes which items."""
         self.items = [[item.index for item in plan.items] for plan in plans]
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, or start to write it in the background."""
+        """Write this rank's file, or start a background write."""
         parts = []
         for item in plan.items:
             assert item.tensor_data is not None
@@ -105,7 +107,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Store the results of all ranks for the manifest."""
+        """Record all ranks' results for the manifest."""
         self.metadata = {
             name: record
             for name, record in metadata.state_dict_metadata.items()
@@ -119,14 +121,17 @@ class Writer(StorageWriter):
 
     @property
     def writing_ranks(self) -> list[int]:
-        """The ranks that have something to write; known on the first rank."""
+        """Ranks with data to write; valid on rank 0."""
         return [rank for rank, items in enumerate(self.items) if items]
 
     def records(
         self, written: Mapping[int, Written], entries: Mapping[str, str]
     ) -> tuple[list[Written], dict[str, TensorRecord]]:
-        """Return the files in the order of ranks, and the record of every tensor. ``entries`` maps tensors to
-        entries.
+        """Return files in rank order, and a record per tensor.
+
+        Args:
+            written: finished files by rank.
+            entries: state entry by tensor name.
         """
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.metadata}
         order = sorted(written)
@@ -143,16 +148,16 @@ class Writer(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads the pieces that this rank needs, and verifies every block of them."""
+    """Reads this rank's pieces, verifying every block."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing, because a reader serves one load."""
+        """Do nothing: a reader serves a single load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the manifest as DCP's metadata."""
+        """Convert the manifest to DCP metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -170,7 +175,7 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing, because the manifest was read before."""
+        """Do nothing: the manifest was already read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -179,17 +184,17 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read file by file, in the order of the bytes."""
+        """Read file by file, in byte order."""
         work: list[tuple[int, int, Any, TensorRecord, StoredPiece]] = []
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR
             record = self._manifest.tensors[item.storage_index.fqn]
             piece = _piece_at(record, tuple(item.storage_index.offset or ()))
-            work.append((piece.file, piece.begin, item, record, piece))
-        work.sort(key=lambda each: each[:2])
-        for number in sorted({each[0] for each in work}):
+            work.append((piece.file, piece.start, item, record, piece))
+        work.sort(key=lambda request: request[:2])
+        for number in sorted({request[0] for request in work}):
             with open_data(self._folder, self._manifest, number) as descriptor:
-                for _, _, item, record, piece in (each for each in work if each[0] == number):
+                for _, _, item, record, piece in (request for request in work if request[0] == number):
                     target = planner.resolve_tensor(item).detach()
                     stored = stored_rows(
                         self._folder,
@@ -211,6 +216,6 @@ class CheckpointReader(StorageReader):
 
 
 def _piece_at(record: TensorRecord, offset: tuple[int, ...]) -> StoredPiece:
-    """Return the piece at an offset. Empty pieces may have the same offset, so it is the largest one."""
-    found = [piece for piece in record.pieces if piece.offset == offset]
-    return max(found, key=lambda piece: prod(piece.shape))
+    """Return the piece at an offset. Empty pieces may share an offset, so return the largest."""
+    pieces = [piece for piece in record.pieces if piece.offset == offset]
+    return max(pieces, key=lambda piece: prod(piece.shape))

@@ -1,6 +1,6 @@
-"""Export of a checkpoint's weights to a safetensors file, and import of weights into a checkpoint.
+"""Export checkpoint weights to safetensors, and import weights as a checkpoint.
 
-Both work block by block, so a table may be larger than memory.
+Both work block by block, so a table may exceed memory.
 """
 
 import logging
@@ -26,20 +26,23 @@ _log = logging.getLogger(__name__)
 
 
 def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | None = None) -> list[str]:
-    """Write the whole tensors of one module to a safetensors file, and return their names.
+    """Write a module's whole tensors to a safetensors file.
 
     Args:
-        folder: a checkpoint.
-        target: the file; it must not exist yet.
-        entry: the module's name in the saved state (default: the only module).
+        folder: checkpoint.
+        target: new file.
+        entry: module's state entry (default: the only module).
+
+    Returns:
+        Written tensor names.
 
     Raises:
-        ValueError: the entry does not exist, or the target does.
-        DamagedCheckpointError: the data is not what was written. No file is left then.
+        ValueError: no such entry, or an existing target.
+        DamagedCheckpointError: damaged data; no file remains.
     """
     folder, target = Path(folder), Path(target)
     manifest = read_manifest(folder)
-    entry = _chosen_entry(manifest, entry)
+    entry = _module_entry(manifest, entry)
     records = {
         name.removeprefix(f"{entry}."): (name, record)
         for name, record in manifest.tensors.items()
@@ -59,23 +62,24 @@ def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | N
 def import_weights(
     source: str | Path, folder: str | Path, *, entry: str = "model", rename: Sequence[tuple[str, str]] = ()
 ) -> list[str]:
-    """Make a checkpoint of one module from a plain state_dict, and return the names in it.
+    """Create a single-module checkpoint from a plain state_dict.
 
-    Load it with ``load(folder, {entry: model}, partial=True)``, under any plan. The rest of the model keeps
-    its values.
+    Load it under any plan with ``load(folder, {entry: model}, partial=True)``; other weights keep their
+    values.
 
     Args:
-        source: a safetensors file, or a file of ``torch.save(module.state_dict())``. The latter is read with
+        source: safetensors file, or output of ``torch.save(module.state_dict())``. The latter is read with
             ``weights_only=True``, so no code in it is executed.
-        folder: the new checkpoint; it must not exist yet.
-        entry: the name of the module in the state.
-        rename: pairs of a regular expression and the replacement of its match in names, such as
-            ``(r"^emb\\.(\\w+)\\.weight$", r"ebc.embedding_bags.\\1.weight")``. For each name, the first
-            expression that matches is applied.
+        folder: new checkpoint.
+        entry: state entry for the module.
+        rename: pairs of regular expression and replacement, such as ``(r"^emb\\.(\\w+)\\.weight$",
+            r"ebc.embedding_bags.\\1.weight")``. The first match per name applies.
+
+    Returns:
+        Tensor names in the checkpoint, without the entry.
 
     Raises:
-        ValueError: the file is of another kind, two names become equal, or the folder is a checkpoint
-            already.
+        ValueError: unsupported file, equal names after renaming, or an existing checkpoint in ``folder``.
     """
     source, folder = Path(source), Path(folder)
     if (folder / MANIFEST).exists():
@@ -106,10 +110,10 @@ def import_weights(
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file or of a plain state_dict, mapped into memory.
+    """Map the tensors of a safetensors file or plain state_dict into memory.
 
     Raises:
-        ValueError: the file is of another kind.
+        ValueError: unsupported file.
     """
     try:
         if path.suffix == ".safetensors":
@@ -117,39 +121,49 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         with open_regular(path):
             pass  # torch.load would wait for a pipe's writer
     except DamageError as error:
-        raise ValueError(f"{path} is no file of plain tensors: {error}.") from error
+        raise ValueError(f"{path} is not a file of plain tensors: {error}.") from error
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{path} is no file of plain tensors: {reason} Write it with torch.save(module.state_dict(), "
+            f"{path} is not a file of plain tensors: {reason} Write it with torch.save(module.state_dict(), "
             "path), or as *.safetensors."
         ) from error
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(
-            f"{path} holds a {type(found).__name__}, but not of names and tensors only. Save "
+            f"{path} contains a {type(loaded).__name__} which does not map names to tensors only. Save "
             f"module.state_dict()."
         )
-    return {str(name): value.detach() for name, value in found.items()}
+    return {str(name): value.detach() for name, value in loaded.items()}
 
 
-def _chosen_entry(manifest: Manifest, entry: str | None) -> str:
+def _module_entry(manifest: Manifest, entry: str | None) -> str:
     modules = [name for name, value in manifest.values.items() if value["kind"] == "module"]
     if entry is None and len(modules) == 1:
         return modules[0]
     if entry not in modules:
-        raise ValueError(f"there is no module {entry!r} in the checkpoint. Name one of {modules}.")
+        raise ValueError(f"the checkpoint has no module {entry!r}. Modules: {modules}.")
     return entry
 
 
 def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorRecord) -> Iterator[Tensor]:
-    """Yield a tensor in blocks of whole rows, which are assembled from its pieces."""
+    """Yield a tensor in blocks of whole rows, assembled from the pieces.
+
+    Args:
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        name: tensor name.
+        record: tensor record.
+
+    Yields:
+        Consecutive rows, with the stored dtype.
+    """
     grid = grid_of(record.shape, record.dtype)
     shape = record.shape or (1,)
     with ExitStack() as stack:
-        numbers = {piece.file for piece in record.pieces}
-        opened = {n: stack.enter_context(open_data(folder, manifest, n)) for n in sorted(numbers)}
+        file_indices = {piece.file for piece in record.pieces}
+        opened = {n: stack.enter_context(open_data(folder, manifest, n)) for n in sorted(file_indices)}
         for first in grid.blocks():
             end = min(first + grid.rows_per_block, grid.num_rows)
             block = torch.empty((end - first, *shape[1:]), dtype=record.dtype)
@@ -174,8 +188,8 @@ def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
             new, count = re.subn(pattern, replacement, name)
         except (re.error, IndexError) as error:
             raise ValueError(
-                f"rename: {pattern!r} by {replacement!r} cannot be: {error}. Give a regular expression, and "
-                "its groups as \\1."
+                f"rename: cannot replace {pattern!r} by {replacement!r}: {error}. Pass a regular "
+                "expression, and its groups as \\1."
             ) from error
         if count:
             return new

@@ -1,7 +1,7 @@
-"""The plain values of a state as JSON, without loss, and without anything that could execute code.
+"""Lossless JSON encoding of plain values in a state; nothing in it can execute code.
 
-JSON has no tuples, no sets, and only text as keys. Such values are written as ``{"__tuple__": [...]}`` and
-the like. A tensor is replaced by its name.
+JSON has no tuples, no sets, and only string keys. Such values are written as ``{"__tuple__": [...]}`` and so
+on. A tensor is replaced by a name.
 """
 
 import json
@@ -15,13 +15,18 @@ _MARKS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return JSON for ``value``. Its tensors are added to ``tensors``, under names that start with ``name``.
+    """Encode ``value`` as JSON, collecting its tensors.
+
+    Args:
+        value: plain value, tensor, or container of these.
+        name: position in the state; prefix of tensor names.
+        tensors: receives the tensors by name.
 
     Raises:
-        ValueError: something is neither a plain value nor a tensor; the error says where.
+        ValueError: an unsupported value; the error names the position.
     """
     if value is None or isinstance(value, bool | int | float | str):
-        # Subclasses (numpy's floats, enums of ints) become what they look like.
+        # Subclasses (numpy floats, IntEnum) are stored as their base type.
         return value if type(value) in (type(None), bool, int, float, str) else _plain(value)
     if isinstance(value, Tensor):
         tensors[name] = value
@@ -35,18 +40,18 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return _encoded_mapping(value, name, tensors)
     raise ValueError(
-        f"{name} is a {type(value).__name__}, which a checkpoint does not hold: it takes tensors, numbers, "
-        "text, None, and lists, tuples, sets and dicts of them. Leave it out, or give it state_dict() and "
+        f"{name} is a {type(value).__name__}, which checkpoints do not support: they take tensors, numbers, "
+        "strings, None, and lists, tuples, sets and dicts of these. Remove it, or implement state_dict() and "
         "load_state_dict()."
     )
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the value that `encode` was given. ``tensor`` returns a tensor by its name.
+    """Invert `encode`; ``tensor`` returns a tensor by name.
 
     Raises:
-        ValueError: `encode` cannot have returned this.
-        TypeError: likewise: a key, or an item of a set, is not hashable.
+        ValueError: not an output of `encode`.
+        TypeError: likewise: an unhashable key or set item.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
@@ -78,12 +83,16 @@ def _encoded_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Ten
         return {(text := str(key)): encode(item, f"{name}.{text}", tensors) for key, item in value.items()}
     pairs = []
     for key, item in value.items():
-        found: dict[str, Tensor] = {}
-        said = encode(key, f"{name} (a key)", found)
-        if found:
-            raise ValueError(f"{name} has a tensor as a key, which a checkpoint does not hold. Use a name.")
-        # The name is that of the key as it is read again: an item of an enum may look otherwise.
-        pairs.append([said, encode(item, f"{name}.{decode(said, found.__getitem__)}", tensors)])
+        key_tensors: dict[str, Tensor] = {}
+        encoded_key = encode(key, f"{name} (a key)", key_tensors)
+        if key_tensors:
+            raise ValueError(
+                f"{name} has a tensor as a key, which checkpoints do not support. Use a string key."
+            )
+        # Name tensors after the decoded key: an enum member may print differently.
+        pairs.append(
+            [encoded_key, encode(item, f"{name}.{decode(encoded_key, key_tensors.__getitem__)}", tensors)]
+        )
     return {"__counter__" if counter else "__items__": pairs}
 
 

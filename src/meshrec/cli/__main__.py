@@ -1,9 +1,9 @@
 """``python -m meshrec.cli``, and the ``meshrec`` command."""
 
-import errno
 import importlib
-import os
+import runpy
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +26,9 @@ COMMANDS = {
     "tune": Command("meshrec.cli.tune", "Search a recipe's options; train with several seeds."),
     "evaluate": Command("meshrec.cli.evaluate", "Compute a run's metrics on other data."),
     "predict": Command("meshrec.cli.predict", "Score data with a run's model, in the order of the data."),
+    "explain": Command("meshrec.cli.explain", "Tell what the columns contribute to predictions of rows."),
     "recommend": Command("meshrec.cli.recommend", "Write the best items for users, by a run of next items."),
+    "similar": Command("meshrec.cli.similar", "Write the items most similar to others, by their vectors."),
     "runs": Command("meshrec.cli.runs", "List, compare and remove training runs."),
     "checkpoint": Command(
         "meshrec.cli.checkpoint", "Inspect and verify checkpoints; export and import weights."
@@ -40,7 +42,6 @@ COMMANDS = {
     "doctor": Command("meshrec.cli.doctor", "Examine the hosts before training; a remedy for each finding."),
     "calibrate": Command("meshrec.cli.calibrate", "Measure this machine for the planner."),
 }
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> int:
@@ -83,11 +84,26 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
             raise
         print(f"meshrec: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 1))
+    except (MemoryError, RuntimeError) as error:
+        from meshrec.ops.operators import OutOfMemoryError, translated
+
+        if not isinstance(error, MemoryError) and not isinstance(translated(error), OutOfMemoryError):
+            raise
+        reason = str(error).partition("\n")[0] or "Python could not allocate memory"
+        print(
+            f"meshrec: there is not enough memory: {reason}. Use smaller tables or batches, or more ranks.",
+            file=sys.stderr,
+        )
+        return 1
     except OSError as error:
-        full = error.errno in _FULL
+        from meshrec.durable import FULL, name_full_disk
+
+        values = (word.partition("=")[2] if word.startswith("--") else word for word in arguments)
+        name_full_disk(error, [*filter(None, values), "runs", tempfile.gettempdir(), "."])
+        full = error.errno in FULL
         if not full and (error.filename is None or command is COMMANDS["train"]):  # show where it happened
             raise
-        where = error.filename or os.getcwd()
+        where = error.filename
         remedy = "Make room on the disk" if full else "Look at the path and its permissions"
         print(f"meshrec: {where}: {error.strerror}. {remedy}.", file=sys.stderr)
         return 1
@@ -111,4 +127,5 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The one place that ends quietly after an interrupt, or when nobody reads the output.
+    runpy.run_module("meshrec", run_name="__main__", alter_sys=True)

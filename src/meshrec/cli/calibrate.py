@@ -12,12 +12,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
-from meshrec.calibration.calibrate import Sizes, calibrate
-from meshrec.calibration.disk import measure_disk
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.comms.joining import form_group
+from meshrec.comms.launchers import launched
 from meshrec.comms.leaving import leave_process_group
+from meshrec.planner.calibration.calibrate import Sizes, calibrate
+from meshrec.planner.calibration.disk import measure_disk
 from meshrec.planner.hardware import HardwareProfile
 from meshrec.train.ranks import choose_device
 
@@ -31,6 +32,8 @@ class CalibrateOptions:
 
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = Path("hardware.json")
     """File to write the profile to."""
+    force: bool = False
+    """Replace a file that exists."""
     name: str = "calibrated"
     """Name of the profile."""
     ranks_per_node: int | None = None
@@ -50,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(options: CalibrateOptions) -> None:
     """Measure, then save and print the profile on rank 0."""
-    check_output(options.out)
-    under_torchrun = dist.is_torchelastic_launched()
-    if under_torchrun and not dist.is_initialized():
+    check_output(options.out, force=options.force, option="FILE")
+    is_rank = launched()
+    if is_rank and not dist.is_initialized():
         form_group("gloo" if options.device == "cpu" else "nccl", timedelta(minutes=30))
     sizes = Sizes(batch_size=64, steps=3, rounds=1) if options.quick else Sizes()
     try:
@@ -66,7 +69,7 @@ def run(options: CalibrateOptions) -> None:
             profile.save(options.out)
             _print(profile, options.out)
     finally:
-        if under_torchrun:
+        if is_rank:
             leave_process_group()
 
 

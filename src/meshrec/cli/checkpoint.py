@@ -137,7 +137,7 @@ def run(
                 raise ValueError(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
-            check_output(options.out)
+            check_output(options.out, force=True)  # it is not replaced: `export_safetensors` refuses
             path = find_checkpoint(
                 run_or_path(options.path, options.runs), step=options.step, last=options.last
             )

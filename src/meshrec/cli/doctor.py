@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrec.cli.arguments import parse
+from meshrec.cluster import Examination, ExaminationOptions, examine
 from meshrec.comms.leaving import leave_process_group
 from meshrec.data.locations import is_address
-from meshrec.health import Examination, Wanted, examine
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import RUNS
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     """Examine, print on rank 0 (on every rank, if they do not meet), and return the exit code."""
     options = parse(DoctorOptions, arguments, program="meshrec doctor")
     is_store = is_address(options.out)
-    wanted = Wanted(
+    wanted = ExaminationOptions(
         folder=None if is_store else Path(options.out),
         runs=RUNS if is_store else Path(options.out),
         store=options.out if is_store else None,
@@ -73,7 +73,8 @@ def _print(examination: Examination) -> None:
         everywhere = len(ranks) == examination.num_ranks
         named = "all" if everywhere else ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         style = _STYLES[finding.level]
-        grid.add_row(finding.check, f"[{style}]{finding.level}[/]", named, finding.found, finding.remedy)
+        level = f"[{style}]{finding.level}[/]"
+        grid.add_row(finding.check, level, named, finding.observation, finding.remedy)
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=_WIDTH)

@@ -3,20 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
+from meshrec.cli.run_options import RunOptions
 from meshrec.data.faults import needs
 from meshrec.runs.vectors import load_table, values_of_rows
-from meshrec.train.run_folder import RUNS, find_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions:
+class EmbedOptions(RunOptions):
     """Write the vector of every row of a feature's table, together with the value that the row stands for.
 
     .parquet has the columns row, value and vector. The value is null for rows that stand for no single value:
@@ -29,33 +28,25 @@ class EmbedOptions:
     .npy holds the vectors alone, in the order of rows.
     """
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run. The weights that it reports are used."""
     feature: str
     """Feature whose table is written."""
     out: Path
     """File to write: .parquet, .npy, .usearch or .faiss."""
     force: bool = False
     """Replace a file that exists."""
-    step: int | None = None
-    """Use the checkpoint of this step instead."""
-    last: bool = False
-    """Use the run's last checkpoint instead of its best one."""
-    trust: bool = False
-    """Execute the recipe's source in the run's folder even if another user trained the run."""
-    runs: Path = RUNS
-    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(EmbedOptions, arguments, program="meshrec embed")
     check_output(options.out, force=options.force)
     write_index = _INDICES.get(options.out.suffix)
+    if write_index is not None:
+        check_output(options.out.with_suffix(".parquet"), force=options.force)
     if options.out.suffix not in (".parquet", ".npy", *_INDICES):
         raise ValueError(
             f"{options.out} ends in {options.out.suffix!r}. Name a .parquet, .npy, .usearch or .faiss file."
         )
-    run = find_run(options.run, options.runs, trust=options.trust)
+    run = options.folder()
     found = load_table(run, options.feature, step=options.step, last=options.last)
     vectors = found.rows.float().numpy()
     if options.out.suffix == ".npy":

@@ -1,28 +1,26 @@
 """``meshrec evaluate``: compute a run's metrics on other data."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from meshrec.cli.arguments import Words, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.output import check_output
+from meshrec.cli.run_options import RankOptions, RunOptions
 from meshrec.runs.judging import judge
 from meshrec.runs.scoring import load_scorer
 from meshrec.train.ranks import Ranks
-from meshrec.train.run_folder import RUNS, find_run
+from meshrec.train.run_folder import finite
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
+class EvaluateOptions(RunOptions, RankOptions):
     """Compute a run's metrics on labelled data."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run. The weights that it reports are used."""
     data: tuple[str, ...]
     """Files, folders or patterns of data, in the format of the training data."""
     by: Words = ()
@@ -33,28 +31,18 @@ class EvaluateOptions:
     """Number of bootstrap samples for 95 % intervals, such as 200; 0: no intervals."""
     json: Path | None = None
     """JSON file to write the metrics to."""
+    force: bool = False
+    """Replace a file that exists."""
     on_error: Literal["raise", "skip"] | None = None
     """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
-    step: int | None = None
-    """Use the checkpoint of this step instead."""
-    last: bool = False
-    """Use the run's last checkpoint instead of its best one."""
-    nproc: int = 1
-    """Number of ranks on this machine; it may differ from the run's."""
-    device: str | None = None
-    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
-    trust: bool = False
-    """Execute the recipe's source in the run's folder even if another user trained the run."""
-    runs: Path = RUNS
-    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(EvaluateOptions, arguments, program="meshrec evaluate")
-    check_output(options.json)
+    check_output(options.json, force=options.force, option="--json")
     if options.intervals < 0 or options.intervals == 1:
         raise ValueError(f"--intervals is {options.intervals}; it must be 0, or 2 and more: 200 will do.")
-    run = find_run(options.run, options.runs, trust=options.trust)
+    run = options.folder()
 
     def work(ranks: Ranks) -> None:
         scorer = load_scorer(
@@ -74,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         for name, value in found.metrics.items():
             interval = found.intervals.get(name)
             span = "" if interval is None else f"  [{interval.low:.6f}, {interval.high:.6f}]"
+            if math.isnan(value):
+                span = f"  (undefined: {found.num_nan:,} scores are NaN)"
             print(f"  {name.replace('_', ' '):20} {value:.6f}{span}")
         for column, slices in found.slices.items():
             print(f"by {column}:")
@@ -83,6 +73,6 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"  {text:20} {int(metrics['samples']):>9,} rows  AUC {auc}  loss {loss}")
         if options.json is not None:
             about = {"run": str(run.path), "step": scorer.step, "samples": num}
-            options.json.write_text(json.dumps({**about, **found._asdict()}, indent=1) + "\n")
+            options.json.write_text(json.dumps(finite({**about, **found._asdict()}), indent=1) + "\n")
 
     return on_ranks("evaluate", arguments, work, nproc=options.nproc, device=options.device)

@@ -10,17 +10,19 @@ import tyro
 
 from meshrec.cli.arguments import Words, parse
 from meshrec.cli.output import check_output
+from meshrec.cli.run_options import RunOptions
 from meshrec.export.manifest import MANIFEST
 from meshrec.export.package import compile_anew
 from meshrec.export.predictor import Predictor
 from meshrec.export.triton import write_triton
 from meshrec.plan.text import size_text
 from meshrec.runs.export import export_run
-from meshrec.train.run_folder import RUNS, find_run
+from meshrec.runs.saved_recipe import load_recipe
+from meshrec.train.run_folder import CONFIG, RunFolder, final_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(RunOptions):
     """Write a package: the model compiled for this machine, its weights in one memory-mapped file, and the
     schema of a request.
 
@@ -31,7 +33,11 @@ class ExportOptions:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Name or folder of a run, whose reported weights are exported; or a package, to compile anew."""
     out: Path
-    """Folder of the new package; it must not exist yet."""
+    """Folder of the new package, or file with --format onnx; it must not exist yet."""
+    format: Literal["package", "onnx"] = "package"
+    """onnx: write one ONNX file with the tables in it, which takes IDs and numbers, for models without
+    histories or hashed tables.
+    """
     quantised: Path | None = None
     """Checkpoint that `meshrec quantize` wrote for the run: export its weights instead."""
     shared: Words = ()
@@ -42,18 +48,12 @@ class ExportOptions:
     """Export one tower of a two-tower model; the package then returns vectors."""
     vectors: Path | None = None
     """File for the vectors of the items, .parquet or .npy; only with --tower item."""
+    force: bool = False
+    """Replace a file of --vectors that exists."""
     items: Words = ()
     """Parquet or CSV files of the items; if none, the catalogue of the run's data, or every row of the
     tower's only feature.
     """
-    step: int | None = None
-    """Use the checkpoint of this step instead."""
-    last: bool = False
-    """Use the run's last checkpoint instead of its best one."""
-    trust: bool = False
-    """Execute the recipe's source in the run's folder even if another user trained the run."""
-    runs: Path = RUNS
-    """Folder of all run folders."""
     compile: bool = True
     """Compile the model; otherwise Python runs it, which is slower."""
     torchscript: bool = False
@@ -73,9 +73,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.items and options.vectors is None:
         raise ValueError("--items needs --vectors: the file for their vectors.")
     if options.vectors is not None:
-        check_output(options.vectors)
+        check_output(options.vectors, force=options.force, option="--vectors")
         if options.vectors.suffix not in (".parquet", ".npy"):
             raise ValueError(f"{options.vectors} must end in .parquet or .npy. Name such a file.")
+    if options.format == "onnx":
+        return _write_onnx(options)
     if (Path(options.run) / MANIFEST).is_file():
         folder = compile_anew(
             options.run, options.out, sign=options.sign, public_key=options.require_signature
@@ -83,8 +85,10 @@ def main(arguments: Sequence[str]) -> int:
     else:
         if options.require_signature is not None:
             raise ValueError("--require-signature goes with a package, and a run has none. Leave it out.")
+        # A quantised checkpoint is that of the first fit.
+        run = options.folder() if options.quantised is None else options.first_fit()
         folder = export_run(
-            find_run(options.run, options.runs, trust=options.trust),
+            run,
             options.out,
             step=options.step,
             last=options.last,
@@ -95,6 +99,7 @@ def main(arguments: Sequence[str]) -> int:
             torchscript=options.torchscript,
             sign=options.sign,
         )
+        _propose_refit(run)
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"the package: {folder} ({size_text(size)})")
     print(f"from Python: meshrec.export.Predictor({str(folder)!r}); from C++: see csrc/runtime/predictor.h")
@@ -104,6 +109,50 @@ def main(arguments: Sequence[str]) -> int:
         num, width = _write_vectors(options, Predictor(folder))
         print(f"{options.vectors}: {num:,} vectors of {width}")
     return 0
+
+
+_OF_PACKAGES = ("quantised", "shared", "vectors", "torchscript", "sign", "require_signature", "triton")
+
+
+def _write_onnx(options: ExportOptions) -> int:
+    """Write the run's model as an ONNX file.
+
+    Raises:
+        ValueError: an option is for packages only, or ONNX cannot hold the model.
+    """
+    if given := [f"--{name.replace('_', '-')}" for name in _OF_PACKAGES if getattr(options, name)]:
+        raise ValueError(f"{given[0]} is for packages, and --format is onnx. Leave one of them out.")
+    run = options.folder()
+    path = export_run(
+        run,
+        options.out,
+        step=options.step,
+        last=options.last,
+        tower=options.tower,
+        onnx=True,
+    )
+    _propose_refit(run)
+    print(f"the ONNX file: {path} ({size_text(path.stat().st_size)})")
+    print(
+        f"from Python: onnxruntime.InferenceSession({str(path)!r}); it takes IDs and numbers, not raw values"
+    )
+    return 0
+
+
+def _propose_refit(run: RunFolder) -> None:
+    """Print the command that fits on all rows, if the run held some back."""
+    from meshrec.runs.refit import can_refit
+    from meshrec.runs.worker import commands
+
+    config = run.read_json(CONFIG) or {}
+    if config.get("all_rows") or final_of(run) is not None or not can_refit(run, load_recipe(run)):
+        return
+    samples = config["data"]["samples"]
+    held_back = (samples["validation"] or 0) + (samples["test"] or 0)
+    print(
+        f"this model has not learned from {held_back:,} of {held_back + samples['train']:,} samples, which "
+        f"judged it. To fit on all of them, and export again: {commands(run)['final']}"
+    )
 
 
 def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, int]:
@@ -116,7 +165,6 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
     from meshrec.export.towers import vectors_of_catalogue, vectors_of_items, vectors_of_rows
     from meshrec.runs.fitting import data_of_run, features_of
     from meshrec.runs.recommending import ItemValues
-    from meshrec.runs.saved_recipe import load_recipe
     from meshrec.runs.vectors import values_of_rows
     from meshrec.train.log_sources import LogSource
 
@@ -125,7 +173,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
         items = read_items(options.items, predictor.raw.kinds if predictor.raw is not None else {})
         vectors = vectors_of_items(predictor, items)
     else:
-        run = find_run(options.run, options.runs, trust=options.trust)
+        run = options.folder() if options.quantised is None else options.first_fit()
         source = load_recipe(run).data
         dataset = data_of_run(source, run)
         if dataset.catalogue is not None and dataset.item is not None:
@@ -151,13 +199,11 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
 def read_items(paths: Sequence[str], kinds: Mapping[str, str]) -> Any:
     """Read Parquet or CSV files into one Arrow table; ``kinds`` gives the kinds of CSV columns."""
     import pyarrow as pa
-    import pyarrow.parquet as parquet
 
-    from meshrec.data.frames import read_csvs
+    from meshrec.data.frames import read_csvs, read_parquets
     from meshrec.data.locations import expand_tables
 
     files, text = expand_tables(list(paths))
     if text:
         return pa.concat_tables(read_csvs(files, kinds))
-    tables = [parquet.read_table(each) for each in files]
-    return pa.concat_tables(tables, promote_options="permissive")
+    return pa.concat_tables(read_parquets(files, kinds=kinds), promote_options="permissive")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -16,6 +17,7 @@ from meshrec.cli.arguments import Words, parse
 from meshrec.cli.inspect_log import NextItemModel, inspect_log
 from meshrec.cli.output import check_output
 from meshrec.cli.recipe_source import call_of, in_a_line, seen_from, text_of
+from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.log_columns import LogColumns
 from meshrec.reports.page import to_page
 
@@ -60,11 +62,16 @@ class InspectOptions:
     them.
     """
     label: str | None = None
-    """Column to learn: 0 and 1, or numbers. With --user, --item and --time it says whether the user clicked,
-    and the clicks before become a history; if none, these three say whose next item to learn.
+    """Column to learn: two values of any type, numbers, or classes. With --user, --item and --time it says
+    whether the user clicked, and the clicks before become a history; if none, these three say whose next item
+    to learn.
     """
     time: str | None = None
-    """Column that orders the rows: the latest rows are held out. If none, rows are held out at random."""
+    """Column that orders the rows: the latest rows are held out, and columns whose values march with it are
+    left out. If none, rows are held out at random.
+    """
+    time_format: str | None = None
+    """Format of times that are text, as strptime takes it, such as %d/%m/%Y; if none, ISO 8601."""
     user: str | None = None
     """Column of the user, in a log of users and items."""
     item: str | None = None
@@ -82,17 +89,29 @@ class InspectOptions:
     model: NextItemModel | None = None
     """Model that learns the next item of a log; if none, hstu."""
     task: Literal["binary", "number", "classes"] | None = None
-    """Kind of the label; if none, classes where it is text, and otherwise 0 and 1."""
+    """Kind of the label; if none, classes where it is text of three values or more, and otherwise binary."""
+    skip_unlabelled: bool = False
+    """Leave rows without a label out, and count them."""
     query: str | None = None
     """Column of queries, sessions or users: learn to rank the rows of each by the label, best first."""
     out: Path = Path("recipe.py")
     """Recipe to write."""
     page: Path | None = None
     """Page to write; if none, the recipe's name with .html."""
+    delimiter: str | None = None
+    """Character between the values of CSV files; if none, it is detected."""
+    decimal_point: Literal[".", ","] | None = None
+    """Character before the decimals of numbers in CSV files; if none, it is detected."""
+    encoding: str | None = None
+    """Character encoding of CSV files, such as latin-1; if none, UTF-8, or UTF-16 with its mark."""
     rows: int | None = None
     """Look at this many rows only, spread over the data; if none, at all rows."""
     force: bool = False
-    """Replace an existing recipe."""
+    """Replace a recipe and a page that exist."""
+
+    @property
+    def csv_format(self) -> CsvFormat:
+        return CsvFormat(delimiter=self.delimiter, decimal_point=self.decimal_point, encoding=self.encoding)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -100,11 +119,18 @@ def main(arguments: Sequence[str]) -> int:
     page = options.page or options.out.with_suffix(".html")
     log = _log_columns(options)
     check_output(options.out, force=options.force)
-    check_output(page)
     if options.rows is not None and options.rows < 1:
         raise ValueError(f"--rows is {options.rows}; it must be at least 1.")
     if log is not None:
-        return inspect_log(options.data, log, options.out, label=options.label, model=options.model or "hstu")
+        return inspect_log(
+            options.data,
+            log,
+            options.out,
+            label=options.label,
+            model=options.model or "hstu",
+            form=options.csv_format,
+        )
+    check_output(page, force=options.force, option="--page")
     from meshrec.data.propose import as_json
 
     found, proposal = look(options)
@@ -119,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"the page: {page}\nthe recipe, to read and to edit: {options.out}")
     if not _loss(proposal.features.labels)[0] and not _has_lightgbm():
         print('for a better model: pip install "meshrec[lightgbm]", and inspect again: it adds boosted trees')
-    print(f"to train it: meshrec train {options.out}:recipe")
+    print(f"to train it: meshrec train {quote(f'{options.out}:recipe')}")
     return 0
 
 
@@ -161,6 +187,7 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
         user=options.user,
         item=options.item,
         time=options.time,
+        time_format=options.time_format,
         action=options.action,
         actions=options.actions,
         item_features=options.item_features,
@@ -175,22 +202,48 @@ def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
     from meshrec.data.propose import propose
 
     assert options.label is not None
-    found = profile(_tables(options.data, options.rows), options.label)
+    tables = _tables(options.data, options.rows, options.csv_format)
+    if options.time is not None and options.time_format is not None:
+        tables = (_with_times(table, options.time, options.time_format) for table in tables)
+    found = profile(tables, options.label)
     return found, propose(
-        found, label=options.label, time=options.time, task=options.task, query=options.query
+        found,
+        label=options.label,
+        time=options.time,
+        task=options.task,
+        query=options.query,
+        skip_unlabelled=options.skip_unlabelled,
     )
 
 
-def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
+def _with_times(table: "pa.Table", column: str, time_format: str) -> "pa.Table":
+    """Return a table whose texts in ``column`` are times."""
+    from meshrec.data.faults import DataError
+    from meshrec.data.features.values import kind_of, parsed_times, whole
+
+    if column not in table.column_names or kind_of(table[column].type) != "text":
+        return table
+    try:
+        times = parsed_times(whole(table[column]), time_format)
+    except DataError as error:
+        raise DataError(
+            f"--time-format: column {column!r}: {error}. Give the format of all its texts."
+        ) from error
+    return table.set_column(table.column_names.index(column), column, times)
+
+
+def _tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator["pa.Table"]:
     """Read the tables of all files part by part; with ``rows``, only as many parts as make up about that many
     rows.
     """
     import pyarrow as pa
 
+    from meshrec.data.exact_columns import plain_table
     from meshrec.data.faults import DataError
     from meshrec.data.frames import read_csvs
     from meshrec.data.locations import File, expand_tables
     from meshrec.data.parquet import open_parquet_file
+    from meshrec.data.partitions import partition_keys, with_keys
 
     files, text = expand_tables(list(paths))
     names: list[str] | None = None
@@ -203,21 +256,29 @@ def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
             raise DataError(f"{file} and {files[0]} differ in {differ}. Give files of one form.")
 
     if text:
-        for file, table in zip(files, read_csvs(files), strict=True):
+        for file, table in zip(files, read_csvs(files, form=form), strict=True):
             check(file, table.column_names)
+            for field in table.schema:
+                if pa.types.is_binary(field.type):
+                    raise DataError(
+                        f"{file}: column {field.name!r} has bytes that are not UTF-8, as Latin-1 files have. "
+                        "Name the encoding: --encoding latin-1"
+                    )
             yield table
         return
     try:
         with ExitStack() as stack:
             every = [stack.enter_context(open_parquet_file(file)) for file in files]
             total = sum(each.metadata.num_rows for each in every)
+            keys = partition_keys(files)
             stride = 1 if rows is None else max(1, math.ceil(total / rows))
             part = 0
             for file, each in zip(files, every, strict=True):
-                check(file, each.schema_arrow.names)
-                for batch in each.iter_batches(_ROWS, columns=names, use_threads=False):
+                check(file, list(dict.fromkeys([*each.schema_arrow.names, *keys[file]])))
+                for batch in each.iter_batches(_ROWS, use_threads=False):
                     if part % stride == 0:
-                        yield pa.Table.from_batches([batch])
+                        table = plain_table(pa.Table.from_batches([batch]))
+                        yield with_keys(table, keys[file]).select(names)
                     part += 1
     except (pa.ArrowException, OSError) as error:
         every = [str(file) for file in files]
@@ -244,21 +305,28 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 2)
+    # Samples of a query share a loss, so the paired test of samples has nothing to compare.
+    patience = "chance_patience=6" if options.query is None else "patience=6"
     split = 'split_by="random"'
+    form = options.csv_format
+    csv = "" if form == DETECTED else f"\n            csv={call_of(form)},"
     if options.query is not None:
         split = f'split_by="hash",\n            split_column={text_of(options.query)}'
     if options.time is not None:
         split = f'split_by="time",\n            split_column={text_of(options.time)}'
+        if options.time_format is not None:
+            split += f",\n            split_time_format={text_of(options.time_format)}"
+    import_of_format = "from meshrec.data.csv_dialects import CsvFormat\n" if csv else ""
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", "WideDeepConfig", source, *names}
     imports = ", ".join(sorted(used, key=str.lower))
     warnings = "".join(f"# Look at this: {each}.\n" for each in proposal.warnings)
     columns = "\n".join(_column_lines(proposal))
     return f'''"""Recipe that `meshrec inspect` proposed for {num_rows:,} rows: change what you know better.
 
-Train it: meshrec train {options.out}:recipe
+Train it: meshrec train {quote(f"{options.out}:recipe")}
 """
 
-from meshrec.data.features import {", ".join(kinds)}
+{import_of_format}from meshrec.data.features import {", ".join(kinds)}
 from meshrec.optim import Adam
 from meshrec.train import {imports}
 
@@ -275,7 +343,7 @@ def recipe() -> Recipe:
     return Recipe(
         name={text_of(options.out.stem)},
         data={source}(
-            train={text_of(tuple(seen_from(options.out.parent, each) for each in options.data))},
+            train={text_of(tuple(seen_from(options.out.parent, each) for each in options.data))},{csv}
             {split},
             features=FEATURES,
         ),
@@ -284,7 +352,8 @@ def recipe() -> Recipe:
         tables={tables},
         dense={dense},
         schedule=Schedule(decay="linear"),
-        training=Training(batch_size={batch}, epochs={epochs}, evaluate_every={every}, patience={epochs}),
+        # Half an epoch is between evaluations: three epochs tell whether training pays.
+        training=Training(batch_size={batch}, epochs={epochs}, evaluate_every={every}, {patience}),
     )
 '''
 

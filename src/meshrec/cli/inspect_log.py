@@ -7,9 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meshrec.cli.recipe_source import call_of, seen_from, text_of
+from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.log_columns import LogColumns
 
 if TYPE_CHECKING:
@@ -48,7 +50,13 @@ class _RecipeParts(NamedTuple):
 
 
 def inspect_log(
-    data: Sequence[str], columns: LogColumns, out: Path, *, label: str | None, model: NextItemModel
+    data: Sequence[str],
+    columns: LogColumns,
+    out: Path,
+    *,
+    label: str | None,
+    model: NextItemModel,
+    form: CsvFormat = DETECTED,
 ) -> int:
     """Look at a log, and write the recipe.
 
@@ -58,24 +66,45 @@ def inspect_log(
         out: the recipe to write.
         label: the column that says whether the user clicked; None: the next item is learned.
         model: the model that learns the next item.
+        form: known format of CSV files.
     """
-    from meshrec.data.propose_log import propose_log
-
-    found = propose_log(data, columns)
-    parts = _of_next_items(found, model) if label is None else _of_clicks(found, label)
-    out.write_text(_recipe_text(data, found, parts, out), encoding="utf-8")
+    text, found, parts = recipe_of_log(data, columns, out, label=label, model=model, form=form)
+    out.write_text(text, encoding="utf-8")
     print(f"{found.num_rows:,} rows of {found.num_users:,} users and {found.num_items:,} items")
     for reason in parts.reasons:
         print(f"look at this: {reason}")
     print(f"the recipe, to read and to edit: {out}")
-    print(f"to train it: meshrec train {out}:recipe --baselines")
+    print(f"to train it: meshrec train {quote(f'{out}:recipe')} --baselines")
     return 0
+
+
+def recipe_of_log(
+    data: Sequence[str],
+    columns: LogColumns,
+    out: Path,
+    *,
+    label: str | None,
+    model: NextItemModel,
+    form: CsvFormat = DETECTED,
+) -> "tuple[str, LogProposal, _RecipeParts]":
+    """Look at a log; return the recipe as Python source, with what it follows from. See `inspect_log`."""
+    from meshrec.data.propose_log import propose_log
+
+    found = propose_log(data, columns, form)
+    parts = _of_next_items(found, model) if label is None else _of_clicks(found, label)
+    if form != DETECTED:
+        parts = parts._replace(options=(f"csv={call_of(form)}", *parts.options))
+    return _recipe_text(data, found, parts, out), found, parts
 
 
 def _of_next_items(found: "LogProposal", model: NextItemModel) -> _RecipeParts:
     name, call = _MODELS[model]
     options = [f"history={found.history}"]
+    reasons = [*found.reasons]
     options += [] if found.exclude_seen else ["exclude_seen=False"]
+    if "SampledSoftmax(" in call and not found.exclude_seen:
+        call = f"{call.removesuffix('))')}, repeats=True))"
+        reasons.append("the model learns when items repeat (SampledSoftmax.repeats)")
     if model == "two_tower":
         options.append("windows=False")
     num_samples = found.num_rows if model == "two_tower" else found.num_windows
@@ -90,7 +119,7 @@ def _of_next_items(found: "LogProposal", model: NextItemModel) -> _RecipeParts:
         schedule=schedule,
         num_samples=num_samples,
         columns=found.columns,
-        reasons=found.reasons,
+        reasons=reasons,
     )
 
 
@@ -119,13 +148,14 @@ def _recipe_text(data: Sequence[str], found: "LogProposal", parts: _RecipeParts,
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", parts.source, parts.loss}
     names = ", ".join(sorted({*used, parts.model.partition("(")[0]}, key=str.lower))
     softmax = "from meshrec.models import SampledSoftmax\n" if "SampledSoftmax" in parts.model else ""
+    csv = "from meshrec.data.csv_dialects import CsvFormat\n" if "csv=CsvFormat" in options else ""
     rows = f"{found.num_rows:,} rows"
     return f'''"""Recipe that `meshrec inspect` proposed for {rows}: change what you know better.
 
-Train it: meshrec train {out}:recipe --baselines
+Train it: meshrec train {quote(f"{out}:recipe")} --baselines
 """
 
-from meshrec.data.log_columns import LogColumns
+{csv}from meshrec.data.log_columns import LogColumns
 {softmax}from meshrec.optim import Adam
 from meshrec.train import {names}
 

@@ -14,10 +14,10 @@ import tyro
 
 from meshrec.cli.arguments import UsageError, Words, parse
 from meshrec.cli.output import check_output
+from meshrec.cluster import JobOptions, ServeJob, SlurmJob, job_set, pytorch_job, script, serving, submit
 from meshrec.comms.joining import host_store
 from meshrec.data.faults import needs
 from meshrec.data.nearest import did_you_mean
-from meshrec.launch import JobOptions, ServeJob, SlurmJob, job_set, pytorch_job, script, serving, submit
 
 Recipe = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 
@@ -52,6 +52,8 @@ class SlurmOptions:
     """Number of times that the job is queued again after a failure."""
     script: Path | None = None
     """File to write the script to; if none, NAME.sbatch."""
+    force: bool = False
+    """Replace a script that exists."""
     dry_run: bool = False
     """Print the script instead of submitting it."""
 
@@ -170,7 +172,7 @@ def _slurm(arguments: Sequence[str], more: Sequence[str]) -> int:
         print(text, end="")
         return 0
     path = options.script or Path(f"{options.name}.sbatch")
-    check_output(path)
+    check_output(path, force=options.force, option="--script")
     path.write_text(text)
     path.chmod(0o755)
     number = submit(path)

@@ -1,6 +1,5 @@
 """``meshrec leaderboard``: models side by side on your data."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.table import Table
 from meshrec.cli.arguments import parse
 from meshrec.cli.inspect import InspectOptions, look, recipe_text
 from meshrec.cli.output import check_output
+from meshrec.durable import scratch_folder
 from meshrec.reports.page import to_page
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     whole = tuple(each if is_address(each) else str(Path(each).absolute()) for each in options.data)
     asked = InspectOptions(data=whole, label=options.label, time=options.time)
     profile, proposal = look(asked)
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "recipe.py"
+    with scratch_folder("meshrec-leaderboard") as folder:
+        path = folder / "recipe.py"
         text = recipe_text(replace(asked, out=path), proposal, profile.num_rows)
         path.write_text(text, encoding="utf-8")
         recipe = resolve(f"{path}:recipe")

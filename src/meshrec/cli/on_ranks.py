@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +9,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from meshrec.cli.unread import check_reader
+from meshrec.comms.launchers import launched
 from meshrec.comms.leaving import leave_process_group
+from meshrec.durable import scratch_folder
 from meshrec.runs.job import RUN_VARIABLE
 from meshrec.train.launch import launch
-from meshrec.train.ranks import Ranks, choose_device, join, launched
+from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.run_folder import RunFolder
 
 
@@ -41,13 +42,13 @@ def on_ranks(
     if nproc == 1:
         work(join(where))
         return 0
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder("meshrec-command") as folder:
         ended = launch(
             [command, *arguments, "--device", where],
             num_ranks=nproc,
-            folder=RunFolder(Path(folder)),
+            folder=RunFolder(folder),
             max_restarts=0,
-            environment={RUN_VARIABLE: folder},
+            environment={RUN_VARIABLE: str(folder)},
         )
     if ended.error is not None:
         check_reader(ended.error)

@@ -14,18 +14,18 @@ from rich.table import Table as Grid
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.comms.wire import AcrossNodes, TableWires
-from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.plan.text import read_json
 from meshrec.planner import PlannedShardingPlan, Topology, get_profile, load_plan, plan_tables, save_plan
+from meshrec.planner.measured import PHASES_FILE, compare, compare_pipelined, read_phases
 from meshrec.planner.optimize import DEFAULT_EFFORT
 from meshrec.planner.plan_file import load_task
+from meshrec.planner.plan_html import write_html
+from meshrec.planner.plan_report import diff, make_report, what_if
+from meshrec.planner.plan_text import render, render_diff, render_what_if
 from meshrec.planner.search import Effort
 from meshrec.planner.wire_choice import AUTO, WireBound, choose_wires
-from meshrec.reports.measured import PHASES_FILE, compare, compare_pipelined, read_phases
-from meshrec.reports.plan_html import write_html
-from meshrec.reports.plan_report import diff, make_report, what_if
-from meshrec.reports.plan_text import render, render_diff, render_what_if
+from meshrec.stages.layouts import layouts
 from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
@@ -91,6 +91,8 @@ class PlanOptions:
     """Print the report as JSON."""
     html: Path | None = None
     """File to write the report to, as one HTML page."""
+    force: bool = False
+    """Replace files that exist."""
     what_if: str | None = None
     """Compare with other numbers of ranks, such as ranks=16,32,64."""
     diff: tuple[Path, Path] | None = None
@@ -181,8 +183,8 @@ def _check(options: PlanOptions) -> None:
         if options.wire != AUTO:
             raise ValueError("--wire-auc-loss and --wire-error bound the choice of --wire auto; add it.")
         _wire_bound(options)
-    check_output(options.out)
-    check_output(options.html)
+    check_output(options.out, force=options.force)
+    check_output(options.html, force=options.force, option="--html")
 
 
 def _source(options: PlanOptions) -> Path:

@@ -3,25 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from meshrec.cli.arguments import Words, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.output import check_output
+from meshrec.cli.run_options import RankOptions, RunOptions
+from meshrec.runs.calibrated import CalibrationKind, curve_of_run
 from meshrec.runs.score_file import write_scores
 from meshrec.runs.scoring import gathered, load_scorer
 from meshrec.train.ranks import Ranks
-from meshrec.train.run_folder import RUNS, find_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions:
+class PredictOptions(RunOptions, RankOptions):
     """Score data, which needs no labels: one row of scores per row of data, in the order of the data."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run. The weights that it reports are used."""
     data: tuple[str, ...]
     """Files, folders or patterns of data, in the format of the training data."""
     out: Path
@@ -32,24 +29,14 @@ class PredictOptions:
     """Columns of the data to write beside the scores; if none, those of the IDs."""
     on_error: Literal["raise", "skip"] | None = None
     """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
-    step: int | None = None
-    """Use the checkpoint of this step instead."""
-    last: bool = False
-    """Use the run's last checkpoint instead of its best one."""
-    nproc: int = 1
-    """Number of ranks on this machine; it may differ from the run's."""
-    device: str | None = None
-    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
-    trust: bool = False
-    """Execute the recipe's source in the run's folder even if another user trained the run."""
-    runs: Path = RUNS
-    """Folder of all run folders."""
+    calibration: CalibrationKind | None = None
+    """Calibrate probabilities on the run's validation data: isotonic, for thousands of rows, or platt."""
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(PredictOptions, arguments, program="meshrec predict")
     check_output(options.out, force=options.force)
-    run = find_run(options.run, options.runs, trust=options.trust)
+    run = options.folder()
 
     def work(ranks: Ranks) -> None:
         scorer = load_scorer(
@@ -61,11 +48,14 @@ def main(arguments: Sequence[str]) -> int:
             step=options.step,
             last=options.last,
         )
+        curve = None if options.calibration is None else curve_of_run(run, scorer, ranks, options.calibration)
         scored = gathered(scorer, ranks)
         if not ranks.is_first:
             for _ in scored:
                 pass
             return
+        if curve is not None:
+            scored = (part._replace(logits_B=curve.calibrated(part.logits_B)) for part in scored)
         num_empty = write_scores(
             options.out, scorer.dataset, scored, keep=options.keep, loss=scorer.recipe.loss
         )

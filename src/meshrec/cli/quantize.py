@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from meshrec.cli.arguments import parse
 from meshrec.cli.on_ranks import on_ranks
+from meshrec.cli.run_options import RunOptions
 from meshrec.modules import DataType
 from meshrec.plan.text import size_text
 from meshrec.quant import table_bytes
@@ -16,19 +15,16 @@ from meshrec.quant.page import summary
 from meshrec.quant.precision import Rounding
 from meshrec.runs.quantize import QuantisedRun, quantize_run
 from meshrec.train.ranks import Ranks
-from meshrec.train.run_folder import RUNS, find_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeOptions:
+class QuantizeOptions(RunOptions):
     """Quantise the tables of a run's model for inference, and write the model as a checkpoint.
 
     With --max-loss, every table gets the precision with the fewest bytes that the budget allows, measured on
     the run's validation data.
     """
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run. The weights that it reports are used."""
     out: Path
     """Folder of the new checkpoint; it must not exist yet."""
     max_loss: str | None = None
@@ -37,19 +33,11 @@ class QuantizeOptions:
     """Precision of all tables; ignored with --max-loss."""
     rounding: Rounding = "search"
     """Choice of a row's range: minmax is FBGEMM's, search has a smaller error."""
-    step: int | None = None
-    """Use the checkpoint of this step instead."""
-    last: bool = False
-    """Use the run's last checkpoint instead of its best one."""
-    trust: bool = False
-    """Execute the recipe's source in the run's folder even if another user trained the run."""
-    runs: Path = RUNS
-    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(QuantizeOptions, arguments, program="meshrec quantize")
-    run = find_run(options.run, options.runs, trust=options.trust)
+    run = options.first_fit()  # its budget is measured on validation data
     budget = None if options.max_loss is None else _fraction(options.max_loss)
 
     def work(ranks: Ranks) -> None:

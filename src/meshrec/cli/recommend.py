@@ -10,19 +10,17 @@ import tyro
 from meshrec.cli.arguments import Words, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.output import check_output
+from meshrec.cli.run_options import RankOptions, RunOptions
 from meshrec.train.ranks import Ranks
-from meshrec.train.run_folder import RUNS, find_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions:
+class RecommendOptions(RunOptions, RankOptions):
     """Write the best items for users: a row with user, rank, item and score for each recommendation.
 
     The histories are those of the run's log, held-out items included, or of another log.
     """
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run. The weights that it reports are used."""
     out: Path
     """File to write: .parquet or .csv."""
     users: Path | None = None
@@ -34,29 +32,24 @@ class RecommendOptions:
     data: Words = ()
     """Another log that has the histories, with the columns of the run's log; if none, the run's log."""
     keep_seen: bool = False
-    """Recommend items that a user has had, too."""
+    """Recommend items that a user has had, too. They are left out by default, unless the recipe has
+    exclude_seen=False, as `meshrec inspect` proposes for logs of repeated items.
+    """
+    new_only: bool = False
+    """Leave out items that a user has had, whatever the recipe has."""
     force: bool = False
     """Replace a file that exists."""
-    step: int | None = None
-    """Use the checkpoint of this step instead."""
-    last: bool = False
-    """Use the run's last checkpoint instead of its best one."""
-    nproc: int = 1
-    """Number of ranks on this machine; it may differ from the run's."""
-    device: str | None = None
-    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
-    trust: bool = False
-    """Execute the recipe's source in the run's folder even if another user trained the run."""
-    runs: Path = RUNS
-    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(RecommendOptions, arguments, program="meshrec recommend")
     check_output(options.out, force=options.force)
+    if options.keep_seen and options.new_only:
+        raise ValueError("--keep-seen and --new-only contradict each other. Leave one of them out.")
+    keep_seen = options.keep_seen or (False if options.new_only else None)
     if options.k < 1:
         raise ValueError(f"-k is {options.k}; it must be at least 1.")
-    run = find_run(options.run, options.runs, trust=options.trust)
+    run = options.folder()
 
     def work(ranks: Ranks) -> None:
         from meshrec.runs.recommending import load_recommender, recommendations, write_recommendations
@@ -69,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             step=options.step,
             last=options.last,
         )
-        best = recommendations(found, ranks, options.k, keep_seen=options.keep_seen)
+        best = recommendations(found, ranks, options.k, keep_seen=keep_seen)
         if not ranks.is_first:
             for _ in best:
                 pass

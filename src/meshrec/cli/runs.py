@@ -12,8 +12,9 @@ from rich.table import Table
 from meshrec.cli.arguments import UsageError, parse
 from meshrec.data.nearest import did_you_mean
 from meshrec.metrics.named import leading_text, metric_of, quality
+from meshrec.runs.removing import remove_run
 from meshrec.runs.report import phase_times
-from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat, remove_run
+from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat
 
 _PIPE_WIDTH = 140
 
@@ -52,7 +53,7 @@ class CompareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveOptions:
-    """Remove runs with all their files."""
+    """Remove runs with all files that MeshRec wrote. A folder with other files stays, with them."""
 
     names: Names
     """The runs, by name or folder."""
@@ -85,11 +86,9 @@ _PLAIN = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    command = next((word for word in arguments if word in _COMMANDS), None)
-    if command is not None:
-        rest = list(arguments)
-        rest.remove(command)
-        options: Any = parse(_COMMANDS[command], rest, program=f"meshrec runs {command}")
+    if arguments and arguments[0] in _COMMANDS:
+        command = arguments[0]
+        options: Any = parse(_COMMANDS[command], arguments[1:], program=f"meshrec runs {command}")
     elif arguments and not arguments[0].startswith("-"):
         raise UsageError(
             f"runs: there is no command {arguments[0]!r}; there are {', '.join(_COMMANDS)}, and "
@@ -122,8 +121,10 @@ def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
                 console.print(table)
         case RemoveOptions():
             for folder in [find_run(name, options.runs) for name in options.names]:
-                remove_run(folder)
+                kept = remove_run(folder)
                 console.print(f"removed {folder.path}")
+                if kept:
+                    console.print(f"kept in it, because MeshRec did not write it: {', '.join(kept)}")
 
 
 def _warnings(runs: Sequence[RunFolder]) -> list[str]:

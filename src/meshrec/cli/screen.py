@@ -9,7 +9,7 @@ from rich.table import Table
 
 from meshrec.metrics.named import leading_metric, leading_text, shown, title_of
 from meshrec.planner import PlannedShardingPlan
-from meshrec.reports.plan_report import PlanReport, make_report
+from meshrec.planner.plan_report import PlanReport, make_report
 from meshrec.runs.worker import commands
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
@@ -218,6 +218,10 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
     if summary["checkpoints"]["weights"]:
         lines.append(f"the weights:  {summary['checkpoints']['weights']}")
         lines.append(f"export them:  {commanded['export']}")
+        if summary.get("final"):
+            lines.append(f"second fit:   {summary['final']['folder']}, on all rows")
+        elif summary.get("held_back"):
+            lines.append(f"on all rows:  {commanded['final']}")
         use = "recommend" if _learned_next_items(folder) else "predict"
         lines += [f"{name + ':':13} {commanded[name]}" for name in ("evaluate", use, "package", "serve")]
     if summary["checkpoints"]["last"]:

@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from meshrec.cli.arguments import HELP, UsageError
+from meshrec.cli.arguments import HELP, UsageError, parse_known
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.unread import check_reader
+from meshrec.comms.launchers import launched
 from meshrec.data.faults import needs
 from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
@@ -27,19 +28,18 @@ from meshrec.runs.job import BEGAN_VARIABLE, GOES_ON, RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.runs.saved_recipe import changes, load_recipe
 from meshrec.train.launch import RANK_TIMEOUT, launch
-from meshrec.train.ranks import choose_device, launched
+from meshrec.train.ranks import choose_device
 from meshrec.train.recipe import Recipe
-from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
+from meshrec.train.recipes import RECIPES, full_name, resolve
+from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, new_run
 from meshrec.train.trackers import find_trackers
-from meshrec.train.yaml_recipes import SUFFIXES
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Train a recipe: plan, shard, train and evaluate. The run folder holds everything to look at.
 
-    RECIPE is a name, path/to/file.py:function or package.module:function.
+    RECIPE is a name, path/to/file.py:function or package.module:function; path/to/file.py with one recipe.
     `meshrec train RECIPE --help` lists its options.
 
     `meshrec train --resume --name RUN` continues a run; options given then are changes to it.
@@ -47,8 +47,6 @@ class TrainOptions:
     Several hosts: torchrun ... -m meshrec train RECIPE, or `meshrec launch`.
     """
 
-    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """Recipe to train; `meshrec train --help` lists the names."""
     nproc: int | None = None
     """Number of ranks on this machine; if none, 1, or as many as the resumed run had."""
     name: str | None = None
@@ -77,7 +75,12 @@ class TrainOptions:
     """
     baselines: bool = False
     """Compare with baselines on the same data, and name the winner: global mean, item popularity, logistic
-    regression, and LightGBM where it is installed.
+    regression, and LightGBM where it is installed. A resumed run keeps it.
+    """
+    final: Literal["all"] | None = None
+    """all: when the run has ended, fit again on all rows, validation and test rows too, with the number of
+    passes that validation has chosen. `meshrec export` takes the second fit; all figures are those of the
+    first. With --resume also for a finished run. A resumed run keeps it.
     """
     track: str = ""
     """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
@@ -98,12 +101,14 @@ _GOES_ON_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 _SUMMARY = "Train this recipe; its run folder holds everything to look at."
 
 
-class _Asked(NamedTuple):
-    """The recipe that the arguments name, the other arguments, and the run to resume, if any."""
+class _Command(NamedTuple):
+    """The parts of a command line that name what to train."""
 
     source: str
+    """Full name of the recipe."""
     recipe: Recipe
-    rest: list[str]
+    words: list[str]
+    """The arguments without the recipe."""
     resumed: RunFolder | None
 
 
@@ -115,17 +120,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     began = os.environ.get(BEGAN_VARIABLE, str(time.time()))
-    at = recipe_at(arguments)
-    if at is None and "--resume" not in arguments:
-        return _help(arguments)
-    asked = _asked(arguments, at, locks)
-    if any(word in HELP for word in asked.rest):
-        print(recipe_help(f"meshrec train {asked.source}", asked.recipe, TrainOptions, summary=_SUMMARY))
+    name, words = split_recipe(arguments)
+    first, _ = parse_known(TrainOptions, words, program="meshrec train")
+    if name is None and not first.resume:
+        return _help(words)
+    command = _find_recipe(name, first, words, locks)
+    if any(word in HELP for word in words):
+        print(recipe_help(f"meshrec train {command.source}", command.recipe, TrainOptions, summary=_SUMMARY))
         return 0
-    if HELP_ALL in asked.rest:
-        asked = asked._replace(rest=[HELP[1]])
-    options, recipe = parse([asked.source, *_with_folder(asked)], asked.recipe)
-    resumed, job = asked.resumed, _job(asked, options, recipe)
+    options, recipe = parse(command.source, _with_folder(command), command.recipe, first.table_optimizer)
+    resumed, job = command.resumed, _job(command, options, recipe)
     if resumed is not None and _is_over(resumed, job):
         if os.environ.get("RANK", "0") == "0":
             step = (resumed.read_json(SUMMARY) or {}).get("step")
@@ -140,8 +144,12 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
     nproc = _num_ranks(options, resumed)
     recipe.check(nproc)
+    if job.final is not None:
+        from meshrec.runs.refit import check_refit
+
+        check_refit(job)
     find_trackers(options.track)
-    if options.baselines:
+    if job.baselines:
         needs("scipy.optimize", "train")  # fail now, not at the end of the run
     device = choose_device(options.device)
     folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs(options)))
@@ -149,9 +157,9 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         job = dataclasses.replace(job, folder=folder)
         return _code(_train(job, quiet=options.quiet))
     for rank in range(nproc):
-        folder.error(rank).unlink(missing_ok=True)
+        folder.discard(folder.error(rank))
     ended = launch(
-        ["train", *([] if at is None else [asked.source]), *asked.rest, "--device", device],
+        ["train", *([] if name is None else [command.source]), *words, "--device", device],
         num_ranks=nproc,
         folder=folder,
         max_restarts=options.max_restarts,
@@ -164,25 +172,26 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     return ended.code or (1 if folder.state().name == "failed" else 0)
 
 
-def _with_folder(asked: _Asked) -> list[str]:
-    """Return the arguments with ``--data DIR`` as the path of a recipe whose data is one folder."""
-    if not hasattr(asked.recipe.data, "path"):
-        return asked.rest
-    return [re.sub("^--data(?==|$)", "--data.path", word) for word in asked.rest]
+def _with_folder(command: _Command) -> list[str]:
+    """Return the words with ``--data DIR`` as the path of a recipe whose data is one folder."""
+    if not hasattr(command.recipe.data, "path"):
+        return command.words
+    return [re.sub("^--data(?==|$)", "--data.path", word) for word in command.words]
 
 
-def _job(asked: _Asked, options: TrainOptions, recipe: Recipe) -> Job:
-    resumed = asked.resumed
+def _job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
+    resumed = command.resumed
     return Job(
         recipe=recipe,
-        source=asked.source,
+        source=command.source,
         name=options.name if resumed is None else resumed.path.name,
         runs=_runs(options),
         device=options.device,
         resume=options.resume,
-        changes=[] if resumed is None else changes(asked.recipe, recipe),
+        changes=[] if resumed is None else changes(command.recipe, recipe),
         profile=options.profile,
-        baselines=options.baselines,
+        baselines=options.baselines or bool(_config(resumed).get("baselines")),
+        final=options.final or _config(resumed).get("final"),
         track=options.track,
         rank_timeout=options.rank_timeout,
         keep=not options.no_checkpoints,
@@ -194,12 +203,16 @@ def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
     """Return the number of ranks to start: as asked, as before, or 1."""
     nproc = options.nproc
     if nproc is None:
-        nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
+        nproc = int(_config(resumed).get("ranks", 1))
     if nproc < 1:
         raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
     if options.rank_timeout <= 0:
         raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
     return nproc
+
+
+def _config(run: RunFolder | None) -> dict[str, Any]:
+    return {} if run is None else run.read_json(CONFIG) or {}
 
 
 def _runs(options: TrainOptions) -> Path:
@@ -217,80 +230,45 @@ def _is_over(run: RunFolder, job: Job) -> bool:
 
     Ranks that our launcher started never stop here: the launcher has asked before it started them.
     """
-    longer = {"training.epochs", "training.max_steps", "training.patience"}
+    longer = {f"training.{name}" for name in ("epochs", "max_steps", "patience", "chance_patience")}
     asks_more = any(change.name in longer for change in job.changes)
+    asks_more = asks_more or (job.final is not None and "final" not in (run.read_json(SUMMARY) or {}))
     return RUN_VARIABLE not in os.environ and run.state().name == "finished" and not asks_more
 
 
-def recipe_at(arguments: Sequence[str], kind: type = TrainOptions) -> int | None:
-    """Return the index of the recipe among the arguments. Options may stand before and after it.
-
-    The word after an option of a recipe may be the option's value. It counts as the recipe only if it looks
-    like one.
-
-    Args:
-        arguments: The words of the command line.
-        kind: The dataclass of the command's own options.
-    """
-    fields = dataclasses.fields(kind)
-    valued = {each.name for each in fields if each.type not in (bool, "bool")} - {"recipe"}
-    candidates = []
-    taken = False  # as a value by the option before
-    unsure = False
-    for number, word in enumerate(arguments):
-        if word.startswith("-"):
-            name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
-            taken = name in valued and not equals
-            unsure = "." in name and not equals
-            continue
-        if not taken:
-            candidates.append((number, unsure))
-        taken = unsure = False
-    for doubt in (False, True):
-        for number, unsure in candidates:
-            word = arguments[number]
-            if unsure is doubt and (
-                word in RECIPES or word.endswith(SUFFIXES) or (":" in word and "=" not in word)
-            ):
-                return number
-    return next((number for number, unsure in candidates if not unsure), None)
+def split_recipe(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the recipe, which comes before all options, and the other arguments."""
+    if not arguments or arguments[0].startswith("-"):
+        return None, list(arguments)
+    return arguments[0], list(arguments[1:])
 
 
-def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked:
-    rest = [word for number, word in enumerate(arguments) if number != at]
-    source = None if at is None else arguments[at]
-    if "--resume" not in rest:
+def _find_recipe(name: str | None, options: TrainOptions, words: list[str], locks: ExitStack) -> _Command:
+    """Return the recipe of the command line, or of the run that it resumes. Locks that run's folder."""
+    source = None if name is None else full_name(name)
+    if not options.resume:
         assert source is not None
-        return _Asked(source, resolve(source), rest, None)
-    name, out = _value(rest, "--name"), _value(rest, "--out")
+        return _Command(source, resolve(source), words, None)
+    out = options.out
     is_store = out is not None and is_address(out)
-    runs = Path((None if is_store else out) or _value(rest, "--runs") or RUNS)
-    if is_store and out is not None and name is not None:
+    runs = options.runs if is_store or out is None else Path(out)
+    if is_store and out is not None and options.name is not None:
         from meshrec.checkpoint.stored import ObjectStore
         from meshrec.train.stored_run import download_run
 
-        download_run(name, runs, ObjectStore(out))
+        download_run(options.name, runs, ObjectStore(out))
     made = os.environ.get(RUN_VARIABLE)
     if made:
         folder = RunFolder(Path(made))
-    elif source is None and name is None:
+    elif source is None and options.name is None:
         raise ValueError("--resume: name the run to resume (--name RUN), or its recipe.")
     else:
-        folder = new_run(name, resolve(source).name if source else "", runs, resume=True)
+        folder = new_run(options.name, resolve(source).name if source else "", runs, resume=True)
         if not launched():  # rank 0 of another launcher locks it
             locks.enter_context(RunLock(folder))
-    folder = dataclasses.replace(folder, is_trusted="--trust" in rest)
+    folder = dataclasses.replace(folder, is_trusted=options.trust)
     recipe = load_recipe(folder, source)
-    return _Asked(source or str(folder.read_json(CONFIG)["source"]), recipe, rest, folder)
-
-
-def _value(arguments: Sequence[str], option: str) -> str | None:
-    for number, word in enumerate(arguments):
-        if word == option and number + 1 < len(arguments):
-            return arguments[number + 1]
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return None
+    return _Command(source or str(folder.read_json(CONFIG)["source"]), recipe, words, folder)
 
 
 def _as_rank(job: Job, *, quiet: bool) -> int:
@@ -319,6 +297,7 @@ def _code(summary: dict[str, Any]) -> int:
 
 
 def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
+    from meshrec.runs.removing import drop_unstarted
     from meshrec.runs.worker import commands, record_failure
 
     sys.stderr.write(f"meshrec: {error}\n")
@@ -337,12 +316,26 @@ def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
 
 
 def parse(
-    arguments: Sequence[str], recipe: Recipe, kind: Any = TrainOptions, *, command: str = "train"
+    source: str,
+    words: Sequence[str],
+    recipe: Recipe,
+    optimizer: str | None = None,
+    kind: Any = TrainOptions,
+    *,
+    command: str = "train",
 ) -> tuple[Any, Recipe]:
-    """Read the command's options, and return the recipe with the values that they override."""
-    name = _value(arguments, "--table-optimizer")
-    if name is not None:
-        recipe = dataclasses.replace(recipe, tables=table_optimizer(name, recipe.tables))
+    """Read the command's options, and return them and the recipe with the values that they override.
+
+    Args:
+        source: Name of the recipe.
+        words: The arguments without the recipe.
+        recipe: The recipe.
+        optimizer: Name of another optimizer for the tables, whose options then take its place.
+        kind: The dataclass of the command's own options.
+        command: Name of the command, for its help.
+    """
+    if optimizer is not None:
+        recipe = dataclasses.replace(recipe, tables=table_optimizer(optimizer, recipe.tables))
     parts = {
         field.name: getattr(recipe, field.name)
         for field in dataclasses.fields(recipe)
@@ -357,8 +350,9 @@ def parse(
         frozen=True,
         kw_only=True,
     )
+    words = [HELP[1] if word == HELP_ALL else word for word in words]
     parsed = parse_arguments(
-        joined, arguments, program=f"meshrec {command} {arguments[0]}", description=inspect.getdoc(kind)
+        joined, words, program=f"meshrec {command} {source}", description=inspect.getdoc(kind)
     )
     return parsed.options, dataclasses.replace(recipe, **{name: getattr(parsed, name) for name in parts})
 
@@ -380,28 +374,28 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
     )
 
 
-def _help(arguments: Sequence[str]) -> int:
+def _help(words: Sequence[str]) -> int:
     """Print the help that lists all recipes.
 
     Raises:
-        UsageError: The recipe is missing, and help was not requested.
+        UsageError: There are arguments, and none of them requests help.
     """
     names = "\n".join(
         f"  {name}: {(function.__doc__ or '').splitlines()[0]}" for name, function in RECIPES.items()
     )
-    asked_for = any(word in (*HELP, HELP_ALL) for word in arguments)
-    if not asked_for and arguments:
+    wants_help = any(word in (*HELP, HELP_ALL) for word in words)
+    if not wants_help and words:
         raise UsageError(
-            f"train {' '.join(arguments)}: which recipe? One of {', '.join(RECIPES)}, or your own: "
-            "path/to/file.py:function."
+            f"train {' '.join(words)}: the recipe is missing. It comes first: one of {', '.join(RECIPES)}, "
+            "or your own: path/to/file.py:function."
         )
     try:
         parse_arguments(
             TrainOptions,
             [HELP[1]],
-            program="meshrec train",
+            program="meshrec train RECIPE",
             description=f"{inspect.getdoc(TrainOptions)}\n\nRecipes:\n{names}",
         )
     except SystemExit:
-        return 0 if asked_for else 2
+        return 0 if wants_help else 2
     raise AssertionError("tyro prints a help and exits")

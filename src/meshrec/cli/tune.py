@@ -4,15 +4,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from meshrec.cli.arguments import HELP, Words
+from meshrec.cli.arguments import HELP, UsageError, Words, parse_known
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.recipe_help import recipe_help
-from meshrec.cli.train import HELP_ALL, parse, recipe_at
+from meshrec.cli.train import parse, split_recipe
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import RUNS
@@ -28,8 +25,6 @@ class TuneOptions:
     `meshrec tune RECIPE --help` lists them.
     """
 
-    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """Recipe, as for meshrec train."""
     trials: int = 20
     """Number of trials of the study, earlier calls included; 0: none, for --seeds alone."""
     space: Words = ()
@@ -54,18 +49,18 @@ _SUMMARY = "Search options of this recipe; those given here hold for all trials.
 
 
 def main(arguments: Sequence[str]) -> int:
-    at = recipe_at(arguments, TuneOptions)
-    wants_help = any(word in (*HELP, HELP_ALL) for word in arguments)
-    if at is None:
-        parse_arguments(TuneOptions, [HELP[1]] if wants_help else arguments, program="meshrec tune")
-        raise AssertionError("it prints the help, or says that the recipe is missing")
-    source, rest = arguments[at], [word for number, word in enumerate(arguments) if number != at]
+    source, words = split_recipe(arguments)
+    if source is None:
+        parse_arguments(TuneOptions, words, program="meshrec tune RECIPE")
+        raise UsageError(
+            "tune: RECIPE is missing, as for meshrec train. `meshrec tune --help` lists options."
+        )
     recipe = resolve(source)
-    if any(word in HELP for word in rest):
+    if any(word in HELP for word in words):
         print(recipe_help(f"meshrec tune {source}", recipe, TuneOptions, summary=_SUMMARY))
         return 0
-    words = [HELP[1]] if HELP_ALL in rest else rest
-    options, recipe = parse([source, *words], recipe, TuneOptions, command="tune")
+    _, of_recipe = parse_known(TuneOptions, words, program="meshrec tune")
+    options, recipe = parse(source, words, recipe, kind=TuneOptions, command="tune")
     if options.trials < 0 or (options.trials == 0 and options.seeds is None):
         raise ValueError(f"--trials is {options.trials}: nothing would be done. Take 1 or more, or --seeds.")
     space = read_space(options.space, recipe)
@@ -82,24 +77,13 @@ def main(arguments: Sequence[str]) -> int:
             )
             best = found.values
             tell(f"best of {found.num_trials}: {found.worth:.5f}, trial {found.trial} of {storage}")
-            given = [*recipe_words(rest), *(f"--{name} {value}" for name, value in best.items())]
+            given = [*map(shlex.quote, of_recipe), *(f"--{name} {value}" for name, value in best.items())]
             tell(f"to train it: meshrec train {source} {' '.join(given)}")
         if options.seeds is not None:
             for name, spread in seeds(with_options(recipe, best), ranks, options.seeds, tell=tell).items():
                 tell(f"{name.replace('_', ' '):20} {spread.mean:.5f} +- {spread.deviation:.5f}")
 
     return on_ranks("tune", arguments, work, nproc=options.nproc, device=options.device)
-
-
-def recipe_words(words: Sequence[str]) -> list[str]:
-    """Return the options of the recipe among a command's words, with their values."""
-    found, taken = [], False
-    for word in words:
-        if word.startswith("--"):
-            taken = "." in word.partition("=")[0]
-        if taken:
-            found.append(shlex.quote(word))
-    return found
 
 
 def _silent(_: str) -> None:

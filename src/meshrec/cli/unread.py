@@ -14,7 +14,9 @@ def check_reader(error: str) -> None:
     """Raise BrokenPipeError if nobody reads the output, and the error of a rank is due to that.
 
     Args:
-        error: the error of the rank that failed first. rich raises SystemExit for a broken pipe.
+        error: the error of the rank that failed first. rich raises SystemExit for a broken pipe. A rank whose
+            last output cannot be written ends without an error.
     """
-    if nobody_reads() and any(name in error for name in ("BrokenPipeError", "SystemExit")):
+    signs = ("BrokenPipeError", "SystemExit", "a rank ended without an error")
+    if nobody_reads() and any(sign in error for sign in signs):
         raise BrokenPipeError

@@ -1,1 +1,1 @@
-"""Communication: collectives, the link between processes of a host, and the clock of phases."""
+"""Communication between ranks: collectives, shared-memory links within a host, and step phase timing."""

@@ -1,31 +1,29 @@
-"""The collectives of sharded modules. They start here, and are awaited where the value is needed.
+"""Collectives of sharded modules, started here and awaited where the value is needed.
 
-The error of a failed collective names it, this rank, and the ranks that do not answer. The ranks find these
-through the store of the process group, because a broken connection tells an address, not a rank.
+A failed collective raises an error naming the collective, this rank, and unresponsive peers. Peers are
+identified through the process group's store, because a broken connection only reveals an address.
 
 [Note: what may run on which thread]
 
-Ranks match collectives by their order, so all collectives of a process group start on one thread at a time,
-in the same order on all ranks. The threads of a rank are
+Ranks match collectives by order, so all collectives of a process group start on a single thread at a time, in
+the same order on all ranks. A rank's threads are
 
-1. the main thread: it runs steps, checkpoints and evaluations, and starts all collectives of the forward
-   pass. Signal handlers only set a flag, which the main thread reads after a step (train/stopping.py);
-2. autograd's threads: on a GPU they run the backward pass, and start its collectives, while the main thread
-   waits for them. Two backward passes of one module must not run at the same time; the tables' locks
-   (tables/locking.py, tables/writes.py) protect only updates of unsharded tables;
-3. the kernels' threads: they split the rows of one call, and end with it;
-4. the prefetch thread (data/prefetch.py): it runs the reader of the data, and nothing else. It starts no
-   collective;
-5. the "checkpoint" thread of the first rank: it waits for files and writes the manifest. A forked child of
-   each rank writes the data (checkpoint/snapshot.py); it must not use threads, devices or sockets;
-6. the workers and carriers of stages in one process (pipeline/stages/threads.py): each runs only its own
-   stage;
-7. the two threads of a table in a file (tables/file_table.py): one reads rows to memory, one writes rows that
-   had to leave it. They start no collective, and no work on torch's threads.
+1. the main thread: runs steps, checkpoints and evaluations, and starts all collectives of the forward pass.
+Signal handlers only set a flag, which the main thread reads after a step (train/stopping.py);
+2. autograd's threads: on a GPU they run the backward pass and start its collectives, while the main thread
+waits. Two backward passes through the same module must not overlap; table locks (tables/fused.py,
+tables/updates.py) protect only updates of unsharded tables;
+3. kernel threads: split the rows of a call, and finish with it;
+4. the prefetch thread (data/prefetch.py): runs the data reader, and starts no collective;
+5. the "checkpoint" thread of the first rank: waits for files and writes the manifest. A forked child of every
+rank writes the data (checkpoint/snapshot.py); it must not use threads, devices or sockets;
+6. workers and carriers of stages in one process (stages/threads.py): each runs a single stage;
+7. two threads per file-backed table (tables/cached/table.py): a reader, and a writer for evicted rows. They
+start no collectives, and no work on torch's threads.
 
-The launcher has a thread that kills ranks which keep others waiting (train/launch.py). A server answers on
-the thread of its event loop, reads packed requests on another one, and computes on one thread per model
-(serve/batching.py); nothing else may call a predictor.
+The launcher has a thread that kills ranks blocking their peers (train/launch.py). A server answers on the
+event loop thread, reads packed requests on another, and computes on one thread per model (serve/batching.py);
+nothing else may call a predictor.
 """
 
 import logging
@@ -35,45 +33,54 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshrec.comms.failures import (
+    POLL_SECONDS,
+    CollectiveError,
+    Listener,
+    Local,
+    check_group,
+    count_start,
+    lone_failure,
+)
 from meshrec.comms.host_link import Reading, links
 from meshrec.comms.joining import store_host
 from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import recorders
 from meshrec.comms.waiting import blocked, blocked_time
+from meshrec.ops import operators
 
+# Within this time, a live peer reports that the same collective has failed there, too.
 _ANSWER_SECONDS = 3.0
 _GLOO = "gloo/transport"
-"""A part of the source file that gloo names in each error of a connection."""
-# The older name warns where the newer one exists.
+"""Source path fragment in every gloo connection error."""
+# all_gather_into_tensor is deprecated in torch versions with all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _traffic: list[Counter[str]] = []
 _logger = logging.getLogger("meshrec")
-_told: set[str] = set()
-
-
-class CollectiveError(RuntimeError):
-    """A collective did not finish: a peer died, hung, or left."""
+_warned_devices: set[str] = set()
 
 
 @dataclass
 class InFlight:
-    """A collective in flight; ``wait`` returns the tensor that it fills."""
+    """Collective in flight; ``wait`` returns the result tensor."""
 
     tensor: Tensor | None
-    """The tensor to fill; None if ``wait`` allocates it."""
+    """Result tensor; None if ``wait`` allocates it."""
     work: Any
     name: str
     group: dist.ProcessGroup | None
 
     def wait(self) -> Tensor:
-        """Wait (on CUDA: on the current stream) until the tensor is filled. Raises CollectiveError."""
+        """Wait (on CUDA: on the current stream) and return the result. Raises CollectiveError."""
         if self.work is not None:
+            # Waiting again must return the same tensor, not wait for the work twice.
             work, self.work = self.work, None
             began = time.perf_counter()
             try:
@@ -81,7 +88,7 @@ class InFlight:
             except RuntimeError as error:
                 if not _has_failed(work):
                     raise
-                raise _explained(error, self.name, self.group) from error
+                raise _collective_error(error, self.name, self.group) from error
             finally:
                 blocked_time.seconds += time.perf_counter() - began
             if self.tensor is None:
@@ -92,8 +99,8 @@ class InFlight:
     def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         """Wait, and return ``make(tensor, 0, 0)``.
 
-        If ranks read each other's memory, ``make`` reads the messages where they are, see ``Reading.wait``.
-        The tensor is then never assembled. Raises CollectiveError, and what ``make`` raises.
+        On a host link, ``make`` instead reads the messages from peer memory, see ``Reading.wait``, and the
+        tensor is never assembled. Raises CollectiveError, and errors from ``make``.
         """
         if self.tensor is not None:
             return make(self.wait(), 0, 0)
@@ -104,14 +111,14 @@ class InFlight:
         except RuntimeError as error:
             if not _has_failed(work):
                 raise
-            raise _explained(error, self.name, self.group) from error
+            raise _collective_error(error, self.name, self.group) from error
         finally:
             blocked_time.seconds += time.perf_counter() - began
         return cast(Tensor, work.result)
 
 
 class _CopyBack:
-    """A collective of CPU copies; its wait copies what arrived to the tensor on the device."""
+    """Collective on CPU copies; ``wait`` copies the result to the device tensor."""
 
     def __init__(self, work: Any, arrived: Tensor, target: Tensor) -> None:
         self._work, self._arrived, self._target = work, arrived, target
@@ -121,32 +128,65 @@ class _CopyBack:
         self._target.copy_(self._arrived)
 
 
+class _Watched:
+    """A collective of gloo; its wait also ends when a rank has failed alone."""
+
+    def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
+        self._work, self._group = work, group
+
+    def wait(self) -> None:
+        listener: Listener | None = None
+        while True:
+            try:
+                self._work.wait(timedelta(seconds=POLL_SECONDS))
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    self._work.wait()  # raises what has ended it, if it was not its success
+                    return
+            listener = listener or Listener(dist.get_process_group_ranks(self._group))
+            listener.check()
+
+
 class Splits(NamedTuple):
-    """Elements for (or from) each rank of an axis."""
+    """Elements sent to, and received from, every rank on an axis."""
 
     sent: list[int]
     received: list[int]
 
 
 def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: bool = False) -> InFlight:
-    """Starts sending consecutive pieces of a 1-D tensor to the ranks of an axis; ``same``: all of it to each.
+    """Start sending consecutive slices of a 1-D tensor to the ranks on an axis.
 
-    ``sent`` must not be written to any more, also after the wait: ranks of one host read it where it is.
+    Args:
+        sent: elements to send. Must not be modified, even after the wait: ranks on the same host read it in
+            place.
+        splits: elements per rank.
+        axis: participating ranks.
+        name: collective name, for errors and ``measure_traffic``.
+        same: send the whole tensor to every rank instead of slices.
+
+    Raises:
+        CollectiveError: a peer failed.
     """
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent, None, name, None)
+    if Local.has_failed:
+        check_group(group)
+    Local.num_started += 1
     if _traffic:
         _count(name, sent, splits.sent, axis.rank)
     try:
         link = links[group] if sent.is_cpu else None
     except RuntimeError as error:
-        raise _explained(error, name, group) from error
-    # Memory that is not there tells of itself: that is no failure of the collective.
+        raise _collective_error(error, name, group) from error
+    # Outside the try block: running out of memory here is not a failure of the collective.
     received, sent = None, sent.contiguous()
     if link is None:
+        # The backend has no all-to-all that sends a buffer to every rank.
         sent = sent.repeat(axis.size) if same else sent
-        received = torch.ops.meshrec.new_buffer.default(sent, sum(splits.received))
+        received = operators.new_buffer(sent, sum(splits.received))
     work: Any
     try:
         if link is not None:
@@ -161,7 +201,8 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
 
             work = _started(start, received, sent, group)
     except RuntimeError as error:
-        raise _explained(error, name, group) from error
+        raise _collective_error(error, name, group) from error
+    # Without overlap, a phase recorder attributes the whole exchange to the phase that starts it.
     started = InFlight(received, work, name, group)
     if recorders and not recorders[0].overlap:
         started.wait()
@@ -169,21 +210,33 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
 
 
 def release_read(axis: Axis) -> None:
-    """Release the messages on this axis that all ranks have read. Otherwise the next message does so."""
+    """Release messages on this axis that all ranks have read, instead of waiting for the next message."""
     link = links.get(axis.group) if axis.group is not None else None
     if link is not None:
         link.release_read()
 
 
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
-    """Starts gathering tensors of one shape: ``[axis size, *shape]``. ``sent`` as for ``all_to_all``."""
+    """Start gathering equal-shaped tensors: ``[axis size, *shape]``.
+
+    Args:
+        sent: this rank's tensor, see ``all_to_all``.
+        axis: participating ranks.
+        name: collective name.
+
+    Raises:
+        CollectiveError: a peer failed.
+    """
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent[None], None, name, None)
+    if Local.has_failed:
+        check_group(group)
+    Local.num_started += 1
     if _traffic:
         _count(name, sent, [sent.numel()] * axis.size, axis.rank)
     sent = sent.contiguous()
-    received = torch.ops.meshrec.new_buffer.default(sent, axis.size * sent.numel())
+    received = operators.new_buffer(sent, axis.size * sent.numel())
     work: Any
     try:
         if sent.is_cpu and (link := links[group]) is not None:
@@ -196,7 +249,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
 
             work = _started(start, received, sent.view(-1), group)
     except RuntimeError as error:
-        raise _explained(error, name, group) from error
+        raise _collective_error(error, name, group) from error
     started = InFlight(received.view(axis.size, *sent.shape), work, name, group)
     if recorders and not recorders[0].overlap:
         started.wait()
@@ -204,53 +257,83 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
-    """Sum a tensor over an axis, in place."""
+    """Sum a tensor over an axis, in place.
+
+    Args:
+        tensor: addend and result.
+        axis: participating ranks.
+        name: collective name.
+
+    Raises:
+        CollectiveError: a peer failed.
+    """
     if axis.group is None or axis.size == 1:
         return
+    count_start(axis.group)
     if _traffic:
+        # A ring all-reduce sends every element twice, in shares of 1 / size.
         share = 2 * tensor.numel() // axis.size
         _count(name, tensor, [share] * axis.size, axis.rank)
     try:
-        if goes_through_cpu(tensor, axis.group):
-            copied = tensor.cpu()
-            with blocked():
-                dist.all_reduce(copied, group=axis.group)
-            tensor.copy_(copied)
-        else:
-            with blocked():
-                dist.all_reduce(tensor, group=axis.group)
-    except RuntimeError as error:
-        raise _explained(error, name, axis.group) from error
-
-
-def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
-    """Copy what rank ``source`` of an axis has to all ranks of the axis, in place."""
-    if axis.group is None or axis.size == 1:
-        return
-    try:
         copied = tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor
-        dist.broadcast(copied, dist.get_global_rank(axis.group, source), group=axis.group)
+        with blocked():
+            _watched(dist.all_reduce(copied, group=axis.group, async_op=True), copied, axis.group).wait()
         if copied is not tensor:
             tensor.copy_(copied)
     except RuntimeError as error:
-        raise _explained(error, name, axis.group) from error
+        raise _collective_error(error, name, axis.group) from error
+
+
+def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
+    """Copy the tensor from rank ``source`` on an axis to all its ranks, in place.
+
+    Args:
+        tensor: source and result.
+        axis: participating ranks.
+        name: collective name.
+        source: rank on the axis.
+
+    Raises:
+        CollectiveError: a peer failed.
+    """
+    if axis.group is None or axis.size == 1:
+        return
+    count_start(axis.group)
+    try:
+        copied = tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor
+        first = dist.get_global_rank(axis.group, source)
+        _watched(dist.broadcast(copied, first, group=axis.group, async_op=True), copied, axis.group).wait()
+        if copied is not tensor:
+            tensor.copy_(copied)
+    except RuntimeError as error:
+        raise _collective_error(error, name, axis.group) from error
 
 
 def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
-    """Return what every rank of an axis has; for start-up and failures only."""
+    """Gather a picklable object from every rank on an axis. For start-up and failures only.
+
+    Args:
+        item: this rank's object.
+        axis: participating ranks.
+        name: collective name.
+
+    Raises:
+        CollectiveError: a peer failed.
+    """
     if axis.group is None or axis.size == 1:
         return [item]
+    count_start(axis.group)
     items: list[Any] = [None] * axis.size
     try:
         dist.all_gather_object(items, item, group=axis.group)
     except RuntimeError as error:
-        raise _explained(error, name, axis.group) from error
+        raise _collective_error(error, name, axis.group) from error
     return items
 
 
 @contextmanager
 def measure_traffic() -> Iterator[Counter[str]]:
-    """Count the bytes that this rank sends to others, by the name of the collective."""
+    """Count bytes sent to other ranks, by collective name."""
     counter: Counter[str] = Counter()
     _traffic.append(counter)
     try:
@@ -260,12 +343,14 @@ def measure_traffic() -> Iterator[Counter[str]]:
 
 
 def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether a collective of this group takes a CPU copy of the tensor: gloo moves CUDA tensors that
-    way itself, but not in every collective."""
+    """Return whether this group's collectives need a CPU copy of the tensor.
+
+    gloo copies CUDA tensors internally, but not in every collective.
+    """
     if tensor.is_cpu or "nccl" in dist.get_backend(group):
         return False
-    if tensor.device.type not in _told:
-        _told.add(tensor.device.type)
+    if tensor.device.type not in _warned_devices:
+        _warned_devices.add(tensor.device.type)
         _logger.warning(
             "the process group works on the CPU and tables are on %s: every exchange copies through the "
             "CPU. A group of the backend nccl would not.",
@@ -277,38 +362,45 @@ def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 def _started(
     start: Callable[[Tensor, Tensor], Any], received: Tensor, sent: Tensor, group: dist.ProcessGroup
 ) -> Any:
-    """Start a collective that fills ``received``, through CPU copies where the group needs them."""
+    """Start a collective that fills ``received``, through CPU copies if the group needs them."""
     if not goes_through_cpu(sent, group):
-        return start(received, sent)
+        return _watched(start(received, sent), sent, group)
     arrived = torch.empty_like(received, device="cpu")
-    return _CopyBack(start(arrived, sent.cpu()), arrived, received)
+    copied = sent.cpu()
+    return _CopyBack(_watched(start(arrived, copied), copied, group), arrived, received)
 
 
-def named_failure(error: RuntimeError) -> RuntimeError:
-    """Return a CollectiveError for an error of gloo or NCCL that names no rank; any other error as it is.
+def _watched(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any:
+    return _Watched(work, group) if sent.is_cpu and "gloo" in dist.get_backend(group) else work
 
-    Collectives that torch starts by itself, or over small values, do not go through this module.
+
+def named_failure(error: RuntimeError) -> Exception:
+    """Convert a gloo or NCCL error without a rank to a CollectiveError; return other errors unchanged.
+
+    For collectives outside this module: those started by torch, or over small values.
     """
     is_named = isinstance(error, CollectiveError)
     if is_named or not (isinstance(error, dist.DistError) or _GLOO in str(error)):
         return error
-    found = _explained(error, "of all ranks", dist.group.WORLD)
-    found.__cause__ = error
-    return found
+    failure = _collective_error(error, "of all ranks", dist.group.WORLD)
+    failure.__cause__ = error
+    return failure
 
 
-def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:
+def _count(name: str, tensor: Tensor, elements: list[int], rank: int) -> None:
     for counter in _traffic:
-        counter[name] += (sum(elements) - elements[own]) * tensor.element_size()
+        counter[name] += (sum(elements) - elements[rank]) * tensor.element_size()
 
 
 def _has_failed(work: Any) -> bool:
-    """Return whether an error is the collective's, not that of making the result."""
+    """Return whether the collective failed, as opposed to the computation of its result."""
     return not isinstance(work, Reading) or bool(work.link.failure)
 
 
-def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> CollectiveError:
-    """Return an error that names the collective and the peers that do not answer."""
+def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> Exception:
+    """Return the error of a rank that failed alone, or one naming the collective and unresponsive peers."""
+    if (failure := lone_failure(group)) is not None:
+        return failure
     ranks = dist.get_process_group_ranks(group)
     return CollectiveError(
         f"rank {dist.get_rank()}: the collective '{name}' over ranks {ranks} failed: {_silent_peers(ranks)}. "
@@ -318,20 +410,20 @@ def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) 
 
 
 def _silent_peers(ranks: list[int]) -> str:
-    """Say which ranks are silent. A live peer soon reports that this collective has failed there, too.
+    """Describe which ranks are silent. A live peer soon reports that this collective failed there, too.
 
-    The store may be hosted by the rank that is stopped, and torch's calls to it have no deadline. So a thread
-    asks, which is left behind if there is no answer.
+    The store may be hosted by the stopped rank, and torch's store calls have no deadline. A daemon thread
+    therefore asks, and is abandoned without an answer.
     """
     store, host = dist.distributed_c10d._get_default_store(), store_host()
-    me, silent = dist.get_rank(), [rank for rank in ranks if rank != dist.get_rank()]
+    this_rank, silent = dist.get_rank(), [rank for rank in ranks if rank != dist.get_rank()]
     heard = threading.Event()
     failures: list[str] = []
     deadline = time.monotonic() + _ANSWER_SECONDS
 
     def ask() -> None:
         try:
-            store.set(f"meshrec/failed/{me}", "1")
+            store.set(f"meshrec/failed/{this_rank}", "1")
             heard.set()
             while silent and time.monotonic() < deadline:
                 for rank in list(silent):
@@ -346,7 +438,7 @@ def _silent_peers(ranks: list[int]) -> str:
     thread.join(_ANSWER_SECONDS + 1.0)
     if heard.is_set() and not failures and not thread.is_alive():
         return f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"
-    # The store does not answer, or no longer: it was hosted by whoever is gone.
-    if host == "rank 0" and me != 0:
+    # The store does not answer: the failed process hosted it.
+    if host == "rank 0" and this_rank != 0:
         return "no answer from rank 0"
     return f"the ranks' store cannot be asked who answers (it is with {host or 'a file'})"

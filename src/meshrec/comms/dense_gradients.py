@@ -1,10 +1,10 @@
-"""Averages the gradients of dense parameters: a communication hook of DDP.
+"""Gradient averaging for dense parameters: a DDP communication hook.
 
-Gradients are added in the order of ranks. So the bits depend neither on where ranks run nor on whether they
-read each other's memory (``host_link``); gloo's all-reduce adds in another order. Each rank averages a part
-of the elements and sends its means to all. Two ranks without a link send each other everything instead: as
-many bytes, in one exchange instead of two. The hook may finish after the backward pass, when a pipeline has
-started the next lookup.
+Gradients are added in rank order, so the result bits depend neither on rank placement nor on host links
+(``host_link``); gloo's all-reduce adds in another order. Every rank averages a share of the elements and
+sends the means to all. Two ranks without a link exchange all elements instead: equally many bytes, in one
+exchange instead of two. The hook finishes at the end of the backward pass, so that the tables' backward and
+their exchange do not wait. With pipelining it may finish even later, when the next lookup has started.
 """
 
 from collections.abc import Iterator
@@ -19,96 +19,123 @@ from torch.futures import Future
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
 from meshrec.comms.host_link import HostLink, links, open_link
 from meshrec.comms.mesh import Axis
+from meshrec.ops import operators
 
 # R ranks
 
 DENSE_GRADIENTS = "gradients of dense parameters"
-"""The name of this collective in errors and in ``measure_traffic``."""
+"""Collective name in errors and in ``measure_traffic``."""
 
 
 class _Bucket(NamedTuple):
-    """A bucket of gradients under way."""
+    """DDP gradient bucket in flight."""
 
     buffer: Tensor
+    sent: Tensor
+    """The buffer in the format of the exchange, which may be the buffer itself."""
     terms: InFlight
-    """The elements of other ranks that this rank averages; without ``adds_in_order``, the means."""
+    """Peer elements to average on this rank; without ``adds_in_order``, the means."""
     future: Any
 
 
 class DenseGradients:
-    """The state of ``average_gradients``; ``for_axis`` makes it.
+    """State for ``average_gradients``, created by ``for_axis``.
 
     Attributes:
-        is_late: see ``late``.
-        adds_in_order: whether gradients are added in the order of ranks. NCCL adds them itself.
+        is_late: whether averaging is deferred to ``finish``, see ``late``.
+        adds_in_order: whether gradients are added in rank order. NCCL chooses the order itself.
+        dtype: type in which gradients are exchanged; None: the type of the gradients.
+        ends_with_backward: whether buckets are averaged at the end of the backward pass instead of in the
+            last bucket's hook. DistributedDataParallel with a static graph calls hooks in a final callback of
+            the backward pass, which would wait for a later callback forever. Set before the first step.
     """
 
-    def __init__(self, link: HostLink | None, axis: Axis, *, adds_in_order: bool = True) -> None:
-        self._link, self._axis = link, axis
+    def __init__(
+        self,
+        link: HostLink | None,
+        axis: Axis,
+        *,
+        adds_in_order: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._link, self._axis, self.dtype = link, axis, dtype
         self.adds_in_order = adds_in_order
-        self._under_way: list[_Bucket] = []
+        self._in_progress: list[_Bucket] = []
         self.is_late = False
+        self.ends_with_backward = False
 
     @classmethod
-    def for_axis(cls, axis: Axis, device: torch.device | None = None) -> "DenseGradients | None":
-        """Make the state for the ranks of an axis; None for one rank. Collective.
+    def for_axis(
+        cls, axis: Axis, device: torch.device | None = None, *, dtype: torch.dtype | None = None
+    ) -> "DenseGradients | None":
+        """Create the state for the ranks on an axis; None for a single rank. Collective.
 
         Args:
-            axis: the ranks that average.
-            device: where the gradients are; by default, the CPU.
+            axis: participating ranks.
+            device: gradient device; CPU by default.
+            dtype: type in which gradients are exchanged; None: the type of the gradients. CPU ranks add in
+                fp32 and round the mean; NCCL adds in this type.
         """
         group = axis.group
         if group is None or axis.size == 1:
             return None
         on_cpu = device is None or device.type == "cpu"
         if not on_cpu or links[group] is None:
-            return cls(None, axis, adds_in_order=on_cpu)
-        # One of its own: buckets and exchanges of tables may take turns differently on each rank.
-        return cls(open_link(group), axis)
+            return cls(None, axis, adds_in_order=on_cpu, dtype=dtype)
+        # A separate link: buckets and table exchanges may interleave differently on every rank, and a link
+        # needs the same order everywhere.
+        return cls(open_link(group), axis, dtype=dtype)
 
     @contextmanager
     def late(self) -> Iterator[None]:
-        """Let backward passes end before gradients are averaged: call ``finish`` before you read them."""
+        """Defer averaging past the backward pass: call ``finish`` before reading gradients."""
         self.is_late = True
         try:
             yield
         except BaseException:
-            self._under_way.clear()
+            self.forget()
             raise
         finally:
             self.is_late = False
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
-        """Offer this rank's gradients to the others."""
+        """Publish this rank's gradients to its peers."""
         future: Future[Tensor] = Future()
         sizes = self._sizes(buffer)
-        own = [sizes[self._axis.rank]] * self._axis.size
+        local_sizes = [sizes[self._axis.rank]] * self._axis.size
         if not self.adds_in_order:
-            # What DistributedDataParallel does without a hook, in its order.
+            # Same operations, in the same order, as DistributedDataParallel without a hook.
             buffer.mul_(1 / self._axis.size)
-            work = dist.all_reduce(buffer, group=self._axis.group, async_op=True)
-            terms = self._in_flight(buffer, work)
+        sent = buffer if self.dtype is None else buffer.to(self.dtype)
+        if not self.adds_in_order:
+            work = dist.all_reduce(sent, group=self._axis.group, async_op=True)
+            terms = self._in_flight(sent, work)
         elif self._link is not None:
-            terms = self._in_flight(None, self._link.start(buffer, sizes, None, own, same=False))
+            terms = self._in_flight(None, self._link.start(sent, sizes, None, local_sizes, same=False))
         elif self._axis.size == 2:
             sizes = [0, buffer.numel()] if self._axis.rank == 0 else [buffer.numel(), 0]
-            terms = all_to_all(buffer, Splits(sizes, sizes), self._axis, DENSE_GRADIENTS)
+            terms = all_to_all(sent, Splits(sizes, sizes), self._axis, DENSE_GRADIENTS)
         else:
-            terms = all_to_all(buffer, Splits(sizes, own), self._axis, DENSE_GRADIENTS)
-        self._under_way.append(_Bucket(buffer, terms, future))
+            terms = all_to_all(sent, Splits(sizes, local_sizes), self._axis, DENSE_GRADIENTS)
+        self._in_progress.append(_Bucket(buffer, sent, terms, future))
         if self.is_late:
-            future.set_result(buffer)  # which DistributedDataParallel takes for the mean already
+            future.set_result(buffer)  # releases DDP, which treats the buffer as averaged
         return future
+
+    def forget(self) -> None:
+        """Forget the buckets of a backward pass that failed."""
+        self._in_progress.clear()
 
     def finish(self) -> None:
         """Wait for every bucket, and fill it with the means over all ranks.
 
         Raises:
-            CollectiveError: when a rank does not answer.
+            CollectiveError: a rank does not answer.
         """
-        under_way, self._under_way = self._under_way, []
-        means = [self._means(bucket) if self.adds_in_order else bucket.terms for bucket in under_way]
-        for bucket, in_flight in zip(under_way, means, strict=True):
+        # Forget the buckets first: after an error, the next step must not finish them.
+        in_progress, self._in_progress = self._in_progress, []
+        means = [self._means(bucket) if self.adds_in_order else bucket.terms for bucket in in_progress]
+        for bucket, in_flight in zip(in_progress, means, strict=True):
             mean = in_flight.wait()
             if mean is not bucket.buffer:
                 bucket.buffer.copy_(mean)
@@ -116,31 +143,31 @@ class DenseGradients:
                 bucket.future.set_result(bucket.buffer)
 
     def _means(self, bucket: _Bucket) -> InFlight:
-        """Compute this rank's share of the means, and start to exchange shares if there are several."""
-        size, rank, buffer = self._axis.size, self._axis.rank, bucket.buffer
-        average = torch.ops.meshrec.average_ranks.default
+        """Compute this rank's share of the means, and start exchanging shares if needed."""
+        size, rank, sent = self._axis.size, self._axis.rank, bucket.sent
+        average = operators.average_ranks
         if self._link is None and size == 2:
-            other = bucket.terms.wait()
-            average(buffer, [buffer, other] if rank == 0 else [other, buffer], size)
-            return self._in_flight(buffer, None)
-        sizes = self._sizes(buffer)
-        own = [sizes[rank]] * size
-        mean: Tensor = torch.ops.meshrec.new_buffer.default(buffer, sizes[rank])
+            peer_gradients = bucket.terms.wait()
+            average(sent, [sent, peer_gradients] if rank == 0 else [peer_gradients, sent], size)
+            return self._in_flight(sent, None)
+        sizes = self._sizes(sent)
+        local_sizes = [sizes[rank]] * size
+        mean: Tensor = operators.new_buffer(sent, sizes[rank])
         if self._link is None:
             average(mean, list(bucket.terms.wait().view(size, -1)), size)
-            return all_to_all(mean, Splits(own, sizes), self._axis, DENSE_GRADIENTS, same=True)
+            return all_to_all(mean, Splits(local_sizes, sizes), self._axis, DENSE_GRADIENTS, same=True)
 
         def read(_: Tensor, link: int, exchange: int) -> Tensor:
             average(mean, [], size, link, exchange)
             return mean
 
         bucket.terms.use(read)
-        # All ranks that fill the buffer below have read what they need of it: they send means of it.
-        return self._in_flight(buffer, self._link.start(mean, own, buffer, sizes, same=True))
+        # The buffer may be overwritten: a peer sends its means only after reading its share of the buffer.
+        return self._in_flight(sent, self._link.start(mean, local_sizes, sent, sizes, same=True))
 
     def _sizes(self, buffer: Tensor) -> list[int]:
-        """Return [R], the number of elements that each rank averages."""
-        return [part.numel() for part in buffer.tensor_split(self._axis.size)]
+        """Return the number of elements averaged per rank, [R]."""
+        return list(map(Tensor.numel, buffer.tensor_split(self._axis.size)))
 
     def _in_flight(self, result: Tensor | None, work: object) -> InFlight:
         return InFlight(result, work, DENSE_GRADIENTS, self._axis.group)
@@ -150,12 +177,20 @@ def average_gradients(
     state: DenseGradients,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients over ranks, with the same bits on all of them.
+    """Average gradients over ranks, with equal bits on all ranks.
 
-    This is a hook for ``DistributedDataParallel.register_comm_hook``. It publishes each bucket when its
-    gradients are ready. No rank waits for another before the last bucket, when all buckets are averaged.
+    A hook for ``DistributedDataParallel.register_comm_hook``. It publishes a bucket when its gradients are
+    ready. All buckets are averaged after the last one, so no rank waits for a peer earlier; see
+    ``ends_with_backward``.
     """
+    if bucket.index() == 0:
+        state.forget()  # what a failed backward pass has left
     future = state.start(bucket.buffer())
     if bucket.is_last() and not state.is_late:
-        state.finish()
+        if state.ends_with_backward:
+            # DistributedDataParallel queues the callback that waits for the futures after this hook, and
+            # callbacks run in order.
+            torch.autograd.Variable._execution_engine.queue_callback(state.finish)
+        else:
+            state.finish()
     return future

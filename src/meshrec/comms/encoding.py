@@ -1,8 +1,8 @@
-"""Messages of rows in several wire formats.
+"""Row messages with several wire formats.
 
-A message is a sequence of blocks; all rows of a block have the same columns. Each column of a row is
-encoded by its own format, so that tables of one module may travel in different ones. Where all formats of a
-direction are one cast, kernels write the message themselves, and nothing here is called.
+A message is a sequence of blocks, and all rows of a block have the same columns. Every column has its own
+format, so tables of a module may use different formats. If all formats in a direction are the same cast,
+kernels write the message directly, without this module.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,30 +12,31 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.wire import WireFormat
+from meshrec.ops import operators
 
 
 class Columns(NamedTuple):
-    """The columns of a row, in the order in which they travel."""
+    """Columns of a row, in message order."""
 
     widths: tuple[int, ...]
     formats: tuple[WireFormat, ...]
     seeds: tuple[int, ...]
-    """The seeds of stochastic rounding."""
+    """Seeds for stochastic rounding."""
     origins: tuple[int, ...]
-    """The places of the columns in their whole tables."""
+    """First column within the whole table."""
     names: tuple[str, ...]
-    """The names of the columns in warnings, such as "table 't0', feature 'a'"."""
+    """Column names in warnings, such as "table 't0', feature 'a'"."""
     uses: tuple[int, ...]
-    """The use (a feature read in a table) of each column."""
+    """Use (a feature read from a table) per column."""
 
     @property
     def width(self) -> int:
-        """The number of values of a row."""
+        """Values per row."""
         return sum(self.widths)
 
 
 class Block(NamedTuple):
-    """``num_rows`` rows with the same columns. Row i draws its noise with the key ``first_key + i``."""
+    """``num_rows`` rows with the same columns. Row i seeds its rounding noise with key ``first_key + i``."""
 
     num_rows: int
     columns: Columns
@@ -43,18 +44,25 @@ class Block(NamedTuple):
 
 
 class RowEncoding(NamedTuple):
-    """The common part of the formats of one direction of a module."""
+    """Message dtype and encoding of a module's rows in one direction."""
 
     unit: torch.dtype
-    """The dtype of the tensor that travels."""
+    """Message dtype."""
     kernel_dtype: torch.dtype
-    """The dtype in which kernels write the rows, and read them."""
+    """Dtype in which kernels write and read rows."""
     is_cast: bool
-    """Whether the kernels write and read the message themselves."""
+    """Whether kernels write and read the message directly."""
 
     @classmethod
     def of(cls, formats: Iterable[WireFormat]) -> "RowEncoding":
-        """Return the encoding for all rows of a direction."""
+        """Choose the encoding for a module's rows in one direction.
+
+        If all formats are equal, the encoding has the dtypes of that format. If they differ, messages are
+        uint8 and kernels use fp32. Without formats, the encoding is an fp32 cast.
+
+        Args:
+            formats: format per table; repeats do not matter.
+        """
         distinct = set(formats)
         if len(distinct) == 1:
             only = distinct.pop()
@@ -62,31 +70,32 @@ class RowEncoding(NamedTuple):
         return cls(torch.uint8 if distinct else torch.float32, torch.float32, not distinct)
 
     def units(self, columns: Columns) -> int:
-        """Return the elements of an encoded row."""
+        """Return the elements of dtype ``unit`` per encoded row."""
         pairs = zip(columns.formats, columns.widths, strict=True)
         return sum(format.row_bytes(width) for format, width in pairs) // self.unit.itemsize
 
     def encode(
         self, values: Tensor, blocks: Sequence[Block], *, step: int = 0, keys: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Encode the rows of consecutive blocks; the message, flat, keeps their order.
+        """Encode the rows of consecutive blocks into a flat message, in order.
 
         Args:
-            values: the rows, flat, of ``kernel_dtype``.
-            blocks: the shapes of the rows.
-            step: the training step, from which stochastic rounding draws.
-            keys: a key for each row, int64, in place of those of the blocks.
+            values: rows, flat, of ``kernel_dtype``.
+            blocks: row shapes.
+            step: training step, part of the seed for stochastic rounding.
+            keys: key per row, int64, instead of block keys.
 
         Returns:
-            The message, and the report of the kernels on values that are not finite (see ``wire_encode``),
-            or None if no kernel has run.
+            The message, and the kernels' report on non-finite values (see ``wire_encode``), or None if no
+                kernel ran.
         """
+        # Empty blocks have no bytes, and view() cannot infer their shape.
         blocks = [block for block in blocks if block.num_rows and block.columns.width]
         if not blocks:
             return values.new_empty(0, dtype=self.unit), None
         if self.is_cast or not _in_kernels(blocks):
-            return self._encoded(values, blocks), None
-        message, report = torch.ops.meshrec.wire_encode.default(
+            return self._encode_by_format(values, blocks), None
+        message, report = operators.wire_encode(
             values.view(-1),
             *_layout(blocks),
             [seed for block in blocks for seed in block.columns.seeds],
@@ -98,14 +107,12 @@ class RowEncoding(NamedTuple):
         return message.view(self.unit), report
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode the rows of consecutive blocks; the values, flat, keep their order."""
+        """Decode the rows of consecutive blocks into flat values, in order."""
         blocks = [block for block in blocks if block.num_rows and block.columns.width]
         if not blocks:
             return message.new_empty(0, dtype=self.kernel_dtype)
         if not self.is_cast and _in_kernels(blocks):
-            values: Tensor = torch.ops.meshrec.wire_decode.default(
-                message.view(torch.uint8), *_layout(blocks)
-            )
+            values: Tensor = operators.wire_decode(message.view(torch.uint8), *_layout(blocks))
             return values.to(self.kernel_dtype)
         parts, start = [], 0
         for block in blocks:
@@ -125,8 +132,8 @@ class RowEncoding(NamedTuple):
             start = end
         return torch.cat(parts)
 
-    def _encoded(self, values: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Encode by the formats' own methods."""
+    def _encode_by_format(self, values: Tensor, blocks: Sequence[Block]) -> Tensor:
+        """Encode with the formats' own methods."""
         parts, start = [], 0
         for block in blocks:
             end = start + block.num_rows * block.columns.width
@@ -141,8 +148,8 @@ class RowEncoding(NamedTuple):
 
 
 def kernel_columns(columns: Sequence[Columns]) -> tuple[list[int], list[int], list[int]] | None:
-    """Return the columns of each source as ``gather_coded`` reads them; None if kernels lack a format."""
-    blocks = [Block(0, each) for each in columns]
+    """Return the columns per source for ``gather_coded``; None if kernels lack a format."""
+    blocks = [Block(0, source) for source in columns]
     return _layout(blocks)[1:] if _in_kernels(blocks) else None
 
 
@@ -151,14 +158,14 @@ def _in_kernels(blocks: Sequence[Block]) -> bool:
 
 
 def _layout(blocks: Sequence[Block]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the first arguments of the kernels."""
-    begins = [0]
+    """Return the first arguments to the kernels: rows, first columns, widths, format codes."""
+    starts = [0]
     for block in blocks:
-        begins.append(begins[-1] + len(block.columns.widths))
+        starts.append(starts[-1] + len(block.columns.widths))
     formats = [format.code for block in blocks for format in block.columns.formats]
     return (
         [block.num_rows for block in blocks],
-        begins,
+        starts,
         [width for block in blocks for width in block.columns.widths],
         [code for code in formats if code is not None],
     )

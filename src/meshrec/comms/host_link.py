@@ -1,28 +1,25 @@
-"""Messages between CPU ranks of one host, without a network: each rank reads them from the others' memory.
+"""Message exchange between CPU ranks on the same host by reading peer memory, without sockets.
 
-Gloo sends messages through TCP sockets even on one host. A link replaces its collectives for a process group
-whose ranks all run on one Linux host and may read each other's memory. The ranks find that out together at
-the group's first collective; if there can be no link, one log line says why. Results are the same bits. The
-environment variable ``MESHREC_HOST_LINK=0``, on any rank, switches links off. ``MESHREC_HOST=NAME`` gives a
-rank's host a name: ranks with other names count as on other hosts, for trials of several nodes on one
-machine.
+Gloo uses TCP sockets even within a host. A link replaces its collectives for a process group whose ranks all
+run on the same Linux host and may read each other's memory. The ranks determine this together in the group's
+first collective; if no link is possible, a log line explains why. Results are bit-identical.
+``MESHREC_HOST_LINK=0`` on any rank disables links. ``MESHREC_HOST=NAME`` names a rank's host: ranks with
+different names count as different hosts, to test multi-node setups on a single machine.
 
 [Note: why ranks may read each other's memory]
 
-A rank reads with ``process_vm_readv``, which the system allows for processes of one user (with Yama, after
-the ``prctl`` in csrc/host/host_link.cpp). It only reads: no rank writes to another's memory. The reads are
-safe because
+A rank reads with ``process_vm_readv``, which the system allows between processes of the same user (with Yama,
+after the ``prctl`` in csrc/host/host_link.cpp). Ranks never write to peer memory. The reads are safe because
 
-1. all ranks start the same exchanges in the same order, and number them. A rank publishes the addresses of a
-   message on its board before it raises the number of started exchanges, so no reader sees half an entry;
-2. nobody writes to a message, or frees it, before all ranks have read it. ``HostLink.sent`` keeps it alive
-   until the boards say so. Therefore collectives get tensors of their own, never the caller's;
-3. a board carries a random token. A process that has the number of a dead peer does not have its token;
-4. a peer that dies makes the read fail, and one that hangs meets the timeout of the process group. Both raise
-   on the reader; the other ranks learn of it as in [Note: how errors reach every rank]
-   (checkpoint/agreement.py);
-5. a forked child forgets the link, because it belongs to the parent. At its end, a rank waits some seconds
-   until the others have read its last messages.
+1. all ranks start the same exchanges in the same order, and number them. A rank publishes message addresses
+on its board before it increments the number of started exchanges, so readers never see a partial entry;
+2. a message is neither modified nor freed before all ranks have read it. ``HostLink.sent`` keeps it alive
+until the boards confirm that. Collectives therefore receive private tensors, never the caller's;
+3. a board carries a random token, so a process that reuses a dead peer's PID is detected;
+4. a dead peer makes the read fail, and a hung peer hits the process group's timeout. Both raise on the
+reader; other ranks are informed as in [Note: how errors reach every rank] (comms/agreement.py);
+5. a forked child forgets the link, because it belongs to the parent. At exit, a rank waits some seconds until
+its peers have read its last messages.
 """
 
 import ctypes
@@ -43,16 +40,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshrec.comms.failures import Listener
+from meshrec.ops import operators
 from meshrec.ops.library import c_entry_points
 
 _logger = logging.getLogger("meshrec")
 _SWITCH = "MESHREC_HOST_LINK"
 _HOST_NAME = "MESHREC_HOST"
 _FAILED, _NOT_YET = -1, -2
-_PEER_LOST = "the memory of a peer could not be read"  # the first words of csrc/host/host_link.h: kPeerLost
+_PEER_LOST = "the memory of a peer could not be read"  # prefix of kPeerLost in csrc/host/host_link.h
 _LEAVING_SECONDS = 5.0
 _ERROR_BYTES = 256
-_MANY = 8  # exchanges in flight, above which `start` looks for those that nobody waits for any more
+_MANY = 8  # exchanges in flight above which `start` looks for abandoned ones
 _INT, _POINTER, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "create": (_POINTER, [_INT, _INT, _NUMBER, _POINTER, _POINTER, _POINTER]),
@@ -67,12 +66,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _Refused(OSError):
-    """The reason why there is not a link. A log line names it, and gloo is used instead."""
+    """No link is possible. A log line gives the reason, and gloo is used instead."""
 
 
 class Address(NamedTuple):
-    """The place of a rank's board (see csrc/host/host_link.cpp): its process, and there the descriptor and
-    the address of the board; ``token`` is what the board must say.
+    """Location of a rank's board (see csrc/host/host_link.cpp): process, file descriptor, address, and the
+    token expected on the board.
     """
 
     pid: int
@@ -83,30 +82,33 @@ class Address(NamedTuple):
 
 @dataclass(eq=False)
 class Reading:
-    """One exchange on a link; ``wait`` fills ``result``. One that is dropped delays no rank for long."""
+    """Exchange in flight on a link; ``wait`` fills ``result``. An abandoned exchange does not delay peers for
+    long.
+    """
 
     link: "HostLink"
     number: int
     result: Tensor
-    """The result; empty before ``wait`` if that allocates it, since others need the memory meanwhile."""
+    """The result; empty before ``wait`` if ``wait`` allocates it, which keeps the memory free meanwhile."""
     sizes: Any
-    """The number of elements from each rank."""
+    """Elements per source rank."""
     num_elements: int
-    """The number of elements from all ranks."""
+    """Elements from all ranks."""
     is_done: bool = False
 
     def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
         """Wait until the result has arrived.
 
         Args:
-            make: makes the result once all peers have started the exchange. It reads their memory itself: it
-                gets the empty result, the link, and the number of the exchange.
+            make: computes the result from peer memory, once all peers have started the exchange. Called with
+                the empty result, the link handle, and the exchange number.
 
         Raises:
-            RuntimeError: a peer has ended, or does not answer within the process group's timeout. Only then
-                does the link have a ``failure``; other errors are those of making the result.
+            RuntimeError: a peer died, or does not answer within the process group's timeout; the link then
+                has a ``failure``. Or ``make`` failed, without a link failure.
         """
         link, deadline, name = self.link, 0.0, "arrive"
+        listener: Listener | None = None
         self.is_done = True
         if link.failure:
             raise RuntimeError(link.failure)
@@ -114,11 +116,12 @@ class Reading:
         try:
             if make is None:
                 if self.result.numel() != self.num_elements:
-                    self.result = torch.ops.meshrec.new_buffer.default(self.result, self.num_elements)
+                    self.result = operators.new_buffer(self.result, self.num_elements)
                 name, arguments = "wait", (self.result.data_ptr(), *arguments)
             while (outcome := link.functions[name](link.handle, self.number, *arguments)) == _NOT_YET:
                 deadline = deadline or time.monotonic() + link.timeout_seconds
-                link.check(deadline)
+                listener = listener or Listener(link.ranks)
+                link.check(deadline, listener)
             if outcome == _FAILED:
                 link.failure = link.error.value.decode()
                 raise RuntimeError(link.failure)
@@ -128,7 +131,7 @@ class Reading:
         except BaseException as error:
             if _PEER_LOST in str(error):
                 link.failure = _PEER_LOST
-            # This rank alone failed, as for lack of memory: the peers need not keep their messages for it.
+            # A local failure, such as missing memory: let peers release their messages.
             if not link.failure:
                 link.functions["skip"](link.handle, self.number)
             raise
@@ -137,10 +140,15 @@ class Reading:
 
 
 class HostLink:
-    """The ranks of one process group, which read each other's memory; ``open_link`` makes it.
+    """Connection between a process group's ranks through mutual memory reads; see ``open_link``.
 
     All ranks start the same exchanges in the same order, and wait for them in any order. A message must not
-    be written to before all ranks have read it; the link keeps it alive until then.
+    be modified before all ranks have read it; the link keeps it alive until then.
+
+    Args:
+        rank: this rank in the group.
+        size: number of ranks.
+        timeout_seconds: maximum wait for a peer.
 
     Raises:
         OSError: the system does not allow it.
@@ -153,10 +161,13 @@ class HostLink:
         self.error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.sent: deque[Tensor] = deque()
         """The messages that some rank has not read yet."""
-        self._sizes, self._under_way = _INT * size, list[tuple[int, weakref.ref[Reading]]]()
+        self.ranks: Sequence[int] = ()
+        """The global ranks that may announce a failure."""
+        self._sizes, self._in_progress = _INT * size, list[tuple[int, weakref.ref[Reading]]]()
+        # 63 bits: the token travels as a signed 64-bit integer.
         token, descriptor, address = secrets.randbits(63), _INT(), _NUMBER()
-        places = ctypes.byref(descriptor), ctypes.byref(address)
-        self.handle: int | None = self.functions["create"](rank, size, token, *places, self.error)
+        outputs = ctypes.byref(descriptor), ctypes.byref(address)
+        self.handle: int | None = self.functions["create"](rank, size, token, *outputs, self.error)
         if self.handle is None:
             raise OSError(self.error.value.decode())
         self.address = Address(os.getpid(), descriptor.value, address.value, token)
@@ -182,25 +193,28 @@ class HostLink:
         *,
         same: bool,
     ) -> Reading:
-        """Start an exchange: send ``sent[p]`` elements to rank p, and receive ``received[p]`` from it.
+        """Start an exchange: send ``sent[p]`` elements to rank p, and receive ``received[p]``.
 
         Args:
-            message: the elements to send.
-            sent: the number of elements for each rank.
-            result: the tensor to fill; None has ``Reading.wait`` allocate it.
-            received: the number of elements from each rank.
-            same: give every rank the message from its beginning, instead of consecutive pieces of it.
+            message: elements to send.
+            sent: elements per destination rank.
+            result: tensor to fill; None: ``Reading.wait`` allocates it.
+            received: elements per source rank.
+            same: send every rank the start of the message instead of consecutive slices.
 
         Raises:
-            RuntimeError: too many exchanges are in flight, and a peer reads none of them in time.
+            RuntimeError: too many exchanges are in flight, and a peer does not read them in time.
         """
         if self.failure:
             raise RuntimeError(self.failure)
         message, number, deadline = message.contiguous(), _INT(), 0.0
+        listener: Listener | None = None
         arguments = message.data_ptr(), self._sizes(*sent), message.element_size(), same, ctypes.byref(number)
         while (num_unread := self.functions["start"](self.handle, *arguments)) == _NOT_YET:
             deadline = deadline or time.monotonic() + self.timeout_seconds
-            self.check(deadline)
+            listener = listener or Listener(self.ranks)
+            self.check(deadline, listener)
+            # Only if a peer is many exchanges behind, so polling is good enough.
             time.sleep(1e-3)
         self.sent.append(message)
         while len(self.sent) > num_unread:
@@ -208,25 +222,30 @@ class HostLink:
         if result is None:
             result = message.new_empty(0)
         reading = Reading(self, number.value, result, self._sizes(*received), sum(received))
-        if len(self._under_way) >= _MANY:
+        if len(self._in_progress) >= _MANY:
             self._skip_dropped()
-        self._under_way.append((number.value, weakref.ref(reading)))
+        self._in_progress.append((number.value, weakref.ref(reading)))
         return reading
 
     def release_read(self) -> None:
-        """Release the messages that all ranks have read by now."""
+        """Release messages that all ranks have read."""
         num_unread = 0 if self.failure else self.functions["unread"](self.handle)
         while len(self.sent) > num_unread:
             self.sent.popleft()
 
-    def check(self, deadline: float) -> None:
-        """Raise RuntimeError if the deadline is past."""
+    def check(self, deadline: float, listener: Listener) -> None:
+        """Raise RuntimeError if the deadline has passed, or a peer has failed alone."""
+        try:
+            listener.check()
+        except RuntimeError as error:
+            self.failure = str(error)
+            raise
         if time.monotonic() > deadline:
             self.failure = f"a peer did not answer within {self.timeout_seconds:g} s"
             raise RuntimeError(self.failure)
 
     def close(self) -> None:
-        """Leave the link, once the others have read what they wait for."""
+        """Leave the link, after peers have read pending messages."""
         handle, self.handle = self.handle, None
         if handle is not None:
             self.functions["close"](handle, 0.0 if self.failure else _LEAVING_SECONDS)
@@ -234,21 +253,23 @@ class HostLink:
         self.sent.clear()
 
     def forget(self) -> None:
-        """Give up the link in a forked child: it belongs to the parent."""
+        """Disable the link in a forked child: it belongs to the parent."""
         self.handle, self.failure = None, "the link to the other ranks belongs to the parent process"
 
     def _skip_dropped(self) -> None:
-        kept = []
-        for number, reference in self._under_way:
+        pending = []
+        for number, reference in self._in_progress:
             reading = reference()
             if reading is None:
                 self.functions["skip"](self.handle, number)
             elif not reading.is_done:
-                kept.append((number, reference))
-        self._under_way = kept
+                pending.append((number, reference))
+        self._in_progress = pending
 
 
-class _OpenedWhenMissed(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
+class _LazyLinks(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
+    """Dict that opens a group's link on first access."""
+
     def __missing__(self, reference: "weakref.ref[dist.ProcessGroup]") -> HostLink | None:
         group = reference()
         assert group is not None
@@ -257,39 +278,39 @@ class _OpenedWhenMissed(dict["weakref.ref[dist.ProcessGroup]", HostLink | None])
 
 
 links: "WeakKeyDictionary[dist.ProcessGroup, HostLink | None]" = WeakKeyDictionary()
-"""The link that collectives over a group use, by group; None if gloo serves the group. ``links[group]`` opens
-the link at the first look-up, which is collective; ``links.get(group)`` does not open it.
+"""Link per group; None if gloo serves the group. ``links[group]`` opens the link on first access, which is
+collective; ``links.get(group)`` does not.
 """
-links.data = _OpenedWhenMissed()  # type: ignore[attr-defined]  # no call of ours where there is one
+links.data = _LazyLinks()  # type: ignore[attr-defined]  # a hit stays in C
 _open_links: "weakref.WeakSet[HostLink]" = weakref.WeakSet()
 
 
 def open_links() -> list[HostLink]:
-    """Return the open links of this process."""
+    """Return this process's open links."""
     return list(_open_links)
 
 
 def open_link(group: dist.ProcessGroup) -> HostLink | None:
-    """Open a new link between the ranks of a group; None if gloo has to serve it. Collective.
+    """Open a new link between a group's ranks; None if gloo must serve it. Collective.
 
     Raises:
-        RuntimeError: a rank does not answer. The error is the backend's.
+        RuntimeError: a rank does not answer (the backend's error).
     """
-    if type(group) is not dist.ProcessGroup:  # such as a slow one for tests: its own collectives are meant
+    # A subclass, such as a slow group in tests, wants its own collectives.
+    if type(group) is not dist.ProcessGroup:
         return None
     backend: Any = group._get_backend(torch.device("cpu"))
     link = link_or_reason(group)[0] if backend.name() == "gloo" else None
     if link is not None:
+        link.ranks = dist.get_process_group_ranks(group)
         _open_links.add(link)
-        # At the end of the group, or of the process.
+        # Runs when the group is collected, or at exit.
         multiprocessing.util.Finalize(group, link.close, exitpriority=0)
     return link
 
 
 def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
-    """Join the ranks of a gloo group by a link, on all of them or on none; else return why not.
-    Collective.
-    """
+    """Link the ranks of a gloo group, on all ranks or none; otherwise return the reason. Collective."""
     backend: Any = group._get_backend(torch.device("cpu"))
     link, refusal = None, ""
     try:
@@ -298,6 +319,7 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
         link = HostLink(group.rank(), group.size(), backend.options._timeout.total_seconds())
     except OSError as error:
         refusal = str(error)
+    # All ranks must decide alike, so exchange the reasons before anybody joins.
     hosts, addresses, refusals = _gathered(group, (_host(), link and link.address, refusal))
     is_one_host = len(set(hosts)) == 1
     if link is not None and is_one_host and not any(refusals):
@@ -322,14 +344,14 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
 
 
 def _gathered(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Gather what all ranks have, item by item."""
+    """Gather a tuple from every rank, transposed: a list per item."""
     items: list[Any] = [None] * group.size()
     dist.all_gather_object(items, mine, group=group)
     return list(zip(*items, strict=True))
 
 
 def _host() -> str:
-    """Return a text that all processes of one host share; empty on systems other than Linux."""
+    """Return a string shared by all processes on a host; empty outside Linux."""
     if named := os.environ.get(_HOST_NAME):
         return named
     path = Path("/proc/sys/kernel/random/boot_id")

@@ -1,16 +1,16 @@
-"""The start of a process group: how its ranks find each other, and where they listen.
+"""Process group start-up: how ranks find each other, and where they listen.
 
 [Note: who can reach the ranks of a run]
-Ranks find each other through a store, and then gloo or NCCL connects them by sockets. Neither asks who is
-there, and torch unpickles objects that come through them: whoever reaches them can run code in a rank.
+Ranks find each other through a store, and then connect through gloo or NCCL sockets. Neither authenticates
+peers, and torch unpickles objects received through them: whoever can connect can execute code in a rank.
 
-- Our launcher gives the ranks a file in a folder that only its user may enter (`STORE_VARIABLE`). Nobody
-  listens for that, and no rank hosts it, so that the others can still ask when one of them is stopped.
-- Another launcher, such as torchrun, names an address. If rank 0 is to host the store, the store listens at
-  that address only; torch alone would listen on every interface.
-- If all ranks are on one machine, their sockets listen on its loopback interface.
-- On several machines, gloo would listen where the machine's name leads, which is often its loopback
-  interface. Unless GLOO_SOCKET_IFNAME names an interface, ranks take the one that leads to MASTER_ADDR.
+- Our launcher gives ranks a file in a folder only the user may enter (`STORE_VARIABLE`). It opens no port,
+  and no rank hosts it, so peers can still query it when a rank is stopped.
+- Another launcher, such as torchrun, gives an address. If rank 0 hosts the store, it listens on that address
+  only; torch alone would listen on all interfaces.
+- If all ranks are on the same machine, sockets listen on its loopback interface.
+- Across machines, gloo would listen on the interface the host name resolves to, often loopback. Unless
+  GLOO_SOCKET_IFNAME names an interface, ranks use the one that routes to MASTER_ADDR.
 """
 
 import contextlib
@@ -28,9 +28,11 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
+from meshrec.durable import join_scratch
+
 _logger = logging.getLogger("meshrec")
 STORE_VARIABLE = "MESHREC_STORE"
-"""Names the private folder in which the ranks that our launcher starts keep their store."""
+"""Environment variable with the private folder for the store, set by our launcher."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _SIOCGIFADDR = 0x8915  # netdevice(7)
@@ -38,11 +40,11 @@ _LOOPBACK_NAMES = ("lo", "lo0")
 
 
 def form_group(backend: str, timeout: timedelta) -> None:
-    """Make the default process group that the launcher's environment describes.
+    """Create the default process group described by the launcher's environment.
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        timeout: how long collectives, and this call, wait for a rank.
+        timeout: maximum wait for a rank, in collectives and in this call.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if is_one_machine():
@@ -60,7 +62,7 @@ def form_group(backend: str, timeout: timedelta) -> None:
 
 
 def is_one_machine() -> bool:
-    """Whether all ranks are known to be on this machine, by the launcher's environment."""
+    """Return whether all ranks are known to be on this machine, from the launcher's environment."""
     if STORE_VARIABLE in os.environ:
         return True
     if "LOCAL_WORLD_SIZE" in os.environ:
@@ -70,7 +72,7 @@ def is_one_machine() -> bool:
 
 
 def store_host() -> str | None:
-    """Return which process hosts the store of the default group, for a message; None for a file."""
+    """Return which process hosts the default group's store, for messages; None for a file."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -80,51 +82,53 @@ def store_host() -> str | None:
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Any:
-    """Make the store of the default group; None if torch connects to that of the launcher by itself."""
+    """Create the default group's store; None if torch itself connects to the launcher's store."""
     folder = os.environ.get(STORE_VARIABLE)
     if folder is not None:
-        # One file for each start: in a shared one, ranks that start anew may find the addresses of dead ones.
+        # A new file per start: restarted ranks must not find the addresses of dead ranks.
+        join_scratch(Path(folder))  # the launcher may be killed before its ranks end
         path = Path(folder) / f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return FileStore(str(path), size)
     if os.environ.get(_AGENT_VARIABLE) == "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listening = _listening(host, port) if rank == 0 else None
-    if listening is None and rank == 0:
+    listener = _listen(host, port) if rank == 0 else None
+    if listener is None and rank == 0:
         return None
-    descriptor = None if listening is None else listening.detach()
+    descriptor = None if listener is None else listener.detach()
     return TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=descriptor)
 
 
 def host_store(host: str, port: int) -> TCPStore:
-    """Host a store at an address of this machine alone, for the launchers of an elastic run.
+    """Host a store on a single address of this machine, for elastic launchers.
 
     Raises:
-        ValueError: this machine does not have the address, or the port is taken.
+        ValueError: the address is not local, or the port is taken.
     """
-    listening = _listening(host, port)
-    if listening is None:
+    listener = _listen(host, port)
+    if listener is None:
         raise ValueError(
             f"this machine cannot listen at {host}:{port}. Give one of its addresses, and a free port."
         )
-    port = listening.getsockname()[1]
-    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _listening(host: str, port: int) -> socket.socket | None:
-    """Listen at the address of ``host`` alone; warn and return None if this machine does not have it."""
+def _listen(host: str, port: int) -> socket.socket | None:
+    """Listen on the address of ``host`` only; warn and return None if it is not local."""
     refusals = []
     for family, address in _addresses(host, port):
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        # A restarted run must be able to listen while old connections time out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind(address)
-            listening.listen(socket.SOMAXCONN)
+            listener.bind(address)
+            listener.listen(socket.SOMAXCONN)
         except OSError as error:
-            listening.close()
+            listener.close()
             refusals.append(f"{address[0]}: {error.strerror}")
         else:
-            return listening
+            return listener
     _logger.warning(
         "the store of the ranks listens on every interface, since rank 0 cannot listen at MASTER_ADDR %s "
         "alone (%s): see to it that only your machines reach port %d",
@@ -137,41 +141,45 @@ def _listening(host: str, port: int) -> socket.socket | None:
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(
             f"MASTER_ADDR is {host!r}, which this rank cannot find ({error.strerror}). Name a host or an "
             "address of the machine of rank 0."
         ) from error
-    return [(family, address) for family, _, _, _, address in found]
+    return [(family, address) for family, _, _, _, address in results]
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Return the network interface from which this machine reaches a host; None if that cannot be told.
+    """Return the local network interface that routes to a host; None if unknown.
 
-    Nothing is sent. For an address of this machine, it is the interface that has the address.
+    Sends nothing. For a local address, returns the interface with that address.
     """
     for family, address in _addresses(host, port):
-        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        # Connecting a UDP socket only selects a route; no packet is sent.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                asking.connect(address)
+                probe.connect(address)
             except OSError:
                 continue
-            own = asking.getsockname()[0]
-        if not ipaddress.ip_address(own).is_loopback and (name := interfaces().get(own)) is not None:
+            local_address = probe.getsockname()[0]
+        if (
+            not ipaddress.ip_address(local_address).is_loopback
+            and (name := interfaces().get(local_address)) is not None
+        ):
             return name
     return None
 
 
 def interfaces() -> dict[str, str]:
-    """Return the network interfaces of this machine by their IPv4 addresses; on Linux only."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    """Return this machine's network interface names by IPv4 address; empty outside Linux."""
+    names = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
             with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[socket.inet_ntoa(answer[20:24])] = name
-    return found
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                names[socket.inet_ntoa(answer[20:24])] = name
+    return names
 
 
 def _listen_on_loopback() -> None:
@@ -185,7 +193,7 @@ def _listen_on_loopback() -> None:
         )
         return
     for variable in _INTERFACE_VARIABLES:
-        chosen = os.environ.get(variable)
-        if chosen not in (None, loopback):
-            _logger.info("%s was %s; all ranks are on one machine and use %s", variable, chosen, loopback)
+        previous = os.environ.get(variable)
+        if previous not in (None, loopback):
+            _logger.info("%s was %s; all ranks are on one machine and use %s", variable, previous, loopback)
         os.environ[variable] = loopback

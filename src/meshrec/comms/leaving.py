@@ -1,37 +1,52 @@
-"""The end of a process group: no thread of its backend may outlive the interpreter.
+"""Process group shutdown: backend threads must not outlive the interpreter.
 
 gloo's threads end with the last reference to their group, not with ``destroy_process_group``. At exit such a
-thread may still hold what it worked on last, say the callback of a DDP communication hook. To free it the
-thread needs the interpreter, which is ending, so the process aborts: "terminate called without an active
-exception" (pytorch issues 38228 and 190489). Three things keep a group: default arguments of
-functions, DTensor's caches, and reference cycles such as a sharded model.
+thread may still hold its last work item, such as a DDP communication hook's callback. Freeing it requires the
+interpreter, which is shutting down, so the process aborts: "terminate called without an active exception"
+(pytorch issues 38228 and 190489). Three things keep a group alive: function default arguments, DTensor's
+caches, and reference cycles such as a sharded model.
+
+``import meshrec`` imports this module, so that programs calling ``destroy_process_group`` exit cleanly as
+well.
 """
 
 import atexit
+import functools
 import gc
 import sys
+from types import FunctionType
 
 import torch.distributed as dist
 
-# Its functions' defaults are the default group of the time of its import, which DDP would do under the group.
-import torch.distributed.nn.functional  # noqa: F401
-
 
 def leave_process_group() -> None:
-    """Destroy all process groups, and make their threads end before the interpreter does.
+    """Destroy all process groups, and end their threads before the interpreter shuts down.
 
-    Call it in place of ``torch.distributed.destroy_process_group``, as the last action of a rank. Local
-    variables of functions may still hold models; these are freed at exit. ``meshrec.distributed`` must be
-    imported before the groups are made.
+    Call it instead of ``torch.distributed.destroy_process_group``, as a rank's last action. Local variables
+    may still hold models; these are freed at exit.
     """
     dist.destroy_process_group()
-    atexit.register(_let_go)
+    atexit.unregister(_drop_group_references)
+    atexit.register(_drop_group_references)  # atexit runs in reverse order: move this first
 
 
-def _let_go() -> None:
+def _drop_group_references() -> None:
+    # DDP imports this module, whose functions then hold the default group as a default argument.
+    functions = vars(sys.modules.get("torch.distributed.nn.functional", object)).values()
+    for function in list(functions):
+        if isinstance(function, FunctionType):
+            function.__defaults__ = None
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+        from torch.distributed.tensor import _redistribute, debug
 
-        # Private: torch has no other word for these caches, which FSDP2's parameters fill.
+        # Private API: torch has no public way to clear these caches, which FSDP2 parameters fill. Since 2.14,
+        # caches other than the first keep meshes, too.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+        for cache in [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]:
+            if str(cache.__module__).startswith("torch.distributed."):
+                cache.cache_clear()
     gc.collect()
+
+
+atexit.register(_drop_group_references)

@@ -1,8 +1,8 @@
-"""The ranks that share a model, as axes of a DeviceMesh: ``shard``, ``replicate``, ``node`` and ``local``.
+"""Ranks sharing a model, as DeviceMesh axes: ``shard``, ``replicate``, ``node`` and ``local``.
 
-Tables are split over ``shard``; ``replicate`` holds copies of the whole split model. ``node`` x ``local`` in
-place of ``shard`` says which ranks share a node, so that partial rows are summed there before they cross the
-network.
+Tables are sharded over ``shard``; ``replicate`` holds copies of the whole sharded model. ``node`` x ``local``
+instead of ``shard`` declares which ranks share a node, so that partial sums are reduced within a node before
+they cross the network.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,7 @@ _AXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of ranks: how many, which one this is, and the process group (None when there is only one
-    rank).
-    """
+    """Mesh axis: number of ranks, this rank, and process group (None for a single rank)."""
 
     size: int = 1
     rank: int = 0
@@ -34,12 +32,21 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingEnv:
-    """The axes that sharded modules work on.
+    """Mesh axes used by sharded modules.
 
-    ``world``: all ranks. ``shard``: the ranks that one copy of the tables is split over (plans speak of
-    these). ``replicate``: the ranks that hold the same rectangles. ``node``, ``local``: the factors of
-    ``shard``, where the mesh has them; shard rank = node * local.size + local rank. ``devices``: where one
-    process plays all ranks of ``shard``, the device of each.
+    Attributes:
+        world: all ranks.
+        shard: ranks sharing a copy of the tables. Plans refer to these.
+        replicate: ranks holding the same shards.
+        node: outer factor of ``shard``, if the mesh has it.
+        local: inner factor of ``shard``; shard rank = node * local.size + local rank.
+        mesh: the DeviceMesh, or None for a single process.
+        devices: device per ``shard`` rank, if a single process simulates them all.
+
+    Example::
+
+        env = ShardingEnv.single_process()
+        assert env.world.size == env.shard.size == 1
     """
 
     world: Axis = Axis()
@@ -52,10 +59,10 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, devices: Sequence[torch.device | str]) -> "ShardingEnv":
-        """Make the environment of one process whose tables are split over several devices, for inference.
+        """Create the environment for a single process with tables sharded over several devices, for
+        inference.
 
-        Device r takes the place of rank r in plans. The first device takes the input and has the result. A
-        device may occur twice.
+        Device r acts as rank r in plans. The first device holds input and result. Devices may repeat.
         """
         if not devices:
             raise ValueError("devices is empty. Name at least one, such as 'cpu' or 'cuda:0'.")
@@ -63,12 +70,12 @@ class ShardingEnv:
 
     @classmethod
     def single_process(cls) -> "ShardingEnv":
-        """Make the environment of world size 1, which needs no process group."""
+        """Create the environment for world size 1, without a process group."""
         return cls()
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup, *, device_type: str | None = None) -> "ShardingEnv":
-        """Make the environment whose tables are split over all ranks of ``pg``."""
+        """Create the environment with tables sharded over all ranks in ``pg``."""
         kind = device_type or ("cuda" if "nccl" in dist.get_backend(pg) else "cpu")
         mesh = DeviceMesh.from_group(pg, kind, mesh_dim_names=("shard",))
         axis = Axis(size=pg.size(), rank=pg.rank(), group=pg)
@@ -76,10 +83,10 @@ class ShardingEnv:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ShardingEnv":
-        """Make the environment of a mesh, whose axes are found by name.
+        """Create the environment for a mesh with named axes.
 
-        The axes are one of: shard; replicate; replicate, shard; node, local; replicate, node, local. With
-        ``replicate`` alone every rank holds all tables whole.
+        Allowed axes: shard; replicate; replicate, shard; node, local; replicate, node, local. With
+        ``replicate`` alone, every rank holds all tables.
 
         Raises:
             ValueError: the mesh has other axes.
@@ -91,18 +98,19 @@ class ShardingEnv:
         if names == ("replicate",):
             assert replicate is not None
             return cls(world=replicate, replicate=replicate, mesh=mesh)
+        # Plans number ranks along one axis, so flatten node x local.
         shard = _axis(mesh, "shard") if node is None else _flat_axis(mesh, ("node", "local"), "shard")
         world = shard if replicate is None else _flat_axis(mesh, names, "world")
         return cls(world=world, shard=shard, replicate=replicate or Axis(), node=node, local=local, mesh=mesh)
 
     @property
     def local_size(self) -> int:
-        """Ranks per node of the ``shard`` axis; all of them if the mesh has no node axis."""
+        """Ranks per node on the ``shard`` axis; all of them without a node axis."""
         return self.local.size if self.local is not None else self.shard.size
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """The mesh of the ``shard`` axis alone; None with one process."""
+        """Mesh of the ``shard`` axis only; None for a single process."""
         if self.mesh is None or self.mesh.mesh_dim_names == ("shard",):
             return self.mesh
         if self.shard.group is None:
@@ -111,10 +119,10 @@ class ShardingEnv:
 
     @property
     def dense_mesh(self) -> DeviceMesh | None:
-        """The mesh that FSDP2 takes: (replicate, shard) for HSDP, else all ranks on one axis.
+        """Mesh for FSDP2: (replicate, shard) for HSDP, otherwise all ranks on one axis.
 
         Raises:
-            ValueError: the only axis of the mesh is ``replicate``.
+            ValueError: the mesh has only a ``replicate`` axis.
         """
         if self.mesh is not None and self.mesh.mesh_dim_names == ("replicate",):
             raise ValueError(
@@ -136,22 +144,22 @@ class ShardingEnv:
 
 def _wrong_axes(mesh: DeviceMesh) -> str:
     names, shape = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
-    what = "whose axes have no names" if names is None else f"with axes {names}"
+    description = "whose axes have no names" if names is None else f"with axes {names}"
     if names is not None and "stage" in names:
         return (
-            f"a mesh {what} is for stages: pass it to meshrec.pipeline.stages.StagedOverRanks, which shards "
-            "the tables of each stage over the axes beside 'stage'."
+            f"a mesh {description} is for stages: pass it to meshrec.stages.StagedOverRanks, which "
+            "shards the tables of every stage over the axes next to 'stage'."
         )
     fitting = [axes for axes in _AXES if len(axes) == len(shape)]
     better = " or ".join(f"mesh_dim_names={axes}" for axes in fitting or _AXES)
     return (
-        f"a mesh {what} and shape {shape} cannot carry sharded tables. Make it with "
+        f"a mesh {description} and shape {shape} cannot carry sharded tables. Make it with "
         f"init_device_mesh({mesh.device_type!r}, {shape if fitting else '(...)'}, ...) and {better}."
     )
 
 
 def default_env() -> ShardingEnv:
-    """Return the environment of the default process group, or of a single process if there is none."""
+    """Return the environment of the default process group, or of a single process without one."""
     if dist.is_available() and dist.is_initialized():
         assert dist.group.WORLD is not None
         return ShardingEnv.from_process_group(dist.group.WORLD)
@@ -159,7 +167,7 @@ def default_env() -> ShardingEnv:
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device whose tensors the collectives of ``group`` take."""
+    """Return the tensor device for collectives in ``group``."""
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

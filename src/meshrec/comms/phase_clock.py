@@ -1,4 +1,4 @@
-"""Seconds of each phase of a training step on this rank, measured while a recorder is in use."""
+"""Training step time by phase on this rank, measured while a recorder is active."""
 
 import time
 from collections.abc import Iterator
@@ -9,37 +9,38 @@ from typing import NamedTuple
 import torch
 
 DENSE = "dense"
-"""The name of all time outside the tables' phases: the dense model, its optimizer, and the rest."""
+"""Phase name for time outside the tables' phases: dense model, dense optimizer, everything else."""
 
 OFF = nullcontext()
 recorders: list["Recorder"] = []
-"""The recorder in use: one or none. Callers write ``with phase(...) if recorders else OFF``, which calls
-nothing while nothing is recorded."""
+"""The active recorder, or empty. Callers write ``with phase(...) if recorders else OFF``, which costs nothing
+when inactive.
+"""
 
 
 @contextmanager
 def record_phases(*, device: torch.device | None = None, overlap: bool = True) -> Iterator[dict[str, float]]:
-    """Record one step. When the block ends, the dict that it yields holds the seconds by phase.
+    """Record a step. When the block ends, the yielded dict holds seconds by phase.
 
-    The phases are those of ``meshrec.planner.estimators.PHASES`` that occurred, and ``"dense"``, the rest:
-    together they are the time that the block took. What sharded modules do outside of such a block is not
-    timed and costs nothing::
-
-        with record_phases() as seconds:
-            loss = model(batch)
-            loss.backward()
-            optimizer.step()
-        write_phases(path, [PhaseTime(phase, rank, s, step) for phase, s in seconds.items()])
+    Phases are those of ``meshrec.planner.estimators.PHASES`` that occurred, and ``"dense"`` for the remaining
+    time; they sum to the block's duration. Sharded modules are not timed outside such a block.
 
     Args:
-        device: where the model runs. On CUDA the times are those of the current stream, by its events, and
-            the end of the block waits for the device.
-        overlap: False waits for every collective where it starts, so that its phase shows the whole of it,
-            not only what no other work could hide: the times that a planner's estimate speaks of. The step
+        device: model device. On CUDA, times are measured with events on the current stream, and the end of
+            the block synchronizes.
+        overlap: False waits for every collective where it starts, so its phase includes the whole exchange
+            instead of the part not hidden by other work. Planner estimates refer to these times. The step
             takes longer.
 
     Raises:
-        ValueError: inside another such block.
+        ValueError: nested inside another such block.
+
+    Example::
+
+        with record_phases() as seconds:
+            loss = torch.ones(2, requires_grad=True).sum()
+            loss.backward()
+        assert set(seconds) == {"dense"}
     """
     if recorders:
         raise ValueError("record_phases is inside another record_phases: end the outer block first.")
@@ -53,19 +54,19 @@ def record_phases(*, device: torch.device | None = None, overlap: bool = True) -
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Count the time inside for this phase, less that of phases inside it. A recorder must be in use."""
+    """Attribute the time inside to this phase, except nested phases. Requires an active recorder."""
     return _RecordedPhase(recorders[0], name)
 
 
 class _Mark(NamedTuple):
-    """The moment at which ``phase`` begins; ``stamp`` is in seconds, or an event of the device."""
+    """Start of ``phase``; ``stamp`` is in seconds, or a CUDA event."""
 
     phase: str
     stamp: float | torch.cuda.Event
 
 
 class Recorder:
-    """The marks of one step. Without ``overlap``, collectives are waited for where they start."""
+    """Phase starts of a step. Without ``overlap``, callers wait for collectives where they start."""
 
     def __init__(self, *, on_cuda: bool, overlap: bool) -> None:
         self.seconds: dict[str, float] = {}
@@ -76,19 +77,20 @@ class Recorder:
         self.enter(DENSE)
 
     def enter(self, name: str) -> None:
-        """Begin the phase ``name``."""
+        """Start phase ``name``."""
         self._nested.append(name)
         self._mark(name)
 
     def leave(self) -> None:
-        """Return to the phase that was before."""
+        """Return to the enclosing phase."""
         self._nested.pop()
         self._mark(self._nested[-1])
 
     def finish(self) -> None:
-        """Add up the seconds of each phase."""
+        """Sum the seconds by phase."""
         self._mark(DENSE)
         if self._on_cuda:
+            # Event times can only be read after the events have completed.
             torch.cuda.synchronize()
         for mark, following in zip(self._marks, self._marks[1:], strict=False):
             seconds = _between(mark.stamp, following.stamp)
@@ -103,7 +105,7 @@ class Recorder:
 
 
 class _RecordedPhase(AbstractContextManager[None]):
-    """A phase that is being recorded."""
+    """Context manager for a recorded phase."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name

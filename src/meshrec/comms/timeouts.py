@@ -1,4 +1,4 @@
-"""The time that ranks wait for each other."""
+"""Timeout of collectives."""
 
 from datetime import timedelta
 
@@ -8,15 +8,16 @@ from meshrec.comms import host_link
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long collectives of this process wait for a rank before they fail.
+    """Set how long this process's collectives wait for a rank before they fail.
 
-    The time holds for all present process groups, and for the links between the ranks of one host.
+    Applies to all existing process groups, and to host links.
 
     Args:
         seconds: above 0.
     """
-    # Private: torch has no other word for it, but a new group for each timeout.
+    # Before torch 2.14, only the private name exists.
+    set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(timedelta(seconds=seconds), group)
     for link in host_link.open_links():
         link.timeout_seconds = seconds

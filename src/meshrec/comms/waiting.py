@@ -1,4 +1,4 @@
-"""The seconds that this process has been blocked in collectives, to find the rank that others wait for."""
+"""Time this process spent blocked in collectives, to find the slowest rank."""
 
 import time
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 
 class BlockedTime:
-    """The seconds for which collectives have blocked this process since it began.
+    """Seconds blocked in collectives since process start.
 
-    On a GPU they block the device and not the process, so they do not count.
+    On a GPU, collectives block the device and not the process, so they do not count.
     """
 
     def __init__(self) -> None:
@@ -16,19 +16,19 @@ class BlockedTime:
 
 
 blocked_time = BlockedTime()
-"""One per process: ranks are processes. The waits of a forward pass add to it directly, because ``blocked``
-costs two Python calls.
+"""Singleton: ranks are processes. Waits in the forward pass add to it directly, because ``blocked`` costs two
+Python calls.
 """
 
 
 def blocked_seconds() -> float:
-    """Return the seconds for which collectives have blocked this process so far."""
+    """Return the seconds this process has been blocked in collectives."""
     return blocked_time.seconds
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Count the time inside as time that a collective blocks this process."""
+    """Count the time inside as blocked in a collective."""
     began = time.perf_counter()
     try:
         yield

@@ -1,1 +1,1 @@
-"""Bridges that run programs written for other libraries on MeshRec."""
+"""Bridges for other libraries' programs on MeshRec."""

@@ -5,7 +5,7 @@ from meshrec.data.criteo import criteo, criteo_reader
 from meshrec.data.dataset import (
     Dataset,
     Feature,
-    FilePlaces,
+    FileRows,
     Position,
     Reader,
     RowsOfFile,
@@ -24,12 +24,14 @@ from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.synthetic import synthetic_clicks
 from meshrec.data.synthetic_logs import SyntheticLog, synthetic_log
 
+FilePlaces = FileRows  # the earlier name, for one release
+
 __all__ = [
     "Batch",
     "DataError",
     "Dataset",
     "Feature",
-    "FilePlaces",
+    "FileRows",
     "InMemoryReader",
     "Interactions",
     "Position",

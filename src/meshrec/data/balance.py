@@ -1,6 +1,4 @@
-"""The samples of a step divided among ranks so that long histories do not keep one rank busy while others
-wait.
-"""
+"""Division of a step's samples among ranks, balanced by history cost."""
 
 import functools
 import heapq
@@ -16,27 +14,26 @@ from meshrec.data.samples import Ints
 _logger = logging.getLogger("meshrec.data")
 
 EVEN_LENGTH = 11
-"""Length of a history whose attention costs as much as its other layers, over the width of the attention.
+"""History length, divided by attention width, at which attention costs as much as all other layers.
 
-Fitted to steps of HSTU on histories of 32 to 4,096 items: 705 items at width 64, and 2,308 at 256.
+Fitted to HSTU steps with histories of 32 to 4,096 items: 705 items at width 64, and 2,308 at width 256.
 """
 
 
 def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) -> list[Ints]:
-    """Divide the samples of a step among ranks by the cost of their histories.
+    """Divide a step's samples among ranks, so that ranks have about equal history costs.
 
-    The cost of a sample is the length of its history, for layers that work on tokens, plus a share of the
-    squared length, for attention. The costliest sample left goes to the rank with the smallest cost so far
-    that has room for one more.
+    A history of length L costs L for token-wise layers, plus ``L**2 / (EVEN_LENGTH * attention_width)`` for
+    attention, if any. Samples are assigned in order of descending cost, each to the cheapest rank with room.
+    A rank has room for its `rank_slice` of samples, so batch sizes do not change.
 
     Args:
-        lengths_B: lengths of the histories of the step's samples.
-        world_size: number of ranks.
-        attention_width: width of the attention over histories; 0: there is none.
+        lengths_B: history length per sample.
+        world_size: rank count.
+        attention_width: width of the attention over histories; 0: no attention.
 
     Returns:
-        For each rank the positions of its samples, ascending. Ranks have as many samples as without
-        balancing.
+        Indices into ``lengths_B`` per rank, ascending, int64.
     """
     costs = lengths_B.astype(np.float64)
     if attention_width:
@@ -45,23 +42,22 @@ def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) 
     room = [stop - start for start, stop in slices]
     shares: list[list[int]] = [[] for _ in range(world_size)]
     heap = [(0.0, rank) for rank in range(world_size) if room[rank]]
+    # Longest first: greedy assignment in descending order is within 4/3 of the optimum (Graham, 1969).
     for sample in np.argsort(-costs, kind="stable").tolist():
         cost, rank = heapq.heappop(heap)
         shares[rank].append(sample)
         if len(shares[rank]) < room[rank]:
             heapq.heappush(heap, (cost + float(costs[sample]), rank))
-    return [np.array(sorted(each), dtype=np.int64) for each in shares]
+    return [np.array(sorted(share), dtype=np.int64) for share in shares]
 
 
 def balanced_reader(dataset: Dataset, attention_width: int) -> Reader:
-    """Return the reader of the training samples, balanced by the cost of their histories, see
-    `balanced_shares`.
+    """Return the training reader, balanced by history cost, see `balanced_shares`.
 
-    This needs samples in memory, where the lengths of all histories of a step are known. Samples that
-    are streamed from files keep their ranks, because a rank reads its own part of the files only; a log line
-    says so.
+    Requires samples in memory, where all history lengths of a step are known. Streamed samples are not
+    balanced, because a rank reads only its own part of the files; a log line says so.
     """
-    histories = [each.name for each in dataset.features if each.sequence]
+    histories = [feature.name for feature in dataset.features if feature.sequence]
     if not histories:
         return dataset.train
     if isinstance(dataset.train, InMemoryReader):

@@ -1,4 +1,4 @@
-"""The samples of one training step."""
+"""Samples of a training step."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,9 @@ from meshrec.sparse import KeyedJaggedTensor
 
 @dataclass
 class Batch:
-    """B samples: the inputs of a model and their labels.
+    """B samples: model inputs and labels.
 
-    ``DLRMTrain`` takes a batch as it is: ``dense_features`` and ``sparse_features`` are its names for the
-    inputs.
+    ``DLRMTrain`` accepts a batch directly: ``dense_features`` and ``sparse_features`` are its input names.
     """
 
     dense: Tensor
@@ -21,11 +20,11 @@ class Batch:
     sparse: KeyedJaggedTensor
     """B bags per key."""
     labels: Tensor
-    """Labels [B] float32, or [B, L] for L labels; NaN if the data has none."""
+    """Labels [B] float32, or [B, L] for L labels; NaN without labels."""
     rows: Tensor | None = None
-    """Row number of each sample in the data, [B] int64 on the CPU; see `meshrec.data.Reader.files`."""
+    """Row number in the data per sample, [B] int64 on the CPU; see `meshrec.data.Reader.files`."""
     weights: Tensor | None = None
-    """Weight of each sample in the loss, [B] float32; None: all weights are 1."""
+    """Loss weight per sample, [B] float32; None: all 1."""
 
     @property
     def dense_features(self) -> Tensor:
@@ -41,31 +40,42 @@ class Batch:
         return self.labels.shape[0]
 
     def padded(self, size: int) -> "Batch":
-        """Return the batch padded to ``size`` samples, whose dense values are 0, bags empty and labels NaN.
+        """Return the batch padded to ``size`` samples, with dense values 0, empty bags and NaN labels.
 
-        ``rows`` keeps its length, which is the number of real samples.
+        ``rows`` keeps its length, the number of real samples.
         """
-        more = size - len(self)
-        if more <= 0:
+        num_padding = size - len(self)
+        if num_padding <= 0:
             return self
         sparse = self.sparse
         keys = sparse.keys()
         lengths_FB = sparse.lengths().view(len(keys), -1)
-        longer = torch.nn.functional.pad(lengths_FB, (0, more)).reshape(-1)
+        padded_lengths = torch.nn.functional.pad(lengths_FB, (0, num_padding)).reshape(-1)
         return Batch(
-            torch.nn.functional.pad(self.dense, (0, 0, 0, more)),
+            torch.nn.functional.pad(self.dense, (0, 0, 0, num_padding)),
             KeyedJaggedTensor(
-                keys, sparse.values(), sparse.weights_or_none(), lengths=longer, stride=len(self) + more
+                keys,
+                sparse.values(),
+                sparse.weights_or_none(),
+                lengths=padded_lengths,
+                stride=len(self) + num_padding,
             ),
             torch.nn.functional.pad(
-                self.labels, (0,) * (2 * self.labels.dim() - 1) + (more,), value=float("nan")
+                self.labels, (0,) * (2 * self.labels.dim() - 1) + (num_padding,), value=float("nan")
             ),
             self.rows,
-            None if self.weights is None else torch.nn.functional.pad(self.weights, (0, more)),
+            None if self.weights is None else torch.nn.functional.pad(self.weights, (0, num_padding)),
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Copy the batch to a device. ``non_blocking``: do not wait for copies from pinned memory."""
+        """Return the batch on a device: itself, or a copy.
+
+        Args:
+            device: target device.
+            non_blocking: do not wait for copies from pinned memory.
+        """
+        if self.dense.device == self.labels.device == self.sparse.device() == device:
+            return self
         return Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
@@ -75,14 +85,14 @@ class Batch:
         )
 
     def pin_memory(self) -> "Batch":
-        """Copy the batch to pinned host memory, from which copies to a GPU do not block."""
+        """Copy the batch to pinned host memory, for non-blocking copies to a GPU."""
         weights = None if self.weights is None else self.weights.pin_memory()
         return Batch(
             self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory(), self.rows, weights
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the allocator that ``stream`` uses the memory."""
+        """Inform the allocator that ``stream`` uses the memory."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.labels.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Logs of what users were shown and what they clicked, with the history of clicks beside each row."""
+"""Impression logs with click labels, extended by each row's click history."""
 
 from typing import Any
 
@@ -17,8 +17,14 @@ from meshrec.data.samples import gather_ranges
 
 
 def features_of_clicks(columns: LogColumns, label: str, history: int) -> Features:
-    """Return the features of a log of clicks: the user, the item, the history and further values of items."""
-    names = {USER: columns.user, ITEM: columns.item} | {each: each for each in columns.item_features}
+    """Return click log features: user, item, history, and additional item columns.
+
+    Args:
+        columns: log columns.
+        label: label column.
+        history: maximum history length.
+    """
+    names = {USER: columns.user, ITEM: columns.item} | {name: name for name in columns.item_features}
     return Features(
         labels=(Label(column=label),),
         features=(
@@ -29,55 +35,56 @@ def features_of_clicks(columns: LogColumns, label: str, history: int) -> Feature
 
 
 def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> pa.Table:
-    """Return the rows of a log that count, with a column ``history``: the items that the user clicked before.
+    """Return the valid rows of a log, with a ``history`` column: items the user clicked before.
 
-    The oldest item comes first. A row knows nothing of its own time or later: clicks of the same time are not
-    in its history. The column of the time becomes a timestamp. A log that has a column ``history`` keeps it.
+    Oldest first. A row's history excludes its own timestamp and later: simultaneous clicks are not included.
+    The time column becomes a timestamp. An existing ``history`` column is preserved.
 
     Args:
-        log: the rows.
-        label: the column that is above 0 where the user clicked.
-        history: the largest number of items in a history.
-        faults: handles rows without a user, an item or a time.
+        log: impression rows.
+        label: column above 0 where the user clicked.
+        history: maximum history length.
+        faults: handles rows without user, item or time.
 
     Raises:
-        DataError: a column is missing, or no row is left.
+        DataError: a column is missing, or no row remains.
     """
     check_history(history)
-    known = log.table.column_names
-    if label not in known:
+    names = log.table.column_names
+    if label not in names:
         raise DataError(
-            f"{log.name}: there is no column {label!r} among {known}.{did_you_mean(label, known)}"
+            f"{log.name}: there is no column {label!r} among {names}.{did_you_mean(label, names)}"
         )
-    name, table, columns = counted_rows(log, faults)
-    users, items = (table[each].combine_chunks() for each in (columns.user, columns.item))
+    name, table, columns, _ = counted_rows(log, faults)
+    users, items = (table[name].combine_chunks() for name in (columns.user, columns.item))
     times = microseconds_of(table[columns.time].combine_chunks(), columns.time_unit)
-    place = table.column_names.index(columns.time)
-    table = table.set_column(place, columns.time, pa.array(times).cast(pa.timestamp("us")))
+    position = table.column_names.index(columns.time)
+    table = table.set_column(position, columns.time, pa.array(times).cast(pa.timestamp("us")))
     if HISTORY in table.column_names:
         return table
     codes = users.dictionary_encode().indices.to_numpy().astype(np.int64)
     order = np.lexsort((times, codes))
     past = ratings_before(codes[order], times[order])
-    is_click = _numbers(name, table[label], label)[order] > 0
+    is_click = _label_values(name, table[label], label)[order] > 0
     clicked = order[is_click]
     num_before = np.concatenate([[0], is_click.cumsum()])
+    # Clicks are a subset of impressions, so convert impression ranges to click ranges.
     firsts, stops = num_before[past.starts], num_before[past.stops]
     firsts = np.maximum(firsts, stops - history)
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
-    found = gather_ranges(clicked, firsts[back], (stops - firsts)[back])
-    lists = pa.LargeListArray.from_arrays(found.offsets, items.take(pa.array(found.values)))
+    rank_of_row = np.empty_like(order)
+    rank_of_row[order] = np.arange(len(order))
+    histories = gather_ranges(clicked, firsts[rank_of_row], (stops - firsts)[rank_of_row])
+    lists = pa.LargeListArray.from_arrays(histories.offsets, items.take(pa.array(histories.values)))
     return table.append_column(HISTORY, lists)
 
 
-def _numbers(name: str, column: Any, label: str) -> "np.typing.NDArray[np.float64]":
+def _label_values(name: str, column: Any, label: str) -> "np.typing.NDArray[np.float64]":
     try:
-        numbers: np.typing.NDArray[np.float64] = np.nan_to_num(
+        values: np.typing.NDArray[np.float64] = np.nan_to_num(
             column.combine_chunks().cast(pa.float64()).to_numpy(zero_copy_only=False)
         )
     except pa.ArrowException as error:
         raise DataError(
             f"{name}: column {label!r} holds {column.type}, and a label of clicks holds 0 and 1: {error}"
         ) from error
-    return numbers
+    return values

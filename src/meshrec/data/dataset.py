@@ -1,4 +1,4 @@
-"""Interface of every data source: features, readers, and a position that a checkpoint can store."""
+"""Data source interface: features, readers, and a position stored in checkpoints."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,25 +12,25 @@ from torch import Tensor
 from meshrec.data.batch import Batch
 from meshrec.modules import EmbeddingBagConfig, PoolingType
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.tables.hashed_keys import Hashed
+from meshrec.tables.hashed.keys import Hashed
 
 Paths = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A feature, with everything that a model or the planner needs to size its table.
+    """Feature description, as needed by models and the planner to size its table.
 
     Args:
-        name: key of the feature in ``Batch.sparse``.
-        num_embeddings: IDs lie in ``[0, num_embeddings)``. 0: the values are no IDs, and no table reads them.
-        average_length: average number of IDs per sample.
+        name: key in ``Batch.sparse``.
+        num_embeddings: IDs are in ``[0, num_embeddings)``. 0: the values are not IDs, and no table reads
+            them.
+        average_length: mean IDs per sample.
         sequence: whether the IDs are ordered, oldest first.
-        table: name of the table. Features that name the same table share its rows. None: a table named like
-            the feature.
-        keys: those of a table with hashed keys: any int64 is an ID, and ``num_embeddings`` is the number of
-            rows that there may be. None: IDs are rows.
-        max_length: largest number of IDs per sample; None: it is not known.
+        table: table name. Features with the same table share its rows. None: a table with the feature's name.
+        keys: hashed key options: any int64 is an ID, and ``num_embeddings`` is the maximum number of rows.
+            None: IDs are rows.
+        max_length: maximum IDs per sample; None: unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Feature:
 
 
 class Position(NamedTuple):
-    """Progress of training: the number of samples of this epoch that all ranks together have consumed."""
+    """Training progress: samples of this epoch consumed by all ranks together."""
 
     epoch: int = 0
     sample: int = 0
@@ -57,44 +57,42 @@ class RowsOfFile(NamedTuple):
     num_rows: int
 
 
-class FilePlaces(NamedTuple):
-    """The file (an index of `Reader.files`) and the row in it (from 0) of each of B samples."""
+class FileRows(NamedTuple):
+    """File (index into `Reader.files`) and row within it (from 0), for B samples."""
 
     file_B: Tensor
     row_B: Tensor
 
 
-def locate(files: Sequence[RowsOfFile], rows: Tensor) -> FilePlaces:
-    """Return the file and the row within it of each row number in ``Batch.rows``.
+def locate(files: Sequence[RowsOfFile], rows: Tensor) -> FileRows:
+    """Return the file and the row within it for row numbers in ``Batch.rows``.
 
     Args:
         files: `Reader.files`.
         rows: row numbers [B], int64.
     """
-    starts = torch.tensor([each.first_row for each in files])
-    file = torch.searchsorted(starts, rows, right=True) - 1
-    return FilePlaces(file, rows - starts[file])
+    starts = torch.tensor([file.first_row for file in files])
+    file_B = torch.searchsorted(starts, rows, right=True) - 1
+    return FileRows(file_B, rows - starts[file_B])
 
 
 class Reader(ABC):
     """Samples in an order that is a pure function of (seed, epoch).
 
-    Step s of an epoch takes samples ``[s * W * B, (s + 1) * W * B)`` of that order, for W ranks and batches
-    of B samples. Therefore a `Position` resumes at the exact sample, even with another number of ranks or
-    another batch size.
+    Step s of an epoch takes samples ``[s * W * B, (s + 1) * W * B)`` in that order, for W ranks and batches
+    of B samples. A `Position` counts samples, not steps, so training resumes at the exact sample even if W or
+    B changes.
     """
 
     @property
     @abstractmethod
     def num_samples(self) -> int:
-        """Number of samples of one epoch, over all ranks."""
+        """Samples per epoch, over all ranks."""
 
     @property
     @abstractmethod
     def files(self) -> Sequence[RowsOfFile]:
-        """Files that ``Batch.rows`` number consecutively, including rows that are not in this part of the
-        data.
-        """
+        """Files numbered consecutively by ``Batch.rows``, including rows outside this part of the data."""
 
     @abstractmethod
     def batches(
@@ -106,15 +104,16 @@ class Reader(ABC):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """Yield this rank's batches of one epoch, starting at ``position``.
+        """Yield this rank's batches for an epoch, starting at ``position``.
 
-        All ranks yield the same number of batches. The last batch may be smaller, or empty on some ranks.
+        All ranks yield equally many batches. The last batch may be smaller, or empty on some ranks.
 
         Args:
             batch_size: samples per batch and rank.
-            position: position at which to start.
-            rank, world_size: this rank, and the number of ranks.
-            drop_last: whether to leave out the last step if it is not full on all ranks.
+            position: start position.
+            rank: this rank.
+            world_size: rank count.
+            drop_last: whether to omit the last step if it is not full on all ranks.
 
         Raises:
             ValueError: a size, rank or position is out of range.
@@ -123,31 +122,32 @@ class Reader(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A dataset: readers of the training, validation and test samples, and a description of the samples.
+    """Readers for training, validation and test samples, and a sample description.
 
     Args:
-        name: name for reports.
-        features: the keys of ``Batch.sparse``, in order.
-        num_dense: number of columns of ``Batch.dense``.
-        train, validation, test: the readers. Validation data selects the weights; test data evaluates the
-            selected ones, once. Both keep the order of the data.
-        item: name of the feature that holds the recommended item, if there is one.
-        seen: name of the feature with items that must not be recommended again, if there is one.
-        times: name of the feature with the times of the history's items in seconds, if there is one.
-        catalogue: one sample for each item that can be recommended, with the features of items. Their IDs
-            ascend.
-        item_counts: how often each item of the catalogue is a target in the training data, [items].
-        best_auc: the highest possible AUC on ``validation``, if it is known.
-        open: ``open(paths, labelled)`` reads other files of the same form in their order: with labels for
-            evaluation, or without for scoring. None if the data has no files.
-        has_id_weights: whether the IDs of batches have weights.
-        labels: names of the labels, if there are several.
-        id_columns: columns of the data from which the IDs come, if they are not named like the features.
-        number_edges: edges of the bins of each column of ``Batch.dense``, empty for a column without bins. No
-            entries at all: there are no bins.
-        dense_names: names of the columns of ``Batch.dense``, where they are known.
-        num_classes: number of classes of the label, each of which has a logit; 0: one logit.
-        skipped: number of damaged rows that were left out so far, by file and reason. Each row counts once.
+        name: display name.
+        features: ``Batch.sparse`` keys, in order.
+        num_dense: ``Batch.dense`` columns.
+        train: training reader.
+        validation: reader for samples that select the best weights, in data order.
+        test: reader for samples that evaluate the selected weights once, in data order.
+        item: feature with the recommended item, if any.
+        seen: feature with items that must not be recommended again, if any.
+        times: feature with history timestamps in seconds, if any.
+        catalogue: a sample per recommendable item, with item features. IDs ascend.
+        item_counts: training target counts per catalog item, [items].
+        new_user_scores: scores of all catalog items for a user without a history, [items].
+        best_auc: best possible AUC on ``validation``, if known.
+        open: ``open(paths, labelled)`` reads other files in the same format, in order: with labels for
+            evaluation, or without for scoring. None without files.
+        has_id_weights: whether IDs have weights.
+        labels: label names, if there are several.
+        id_columns: source columns for IDs, if named differently from the features.
+        number_edges: bin edges per ``Batch.dense`` column, empty for a column without bins. No entries: no
+            bins.
+        dense_names: ``Batch.dense`` column names, if known.
+        num_classes: label classes, with a logit each; 0: a single logit.
+        skipped: damaged rows omitted so far, by file and reason. Rows are counted once.
     """
 
     name: str
@@ -161,6 +161,7 @@ class Dataset:
     times: str | None = None
     catalogue: KeyedJaggedTensor | None = None
     item_counts: Tensor | None = None
+    new_user_scores: Tensor | None = None
     best_auc: float | None = None
     skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     open: Callable[[Paths, bool], Reader] | None = None
@@ -172,9 +173,9 @@ class Dataset:
     dense_names: tuple[str, ...] = ()
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
-        """Return one table per feature, or per group of features that share one, all of one width.
+        """Return a table per feature, or per group of features sharing a table, all with the same width.
 
-        Sequence features are pooled by MEAN, others by SUM.
+        Sequence features are mean-pooled, others sum-pooled.
         """
         return embedding_bag_configs(self.features, embedding_dim)
 
@@ -183,10 +184,11 @@ def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> li
     """Return the tables for ``features``; see `Dataset.tables`.
 
     Raises:
-        ValueError: features of one table differ in ``num_embeddings`` or ``keys``.
+        ValueError: features sharing a table differ in ``num_embeddings`` or ``keys``.
     """
     groups: dict[str, list[Feature]] = {}
     for feature in features:
+        # Values such as timestamps have no table.
         if not feature.num_embeddings:
             continue
         groups.setdefault(feature.table or feature.name, []).append(feature)
@@ -209,7 +211,7 @@ def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> li
             num_embeddings=group[0].num_embeddings,
             embedding_dim=embedding_dim,
             feature_names=[feature.name for feature in group],
-            pooling=PoolingType.MEAN if any(each.sequence for each in group) else PoolingType.SUM,
+            pooling=PoolingType.MEAN if any(feature.sequence for feature in group) else PoolingType.SUM,
         )
         for name, group in groups.items()
     ]

@@ -1,4 +1,4 @@
-"""Text with one sample per line, parsed by Arrow."""
+"""Line-oriented text, parsed by Arrow."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,7 @@ _PATTERNS = {"int": r"^ *[+-]?[0-9]+ *$", "float": r"^ *[+-]?([0-9]+\.?[0-9]*|\.
 
 
 class Lines(NamedTuple):
-    """Parsed columns, with the line number (from 0) of each row."""
+    """Parsed columns, with the line number (from 0) of every row."""
 
     table: "pa.Table"
     lines: Ints
@@ -32,17 +32,17 @@ def parse(
     quotes: bool = False,
     first_line: int = 0,
 ) -> Lines:
-    """Parse the columns of ``types``.
+    """Parse the columns in ``types``.
 
     Args:
-        text: whole lines in UTF-8.
-        where: the file, for messages.
-        faults: handles lines with a wrong number of fields, and values of other types.
-        columns: names of all columns. None: the first line is a header.
-        types: Arrow types by column. An empty field is null, except in string columns.
-        delimiter: one character.
-        quotes: whether fields may be in double quotes.
-        first_line: number of the first line of ``text``, from 0.
+        text: whole lines, UTF-8.
+        where: file name for messages.
+        faults: handles lines with a wrong number of fields, and values of the wrong type.
+        columns: all column names. None: the first line is a header.
+        types: Arrow type names by column. Empty fields are null, except in string columns.
+        delimiter: a character.
+        quotes: whether fields may be double-quoted.
+        first_line: first line number, from 0.
     """
     csv = needs("pyarrow.csv", "data")
     pa = needs("pyarrow", "data")
@@ -61,25 +61,25 @@ def parse(
             invalid_row_handler=invalid,
         ),
     }
-    wanted = {name: getattr(pa, kind)() for name, kind in types.items()}
+    arrow_types = {name: getattr(pa, kind)() for name, kind in types.items()}
     try:
-        table = _read(csv, pa, text, options, wanted)
+        table = _read(csv, pa, text, options, arrow_types)
     except (pa.ArrowInvalid, KeyError):
         bad_lines.clear()
-        # The rows at fault can be told only from the text of the fields.
+        # Arrow does not report which rows failed. Read strings, and convert column by column.
         try:
             table = _read(csv, pa, text, options, dict.fromkeys(types, pa.string()))
         except (pa.ArrowInvalid, KeyError) as other:
             raise DataError(f"{where} cannot be parsed for the columns {list(types)}: {other}.") from other
     for line, got, expected in bad_lines:
-        faults.found(
+        faults.report(
             f"{where}: line {first_line + line + 1} has {got} fields, expected {expected} "
             f"(delimiter {delimiter!r})",
             1,
             where,
         )
-    lines = _line_numbers(table.num_rows, [line for line, _, _ in bad_lines], header=columns is None)
-    return _converted(Lines(table, lines), wanted, where, faults, first_line)
+    lines = _valid_lines(table.num_rows, [line for line, _, _ in bad_lines], header=columns is None)
+    return _converted(Lines(table, lines), arrow_types, where, faults, first_line)
 
 
 def _read(csv: Any, pa: Any, text: Any, options: Any, types: Mapping[str, Any]) -> "pa.Table":
@@ -89,7 +89,7 @@ def _read(csv: Any, pa: Any, text: Any, options: Any, types: Mapping[str, Any]) 
     return csv.read_csv(pa.BufferReader(text), convert_options=convert, **options)
 
 
-def _line_numbers(num_rows: int, bad: list[int], *, header: bool) -> Ints:
+def _valid_lines(num_rows: int, bad: list[int], *, header: bool) -> Ints:
     lines = np.ones(num_rows + len(bad) + header, dtype=np.bool_)
     lines[bad] = False
     if header:
@@ -98,10 +98,10 @@ def _line_numbers(num_rows: int, bad: list[int], *, header: bool) -> Ints:
 
 
 def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faults, first_line: int) -> Lines:
-    """Convert text to numbers, column by column. Rows with other text are faults."""
+    """Convert strings to numbers, column by column. Rows with other strings are faults."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     table, lines = parsed
-    kept: Bools = np.ones(table.num_rows, dtype=np.bool_)
+    valid: Bools = np.ones(table.num_rows, dtype=np.bool_)
     for name, kind in types.items():
         column = table[name]
         if column.type == kind:
@@ -112,16 +112,16 @@ def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faul
         if not mask.all():
             at = int((~mask).argmax())
             faults.check(
-                kept,
+                valid,
                 mask,
                 f"{where}: line {first_line + int(lines[at]) + 1}, column {name!r}: "
                 f"{column[at].as_py()!r} is not of type {kind}",
                 file=where,
             )
-    table, lines = table.filter(pa.array(kept)), lines[kept]
-    for number, (name, kind) in enumerate(types.items()):
+    table, lines = table.filter(pa.array(valid)), lines[valid]
+    for position, (name, kind) in enumerate(types.items()):
         if table[name].type != kind:
             text = pc.utf8_trim_whitespace(table[name])
             text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
-            table = table.set_column(number, name, text.cast(kind))
+            table = table.set_column(position, name, text.cast(kind))
     return Lines(table, lines)

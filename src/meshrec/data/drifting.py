@@ -1,4 +1,6 @@
-"""Clicks on items that come and go: raw 64-bit IDs, always new ones, and three ways to give them rows."""
+"""Synthetic clicks on drifting items: raw 64-bit IDs that are replaced over time, and three ways to map them
+to rows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,47 +14,53 @@ from meshrec.data.order import check_seed
 from meshrec.data.samples import Ints
 from meshrec.data.streaming import StreamReader
 from meshrec.data.synthetic import ClickSource, Teacher
-from meshrec.tables.hashed_keys import LRU, Hashed
+from meshrec.tables.hashed.keys import LRU, Hashed
 
 Rows = Literal["keys", "hashing_trick", "vocabulary"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Values of features whose raw IDs are replaced by new ones from time to time.
+    """Feature values whose raw IDs are replaced periodically.
 
-    Raw IDs are 64-bit hashes. A new ID has a click rate of its own, which no earlier sample reveals.
+    Raw IDs are 64-bit hashes. A new ID has a new click rate, not predictable from earlier samples.
 
     Args:
-        lifetime: the number of samples after which a value has a new raw ID. Values change at different
-            moments.
-        seed: the seed of raw IDs.
-        first: the number of the first sample.
-        max_rows: the rows of the hashing trick; None: raw IDs stay as they are.
-        known: for each feature the raw IDs of a vocabulary, ascending: rows from 1 on; others have row 0.
+        lifetime: samples until a value gets a new raw ID. Values change at different moments.
+        seed: seed for raw IDs.
+        first: first sample number.
+        max_rows: rows for the hashing trick; None: keep raw IDs.
+        known: vocabulary per feature, as ascending raw IDs: rows from 1 on; other IDs have row 0.
     """
 
     lifetime: int
     seed: int
     first: int = 0
     max_rows: int | None = None
-    known: tuple[Ints, ...] = ()
+    vocabularies: tuple[Ints, ...] = ()
 
     def raw(self, ids: Ints, key: int, times: Ints) -> Ints:
-        """Return the raw IDs of values in the samples with these numbers."""
+        """Return raw IDs for values.
+
+        Args:
+            ids: values [n, ids per feature].
+            key: feature number.
+            times: sample numbers [n].
+        """
         values = mix(ids.astype(np.uint64), seed=(self.seed << 20) + 2 * key)
         whole = np.uint64(self.lifetime)
+        # The offset from the hash staggers replacements, so that not all values change in the same sample.
         moments = (times[:, None] + self.first).astype(np.uint64) + (values >> np.uint64(11)) % whole
         generations: UInt64s = moments // whole
         raw: Ints = mix(values + generations, seed=(self.seed << 20) + 2 * key + 1).view(np.int64)
         return raw
 
     def rows(self, raw: Ints, key: int) -> Ints:
-        """Return the model's input for raw IDs: the IDs themselves, or rows of a vocabulary or a hash."""
-        if self.known:
-            known = self.known[key]
-            at = np.minimum(np.searchsorted(known, raw), len(known) - 1)
-            return np.where(known[at] == raw, at + 1, 0)
+        """Return model inputs for raw IDs: the IDs themselves, or rows of a vocabulary or hash."""
+        if self.vocabularies:
+            vocabulary = self.vocabularies[key]
+            at = np.minimum(np.searchsorted(vocabulary, raw), len(vocabulary) - 1)
+            return np.where(vocabulary[at] == raw, at + 1, 0)
         return raw if self.max_rows is None else to_range(mix(raw.view(np.uint64)), self.max_rows)
 
 
@@ -71,25 +79,26 @@ def drifting_clicks(
     seed: int = 0,
     keys: Hashed | None = None,
 ) -> Dataset:
-    """Draw clicks in the order of time on items that come and go, with a planted `Teacher`.
+    """Draw clicks in time order on drifting items, with a planted `Teacher`.
 
-    Training reads the samples in their order. The validation samples follow, and then those of the test:
-    ``best_auc`` is not given, as nobody can know the click rate of an item that has just come.
+    Training reads the samples in order, followed by validation and test samples. There is no ``best_auc``:
+    the click rate of a new item is unpredictable.
 
     Args:
-        rows: how raw IDs get rows: ``"keys"``: they are keys of hashed tables; ``"hashing_trick"``: their
-            hashes modulo ``max_rows``, so that IDs share rows; ``"vocabulary"``: the most frequent of the
-            first tenth of the training samples have a row, all others share one.
-        max_rows: the rows of each table.
-        lifetime: the number of samples after which an item is replaced.
-        num_samples, num_test: the training samples; the validation samples, and as many of the test.
-        num_features: the number of features f0, f1, ...
-        num_values: the number of items of a feature that are there at a time.
-        num_dense: the number of dense columns.
-        exponent: the exponent of Zipf's law.
-        signal: the standard deviation of the teacher's logit.
-        seed: the seed of everything.
-        keys: the keys of hashed tables; None: ``Hashed(max_rows=max_rows, evict=LRU())``.
+        rows: mapping from raw IDs to rows. ``"keys"``: keys of hashed tables; ``"hashing_trick"``: hashes
+            modulo ``max_rows``, so IDs share rows; ``"vocabulary"``: the most frequent IDs in the first tenth
+            of the training samples have rows, others share one.
+        max_rows: rows per table.
+        lifetime: samples until an item is replaced.
+        num_samples: training samples.
+        num_test: validation samples, and test samples.
+        num_features: features f0, f1, ...
+        num_values: simultaneous items per feature.
+        num_dense: dense columns.
+        exponent: Zipf exponent.
+        signal: teacher logit's standard deviation.
+        seed: random seed.
+        keys: hashed key options; None: ``Hashed(max_rows=max_rows, evict=LRU())``.
 
     Raises:
         ValueError: a size is out of range.
@@ -118,10 +127,12 @@ def drifting_clicks(
     if rows == "hashing_trick":
         items = replace(items, max_rows=max_rows)
     elif rows == "vocabulary":
-        items = replace(items, known=_vocabulary(source(items, -(-num_samples // 10), 0), max_rows - 1))
+        items = replace(
+            items, vocabularies=_vocabulary(source(items, -(-num_samples // 10), 0), max_rows - 1)
+        )
     train = source(items, num_samples, 0)
     later = [replace(items, first=num_samples + turn * num_test) for turn in range(2)]
-    held_out = [source(each, num_test, 1 + turn) for turn, each in enumerate(later)]
+    held_out = [source(items, num_test, 1 + turn) for turn, items in enumerate(later)]
     keys = (keys or Hashed(max_rows=max_rows, evict=LRU())) if rows == "keys" else None
     return Dataset(
         name="drifting_clicks",
@@ -134,12 +145,12 @@ def drifting_clicks(
 
 
 def _vocabulary(source: ClickSource, size: int) -> tuple[Ints, ...]:
-    """Return the most frequent raw IDs of each feature, ascending."""
+    """Return the most frequent raw IDs per feature, ascending."""
     blocks: Sequence[int] = range(len(source.block_sizes))
     samples = [source.block(block)[0] for block in blocks]
-    found = []
+    vocabularies = []
     for key in range(len(source.keys)):
-        ids = np.concatenate([each.ids[key].values for each in samples])
-        known, counts = np.unique(ids, return_counts=True)
-        found.append(np.sort(known[np.argsort(-counts, kind="stable")[:size]]))
-    return tuple(found)
+        ids = np.concatenate([block.ids[key].values for block in samples])
+        values, counts = np.unique(ids, return_counts=True)
+        vocabularies.append(np.sort(values[np.argsort(-counts, kind="stable")[:size]]))
+    return tuple(vocabularies)

@@ -1,6 +1,6 @@
-"""The interface through which readers of tables use `meshrec.data.features.Features`.
+"""Interface between table readers and `meshrec.data.features.Features`.
 
-Readers import this file only. Features import readers, because a `Join` reads a table of its own.
+Readers import only this file. Features import readers, because a `Join` reads a separate table.
 """
 
 from abc import ABC, abstractmethod
@@ -12,8 +12,8 @@ from meshrec.data.faults import Faults
 from meshrec.data.samples import Samples, Shape
 
 
-class Place(NamedTuple):
-    """Origin of some rows, such as "a.parquet: row group 3", with the number of the first row in the file."""
+class RowOrigin(NamedTuple):
+    """Origin of rows, such as "a.parquet: row group 3", with the number of the first row in the file."""
 
     name: str
     first_row: int
@@ -21,21 +21,21 @@ class Place(NamedTuple):
 
 
 class Encoding(ABC):
-    """The meaning of the columns of a table: turns rows into samples."""
+    """Column semantics of a table: converts rows to samples."""
 
     @property
     @abstractmethod
     def keys(self) -> tuple[str, ...]:
-        """Names of the ID features."""
+        """ID feature names."""
 
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """Shape of the samples."""
+        """Sample shape."""
 
     @abstractmethod
     def described(self) -> tuple[Feature, ...]:
-        """Return the features of the model."""
+        """Return the model's features."""
 
     @abstractmethod
     def columns(self) -> Sequence[str]:
@@ -43,40 +43,44 @@ class Encoding(ABC):
 
     @abstractmethod
     def id_columns(self) -> tuple[str, ...]:
-        """Return the columns from which IDs come."""
+        """Return the source columns for IDs."""
 
     @abstractmethod
     def labels_of(self) -> tuple[str, ...]:
-        """Return the names of the labels if there are several, otherwise nothing."""
+        """Return label names if there are several, otherwise nothing."""
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """Names of the dense columns; none if the source does not name them."""
+        """Dense column names; empty if unnamed."""
         return ()
 
     @property
     def num_classes(self) -> int:
-        """The number of classes of the label; 0 if it is a number."""
+        """Label classes; 0 for a numeric label."""
         return 0
 
     @property
     def number_edges(self) -> tuple[tuple[float, ...], ...]:
-        """The edges of the bins of each dense column; empty for a column without bins."""
+        """Bin edges per dense column; empty for a column without bins."""
         return ((),) * self.shape.num_dense
 
     @abstractmethod
     def fitted_kinds(self) -> Mapping[str, str]:
-        """Return the known kinds of columns by name: text, integer, number, ..."""
+        """Return known column kinds by name: text, integer, number, ..., or numeric: any number."""
 
     @abstractmethod
-    def wrong_columns(self, found: Any) -> list[str]:
-        """Return what an Arrow schema lacks or has of a type that cannot be read; empty if everything
-        fits.
+    def wrong_columns(self, schema: Any) -> list[str]:
+        """Return a message per missing or unreadable column of an Arrow schema; empty if everything fits."""
+
+    @abstractmethod
+    def encode(self, table: Any, origin: RowOrigin, faults: Faults) -> Samples:
+        """Encode a table with the right columns. Damaged rows are not ``kept``, or raise an error.
+
+        Args:
+            table: Arrow table.
+            origin: row source, for messages.
+            faults: handles damage.
         """
-
-    @abstractmethod
-    def encode(self, table: Any, place: Place, faults: Faults) -> Samples:
-        """Encode a table with the right columns. Damaged rows are not ``kept``, or raise an error."""
 
     @abstractmethod
     def unlabelled(self) -> "Encoding":

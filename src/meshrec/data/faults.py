@@ -1,7 +1,8 @@
-"""Handling of damaged data: raise an error, or skip and count."""
+"""Damaged data handling: raise an error, or skip and count."""
 
 import importlib
 import logging
+import reprlib
 import sys
 import warnings
 from contextlib import nullcontext
@@ -22,15 +23,23 @@ REMEDY = (
     ". Repair the data, or leave such rows out: on_error='skip', which is --data.on-error skip of "
     "`meshrec train` and --on-error skip of `meshrec evaluate` and `meshrec predict`."
 )
-"""Next step after damage in files, appended to the message."""
+"""Next step for damage in files, appended to messages."""
+REMEDY_OF_COLUMNS = (
+    ". Every row of this part has it: give the column what the recipe expects, or change the recipe."
+)
+"""Next step for damage in all rows, of which skipping would leave none."""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxlong = 3, 4, 4, 60, 40
 
 
 class DataError(ValueError):
-    """Data that cannot be read as configured. The message names file, place and column."""
+    """Data that cannot be read as configured. The message names file, location and column."""
 
 
 class Faults:
-    """Raises on damaged data, or skips and counts it with one warning per place.
+    """Raises on damaged data, or skips and counts it with a warning per location.
 
     Args:
         on_error: "raise" or "skip".
@@ -41,52 +50,85 @@ class Faults:
             raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
         self.skipping = on_error == "skip"
         self.skipped: dict[str, int] = {}
-        """Number of rows that were left out, by place and reason. Each row counts once, however often it is
-        read.
-        """
+        """Omitted rows by location and reason. Rows are counted once, however often they are read."""
         self.by_file: dict[str, dict[str, int]] = {}
-        """Number of rows that were left out, by file, and by place and reason."""
+        """Omitted rows by file, then by location and reason."""
 
-    def found(self, message: str, rows: int, file: str = "") -> None:
-        """Report that ``rows`` rows of ``file`` are damaged.
+    def report(
+        self, message: str, rows: int, file: str = "", *, is_allowed: bool = False, every_row: bool = False
+    ) -> None:
+        """Report damaged or intentionally omitted rows.
+
+        Args:
+            message: what is wrong, and where.
+            rows: row count.
+            file: file name.
+            is_allowed: rows are omitted by configuration, and are not damage.
+            every_row: all rows are damaged, so that skipping would leave none.
 
         Raises:
             DataError: damaged data is not skipped.
         """
         message = message.rstrip(".")
-        if not self.skipping:
-            raise DataError(message + REMEDY)
+        if not self.skipping and not is_allowed:
+            raise DataError(message + (REMEDY_OF_COLUMNS if every_row else REMEDY))
+        # Data is read every epoch. Count and warn the first time only.
         if message not in self.skipped:
             _log.warning("skipped %s: %s", rows_text(rows), message)
             self.skipped[message] = rows
             self.by_file.setdefault(file, {})[message] = rows
 
-    def check(self, kept: Bools, good: Any, message: str, first_row: int = 0, file: str = "") -> None:
-        """Remove samples that are not ``good`` from ``kept``. ``{row}`` in the message is the first bad
-        row.
+    def check(
+        self,
+        kept: Bools,
+        good: Any,
+        message: str,
+        first_row: int = 0,
+        file: str = "",
+        *,
+        is_allowed: bool = False,
+    ) -> None:
+        """Remove invalid samples from ``kept``.
+
+        Args:
+            kept: whether a sample is still valid; modified in place.
+            good: whether a sample passes this check.
+            message: what is wrong; ``{row}`` is replaced by the first bad row.
+            first_row: first sample's row number in the file.
+            file: file name.
+            is_allowed: bad samples are omitted by configuration, and are not damage.
+
+        Raises:
+            DataError: damaged data is not skipped.
         """
         bad = kept & ~np.asarray(good, dtype=np.bool_)
         num = int(bad.sum())
         if num:
             row = first_row + int(bad.argmax())
-            self.found(f"{message.format(row=row)} ({rows_text(num)} of {len(bad)})", num, file)
+            text = f"{message.format(row=row)} ({rows_text(num)} of {len(bad)})"
+            self.report(text, num, file, is_allowed=is_allowed, every_row=num == len(bad) > 1)
             kept &= ~bad
 
 
 def rows_text(num: int) -> str:
-    """Write a number of rows, such as "1 row" or "1,000 rows"."""
+    """Format a number of rows, such as "1 row" or "1,000 rows"."""
     return f"{num:,} row{'' if num == 1 else 's'}"
 
 
+def shown(value: Any) -> str:
+    """Return an abbreviated representation of a value for messages."""
+    return _SHORT.repr(value)
+
+
 def needs(module: str, extra: str) -> ModuleType:
-    """Load a module that an extra installs.
+    """Import a module installed by an extra.
 
     Raises:
         ModuleNotFoundError: the module is missing; the message names the extra, and ``name`` is None.
     """
     try:
         with warnings.catch_warnings():
-            # What a package warns its developers of, as torchmetrics 1.0 does of its setuptools.
+            # Packages warn about their own deprecated imports, such as setuptools. Users cannot fix these.
             for kind in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", kind)
             warnings.filterwarnings("ignore", "pkg_resources is deprecated")

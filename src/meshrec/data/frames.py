@@ -1,14 +1,16 @@
-"""Tables that are not Parquet: CSV files, and frames in memory."""
+"""Tables other than Parquet: CSV files, and frames in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from meshrec.data.csv_dialects import DETECTED, CsvFormat, Dialect, dialect_of
 from meshrec.data.encoding import Encoding
 from meshrec.data.faults import DataError, Faults, needs
-from meshrec.data.locations import File, codec_of, expand_tables, is_address, opened
+from meshrec.data.locations import File, codec_of, expand_tables, is_json, not_parquet, opened
 from meshrec.data.parquet import open_parquet
+from meshrec.data.partitions import partition_keys, with_keys
 from meshrec.data.streaming import Source
 from meshrec.data.tables import ArrowSource
 
@@ -17,139 +19,198 @@ if TYPE_CHECKING:
 
 
 def to_table(frame: Any) -> "pa.Table":
-    """Convert a table of Arrow, pandas or polars, or a Hugging Face dataset, to an Arrow table.
+    """Convert an Arrow, pandas or polars table, or a Hugging Face dataset, to an Arrow table.
 
-    Any object with Arrow's stream interface (``__arrow_c_stream__``) is accepted as well.
+    Also accepts any object with Arrow's stream interface (``__arrow_c_stream__``).
 
     Raises:
         ValueError: ``frame`` is none of these.
     """
     pa = needs("pyarrow", "data")
+    from meshrec.data.exact_columns import plain_table
+
     if isinstance(frame, pa.Table):
-        return _without_views(frame)
-    if type(frame).__module__.startswith("pandas."):
-        return pa.Table.from_pandas(frame, preserve_index=False)
-    if type(frame).__module__.startswith("datasets."):  # rows may be chosen by indices: it takes care of them
-        return frame.with_format("arrow")[:]
+        return plain_table(frame)
+    if type(frame).__module__.split(".")[0] == "pandas":
+        return plain_table(_of_pandas(frame))
+    if type(frame).__module__.startswith("datasets."):  # handles index-based row selections
+        return plain_table(frame.with_format("arrow")[:])
     if hasattr(frame, "__arrow_c_stream__"):
-        return _without_views(pa.table(frame))
+        try:
+            return plain_table(pa.table(frame))
+        except (pa.ArrowException, OverflowError) as error:
+            raise DataError(
+                f"a {type(frame).__name__} cannot become an Arrow table: {error}. Give integers beyond 64 "
+                "bits as decimals, such as Decimal(38, 0)."
+            ) from error
     raise ValueError(
         f"a {type(frame).__name__} is not a table. Give a table of Arrow, pandas, polars or Hugging "
         "Face, or paths."
     )
 
 
-def _without_views(table: "pa.Table") -> "pa.Table":
-    """Replace views of texts and lists, which polars gives, by plain texts and lists."""
-    plain = [each.with_type(_plain_type(each.type)) for each in table.schema]
-    return table if plain == list(table.schema) else table.cast(needs("pyarrow", "data").schema(plain))
-
-
-def _plain_type(kind: Any) -> Any:
+def _of_pandas(frame: Any) -> "pa.Table":
+    """Convert a pandas table; name the first column Arrow cannot represent."""
     pa = needs("pyarrow", "data")
-    if pa.types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
-    outer = str(kind).split("<")[0]
-    if outer in ("list_view", "large_list_view", "list", "large_list"):
-        inner = _plain_type(kind.value_type)
-        return kind if inner == kind.value_type and "view" not in outer else pa.large_list(inner)
-    return {"string_view": pa.large_string(), "binary_view": pa.large_binary()}.get(outer, kind)
+    try:
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        for name in frame.columns:
+            column = frame[name]
+            try:
+                pa.array(column, from_pandas=True)
+            except (pa.ArrowException, TypeError, OverflowError):
+                kinds = sorted({type(value).__name__ for value in column.dropna()})
+                raise DataError(
+                    f"column {name!r} of the pandas table has values of {' and '.join(kinds)}, which have no "
+                    f"common type of Arrow ({error}). Give it one type, such as text: "
+                    f"frame[{name!r}] = frame[{name!r}].astype(str)."
+                ) from error
+        raise DataError(f"the pandas table cannot be converted to Arrow: {error}.") from error
 
 
-def read_csvs(paths: Sequence[File], kinds: Mapping[str, str] = MappingProxyType({})) -> list["pa.Table"]:
-    """Read CSV files with a header into memory, with the same column types in all of them.
+def read_csvs(
+    paths: Sequence[File],
+    kinds: Mapping[str, str] = MappingProxyType({}),
+    form: CsvFormat = DETECTED,
+) -> list["pa.Table"]:
+    """Read CSV files with a header, or JSON lines, into memory, with equal column types in all files.
 
-    A column has the type that Arrow infers, or string if one of the files has text in it. Markers such as
-    ``NA`` are null in columns of numbers. In columns of text they are text, and only the empty string is
-    missing.
+    Delimiter, decimal point and encoding follow `dialect_of`. A column has the type inferred by Arrow, or
+    string if any file has text in it. Numbers with leading zeros, such as ``007``, are text, unless ``kinds``
+    has the column. Markers such as ``NA`` are null in numeric columns. In text columns they are text, and
+    only the empty string is missing.
 
     Args:
         paths: the files.
-        kinds: known kinds of columns (text, integer, number), which override what Arrow infers.
+        kinds: known column kinds (text, integer, number, numeric), which override inference. ``numeric``
+            accepts any inferred number type.
+        form: known delimiter, decimal point and encoding.
 
     Raises:
-        DataError: a file cannot be read; names the file and the row.
+        DataError: a file cannot be read; names the file and row.
     """
     pa = needs("pyarrow", "data")
-    known = {"text": pa.string(), "number": pa.float64()}  # integers may be written as true and false
-    types = {name: known[kind] for name, kind in kinds.items() if kind in known}
-    tables = [_read_csv(path, types) for path in paths]
-    for name in dict.fromkeys(name for each in tables for name in each.column_names):
-        found = {each.schema.field(name).type for each in tables if name in each.column_names}
-        common = _common_type(found - {pa.null()}) if len(found) > 1 else found.pop()
+    forced = {"text": pa.string(), "number": pa.float64()}  # integers may be written as true and false
+    types = {name: forced[kind] for name, kind in kinds.items() if kind in forced}
+    # Arrow infers types per file. Files that differ from the common type are read again below.
+    tables = [_read_csv(path, types, kinds, form) for path in paths]
+    for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        types_by_file = {table.schema.field(name).type for table in tables if name in table.column_names}
+        common = _common_type(types_by_file - {pa.null()}) if len(types_by_file) > 1 else types_by_file.pop()
         empty = {"integer": pa.int64(), "time": pa.timestamp("us")}.get(kinds.get(name, ""), common)
         types[name] = empty if common == pa.null() else common
-    wanted = [{name: types[name] for name in each.column_names} for each in tables]
-    return [
-        each
-        if dict(zip(each.column_names, each.schema.types, strict=True)) == want
-        else _read_csv(path, want)
-        for path, each, want in zip(paths, tables, wanted, strict=True)
+    targets = [{name: types[name] for name in table.column_names} for table in tables]
+    tables = [
+        table
+        if dict(zip(table.column_names, table.schema.types, strict=True)) == target
+        else _read_csv(path, target, target, form)
+        for path, table, target in zip(paths, tables, targets, strict=True)
     ]
+    keys = partition_keys(paths, kinds)
+    return [with_keys(table, keys[path]) for path, table in zip(paths, tables, strict=True)]
 
 
-def _common_type(found: set[Any]) -> Any:
-    """Return a type that can hold what several files have in one column."""
+def _common_type(types: set[Any]) -> Any:
+    """Return a type that can represent a column's types from several files."""
     pa = needs("pyarrow", "data")
-    if len(found) == 1:
-        return found.pop()
-    if all(pa.types.is_integer(each) for each in found):
+    if len(types) == 1:
+        return types.pop()
+    if all(map(pa.types.is_integer, types)):
         return pa.uint64()
-    if all(pa.types.is_integer(each) or pa.types.is_floating(each) for each in found):
+    if all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in types):
         return pa.float64()
-    dated = all(pa.types.is_date(each) or pa.types.is_timestamp(each) for each in found)
+    # Dates and times mix as times, and anything else as text.
+    dated = all(pa.types.is_date(kind) or pa.types.is_timestamp(kind) for kind in types)
     return pa.timestamp("us") if dated else pa.string()
 
 
-def _read_csv(path: File, types: Mapping[str, Any]) -> "pa.Table":
-    pa, csv, pc = (needs(each, "data") for each in ("pyarrow", "pyarrow.csv", "pyarrow.compute"))
+def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form: CsvFormat) -> "pa.Table":
+    """Read a file; numeric columns not in ``fixed`` become text if they have leading zeros."""
+    pa, csv, pc = (needs(name, "data") for name in ("pyarrow", "pyarrow.csv", "pyarrow.compute"))
 
     def read(types: Mapping[str, Any]) -> Any:
-        convert = csv.ConvertOptions(strings_can_be_null=False, column_types=dict(types))
-        lines = csv.ParseOptions(newlines_in_values=True)
-        if not is_address(path):  # whose name says how it is compressed
-            return csv.read_csv(path, convert_options=convert, parse_options=lines)
         with opened(path) as source:
             codec = codec_of(path)
-            plain = source if codec is None else pa.CompressedInputStream(source, codec)
-            return csv.read_csv(plain, convert_options=convert, parse_options=lines)
+            text = source if codec is None else pa.CompressedInputStream(source, codec)
+            if is_json(path):
+                return _read_json(text, types)
+            return csv.read_csv(
+                text,
+                read_options=csv.ReadOptions(encoding=dialect.encoding),
+                convert_options=csv.ConvertOptions(
+                    strings_can_be_null=False, column_types=dict(types), decimal_point=dialect.decimal_point
+                ),
+                parse_options=csv.ParseOptions(newlines_in_values=True, delimiter=dialect.delimiter),
+            )
 
     try:
+        dialect = Dialect() if is_json(path) else dialect_of(path, form)
         table = read(types)
         names = table.column_names
         _check_header(path, names)
-        for at, name in enumerate(names):
-            if name not in types and _may_be_rounded(table[name]):
-                texts = read({**types, name: pa.string()})[name]
-                if pc.all(pc.match_substring_regex(texts, "^[0-9]*$")).as_py():
-                    table = table.set_column(at, name, _whole_numbers(texts))
+        if is_json(path):
+            return table
+        numeric = [name for name in names if name not in types and _is_number(table[name].type)]
+        numeric = [name for name in numeric if name not in fixed or _may_be_rounded(table[name])]
+        if not numeric:
+            return table
+        # A second pass, because inference has already lost leading zeros and low digits.
+        strings = read({**types, **dict.fromkeys(numeric, pa.string())})
+        for name in numeric:
+            column, at = strings[name], names.index(name)
+            if pa.types.is_floating(table[name].type) and not _matches(pc.all, column, "^[0-9]*$"):
+                continue
+            if name not in fixed and _matches(pc.any, column, "^[-+]?0[0-9]+$"):
+                table = table.set_column(at, name, column)
+            elif _may_be_rounded(table[name]):
+                table = table.set_column(at, name, _whole_numbers(column))
         return table
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: its header is not UTF-8: {error}. Write the file as UTF-8.") from error
+        raise DataError(
+            f"{path}: its header is not {form.encoding or 'UTF-8'}: {error}. Write it as UTF-8, or name "
+            "its encoding: CsvFormat(encoding=...) in the recipe, --encoding of `meshrec inspect`."
+        ) from error
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as CSV: {error}. Repair the file.") from error
+        format = "JSON lines" if is_json(path) else "CSV"
+        raise DataError(f"{path} cannot be read as {format}: {error}. Repair the file.") from error
+
+
+def _read_json(source: Any, types: Mapping[str, Any]) -> "pa.Table":
+    """Read a file with a JSON object per line. Time strings become times, unless ``types`` has the column."""
+    pa, json = needs("pyarrow", "data"), needs("pyarrow.json", "data")
+    return json.read_json(source, parse_options=json.ParseOptions(explicit_schema=pa.schema(types.items())))
 
 
 def _check_header(path: File, names: list[str]) -> None:
-    """Raise DataError if a column name occurs twice, or if all columns seem to be one."""
+    """Raise DataError for a duplicate column name, or if all columns seem merged into one."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: columns need names of their own, given twice: {twice}. Rename them.")
     if len(names) == 1 and any(sign in names[0] for sign in ";\t"):
         raise DataError(
-            f"{path} has one column, {names[0]!r}: commas part the columns of CSV. Write it with commas, or "
-            "as Parquet."
+            f"{path} has one column, {names[0]!r}. Name the delimiter: CsvFormat(delimiter=...) "
+            "in the recipe, --delimiter of `meshrec inspect`; or write the file as Parquet."
         )
 
 
+def _matches(combine: Callable[[Any], Any], texts: Any, pattern: str) -> bool:
+    return bool(combine(needs("pyarrow.compute", "data").match_substring_regex(texts, pattern)).as_py())
+
+
+def _is_number(kind: Any) -> bool:
+    pa = needs("pyarrow", "data")
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
 def _may_be_rounded(column: Any) -> bool:
-    """Return whether a column has numbers beyond int64. Arrow reads such integers as floats."""
+    """Return whether a column exceeds int64. Arrow reads such integers as floats."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     return pa.types.is_floating(column.type) and bool(pc.any(pc.greater_equal(column, 2.0**63)).as_py())
 
 
 def _whole_numbers(texts: Any) -> Any:
-    """Convert texts to uint64. Texts of longer numbers stay texts."""
+    """Convert strings to uint64. Strings with longer numbers are returned unchanged."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     try:
         return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts).cast(pa.uint64())
@@ -157,10 +218,19 @@ def _whole_numbers(texts: Any) -> Any:
         return texts
 
 
-def read_columns(data: Any, columns: Sequence[str]) -> "pa.Table":
-    """Read some columns of Parquet files, CSV files or a frame into memory, as one table.
+def read_columns(
+    data: Any,
+    columns: Sequence[str],
+    kinds: Mapping[str, str] = MappingProxyType({}),
+    form: CsvFormat = DETECTED,
+) -> "pa.Table":
+    """Read some columns from Parquet files, CSV files or a frame into memory, as a single table.
 
-    Columns that a file lacks are left out.
+    Args:
+        data: paths, or a frame.
+        columns: column names; names missing from a file are omitted.
+        kinds: known column kinds in CSV files; see `read_csvs`.
+        form: known format of CSV files.
 
     Raises:
         DataError: a file cannot be read.
@@ -170,29 +240,70 @@ def read_columns(data: Any, columns: Sequence[str]) -> "pa.Table":
         tables = [to_table(data)]
     else:
         files, text = expand_tables(data)
-        tables = read_csvs(files) if text else [_read_parquet(file, columns) for file in files]
-    found = [each.select([name for name in columns if name in each.column_names]) for each in tables]
-    return pa.concat_tables(found, promote_options="permissive")
+        tables = read_csvs(files, kinds, form) if text else read_parquets(files, columns, kinds)
+    selected = [table.select([name for name in columns if name in table.column_names]) for table in tables]
+    return pa.concat_tables(selected, promote_options="permissive")
 
 
-def _read_parquet(file: File, columns: Sequence[str]) -> "pa.Table":
+def column_names(data: Any) -> list[str]:
+    """Return the names of all columns of the first file, or of a frame."""
+    if not _is_paths(data):
+        return list(to_table(data).column_names)
+    files, text = expand_tables(data)
+    tables = read_csvs(files[:1]) if text else read_parquets(files[:1])
+    return list(tables[0].column_names)
+
+
+def read_parquet(file: File, columns: Sequence[str] | None = None) -> "pa.Table":
+    """Read a Parquet file into memory, restricted to the ``columns`` it has.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    from meshrec.data.exact_columns import plain_table
     from meshrec.data.parquet import open_parquet_file
 
     pa = needs("pyarrow", "data")
     try:
         with open_parquet_file(file) as opened_file:
-            names = [name for name in columns if name in opened_file.schema_arrow.names]
-            return _without_views(opened_file.read(columns=names))
+            available = opened_file.schema_arrow.names
+            names = available if columns is None else [name for name in columns if name in available]
+            return plain_table(opened_file.read(columns=names))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {error}. Repair the file.") from error
+        raise DataError(f"{not_parquet(file, error)}. Repair the file.") from error
 
 
-def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
+def read_parquets(
+    files: Sequence[File],
+    columns: Sequence[str] | None = None,
+    kinds: Mapping[str, str] = MappingProxyType({}),
+) -> list["pa.Table"]:
+    """Read Parquet files into memory, with the partition columns of their folders.
+
+    Args:
+        files: the files.
+        columns: column names; names missing from a file are omitted. None: all.
+        kinds: known kinds of partition columns; see `partition_keys`.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    keys = partition_keys(files, kinds)
+    return [with_keys(read_parquet(file, columns), keys[file]) for file in files]
+
+
+def open_tables(data: Any, schema: Encoding, faults: Faults, form: CsvFormat = DETECTED) -> Source:
     """Open Parquet files, CSV files or a frame as a source; see `meshrec.data.tables.table_dataset`.
 
     A folder stands for its Parquet files, or for its CSV files if it has no Parquet files. CSV files
     (``.csv``, also with ``.gz``, ``.bz2`` or ``.zst``) are read into memory. Convert large ones to Parquet
     once.
+
+    Args:
+        data: paths, or a frame.
+        schema: the encoding of rows.
+        faults: handles damage.
+        form: known format of CSV files.
 
     Raises:
         DataError: the paths match no file, or files of both kinds.
@@ -202,11 +313,13 @@ def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
     files, text = expand_tables(data)
     if not text:
         return open_parquet(files, schema, faults)
-    tables = read_csvs(files, schema.fitted_kinds())
-    return ArrowSource([(str(file), each) for file, each in zip(files, tables, strict=True)], schema, faults)
+    tables = read_csvs(files, schema.fitted_kinds(), form)
+    return ArrowSource(
+        [(str(file), table) for file, table in zip(files, tables, strict=True)], schema, faults
+    )
 
 
 def _is_paths(data: Any) -> bool:
     return isinstance(data, str | Path) or (
-        isinstance(data, list | tuple) and all(isinstance(each, str | Path) for each in data)
+        isinstance(data, list | tuple) and all(isinstance(path, str | Path) for path in data)
     )

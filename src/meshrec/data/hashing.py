@@ -1,4 +1,4 @@
-"""Hashing of whole arrays: of IDs to table rows, and of IDs to random numbers."""
+"""Vectorized hashing: IDs to table rows, and IDs to random numbers."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import numpy.typing as npt
 
 UInt64s = npt.NDArray[np.uint64]
 
-# Masks of the first 0 .. 8 bytes of a little-endian word.
+# Masks for the first 0 .. 8 bytes of a little-endian word.
 _FIRST_BYTES = np.array([(1 << 8 * count) - 1 for count in range(9)], dtype=np.uint64)
 
 
 def mix(values: UInt64s, seed: int = 0) -> UInt64s:
-    """Return 64 pseudo-random bits per value; each seed gives another permutation.
+    """Return 64 pseudo-random bits per value; every seed gives a different permutation.
 
-    The finalizer of splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
+    The splitmix64 finalizer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
     """
     mask = (1 << 64) - 1
     mixed = values + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & mask)
@@ -35,10 +35,9 @@ def to_range(hashes: UInt64s, size: int) -> npt.NDArray[np.int64]:
 
 
 def hash_bytes(array: Any) -> tuple[npt.NDArray[np.int64], UInt64s]:
-    """Return lengths in bytes and hashes of an Arrow array of strings or binaries. Null counts as the empty
-    string.
+    """Return byte lengths and hashes for an Arrow string or binary array. Null hashes like the empty string.
 
-    The loop handles 8 bytes of every string at a time.
+    The loop processes 8 bytes of every string per iteration.
     """
     large = str(array.type).startswith("large")
     _, offset_buffer, data_buffer = array.buffers()
@@ -48,10 +47,11 @@ def hash_bytes(array: Any) -> tuple[npt.NDArray[np.int64], UInt64s]:
     if array.null_count:
         lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
     data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.zeros(0, np.uint8)
+    # Eight zero bytes at the end, so that the last window of a string stays inside the buffer.
     words = np.lib.stride_tricks.sliding_window_view(np.concatenate([data, np.zeros(8, np.uint8)]), 8)
     hashes = mix(lengths.astype(np.uint64))
-    for begin in range(0, int(lengths.max(initial=0)), 8):
-        rest = np.clip(lengths - begin, 0, 8)
-        word = words[np.where(rest > 0, starts + begin, 0)].view("<u8")[:, 0] & _FIRST_BYTES[rest]
-        hashes = np.where(rest > 0, mix(hashes ^ word), hashes)
+    for start in range(0, int(lengths.max(initial=0)), 8):
+        remaining = np.clip(lengths - start, 0, 8)
+        word = words[np.where(remaining > 0, starts + start, 0)].view("<u8")[:, 0] & _FIRST_BYTES[remaining]
+        hashes = np.where(remaining > 0, mix(hashes ^ word), hashes)
     return lengths, hashes

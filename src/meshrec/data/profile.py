@@ -1,4 +1,4 @@
-"""A look at data that nobody has described: one pass of sketches, and what they say of each column."""
+"""Column statistics for unknown data: a single sketching pass, and conclusions per column."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,40 +8,56 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
-from meshrec.data.features.sketches import Distinct, RowSample
+from meshrec.data.exact_columns import plain_type
+from meshrec.data.features.label import Label
+from meshrec.data.features.sketches import Counts, Distinct, RowSample
 from meshrec.data.features.values import (
     Kind,
+    are_times,
     hashes_of,
     is_missing,
+    is_utf8,
+    is_whole,
     kind_of,
     numbers_of,
     split_values_of,
     values_of,
     whole,
 )
+from meshrec.metrics.areas import area_under_curve
 
 _EXAMPLES = 3
+_MAX_LABELS = 1000
 _EXAMPLE_LENGTH = 40
 
 
 @dataclass
 class Column:
-    """A summary of the values of one column.
+    """Column statistics.
 
     Attributes:
-        name, kind, type: name, kind and Arrow type of the column.
-        num_rows, num_missing: number of rows, and of rows with null, NaN or empty text.
-        distinct: estimated number of distinct values; for lists, of the values inside.
-        low, high: range of numbers and times (seconds since 1970).
-        mean_length, max_length: lengths of lists.
+        name: column name.
+        kind: column kind. Three or more integral floats or decimals are integer, and strings that are all ISO
+            8601 times are time.
+        type: Arrow type, without dictionary encoding.
+        num_rows: row count.
+        num_missing: rows with null, NaN or empty string.
+        distinct: estimated distinct values; for lists, distinct elements.
+        low: minimum number or time (seconds since 1970).
+        high: maximum number or time.
+        mean_length: mean list length.
+        max_length: maximum list length.
         examples: some values as text.
-        quantiles: quantiles of numbers in a sample, at 0, 1, 25, 50, 75, 99 and 100 %.
-        top_shares: shares of the most frequent values in the sample, the most frequent first.
-        signal: the AUC of the column alone for the label, on rows of the sample; None if unknown.
-        counts_up: whether the values rise from row to row, as row numbers do.
-        separator: the text between two values, if a text holds several. Lengths and distinct values are
-            then those of the sample.
+        quantiles: sample quantiles (numbers only) at 0, 1, 25, 50, 75, 99 and 100 %.
+        top_shares: sample shares of the most frequent values, in descending order.
+        signal: AUC of the column alone for the label, on sampled rows; None if unknown.
+        counts_up: whether values rise from row to row, like row numbers.
+        separator: separator in multi-valued strings. Lengths and distinct values are then sample statistics.
+        written_number: a string such as "$1,234.56", if all strings are numbers Arrow does not parse.
+        num_infinite: infinite values.
+        has_bytes: whether some binary values are not UTF-8.
     """
 
     name: str
@@ -60,6 +76,9 @@ class Column:
     signal: float | None = None
     counts_up: bool = False
     separator: str | None = None
+    written_number: str | None = None
+    num_infinite: int = 0
+    has_bytes: bool = False
 
     @property
     def missing(self) -> float:
@@ -68,25 +87,31 @@ class Column:
 
 
 class Profile(NamedTuple):
-    """The summaries of all columns in the order of the data, the number of rows, and a sample of rows."""
+    """Statistics of all columns in data order, the number of rows, and a row sample."""
 
     num_rows: int
     columns: dict[str, Column]
     sample: pa.Table
+    labels: Counts | None = None
+    """Exact label counts; None without a label, and for more than 1,000 values."""
 
 
 class _Sketch:
-    """The running summary of one column."""
+    """Running statistics of a column."""
 
     def __init__(self, name: str, kind: pa.DataType) -> None:
-        self.column = Column(name, kind_of(kind), str(kind))
+        kind = plain_type(kind)
+        value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+        self.column = Column(name, kind_of(kind), str(value_type))
         self._distinct = Distinct(np.zeros(0, np.uint64))
         self._num_values = 0
         self._last: float | None = None
         self._rises = True
+        self._is_whole = True
+        self._are_times = True
 
     def add(self, chunks: Any) -> None:
-        """Add the values of the next rows to the summary."""
+        """Add the values of the next rows."""
         column = self.column
         array, offsets = values_of(chunks)
         num = len(offsets) - 1
@@ -103,6 +128,12 @@ class _Sketch:
             missing = is_missing(array)
             column.num_missing += 0 if missing is None else int(missing.sum())
         self._distinct = self._distinct.merged(Distinct.of(array))
+        if column.kind.endswith("number"):
+            self._is_whole = self._is_whole and is_whole(array)
+        if column.type in ("binary", "large_binary") and not column.has_bytes:
+            column.has_bytes = not is_utf8(array)
+        if column.kind == "text" and self._are_times:
+            self._are_times = are_times(array)
         if column.kind in ("number", "integer", "time"):
             self._numbers(numbers_of(array, None, "s"))
 
@@ -110,37 +141,57 @@ class _Sketch:
         column, finite = self.column, np.isfinite(values)
         if column.kind == "number":
             column.num_missing += int(np.isnan(values).sum())
+        column.num_infinite += int(np.isinf(values).sum())
         values = values[finite]
         if not len(values):
             return
         low, high = float(values.min()), float(values.max())
         column.low = low if column.low is None else min(column.low, low)
         column.high = high if column.high is None else max(column.high, high)
-        before = values if self._last is None else np.append(self._last, values)
-        self._rises = self._rises and bool((np.diff(before) > 0).all())
+        sequence = values if self._last is None else np.append(self._last, values)
+        # Includes the previous block's last value, so that blocks do not change the result.
+        self._rises = self._rises and bool((np.diff(sequence) > 0).all())
         self._last = float(values[-1])
 
     def finished(self, sample: Any) -> Column:
-        """Return the summary, completed by the statistics of a sample."""
+        """Complete the statistics, and return them.
+
+        Settles the kind. Examples, quantiles and frequencies come from the sample.
+
+        Args:
+            sample: the column in the row sample.
+        """
         column = self.column
         num_values = (
             self._num_values if column.max_length is not None else column.num_rows - column.num_missing
         )
-        column.distinct = min(self._distinct.count(), num_values)  # the sketch counts about
+        column.distinct = min(self._distinct.count(), num_values)  # the sketch is approximate
+        if column.kind == "number" and self._is_whole and column.distinct > 2:
+            # Pandas writes integers with nulls as floats, and DuckDB 128-bit integers as decimals.
+            column.kind = "integer"
+        elif column.kind == "list of number":
+            column.kind = "list of integer" if self._is_whole else "other"
+        elif column.kind == "text" and self._are_times and column.num_missing < column.num_rows:
+            column.kind = "time"
         column.counts_up = column.kind == "integer" and self._rises and column.num_missing == 0
         if column.max_length is not None:
             column.mean_length = self._num_values / max(column.num_rows, 1)
         values = sample.drop_null()
-        column.examples = [_short(each) for each in values.slice(0, _EXAMPLES).to_pylist()]
+        column.examples = [_short(value) for value in values.slice(0, _EXAMPLES).to_pylist()]
         if column.kind == "other":
             return column
         if column.kind in ("number", "integer", "time"):
-            numbers = numbers_of(sample, None, "s")
-            numbers = numbers[np.isfinite(numbers)]
-            if len(numbers):
-                column.quantiles = np.quantile(numbers, (0, 0.01, 0.25, 0.5, 0.75, 0.99, 1)).tolist()
+            finite_values = numbers_of(sample, None, "s")
+            finite_values = finite_values[np.isfinite(finite_values)]
+            if len(finite_values):
+                # Times as text have no running minimum and maximum.
+                column.low = float(finite_values.min()) if column.low is None else column.low
+                column.high = float(finite_values.max()) if column.high is None else column.high
+                column.quantiles = np.quantile(finite_values, (0, 0.01, 0.25, 0.5, 0.75, 0.99, 1)).tolist()
         if column.kind == "text" and column.num_missing < column.num_rows:
-            _find_separator(column, values)
+            column.written_number = _written_number(values)
+            if column.written_number is None:
+                _find_separator(column, values)
         hashes = hashes_of(values_of(values).array)
         if len(hashes):
             counts = np.sort(np.unique(hashes, return_counts=True)[1])[::-1]
@@ -148,25 +199,59 @@ class _Sketch:
         return column
 
 
+_SIGNS = "[$€£¥%]?"
+_NUMBER = rf"^\s*\(?-?\s*{_SIGNS}\s*-?[0-9]+([,. '][0-9]{{3}})*([.,][0-9]+)?\s*{_SIGNS}\)?\s*$"
+_NO_NUMBER = r"(?i)^\s*(-+|\?|\.|n/?a|nan|null|none)\s*$"
+"""Placeholders for missing numbers."""
+
+
+def _written_number(texts: Any) -> str | None:
+    """Return an example string if all strings are numbers or placeholders for missing numbers, else None.
+
+    Prefers a string that Arrow would not cast to a number, such as "$1,234.56". If all strings consist of
+    digits only, returns None.
+    """
+    texts = _plain_texts(texts)
+    if texts is None:
+        return None
+    texts = texts.filter(pc.greater(pc.binary_length(texts), 0)).unique()
+    is_number = pc.match_substring_regex(texts, _NUMBER)
+    is_missing_number = pc.match_substring_regex(texts, _NO_NUMBER)
+    if not pc.any(is_number).as_py() or not pc.all(pc.or_(is_number, is_missing_number)).as_py():
+        return None
+    for digits in (r"^-?[0-9]+(\.[0-9]+)?$", "^[0-9]+$"):
+        marked = texts.filter(pc.invert(pc.match_substring_regex(texts, digits)))
+        if len(marked):
+            return str(pc.min(marked).as_py())
+    return None
+
+
+def _plain_texts(texts: Any) -> Any:
+    """Return strings without dictionary encoding; None for bytes."""
+    if pa.types.is_dictionary(texts.type):
+        texts = texts.dictionary_decode()
+    return texts if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type) else None
+
+
 _SEPARATORS = "|;,"
 _SEPARATED = 0.1
 
 
 def _find_separator(column: Column, texts: Any) -> None:
-    """Set the separator of a column whose texts hold several values.
+    """Set the separator of a column with multi-valued strings.
 
-    A tenth of the texts must have the separator, and there must be at most half as many different parts as
-    whole texts: sentences have commas, too, but their parts rarely repeat.
+    At least a tenth of the strings must have the separator, with at most half as many distinct parts as
+    distinct strings: sentences have commas, too, but their parts rarely repeat.
     """
-    if pa.types.is_dictionary(texts.type):
-        texts = texts.dictionary_decode()
-    if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
+    texts = _plain_texts(texts)
+    if texts is None:
         return
     for separator in _SEPARATORS:
         several = pc.match_substring(texts, separator)
         if not len(texts) or pc.sum(several).as_py() < _SEPARATED * len(texts):
             continue
         parts, offsets = split_values_of(texts, separator)
+        # In lists the same values recur, in sentences few do.
         distinct = len(parts.unique())
         if 2 <= distinct <= len(texts.unique()) / 2:
             lengths = np.diff(offsets)
@@ -176,75 +261,97 @@ def _find_separator(column: Column, texts: Any) -> None:
 
 
 def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
-    """Measure tables of one schema in one pass.
+    """Compute column statistics of tables with the same schema, in a single pass.
 
     Args:
-        tables: the data, a part at a time.
-        label: the column to learn, for ``Column.signal``; None if there is none.
+        tables: the data, in parts.
+        label: label column, for ``Column.signal``, or None.
 
     Raises:
         ValueError: there are no rows.
     """
     sketches: dict[str, _Sketch] = {}
     sample: RowSample | None = None
+    labels: Counts | None = None
     num_rows = 0
     for table in tables:
         if not sketches:
-            sketches = {each.name: _Sketch(each.name, each.type) for each in table.schema}
+            sketches = {field.name: _Sketch(field.name, field.type) for field in table.schema}
         for name, sketch in sketches.items():
             sketch.add(whole(table[name]))
-        mine = RowSample.of(table, np.arange(num_rows, num_rows + table.num_rows, dtype=np.int64))
-        sample = mine if sample is None else sample.merged(mine)
+        part_sample = RowSample.of(table, np.arange(num_rows, num_rows + table.num_rows, dtype=np.int64))
+        sample = part_sample if sample is None else sample.merged(part_sample)
+        if label in sketches and (not num_rows or labels is not None):
+            labels = _counted(labels, whole(table[label]))
         num_rows += table.num_rows
     if sample is None or not num_rows:
         raise ValueError("there is no row to look at. Name files that have some.")
     columns = {name: sketch.finished(whole(sample.table[name])) for name, sketch in sketches.items()}
+    truth = None
     if label in columns and columns[label].kind in ("integer", "number"):
         truth = numbers_of(sample.table[label], None, "s")
+    elif label in columns and labels is not None and len(labels.values) == 2:
+        truth = Label(column=label, classes=labels.values.to_pylist()).numbers(whole(sample.table[label]))
+    if truth is not None:
         for name, column in columns.items():
             if name != label and column.kind != "other":
                 column.signal = signal(whole(sample.table[name]), column.kind, truth)
-    return Profile(num_rows, columns, sample.table)
+    return Profile(num_rows, columns, sample.table, labels)
 
 
-def signal(array: Any, kind: Kind, truth: npt.NDArray[np.float64]) -> float | None:
-    """Return the AUC with which a column alone orders rows by a label: the larger of two, each at least 1/2.
-
-    One orders rows by the value itself. The other orders them by the label's mean at each value, learned on
-    half of the rows and evaluated on the other half. The label counts as 1 above its mean.
-    """
-    good = np.isfinite(truth)
-    positive = truth > truth[good].mean() if good.any() else good
-    if kind.startswith("list") or positive[good].all() or not positive[good].any():
+def _counted(counts: Counts | None, labels: Any) -> Counts | None:
+    """Add labels to their counts; None for lists, and for too many values."""
+    if kind_of(labels.type) == "other" or kind_of(labels.type).startswith("list"):
         return None
-    found = []
+    added = Counts.of(labels.dictionary_decode() if pa.types.is_dictionary(labels.type) else labels)
+    counts = added if counts is None else counts.merged(added)
+    return counts if len(counts.values) <= _MAX_LABELS else None
+
+
+def signal(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float | None:
+    """Return the AUC of a single column as a predictor of the label, at least 1/2.
+
+    Two predictors are tried, and the larger AUC counts:
+
+    - the value, ascending or descending (numbers and times only);
+    - the mean label per value, fitted on half of the rows and evaluated on the other half.
+
+    Labels above their mean count as positive.
+
+    Args:
+        array: the column, [n], in the row sample.
+        kind: column kind.
+        labels: labels, [n]. Rows with a non-finite label are skipped.
+
+    Returns:
+        The AUC; None for lists, or if the sample lacks positive or negative labels.
+    """
+    is_finite = np.isfinite(labels)
+    positive = labels > labels[is_finite].mean() if is_finite.any() else is_finite
+    if kind.startswith("list") or positive[is_finite].all() or not positive[is_finite].any():
+        # An AUC needs both classes.
+        return None
+    areas = []
     if kind in ("number", "integer", "time"):
         values = numbers_of(array, None, "s")
-        at = good & np.isfinite(values)
-        area = _area(values[at], positive[at])
-        found += [] if area is None else [max(area, 1 - area)]
+        usable = is_finite & np.isfinite(values)
+        area = _area(values[usable], positive[usable])
+        areas += [] if area is None else [max(area, 1 - area)]
     hashes = hashes_of(array)
-    half = np.arange(len(hashes)) % 2 == 0  # rows of a sample are in random order
-    keys, places = np.unique(hashes, return_inverse=True)
-    learns, judges = half & good, ~half & good
-    num = np.bincount(places[learns], minlength=len(keys))
-    sums = np.bincount(places[learns], positive[learns], minlength=len(keys))
-    prior = positive[learns].mean() if learns.any() else 0.5
-    area = _area(((sums + prior) / (num + 1))[places][judges], positive[judges])
-    found += [] if area is None else [max(area, 0.5)]
-    return max(found, default=None)
+    half = np.arange(len(hashes)) % 2 == 0  # sampled rows are in random order
+    keys, key_of_row = np.unique(hashes, return_inverse=True)
+    fitted, evaluated = half & is_finite, ~half & is_finite
+    num = np.bincount(key_of_row[fitted], minlength=len(keys))
+    sums = np.bincount(key_of_row[fitted], positive[fitted], minlength=len(keys))
+    prior = positive[fitted].mean() if fitted.any() else 0.5
+    # Smoothed by one prior sample, so that unseen values get the mean.
+    area = _area(((sums + prior) / (num + 1))[key_of_row][evaluated], positive[evaluated])
+    areas += [] if area is None else [max(area, 0.5)]
+    return max(areas, default=None)
 
 
 def _area(scores: npt.NDArray[np.float64], positive: npt.NDArray[np.bool_]) -> float | None:
-    num_positive = int(positive.sum())
-    num_others = len(positive) - num_positive
-    if not num_positive or not num_others:
-        return None
-    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    middle = np.cumsum(counts) - (counts - 1) / 2
-    return float(
-        (middle[places][positive].sum() - num_positive * (num_positive + 1) / 2) / (num_positive * num_others)
-    )
+    return area_under_curve(torch.from_numpy(scores), torch.from_numpy(positive))
 
 
 def _short(value: Any) -> str:

@@ -1,43 +1,48 @@
-"""The proposal of features for each column of a data set, with reasons."""
+"""Feature proposals for all columns in a dataset, with reasons."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshrec.data.column_choice import ColumnChoice
 from meshrec.data.features import (
     Buckets,
     ColumnFeature,
     DatePart,
     Features,
+    Hashed,
     IdFeature,
     Key,
     Label,
     Number,
     Vocabulary,
 )
-from meshrec.data.features.values import DatePartName, numbers_of
+from meshrec.data.features.values import DatePartName, whole
 from meshrec.data.nearest import did_you_mean
 from meshrec.data.profile import Column, Profile
+from meshrec.data.propose_crosses import with_useful_crosses
 from meshrec.data.propose_label import Task, label_of
-from meshrec.data.propose_more import ColumnChoice, with_what_pays
+from meshrec.data.propose_time_order import without_marching_columns
 from meshrec.modules import can_name_table
 from meshrec.ops.index import BYTES_PER_ID
 
 LEAK = 0.99
-"""Columns that tell the label this well by themselves are taken for the label in other words."""
+"""Minimum AUC at which a single column is considered a leak of the label."""
+_MIN_ROWS = 10
 _UNIQUE = 0.9
 _FEW_ROWS = 1000
 _LARGE_VOCABULARY = 1_000_000
-_LARGEST_TABLE = 20_000_000
+_MAX_TABLE_ROWS = 20_000_000
 _FEW_VALUES = 64
 _BINS = 16
+_FLOATS = ("double", "float", "halffloat")
 _RARE = 0.02
-"""Share of the rows below which a class of the label is rare, and a warning says so."""
+"""Minimum share of the rarer label class without a warning."""
 
 
 class Proposal(NamedTuple):
-    """A choice for every column, the features that follow, and what to look at."""
+    """Choice per column, resulting features, and warnings."""
 
     features: Features
     choices: list[ColumnChoice]
@@ -45,19 +50,26 @@ class Proposal(NamedTuple):
 
 
 def propose(
-    profile: Profile, *, label: str, time: str | None, task: Task | None = None, query: str | None = None
+    profile: Profile,
+    *,
+    label: str,
+    time: str | None,
+    task: Task | None = None,
+    query: str | None = None,
+    skip_unlabelled: bool = False,
 ) -> Proposal:
-    """Choose the role and the features of each column.
+    """Choose the role and features of every column.
 
     Args:
-        profile: what the columns hold.
-        label: the column to learn.
-        time: the column that orders the rows.
-        task: what the label is; None: classes if it is text, else 0 and 1.
-        query: the column within whose values rows are ranked; None: there is none.
+        profile: column statistics.
+        label: label column.
+        time: column that orders the rows, or None.
+        task: label type; None: classes for text of three values or more, otherwise binary.
+        query: column of queries for ranking, or None.
+        skip_unlabelled: omit rows without a label.
 
     Raises:
-        ValueError: there is no such label or time, or its type does not fit; or no other column is left.
+        ValueError: label or time is missing or has a wrong type; or no other column remains.
     """
     for role, name in (("label", label), ("time", time), ("query", query)):
         if name is not None and name not in profile.columns:
@@ -70,62 +82,129 @@ def propose(
             f"--task {task} with --query {query}: rows are ranked by the label, a number. Leave --task "
             "out, or --query."
         )
-    chosen_label, why = label_of(profile, label, "number" if query is not None else task)
-    choices = [ColumnChoice(label, "label", why)]
+    _check_rows(profile)
+    label_task = "number" if query is not None else task
+    label_feature, reason = label_of(profile, label, label_task, skip_unlabelled=skip_unlabelled)
+    choices = [ColumnChoice(label, "label", reason)]
     for name, column in profile.columns.items():
         if name == query:
             choices.append(ColumnChoice(name, "query", "rows are ranked against those of the same value"))
         elif name != label:
-            choices.append(
+            choice = (
                 _time(column)
                 if name == time
                 else _choice(column, profile.num_rows, in_order=time is not None)
             )
-    if chosen_label.kind == "binary":
-        choices = with_what_pays(profile, chosen_label, choices, time)
-    choices = _with_names_for_tables(choices)
-    found = tuple(feature for choice in choices for feature in choice.features)
-    if not any(choice.role in ("id", "list") and choice.features for choice in choices):
+            choices.append(_with_text_warning(choice, column))
+    choices = without_marching_columns(profile, choices, time)
+    if label_feature.kind == "binary":
+        choices = with_useful_crosses(profile, label_feature, choices, time)
+    if not any(choice.features for choice in choices):
+        choices = [_with_leak(profile, choice, in_order=time is not None) for choice in choices]
+    if not _has_ids(choices):
+        choices = [_with_ranges_as_ids(choice) for choice in choices]
+    choices = _with_valid_names(choices)
+    features = tuple(feature for choice in choices for feature in choice.features)
+    if not _has_ids(choices):
         raise ValueError(
-            f"no column of {list(profile.columns)} names something, such as a user or an item: there is "
-            "nothing to make tables of. Use a model without tables, or give columns of ids."
+            f"no column of {list(profile.columns)} but the label tells anything: there is nothing to learn "
+            "from. Give columns of numbers or of ids, such as a user or an item."
         )
     warnings = [choice.warning for choice in choices if choice.warning is not None]
-    warnings += _label_warnings(profile, chosen_label) if chosen_label.kind == "binary" else []
+    warnings += _label_warnings(profile, label_feature) if label_feature.kind == "binary" else []
     if time is None and query is None:
         warnings.append(
             "no --time column: the split is random, which is kinder than the future: name one if you can"
         )
-    labels = (chosen_label,) if query is None else (chosen_label, Label(column=query, kind="query"))
-    return Proposal(Features(labels=labels, features=found), choices, warnings)
+    labels = (label_feature,) if query is None else (label_feature, Label(column=query, kind="query"))
+    return Proposal(Features(labels=labels, features=features), choices, warnings)
 
 
-def _with_names_for_tables(choices: list[ColumnChoice]) -> list[ColumnChoice]:
-    """Rename the features whose column's name no table can have."""
-    taken = {feature.name for choice in choices for feature in choice.features}
+def _has_ids(choices: list[ColumnChoice]) -> bool:
+    return any(isinstance(feature, IdFeature) for choice in choices for feature in choice.features)
+
+
+def _with_leak(profile: Profile, choice: ColumnChoice, *, in_order: bool) -> ColumnChoice:
+    """Use a column that predicts the label by itself, for tables without another one; a warning says so."""
+    column = profile.columns[choice.column]
+    if choice.role != "drop" or column.signal is None or column.signal < LEAK:
+        return choice
+    warning = (
+        f"column {column.name!r} tells the label by itself (AUC {column.signal:.4f}): it may be the label in "
+        "other words, or known only afterwards. It is taken because there is no other column"
+    )
+    used = _choice(replace(column, signal=None), profile.num_rows, in_order=in_order)
+    return used._replace(warning=warning)
+
+
+def _with_ranges_as_ids(choice: ColumnChoice) -> ColumnChoice:
+    """Add a number's ranges as IDs, for tables without ID columns: a model needs an embedding table."""
+    if not choice.features or not isinstance(choice.features[0], Number):
+        return choice
+    number = choice.features[0]
+    ranges = Buckets(name=f"{number.name}_range", column=number.source, num_buckets=_BINS)
+    reason = f"{choice.reason}, and its ranges as IDs"
+    return choice._replace(reason=reason, features=(number, ranges), rows=_BINS + 1)
+
+
+def _check_rows(profile: Profile) -> None:
+    """Raise ValueError for tables that training would reject."""
+    if profile.num_rows < _MIN_ROWS:
+        raise ValueError(
+            f"the data has {profile.num_rows} rows: a tenth of them is for validation and a tenth for the "
+            f"test, so there must be {_MIN_ROWS} at least. Give more."
+        )
+    for name, column in profile.columns.items():
+        if column.num_infinite:
+            raise ValueError(
+                f"column {name!r} has {column.num_infinite:,} infinite values, which are not numbers to "
+                f"learn from. Make them null, as frame[{name!r}].replace([np.inf, -np.inf], np.nan) of "
+                "pandas does."
+            )
+
+
+def _with_text_warning(choice: ColumnChoice, column: Column) -> ColumnChoice:
+    """Add a warning for numbers stored as text."""
+    if column.written_number is None or column.kind != "text":
+        return choice
+    remark = (
+        f"column {column.name!r} holds numbers written as text, such as {column.written_number!r}: as text "
+        f"they are {column.distinct:,} IDs without an order. Write plain numbers, such as 1234.56, and leave "
+        "missing ones empty"
+    )
+    return choice._replace(warning=remark)
+
+
+def _with_valid_names(choices: list[ColumnChoice]) -> list[ColumnChoice]:
+    """Rename features whose column name is not a valid table name."""
+    used_names = {feature.name for choice in choices for feature in choice.features}
 
     def named(feature: ColumnFeature) -> ColumnFeature:
         if can_name_table(feature.name):
             return feature
         name = feature.name.replace(".", "_") or "column"
-        while name in taken or not can_name_table(name):
+        while name in used_names or not can_name_table(name):
             name += "_"
-        taken.add(name)
+        used_names.add(name)
         return replace(feature, name=name, column=feature.source)
 
     return [choice._replace(features=tuple(map(named, choice.features))) for choice in choices]
 
 
 def _label_warnings(profile: Profile, label: Label) -> list[str]:
-    """Tell what the proposal has decided about the label, and that one of the classes is rare."""
-    name, sample = label.column, profile.sample[label.column]
-    values = numbers_of(sample, None, "s")
-    found = []
-    positive = values > 0
+    """Return warnings about the label's interpretation, and about a rare class."""
+    name, column = label.column, profile.columns[label.column]
+    numbers = label.numbers(whole(profile.sample[name]))
+    positive = numbers[np.isfinite(numbers)] > 0
+    warnings = []
+    if label.classes:
+        warnings.append(
+            f"label {name!r}: {label.classes[1]!r} counts as positive, {label.classes[0]!r} as negative. For "
+            "the other way round, swap classes in the recipe"
+        )
     if label.positive_from is not None:
-        low, high = values.min(), values.max()
-        positive = values >= label.positive_from
-        found.append(
+        low, high = column.low, column.high
+        warnings.append(
             f"label {name!r} has values from {low:g} to {high:g}, not 0 and 1: rows with "
             f"{label.positive_from:g} or more count as positive. Change positive_from in the recipe, or "
             f"predict the value: "
@@ -135,34 +214,34 @@ def _label_warnings(profile: Profile, label: Label) -> list[str]:
     if min(share, 1 - share) < _RARE:
         kind, rare = ("positive", share) if share < 0.5 else ("negative", 1 - share)
         num = round(rare * profile.num_rows)
-        found.append(
+        warnings.append(
             f"label {name!r}: only {rare:.2%} of the rows are {kind}, about {num:,} rows, and "
             f"{round(num / 10):,} of "
             "the test data: metrics of so few vary by chance. Give more rows of them, and compare "
             "results with "
             "`meshrec evaluate --intervals 200`"
         )
-    return found
+    return warnings
 
 
 def _time(column: Column) -> ColumnChoice:
     if column.kind not in ("time", "integer", "number"):
         raise ValueError(
-            f"--time {column.name}: the column holds {column.kind}, and times are dates, timestamps or "
-            "numbers. Convert it."
+            f"--time {column.name}: the column holds {column.kind}, such as {column.examples[:1]}, and times "
+            "are dates, timestamps, numbers, or texts such as 2024-05-01 12:30:00. Convert it."
         )
     if column.num_missing:
         raise ValueError(f"--time {column.name}: {column.num_missing:,} rows have none. Leave them out.")
     unit = _unit(column)
     if unit is None:
         return ColumnChoice(column.name, "time", "orders the rows: the latest are held out")
-    why = "orders the rows: the latest are held out. Its hour: "
-    why += f"DatePart(name={column.name + '_hour'!r}, column={column.name!r}, part='hour', unit={unit!r})"
-    return ColumnChoice(column.name, "time", why)
+    reason = "orders the rows: the latest are held out. Its hour: "
+    reason += f"DatePart(name={column.name + '_hour'!r}, column={column.name!r}, part='hour', unit={unit!r})"
+    return ColumnChoice(column.name, "time", reason)
 
 
 def _unit(column: Column) -> str | None:
-    """Return the unit of a column of times since 1970; None if the column does not look like times."""
+    """Return the unit of a column of times since 1970; None if the values are not plausible times."""
     if column.kind == "time":
         return "s"
     middle = column.quantiles[3] if column.quantiles else 0
@@ -179,7 +258,8 @@ def _choice(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
         return ColumnChoice(name, "drop", reason, warning=warning)
 
     if column.kind == "other":
-        return drop(f"{column.type} is not read")
+        is_vector = "list" in column.type and any(name in column.type for name in (*_FLOATS, "decimal"))
+        return drop("vectors of numbers are not read" if is_vector else f"{column.type} is not read")
     if column.num_missing == column.num_rows:
         return drop("empty", f"column {name!r} is empty")
     if column.distinct <= 1 and (column.num_missing == 0 or column.kind.startswith("list")):
@@ -193,24 +273,15 @@ def _choice(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
     if column.kind.startswith("list") or column.separator is not None:
         return _list(column)
     if column.kind == "time":
-        said: tuple[DatePartName, ...] = ("hour", "weekday")
-        if column.type.startswith(("date", "time32", "time64")):  # a day has no hour, an hour no day
-            said = ("weekday",) if column.type.startswith("date") else ("hour",)
-        parts = tuple(DatePart(name=f"{name}_{part}", column=name, part=part) for part in said)
-        rows, why = sum(part.rows for part in parts), f"a time: its {' and '.join(said)}"
-        if in_order or "weekday" not in said:  # later rows have times that training has never met
-            return ColumnChoice(name, "id", why, parts, rows)
-        missing = column.quantiles[3] if column.num_missing else None
-        number = Number(name=f"{name}_number", column=name, standardize=True, missing=missing, num_bins=_BINS)
-        return ColumnChoice(name, "id", f"{why}; as a number too", (*parts, number), rows)
+        return _time_features(column, in_order=in_order)
     if column.counts_up and num_rows >= 10:
         return drop("a row number", f"column {name!r} counts the rows: it says nothing of others")
-    if column.kind == "number" and not _is_code(column):
+    if column.kind == "number":
         return _dense(column, "numbers")
     if column.distinct > _UNIQUE * num_rows and num_rows >= _FEW_ROWS and not _is_magnitude(column):
-        what = "text" if column.kind == "text" else "id"
+        noun = "text" if column.kind == "text" else "id"
         return drop(
-            f"almost every row has its own {what}",
+            f"almost every row has its own {noun}",
             f"column {name!r} differs in almost every row: nothing can be learned of such an id",
         )
     if column.kind == "integer" and _is_magnitude(column):
@@ -218,19 +289,41 @@ def _choice(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
     return _ids(column)
 
 
-def _is_code(column: Column) -> bool:
-    """Return whether floats are codes: few whole values, as pandas writes integers with nulls."""
-    return (
-        column.distinct <= _FEW_VALUES
-        and all(float(each).is_integer() for each in column.quantiles)
-        and column.distinct > 2
+def _time_features(column: Column, *, in_order: bool) -> ColumnChoice:
+    name = column.name
+    is_text = "string" in column.type or "binary" in column.type
+    part: DatePartName | None = "days" if is_text else None
+    fields: tuple[DatePartName, ...] = ("hour", "weekday")
+    if is_text and all(seconds % 86400 == 0 for seconds in column.quantiles):
+        fields = ("weekday",)
+    # Dates have no hour, times of day no weekday.
+    elif column.type.startswith(("date", "time32", "time64")):
+        fields = ("weekday",) if column.type.startswith("date") else ("hour",)
+    parts = tuple(DatePart(name=f"{name}_{field}", column=name, part=field) for field in fields)
+    rows, reason = sum(part.rows for part in parts), f"a time: its {' and '.join(fields)}"
+    # Test rows are later than all training rows, so absolute time cannot generalize.
+    if in_order or "weekday" not in fields:
+        return ColumnChoice(name, "id", reason, parts, rows)
+    missing = (
+        float(column.quantiles[3] // 86400 if is_text else column.quantiles[3])
+        if column.num_missing
+        else None
     )
+    number = Number(
+        name=f"{name}_number",
+        column=name,
+        part=part,
+        standardize=True,
+        missing=missing,
+        num_bins=_BINS,
+    )
+    return ColumnChoice(name, "id", f"{reason}; as a number too", (*parts, number), rows)
 
 
 def _is_magnitude(column: Column) -> bool:
-    """Return whether integers are magnitudes, such as counts and prices, and not IDs.
+    """Return whether integers are magnitudes, such as counts and prices, instead of IDs.
 
-    IDs are few, or repeat often; counts crowd at the small end of a long range.
+    IDs are few, or repeat often; counts crowd at the low end of a long range.
     """
     if column.kind != "integer" or column.distinct <= _FEW_VALUES or _named_like_an_id(column.name):
         return False
@@ -249,7 +342,7 @@ def _named_like_an_id(name: str) -> bool:
     )
 
 
-def _dense(column: Column, what: str) -> ColumnChoice:
+def _dense(column: Column, noun: str) -> ColumnChoice:
     low, first, _, middle, _, last, high = column.quantiles
     log = low >= 0 and high > 20 * max(middle, 1e-9)
     far = high - low > 10 * max(last - first, 1e-12)
@@ -262,7 +355,7 @@ def _dense(column: Column, what: str) -> ColumnChoice:
         missing=missing,
         num_bins=_BINS,
     )
-    steps = [what, f"{low:g} to {high:g}"]
+    steps = [noun, f"{low:g} to {high:g}"]
     steps += ["a long tail: log"] if log else []
     steps += ["far outliers: clipped"] if feature.clip is not None else []
     steps += [f"{column.missing:.1%} missing: the median"] if column.num_missing else []
@@ -275,29 +368,41 @@ def _dense(column: Column, what: str) -> ColumnChoice:
 
 def _ids(column: Column) -> ColumnChoice:
     name, distinct = column.name, column.distinct
-    each = column.num_rows * (1 - column.missing) / max(distinct, 1)
-    why = f"{distinct:,} values, each in {each:,.{0 if each >= 10 else 1}f} rows"
-    why += f", {column.missing:.1%} missing" if column.num_missing else ""
+    per_value = column.num_rows * (1 - column.missing) / max(distinct, 1)
+    reason = f"{distinct:,} values, each in {per_value:,.{0 if per_value >= 10 else 1}f} rows"
+    reason += f", {column.missing:.1%} missing" if column.num_missing else ""
+    reason += ", whole numbers as floats" if column.type in _FLOATS else ""
+    warning = None
+    if column.type in _FLOATS and max(abs(column.low or 0), abs(column.high or 0)) > 2**53:
+        warning = (
+            f"column {name!r} holds integers beyond 2^53 as floats, which are rounded: different IDs may "
+            "have become one. Export them as integers, decimals or text"
+        )
     if distinct > _LARGE_VOCABULARY:
-        rows = min(distinct, _LARGEST_TABLE)
+        rows = min(distinct, _MAX_TABLE_ROWS)
         feature: ColumnFeature = Key(name=name, max_rows=rows, min_count=2)
-        why += f": keys with rows of their own from the second read on, {_cost(rows)}"
-        return ColumnChoice(name, "id", why, (feature,), rows)
+        reason += f": keys with rows of their own from the second read on, {_cost(rows)}"
+        return ColumnChoice(name, "id", reason, (feature,), rows, warning)
+    if column.has_bytes:
+        rows = 2 * distinct + 2
+        return ColumnChoice(
+            name, "id", f"{reason}, bytes: hashed", (Hashed(name=name, num_embeddings=rows),), rows
+        )
     features: list[ColumnFeature] = [Vocabulary(name=name, min_count=3 if distinct > _FEW_VALUES else 1)]
-    if column.kind in ("integer", "number") and distinct > 2:
+    if column.kind == "integer" and distinct > 2:
         is_id = _named_like_an_id(name)
-        missing = column.quantiles[3] if column.num_missing or is_id else None  # an ID may be null later
+        missing = column.quantiles[3] if column.num_missing or is_id else None  # serving may see null IDs
         features.append(
             Number(name=f"{name}_number", column=name, standardize=True, missing=missing, num_bins=_BINS)
         )
         use = "if IDs are given in order" if is_id else "if its size means something"
-        why += f"; as a number too, {use}"
-    return ColumnChoice(name, "id", why, tuple(features), distinct + 2)
+        reason += f"; as a number too, {use}"
+    return ColumnChoice(name, "id", reason, tuple(features), distinct + 2, warning)
 
 
 def _cost(rows: int) -> str:
-    """Tell how much memory a table with hashed keys takes, as the proposed recipe trains it."""
-    width, adam, last = 16, 3, 4  # weights and two moments; what LRU keeps of a row
+    """Describe the memory of a hashed table, as trained by the proposed recipe."""
+    width, adam, last = 16, 3, 4  # weights and two moments; LRU timestamp per row
     row = 4 * width * adam + last
     index = f"of which {rows * BYTES_PER_ID / 2**20:,.0f} MiB find them"
     return f"{rows * (row + BYTES_PER_ID) / 2**20:,.0f} MiB with Adam at width {width}, {index}"
@@ -309,19 +414,19 @@ def _list(column: Column) -> ColumnChoice:
     choice = _ids(replace(column, num_rows=round(column.num_rows * max(column.mean_length, 1e-9))))
     feature = choice.features[0]
     assert isinstance(feature, IdFeature)
-    longest = min(column.max_length, max(8, round(4 * column.mean_length)))
-    max_length = longest if longest < column.max_length else None
+    limit = min(column.max_length, max(8, round(4 * column.mean_length)))
+    max_length = limit if limit < column.max_length else None
     feature = replace(feature, max_length=max_length, separator=column.separator)
-    cut = f", cut to the last {longest}" if longest < column.max_length else ""
+    cut = f", cut to the last {limit}" if limit < column.max_length else ""
     lengths = f"{column.mean_length:.1f} on average, {column.max_length} at most"
-    what = "lists" if column.separator is None else f"values with {column.separator!r} between them, lists"
-    why = f"{what} of {lengths}{cut}; {column.distinct:,} values"
-    return ColumnChoice(column.name, "list", why, (feature,), choice.rows)
+    noun = "lists" if column.separator is None else f"values with {column.separator!r} between them, lists"
+    reason = f"{noun} of {lengths}{cut}; {column.distinct:,} values"
+    return ColumnChoice(column.name, "list", reason, (feature,), choice.rows)
 
 
 def as_json(profile: Profile, proposal: Proposal) -> dict[str, Any]:
-    """Return the profile and the proposal as JSON types, for the report page."""
-    chosen = {choice.column: choice for choice in proposal.choices}
+    """Return profile and proposal as JSON types, for the report page."""
+    choices = {choice.column: choice for choice in proposal.choices}
     return {
         "rows": profile.num_rows,
         "warnings": proposal.warnings,
@@ -336,9 +441,9 @@ def as_json(profile: Profile, proposal: Proposal) -> dict[str, Any]:
                 "examples": column.examples,
                 "top": column.top_shares,
                 "signal": column.signal,
-                "role": chosen[name].role,
-                "reason": chosen[name].reason,
-                "rows": chosen[name].rows,
+                "role": choices[name].role,
+                "reason": choices[name].reason,
+                "rows": choices[name].rows,
             }
             for name, column in profile.columns.items()
         ],

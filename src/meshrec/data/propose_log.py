@@ -1,4 +1,4 @@
-"""The proposal of a recipe for a log of users, items and times, with reasons."""
+"""Proposed recipe for an interaction log, with reasons."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.dataset import Paths
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.values import TimeUnit, is_text, kind_of, microseconds_of
@@ -16,41 +17,46 @@ from meshrec.data.logs import LogTable, counted_rows
 from meshrec.data.samples import Ints
 
 _UNITS: tuple[tuple[float, TimeUnit], ...] = ((1e11, "s"), (1e14, "ms"), (1e17, "us"), (float("inf"), "ns"))
-"""Times in each unit lie below these values until the year 5138."""
+"""Timestamps in every unit are below these values until the year 5138."""
 _REPEATED = 0.05
 _TIED, _ASCENDING = 0.01, 0.9
 
 
 class LogProposal(NamedTuple):
-    """The contents of a log, and the options to read it with."""
+    """Log statistics, and proposed reading options."""
 
     columns: LogColumns
     history: int
-    """Largest number of items in a history."""
+    """Maximum history length."""
     exclude_seen: bool
-    """Whether items that a user had before are left out of the ranking."""
+    """Whether a user's earlier items are excluded from ranking."""
     num_rows: int
     num_users: int
     num_items: int
     num_windows: int
-    """Number of training samples of an epoch."""
+    """Training samples per epoch."""
     reasons: list[str]
 
 
-def propose_log(paths: Paths, columns: LogColumns) -> LogProposal:
-    """Look at a log, and propose how to read it.
+def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -> LogProposal:
+    """Analyze a log, and propose how to read it.
+
+    Args:
+        paths: files of the log.
+        columns: its columns.
+        form: known format of CSV files.
 
     Raises:
         DataError: the log cannot be read, a column is missing, or hardly any user has three rows.
     """
     faults = Faults("raise")
-    table = read_columns(paths, columns.names())
+    table = read_columns(paths, columns.names(), columns.kinds(), form)
     reasons = []
     if columns.time in table.column_names:
         columns, reason = _with_unit(table[columns.time].combine_chunks(), columns)
         reasons += [reason] if reason else []
-    rows = counted_rows(LogTable(str(paths), table, columns), faults).table
-    users, items = (_numbers(rows[name]) for name in (columns.user, columns.item))
+    rows = counted_rows(LogTable(str(paths), table, columns, paths), faults).table
+    users, items = (_sorted_codes(rows[name]) for name in (columns.user, columns.item))
     times = microseconds_of(rows[columns.time].combine_chunks(), columns.time_unit)
     order = np.lexsort((times, users))
     users, items, times = users[order], items[order], times[order]
@@ -60,9 +66,9 @@ def propose_log(paths: Paths, columns: LogColumns) -> LogProposal:
             f"{int((lengths >= 3).sum()):,} of {len(lengths):,} users have three rows or more: there are "
             "no histories to learn from. Look whether the columns of user and item are the right ones."
         )
-    columns, more = _with_ties(users, items, times, columns)
+    columns, tie_reasons = _with_ties(users, items, times, columns)
     repeated = 1 - len(np.unique(users * (int(items.max()) + 1) + items)) / len(users)
-    reasons += [*more, *_rare(items, columns)]
+    reasons += [*tie_reasons, *_rare(items, columns)]
     if repeated > _REPEATED:
         reasons.append(f"{100 * repeated:.1f} % of the rows repeat an item of the user: they stay candidates")
     history = int(np.clip(-(-np.quantile(lengths, 0.9) // 10) * 10, 10, 200))
@@ -80,19 +86,19 @@ def propose_log(paths: Paths, columns: LogColumns) -> LogProposal:
 
 
 def _with_unit(times: pa.Array, columns: LogColumns) -> tuple[LogColumns, str]:
-    """Return the columns with the unit of times that are numbers."""
+    """Set the numeric timestamps' unit."""
     if is_text(times.type) or kind_of(times.type) not in ("integer", "number"):
         return columns, ""
-    largest = float(
+    max_value = float(
         np.nanmax(np.abs(times.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)), initial=0)
     )
-    unit = next(unit for limit, unit in _UNITS if largest < limit)
-    why = f"times are numbers up to {largest:.6g}: taken for {unit} since 1970"
-    return replace(columns, time_unit=unit), why
+    unit = next(unit for limit, unit in _UNITS if max_value < limit)
+    reason = f"times are numbers up to {max_value:.6g}: taken for {unit} since 1970"
+    return replace(columns, time_unit=unit), reason
 
 
 def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tuple[LogColumns, list[str]]:
-    """Return the columns with the order of a user's rows of the same time."""
+    """Set the order of a user's simultaneous rows."""
     tied = (users[1:] == users[:-1]) & (times[1:] == times[:-1])
     if tied.mean() <= _TIED:
         return columns, []
@@ -104,7 +110,7 @@ def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tu
 
 
 def _rare(items: Ints, columns: LogColumns) -> list[str]:
-    """Return a remark on items that are rare."""
+    """Return a remark on rare items."""
     counts = np.bincount(items)
     rare = counts < 5
     if columns.min_item_count > 1 or not rare.any():
@@ -116,10 +122,10 @@ def _rare(items: Ints, columns: LogColumns) -> list[str]:
     ]
 
 
-def _numbers(column: pa.ChunkedArray) -> Ints:
-    """Return the number of each value among the distinct ones in ascending order."""
+def _sorted_codes(column: pa.ChunkedArray) -> Ints:
+    """Return codes for values, in ascending value order."""
     encoded = column.combine_chunks().dictionary_encode()
-    place = np.empty(len(encoded.dictionary), np.int64)
-    place[pc.sort_indices(encoded.dictionary).to_numpy()] = np.arange(len(place))
-    numbers: Ints = place[encoded.indices.to_numpy()]
-    return numbers
+    position = np.empty(len(encoded.dictionary), np.int64)
+    position[pc.sort_indices(encoded.dictionary).to_numpy()] = np.arange(len(position))
+    codes: Ints = position[encoded.indices.to_numpy()]
+    return codes

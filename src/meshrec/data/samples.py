@@ -1,4 +1,4 @@
-"""Samples on their way to a batch, as NumPy arrays.
+"""Samples before batching, as NumPy arrays.
 
 Shape legend: n samples, K keys, N IDs.
 """
@@ -19,16 +19,14 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Ragged(NamedTuple):
-    """IDs of one key, with optional weights. Those of sample i are ``values[offsets[i] : offsets[i +
-    1]]``.
-    """
+    """IDs of a key, with optional weights. Sample i has ``values[offsets[i] : offsets[i + 1]]``."""
 
     values: Ints
     offsets: Ints
     weights: Floats | None = None
 
     def part(self, first: int, last: int) -> "Ragged":
-        """Return the samples ``[first, last)`` as views, whose offsets do not start at 0."""
+        """Return samples ``[first, last)`` as views. Offsets do not start at 0."""
         return Ragged(self.values, self.offsets[first : last + 1], self.weights)
 
     def take(self, order: Ints) -> "Ragged":
@@ -41,26 +39,26 @@ class Ragged(NamedTuple):
         return self.ranges(starts, lengths)
 
     def ranges(self, starts: Ints, lengths: Ints) -> "Ragged":
-        """Return one sample for each range of the values."""
+        """Return a sample per range of values."""
         return gather_ranges(self.values, starts, lengths, self.weights)
 
     def weighted(self) -> "Ragged":
-        """Return the same IDs, with weights of 1 if they have none."""
+        """Return the same IDs, with weights of 1 if there are none."""
         return (
             self if self.weights is not None else self._replace(weights=np.ones(len(self.values), np.float32))
         )
 
 
 class Samples(NamedTuple):
-    """Samples of a source.
+    """Samples from a source.
 
     Attributes:
         dense: dense values [n, num_dense].
         labels: labels [n], or [n, L] for L labels.
-        ids: the IDs of each key.
-        kept: whether each sample is good; None: all are. The other fields of a bad sample are meaningless.
-        rows: row numbers over all files; None if the reader of the source knows them.
-        weights: weights of samples; None: all are 1.
+        ids: IDs per key.
+        kept: whether a sample is valid; None: all are. Other fields of an invalid sample are meaningless.
+        rows: row numbers over all files; None if known only to the reader.
+        weights: sample weights; None: all 1.
     """
 
     dense: Floats
@@ -73,30 +71,38 @@ class Samples(NamedTuple):
     def take(self, order: Ints) -> "Samples":
         """Return the samples at ``order``."""
         kept = None if self.kept is None else self.kept[order]
-        ids = tuple(each.take(order) for each in self.ids)
+        ids = tuple(ragged.take(order) for ragged in self.ids)
         rows = None if self.rows is None else self.rows[order]
         weights = None if self.weights is None else self.weights[order]
         return Samples(self.dense[order], self.labels[order], ids, kept, rows, weights)
 
     def part(self, first: int, last: int) -> "Samples":
-        """Return the samples ``[first, last)`` as views."""
+        """Return samples ``[first, last)`` as views."""
         kept = None if self.kept is None else self.kept[first:last]
-        ids = tuple(each.part(first, last) for each in self.ids)
+        ids = tuple(ragged.part(first, last) for ragged in self.ids)
         rows = None if self.rows is None else self.rows[first:last]
         weights = None if self.weights is None else self.weights[first:last]
         return Samples(self.dense[first:last], self.labels[first:last], ids, kept, rows, weights)
 
     def good(self) -> "Samples":
-        """Return only the samples that are kept."""
+        """Return only valid samples."""
         if self.kept is None or self.kept.all():
             return self._replace(kept=None)
         return self.take(np.flatnonzero(self.kept))._replace(kept=None)
 
 
 def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
-    """Join ``values[starts[i] : starts[i] + lengths[i]]`` for all i."""
+    """Concatenate ``values[starts[i] : starts[i] + lengths[i]]`` for all i.
+
+    Args:
+        values: [N].
+        starts: first value per range, [n].
+        lengths: values per range, [n].
+        weights: weight per value, [N], or None.
+    """
     offsets = np.zeros(len(starts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
+    # Equal lengths are common (one ID per sample), and a reshape is much faster than repeat.
     width = _common_length(lengths)
     if width is not None:
         index = (starts[:, None] + np.arange(width)).ravel()
@@ -106,24 +112,24 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | N
     return Ragged(values[index], offsets, None if weights is None else weights[index])
 
 
-def together(samples: Samples, query: int) -> Samples:
-    """Return the samples with those of a query side by side, queries in the order of their first samples."""
+def group_by_query(samples: Samples, query: int) -> Samples:
+    """Reorder samples so that queries are contiguous, in order of their first samples."""
     _, first, of_query = np.unique(samples.labels[:, query], return_index=True, return_inverse=True)
     return samples.take(np.argsort(first[of_query], kind="stable"))
 
 
 def concatenated(pieces: Sequence[Samples]) -> Samples:
-    """Join pieces, of which there must be at least one."""
+    """Concatenate at least one piece."""
     if len(pieces) == 1:
         return pieces[0]
     ids = []
     for ragged in zip(*(piece.ids for piece in pieces), strict=True):
-        lengths = np.concatenate([np.diff(each.offsets) for each in ragged])
-        values = [each.values[int(each.offsets[0]) : int(each.offsets[-1])] for each in ragged]
+        lengths = np.concatenate([np.diff(part.offsets) for part in ragged])
+        values = [part.values[int(part.offsets[0]) : int(part.offsets[-1])] for part in ragged]
         weights = [
-            each.weights[int(each.offsets[0]) : int(each.offsets[-1])]
-            for each in ragged
-            if each.weights is not None
+            part.weights[int(part.offsets[0]) : int(part.offsets[-1])]
+            for part in ragged
+            if part.weights is not None
         ]
         ids.append(
             Ragged(
@@ -134,8 +140,8 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
         )
     kept = None
     if any(piece.kept is not None for piece in pieces):
-        every = [np.ones(len(each.labels), np.bool_) if each.kept is None else each.kept for each in pieces]
-        kept = np.concatenate(every)
+        masks = [np.ones(len(p.labels), np.bool_) if p.kept is None else p.kept for p in pieces]
+        kept = np.concatenate(masks)
     dense = np.concatenate([piece.dense for piece in pieces])
     labels = np.concatenate([piece.labels for piece in pieces])
     return Samples(dense, labels, tuple(ids), kept, _all_rows(pieces), _all_weights(pieces))
@@ -152,34 +158,39 @@ def _all_weights(pieces: Sequence[Samples]) -> Floats | None:
 
 
 def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
-    """Yield all samples after the first ``skip`` in windows of ``size``. The last window may be smaller."""
-    waiting: list[Samples] = []
+    """Yield all samples after the first ``skip`` in windows of ``size``. The last window may be smaller.
+
+    Args:
+        pieces: samples in pieces of any size.
+        skip: samples to skip.
+        size: samples per window.
+    """
+    pending: list[Samples] = []
     num = 0
     for piece in pieces:
-        left = len(piece.labels)
-        passed = min(skip, left)
-        skip -= passed
-        if passed == left:
+        num_piece = len(piece.labels)
+        num_skipped = min(skip, num_piece)
+        skip -= num_skipped
+        if num_skipped == num_piece:
             continue
-        waiting.append(piece.part(passed, left) if passed else piece)
-        num += left - passed
+        pending.append(piece.part(num_skipped, num_piece) if num_skipped else piece)
+        num += num_piece - num_skipped
         if num >= size:
-            whole = concatenated(waiting)
+            whole = concatenated(pending)
             for start in range(0, num - size + 1, size):
                 yield whole.part(start, start + size) if num > size else whole
-            rest = num % size
-            waiting = [whole.part(num - rest, num)] if rest else []
-            num = rest
-    if waiting:
-        yield concatenated(waiting)
+            num_left = num % size
+            pending = [whole.part(num - num_left, num)] if num_left else []
+            num = num_left
+    if pending:
+        yield concatenated(pending)
 
 
 class Shape(NamedTuple):
-    """Shape of the samples of a source.
+    """Sample shape.
 
-    ``num_labels`` is 1 for labels [n], and L for labels [n, L]. ``has_weights`` is about samples,
-    ``has_id_weights`` about IDs. ``query`` is the column of the labels that says which samples belong
-    together; 0: none.
+    ``num_labels`` is 1 for labels [n], and L for labels [n, L]. ``has_weights`` refers to samples,
+    ``has_id_weights`` to IDs. ``query`` is the label column that groups samples; 0: none.
     """
 
     num_dense: int
@@ -191,7 +202,7 @@ class Shape(NamedTuple):
 
 
 def void_samples(num: int, shape: Shape) -> Samples:
-    """Return ``num`` samples, none of which is kept."""
+    """Return ``num`` invalid samples."""
     none = np.zeros(0, np.float32) if shape.has_id_weights else None
     ids = Ragged(np.zeros(0, np.int64), np.zeros(num + 1, np.int64), none)
     return Samples(
@@ -204,9 +215,18 @@ def void_samples(num: int, shape: Shape) -> Samples:
 
 
 def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Batch:
-    """Join the kept samples of all pieces, in order, into a batch."""
-    pieces = [each.good() for each in pieces] or [void_samples(0, shape)._replace(rows=np.zeros(0, np.int64))]
-    num = sum(len(each.labels) for each in pieces)
+    """Concatenate the valid samples of all pieces, in order, into a batch.
+
+    Args:
+        keys: ID keys.
+        shape: sample shape.
+        pieces: samples.
+    """
+    pieces = [piece.good() for piece in pieces] or [
+        void_samples(0, shape)._replace(rows=np.zeros(0, np.int64))
+    ]
+    num = sum(len(piece.labels) for piece in pieces)
+    # Filled in place, because batches are on the critical path of every step.
     lengths = np.empty((len(keys), num), dtype=np.int64)
     values, weights, per_key = [], [], []
     for key in range(len(keys)):
@@ -221,6 +241,7 @@ def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Ba
                 weights.append(ragged.weights[start:stop])
             first, total = last, total + stop - start
         per_key.append(total)
+    # Valid by construction, so skip the checks.
     sparse = KeyedJaggedTensor.unchecked(
         list(keys),
         torch.from_numpy(np.concatenate(values) if values else np.zeros(0, np.int64)),
@@ -229,20 +250,20 @@ def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Ba
         stride=num,
         length_per_key=per_key,
     )
-    dense = torch.from_numpy(np.concatenate([each.dense for each in pieces]))
-    labels = torch.from_numpy(np.concatenate([each.labels for each in pieces]))
-    rows, of_samples = _all_rows(pieces), _all_weights(pieces)
+    dense = torch.from_numpy(np.concatenate([piece.dense for piece in pieces]))
+    labels = torch.from_numpy(np.concatenate([piece.labels for piece in pieces]))
+    rows, sample_weights = _all_rows(pieces), _all_weights(pieces)
     return Batch(
         dense,
         sparse,
         labels,
         None if rows is None else torch.from_numpy(rows),
-        None if of_samples is None else torch.from_numpy(of_samples),
+        None if sample_weights is None else torch.from_numpy(sample_weights),
     )
 
 
 def _common_length(lengths: Ints) -> int | None:
-    """Return the common length, or None if the lengths differ."""
+    """Return the common length, or None if lengths differ."""
     if len(lengths) == 0:
         return None
     width = int(lengths[0])

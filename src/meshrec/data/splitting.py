@@ -1,4 +1,4 @@
-"""Split of rows into training, validation and test data, decided row by row."""
+"""Row-wise split into training, validation and test data."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ import numpy.typing as npt
 from meshrec.data.dataset import Paths, RowsOfFile
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.hashing import hash_bytes, mix
-from meshrec.data.samples import Bools, Ints, Samples, Shape, rewindowed
+from meshrec.data.samples import Bools, Ints, Samples, rewindowed
 from meshrec.data.streaming import Source, StreamReader
 
 Parts = npt.NDArray[np.int8]
 
 
 class Part(IntEnum):
-    """The part of the data that a row belongs to."""
+    """Part of the data a row belongs to."""
 
     TRAIN = 0
     VALIDATION = 1
@@ -27,19 +27,20 @@ class Part(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A rule that takes validation and test rows out of the training data.
+    """Rule that takes validation and test rows from the training data.
 
     Args:
-        by: ``time``: the latest rows are test data, and those before them validation data. ``hash``: rows
-            with the same value in a column, such as a user, are in the same part. ``random``: each row is
-            drawn independently.
-        column: a column of numbers or timestamps for ``time`` (None: rows are in the order of time), or any
-            column for ``hash``.
-        validation, test: shares in [0, 1), together below 1.
-        seed: seed of ``hash`` and ``random``.
+        by: ``time``: the latest rows are test data, preceded by validation data. ``hash``: rows with the same
+            value in a column, such as a user, are in the same part. ``random``: rows are drawn independently.
+        column: numeric or time column for ``time`` (None: rows are in time order), or any column for
+            ``hash``.
+        validation: share in [0, 1).
+        test: share in [0, 1), together with ``validation`` below 1.
+        seed: seed for ``hash`` and ``random``.
+        time_format: strptime format for string times; None: ISO 8601.
 
     Raises:
-        ValueError: the shares are out of range, or a column is missing or not needed.
+        ValueError: shares are out of range, or a column is missing or not needed.
     """
 
     by: Literal["time", "hash", "random"] = "time"
@@ -47,6 +48,7 @@ class Split:
     validation: float = 0.1
     test: float = 0.1
     seed: int = 0
+    time_format: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
@@ -60,48 +62,53 @@ class Split:
             )
 
     def parts(self, sizes: Ints, values_of: Callable[[int], Any]) -> list[Parts]:
-        """Return the `Part` of each row, block by block.
+        """Return the `Part` per row, block by block.
 
         Args:
-            sizes: number of rows of each block.
-            values_of: returns the column of a block as an Arrow array.
+            sizes: rows per block.
+            values_of: returns a block's column as an Arrow array.
 
         Raises:
-            DataError: the column has nulls, or its values have no order where one is needed.
+            DataError: the column has nulls, or values without an order where required.
         """
         starts = np.cumsum(sizes) - sizes
         if self.by == "time":
             return self._by_time(
                 [self._times(block, starts, sizes, values_of) for block in range(len(sizes))]
             )
-        found = []
+        quantiles = []
         for block, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
             if self.by == "random":
+                # A function of the row number, so that the split does not depend on blocks or order of
+                # reading.
                 hashes = mix(np.arange(start, start + size, dtype=np.uint64), seed=self.seed)
             else:
                 hashes = mix(_hashes(values_of(block)), seed=self.seed)
-            found.append(self._of_places((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53))
-        return found
+            # The upper 53 bits, which float64 represents exactly.
+            quantiles.append((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+        parts = [self._by_quantile(block) for block in quantiles]
+        shares = (1, self.validation, self.test)
+        empty = [part for part, share in zip(Part, shares, strict=True) if share and not _has(parts, part)]
+        # Few rows may leave a part empty by chance. Then it gets its share of the rows in random order.
+        return self._by_time(quantiles) if self.by == "random" and empty else parts
 
     def parts_of(self, source: Source) -> list[Parts]:
-        """Return the `Part` of each row of a source, block by block; see `parts`."""
+        """Return the `Part` per row of a source, block by block; see `parts`."""
         column = self.column or ""
         return self.parts(source.block_sizes, lambda block: source.column(block, column))
 
-    def _of_places(self, places: npt.NDArray[np.float64]) -> Parts:
-        """Return the parts of places in [0, 1): the last ones are test data, and those before them validation
-        data.
-        """
-        test = places >= 1 - self.test
-        validation = ~test & (places >= 1 - self.test - self.validation)
+    def _by_quantile(self, quantiles: npt.NDArray[np.float64]) -> Parts:
+        """Return the parts for quantiles in [0, 1): the last are test data, preceded by validation data."""
+        test = quantiles >= 1 - self.test
+        validation = ~test & (quantiles >= 1 - self.test - self.validation)
         return np.where(test, Part.TEST, np.where(validation, Part.VALIDATION, Part.TRAIN)).astype(np.int8)
 
     def _by_time(self, times: Sequence[npt.NDArray[Any]]) -> list[Parts]:
-        """Return the parts by time. Rows of the same time are in the same part."""
+        """Return the parts by time. Simultaneous rows are in the same part."""
         ordered = np.sort(np.concatenate(times))
         return [
-            self._of_places(np.searchsorted(ordered, each, side="left") / max(len(ordered), 1))
-            for each in times
+            self._by_quantile(np.searchsorted(ordered, block_times, side="left") / max(len(ordered), 1))
+            for block_times in times
         ]
 
     def _times(
@@ -112,23 +119,41 @@ class Split:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        array = values_of(block)
+        from meshrec.data.exact_columns import whole_numbers
+        from meshrec.data.features.values import is_text, microseconds_of, whole
+
+        array = whole(values_of(block))
         kind = array.type
+        if pa.types.is_dictionary(kind):
+            array = array.dictionary_decode()
+            kind = array.type
         num_null = pc.sum(array.is_null(nan_is_null=True)).as_py() or 0
         if num_null or not (
-            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)
+            pa.types.is_integer(kind)
+            or pa.types.is_floating(kind)
+            or pa.types.is_decimal(kind)
+            or pa.types.is_temporal(kind)
+            or is_text(kind)
         ):
             raise DataError(
                 f"column {self.column!r} has type {kind} and {num_null} nulls: a split by time needs "
-                "a number or a timestamp in every row."
+                "a number or a time in every row."
             )
+        if is_text(kind):
+            try:
+                return microseconds_of(array, "s", self.time_format)
+            except DataError as error:
+                raise DataError(f"column {self.column!r} of a split by time: {error}") from error
+        if pa.types.is_decimal(kind):
+            array = array.cast(pa.float64()) if kind.scale > 0 else whole_numbers(array)
         if pa.types.is_temporal(kind):
+            # Integers have the same order as the times.
             array = array.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
         return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
 def _hashes(array: Any) -> npt.NDArray[np.uint64]:
-    """Hash integers or texts. All nulls have the same hash."""
+    """Hash integers or strings. All nulls have the same hash."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -137,31 +162,32 @@ def _hashes(array: Any) -> npt.NDArray[np.uint64]:
     if pa.types.is_nested(array.type):
         raise DataError(f"a split by hash takes a column of single values, got {array.type}. Name another.")
     if pa.types.is_integer(array.type):
-        numbers = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        return mix(numbers.view(np.uint64))
-    return hash_bytes(array.cast(pa.large_string()))[1]
+        # As int64, so that all integer widths have the same hash.
+        integers = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        return mix(integers.view(np.uint64))
+    if pa.types.is_floating(array.type):
+        array = pc.add(array, pa.scalar(0.0, array.type))  # -0.0 is 0.0
+    is_binary = pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)
+    return hash_bytes(array.cast(pa.large_binary() if is_binary else pa.large_string()))[1]
 
 
-class ChosenRows(Source):
-    """Some rows of a source, which keep their row numbers.
+def _has(parts: Sequence[Parts], part: "Part") -> bool:
+    return any((block == part).any() for block in parts)
+
+
+class SelectedRows(Source):
+    """Some rows of a source, with their original row numbers.
 
     Args:
         source: the source.
-        chosen: mask of the rows of each of its blocks.
+        selected: row mask per block.
     """
 
-    def __init__(self, source: Source, chosen: Sequence[Bools]) -> None:
+    def __init__(self, source: Source, selected: Sequence[Bools]) -> None:
         self._source = source
-        self._chosen = list(chosen)
+        self.keys, self.shape = source.keys, source.shape
+        self._selected = list(selected)
         self._starts = np.cumsum(source.block_sizes) - source.block_sizes
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self._source.keys
-
-    @property
-    def shape(self) -> Shape:
-        return self._source.shape
 
     @property
     def files(self) -> Sequence[RowsOfFile]:
@@ -169,38 +195,44 @@ class ChosenRows(Source):
 
     @property
     def block_sizes(self) -> Ints:
-        """Number of chosen rows of each block."""
-        return np.array([int(each.sum()) for each in self._chosen], dtype=np.int64)
+        """Selected rows per block."""
+        return np.array([int(mask.sum()) for mask in self._selected], dtype=np.int64)
 
     def column(self, block: int, name: str) -> Any:
-        """Return a column of the chosen rows."""
+        """Return a column of the selected rows."""
         import pyarrow as pa
 
-        return self._source.column(block, name).filter(pa.array(self._chosen[block]))
+        return self._source.column(block, name).filter(pa.array(self._selected[block]))
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Yield windows of chosen rows, reading the source from the window that has the first of them."""
-        chosen = self._chosen[block]
-        rows = np.flatnonzero(chosen)
+        """Yield windows of selected rows, reading the source from the window with the first of them.
+
+        Args:
+            block: block number.
+            first: first window.
+            size: rows per window.
+        """
+        selected = self._selected[block]
+        rows = np.flatnonzero(selected)
         if first * size >= len(rows):
             return
-        begin = int(rows[first * size]) // size
-        passed = int(chosen[: begin * size].sum())
-        yield from rewindowed(self._pieces(block, begin, size), first * size - passed, size)
+        start_window = int(rows[first * size]) // size
+        num_before = int(selected[: start_window * size].sum())
+        yield from rewindowed(self._pieces(block, start_window, size), first * size - num_before, size)
 
     def _pieces(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        chosen, at = self._chosen[block], first * size
+        selected, start = self._selected[block], first * size
         for samples in self._source.windows(block, first, size):
             num = len(samples.labels)
-            here = np.flatnonzero(chosen[at : at + num])
-            if len(here):
-                rows = int(self._starts[block]) + at + np.arange(num, dtype=np.int64)
-                yield samples._replace(rows=rows).take(here)
-            at += num
+            positions = np.flatnonzero(selected[start : start + num])
+            if len(positions):
+                rows = int(self._starts[block]) + start + np.arange(num, dtype=np.int64)
+                yield samples._replace(rows=rows).take(positions)
+            start += num
 
 
 class PartReaders(NamedTuple):
-    """Readers of the parts of a dataset."""
+    """Readers of a dataset's parts."""
 
     train: StreamReader
     validation: StreamReader | None
@@ -219,15 +251,21 @@ def part_readers(
     lanes: int,
     faults: Faults,
 ) -> PartReaders:
-    """Open separate files for each part, or split one set of files.
+    """Open separate files per part, or split one set of files.
 
     Args:
         open_source: opens files.
-        train, validation, test, split, seed, window, lanes: as for `meshrec.data.parquet`.
+        train: training files.
+        validation: validation files, or None.
+        test: test files, or None.
+        split: rule for a single set of files, or None.
+        seed: as for `meshrec.data.parquet`.
+        window: as for `meshrec.data.parquet`.
+        lanes: as for `meshrec.data.parquet`.
         faults: handles damage.
 
     Raises:
-        ValueError: both a split and files for its parts are given, or a part would be empty.
+        ValueError: both a split and files per part are given, or a part would be empty.
     """
 
     def reader(source: Source, *, shuffle: bool) -> StreamReader:
@@ -248,13 +286,14 @@ def part_readers(
     source = open_source(train)
     parts = split.parts_of(source)
     shares = {Part.TRAIN: 1.0, Part.VALIDATION: split.validation, Part.TEST: split.test}
-    found: list[StreamReader | None] = []
+    readers: list[StreamReader | None] = []
     for part, share in shares.items():
-        chosen = ChosenRows(source, [each == part for each in parts])
-        if share and not chosen.block_sizes.sum():
+        selected = SelectedRows(source, [block_parts == part for block_parts in parts])
+        if share and not selected.block_sizes.sum():
             raise ValueError(
                 f"the split by {split.by} leaves no rows for {part.name.lower()}: take a larger share."
             )
-        found.append(reader(chosen, shuffle=part is Part.TRAIN) if share else None)
-    assert found[0] is not None
-    return PartReaders(found[0], found[1], found[2])
+        # Evaluation data stay in file order, so that predictions match rows.
+        readers.append(reader(selected, shuffle=part is Part.TRAIN) if share else None)
+    assert readers[0] is not None
+    return PartReaders(readers[0], readers[1], readers[2])

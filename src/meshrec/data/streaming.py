@@ -1,4 +1,4 @@
-"""Reader of data that does not fit in memory: blocks in shuffled order, with rows shuffled inside windows."""
+"""Reader for data larger than memory: blocks in shuffled order, rows shuffled within windows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -11,29 +11,24 @@ import numpy as np
 from meshrec.data.batch import Batch
 from meshrec.data.dataset import Position, Reader, RowsOfFile
 from meshrec.data.order import LanePart, Step, Stream, check_seed, generator, lane_parts, lane_sizes, steps
-from meshrec.data.samples import Ints, Samples, Shape, to_batch, together
+from meshrec.data.samples import Ints, Samples, Shape, group_by_query, to_batch
 
 
 class Source(ABC):
-    """Blocks of rows, each of which can be read from any window on.
+    """Blocks of rows, readable from any window on.
 
-    A block is a place at which a file can be entered: a row group, or a whole file.
+    A block is a position at which a file can be entered: a row group, or a whole file.
     """
 
-    @property
-    @abstractmethod
-    def keys(self) -> tuple[str, ...]:
-        """Names of the ID features."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> Shape:
-        """Shape of the samples."""
+    keys: tuple[str, ...]
+    """ID feature names."""
+    shape: Shape
+    """Sample shape."""
 
     @property
     @abstractmethod
     def block_sizes(self) -> Ints:
-        """Number of rows of each block."""
+        """Rows per block."""
 
     @property
     @abstractmethod
@@ -42,33 +37,38 @@ class Source(ABC):
 
     @abstractmethod
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Yield rows ``[first * size, (first + 1) * size)`` of a block, then the next ``size`` rows, to
-        its end.
+        """Yield a block's rows ``[first * size, (first + 1) * size)``, then the next ``size`` rows, to the
+        end.
+
+        Args:
+            block: block number.
+            first: first window.
+            size: rows per window.
         """
 
     @abstractmethod
     def column(self, block: int, name: str) -> Any:
-        """Return a column of a block as it is in the data: an Arrow array with one entry per row.
+        """Return a block's original column: an Arrow array with an entry per row.
 
         Raises:
-            DataError: there is no column of that name.
+            DataError: there is no such column.
         """
 
 
 class StreamReader(Reader):
-    """Reader of the samples of a `Source`.
+    """Reader of samples from a `Source`.
 
-    Memory holds one window of each lane that a rank reads. A rank reads only its own lanes if the number of
-    lanes is a multiple of the number of ranks, and the samples of a step are a multiple of the lanes.
+    Memory holds a window per lane read by this rank. A rank reads only its own lanes if the number of lanes
+    is a multiple of the number of ranks, and the samples per step are a multiple of the lanes.
 
     Args:
-        source: source of the samples.
-        seed: seed of the shuffle.
-        shuffle: whether to shuffle. Otherwise samples come in the order of files and rows, and every rank
-            reads all windows.
-        window: number of rows that are shuffled among each other.
-        lanes: number of places at which all ranks together read at the same time; 1 without ``shuffle``.
-        skipped: number of damaged rows that the source has left out, by place and reason.
+        source: sample source.
+        seed: shuffle seed.
+        shuffle: whether to shuffle. Otherwise samples come in file and row order, and every rank reads all
+            windows.
+        window: rows shuffled among each other.
+        lanes: positions read simultaneously by all ranks together; 1 without ``shuffle``.
+        skipped: damaged rows omitted by the source, by location and reason.
 
     Raises:
         ValueError: a size is below 1, or the source has no rows.
@@ -93,12 +93,13 @@ class StreamReader(Reader):
         if self._num_samples == 0:
             raise ValueError("there are no samples to read: every block is empty.")
         self.skipped = skipped
+        # One lane keeps file order.
         self._lanes = min(lanes, self._num_samples) if shuffle else 1
         self._first_rows = np.cumsum(source.block_sizes) - source.block_sizes
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of one epoch over all ranks, including damaged rows that are skipped."""
+        """Samples per epoch over all ranks, including skipped damaged rows."""
         return self._num_samples
 
     @property
@@ -106,11 +107,10 @@ class StreamReader(Reader):
         return self._source.files
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield columns as they are in the data, in the order of files and rows: Arrow arrays, one block at a
-        time.
+        """Yield original columns in file and row order: Arrow arrays, block by block.
 
         Raises:
-            DataError: there is no column of that name.
+            DataError: there is no such column.
         """
         for block, size in enumerate(self._source.block_sizes):
             if size:
@@ -125,8 +125,14 @@ class StreamReader(Reader):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """Yield batches as `Reader.batches` does. Batches are smaller by the damaged rows that are
-        skipped.
+        """Yield batches like `Reader.batches`, without skipped damaged rows.
+
+        Args:
+            batch_size: samples per batch and rank.
+            position: start position.
+            rank: this rank.
+            world_size: rank count.
+            drop_last: whether to omit an incomplete last step.
         """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)
@@ -142,6 +148,7 @@ class StreamReader(Reader):
                     if part.lane not in open_lanes:
                         base = int(starts[part.lane])
                         stream = self._windows_from(order, epoch, base + part.first)
+                        # Close files even if the consumer stops in the middle of an epoch.
                         stack.enter_context(closing(stream))
                         open_lanes[part.lane] = _Lane(stream, part.first)
                     pieces += open_lanes[part.lane].read(part)
@@ -154,24 +161,25 @@ class StreamReader(Reader):
         return generator(self._seed, Stream.BLOCKS, epoch).permutation(num_blocks).astype(np.int64)
 
     def _windows_from(self, order: Ints, epoch: int, row: int) -> Generator[Samples, None, None]:
-        """Yield shuffled windows to the end of the epoch, from row ``row`` of the order on."""
+        """Yield shuffled windows to the end of the epoch, from row ``row`` in epoch order."""
         size = self._window
         ends = np.cumsum(self._source.block_sizes[order])
-        at = int(np.searchsorted(ends, row, side="right"))
-        skip = row - (int(ends[at - 1]) if at else 0)
-        for block in order[at:].tolist():
+        first_block = int(np.searchsorted(ends, row, side="right"))
+        skip = row - (int(ends[first_block - 1]) if first_block else 0)
+        for block in order[first_block:].tolist():
             first, skip_rows = divmod(skip, size)
             with closing(self._source.windows(block, first, size)) as windows:
                 for number, samples in enumerate(windows, first):
                     num = len(samples.labels)
                     if samples.rows is None:
-                        begin = int(self._first_rows[block]) + number * size
-                        samples = samples._replace(rows=np.arange(begin, begin + num, dtype=np.int64))
+                        first_row = int(self._first_rows[block]) + number * size
+                        samples = samples._replace(rows=np.arange(first_row, first_row + num, dtype=np.int64))
                     if self._shuffle:
+                        # Seeded per window, so that a resumed run shuffles the same windows alike.
                         rng = generator(self._seed, Stream.WINDOW, epoch, block, number)
                         samples = samples.take(rng.permutation(num))
                         if self._source.shape.query:
-                            samples = together(samples, self._source.shape.query)
+                            samples = group_by_query(samples, self._source.shape.query)
                     yield samples.part(skip_rows, num)
                     skip_rows = 0
             skip = 0
@@ -179,35 +187,35 @@ class StreamReader(Reader):
 
 def files_of(blocks: Sequence[tuple[str, int]]) -> list[RowsOfFile]:
     """Group (file, rows) pairs of blocks, in order, into files."""
-    found: list[RowsOfFile] = []
+    files: list[RowsOfFile] = []
     for name, rows in blocks:
-        if found and found[-1].name == name:
-            found[-1] = found[-1]._replace(num_rows=found[-1].num_rows + rows)
+        if files and files[-1].name == name:
+            files[-1] = files[-1]._replace(num_rows=files[-1].num_rows + rows)
         else:
-            first = found[-1].first_row + found[-1].num_rows if found else 0
-            found.append(RowsOfFile(name, first, rows))
-    return found
+            first = files[-1].first_row + files[-1].num_rows if files else 0
+            files.append(RowsOfFile(name, first, rows))
+    return files
 
 
 class _Lane:
-    """Forward reader of one lane."""
+    """Forward reader of a lane."""
 
-    def __init__(self, windows: Iterator[Samples], at: int) -> None:
+    def __init__(self, windows: Iterator[Samples], position: int) -> None:
         self._windows = windows
-        self._at = at
-        self._rest: Samples | None = None
+        self._position = position
+        self._unread: Samples | None = None
 
     def read(self, part: LanePart) -> list[Samples]:
-        """Return the samples ``[first, last)`` of the lane, and skip those before them."""
+        """Return samples ``[first, last)`` of the lane, and skip earlier ones."""
         pieces = []
-        while self._at < part.last:
-            if self._rest is None:
-                self._rest = next(self._windows)
-            num = len(self._rest.labels)
-            begin = min(max(0, part.first - self._at), num)
-            end = min(part.last - self._at, num)
-            if begin < end:
-                pieces.append(self._rest.part(begin, end))
-            self._rest = self._rest.part(end, num) if end < num else None
-            self._at += end
+        while self._position < part.last:
+            if self._unread is None:
+                self._unread = next(self._windows)
+            num = len(self._unread.labels)
+            start = min(max(0, part.first - self._position), num)
+            end = min(part.last - self._position, num)
+            if start < end:
+                pieces.append(self._unread.part(start, end))
+            self._unread = self._unread.part(end, num) if end < num else None
+            self._position += end
         return pieces

@@ -1,7 +1,7 @@
-"""Synthetic clicks decided by a planted teacher: any number of samples, with a known best AUC.
+"""Synthetic clicks from a planted teacher: any number of samples, with a known best AUC.
 
-Every block of samples comes from random numbers seeded by its own number. Any part can therefore be generated
-at any time, on any rank, and nothing is stored.
+Every block of samples uses random numbers seeded by its block number, so any part can be generated at any
+time, on any rank, without storage.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from meshrec.data.dataset import Dataset, Feature, RowsOfFile
 from meshrec.data.faults import DataError
@@ -18,10 +19,11 @@ from meshrec.data.hashing import mix
 from meshrec.data.order import Stream, check_seed, generator
 from meshrec.data.samples import Floats, Ints, Ragged, Samples, Shape
 from meshrec.data.streaming import Source, StreamReader
+from meshrec.metrics.areas import area_under_curve
 
 _BLOCK = 4096
-# What the logit's variance consists of: single ids, dense values, pairs of ids. Pairs take longest to learn:
-# with a larger share of them, a few million samples would not do.
+# Logit variance shares of single IDs, dense values and ID pairs. Pairs take longest to learn: with a larger
+# share, a few million samples would not suffice.
 _ID_SHARE, _DENSE_SHARE, _PAIR_SHARE = 0.75, 0.2, 0.05
 
 Doubles = npt.NDArray[np.float64]
@@ -29,16 +31,16 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """P(click) = sigmoid(bias + contributions of every ID, of every dense value, and of all pairs of IDs).
+    """P(click) = sigmoid(bias + contributions of all IDs, dense values, and pairs of IDs).
 
-    An ID contributes a number, and the products of a second number with those of the other features' IDs: a
-    factorization machine (Rendle, 2010), which DLRM and DeepFM can express. The numbers are hashes of the ID,
-    so there are no tables.
+    An ID contributes a value, and the products of a factor with the factors of other features' IDs: a
+    factorization machine (Rendle, 2010), which DLRM and DeepFM can express. Values and factors are hashes of
+    the ID, so there are no tables.
 
     Args:
-        seed: seed of the teacher.
-        bias: mean of the logit.
-        signal: standard deviation of the logit. The larger it is, the better clicks can be predicted.
+        seed: teacher seed.
+        bias: mean logit.
+        signal: logit standard deviation. Larger means more predictable clicks.
     """
 
     seed: int
@@ -46,15 +48,18 @@ class Teacher:
     signal: float
 
     def probabilities(self, dense: Floats, ids: Sequence[Ints]) -> Doubles:
-        """Return the probabilities [n] of samples with dense values [n, num_dense] and, for each key, IDs [n,
-        ids per feature].
+        """Return click probabilities [n].
+
+        Args:
+            dense: [n, num_dense].
+            ids: per key, [n, ids per feature].
         """
         num, num_keys = len(dense), len(ids)
         single, total, squares = np.zeros(num), np.zeros(num), np.zeros(num)
-        for key, each in enumerate(ids):
-            scale = each.shape[1] ** -0.5
-            single += scale * self._numbers(each, 2 * key).sum(1)
-            factor = scale * self._numbers(each, 2 * key + 1).sum(1)
+        for key, key_ids in enumerate(ids):
+            scale = key_ids.shape[1] ** -0.5
+            single += scale * self._uniform(key_ids, 2 * key).sum(1)
+            factor = scale * self._uniform(key_ids, 2 * key + 1).sum(1)
             total += factor
             squares += factor**2
         pairs = (total**2 - squares) / 2
@@ -65,8 +70,8 @@ class Teacher:
             logit += np.sqrt(_DENSE_SHARE) * (dense @ (weights / np.linalg.norm(weights)))
         return 1 / (1 + np.exp(-self.bias - self.signal * logit))  # type: ignore[no-any-return]
 
-    def _numbers(self, ids: Ints, stream: int) -> Doubles:
-        """Return uniform numbers with mean 0 and variance 1."""
+    def _uniform(self, ids: Ints, stream: int) -> Doubles:
+        """Return uniform values with mean 0 and variance 1."""
         hashes = mix(ids.astype(np.uint64), seed=(self.seed << 20) + stream)
         return ((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5) * 12**0.5
 
@@ -75,14 +80,15 @@ class ClickSource(Source):
     """Blocks of synthetic clicks.
 
     Args:
-        num_samples: number of samples in all.
-        num_embeddings: number of rows of each table.
-        ids_per_feature: number of IDs in each bag.
-        num_dense: number of dense columns, which are standard normal.
-        exponent: exponent of Zipf's law.
-        seed, split: seed of the samples, and which part of the data they are.
-        teacher: the teacher that decides the clicks.
-        drift: maps IDs to raw IDs that change over time, and raw IDs to rows of tables; None: no change.
+        num_samples: total samples.
+        num_embeddings: rows per table.
+        ids_per_feature: IDs per bag.
+        num_dense: standard normal dense columns.
+        exponent: Zipf exponent.
+        seed: sample seed.
+        split: part of the data.
+        teacher: determines the clicks.
+        drift: maps IDs to raw IDs that change over time, and raw IDs to rows; None: no change.
     """
 
     def __init__(
@@ -106,25 +112,17 @@ class ClickSource(Source):
         self._seed, self._split = seed, split
         self._teacher = teacher
         self._drift = drift
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys f0, f1, ..."""
-        return tuple(f"f{key}" for key in range(len(self._num_embeddings)))
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the samples."""
-        return Shape(self._num_dense, len(self.keys))
+        self.keys = tuple(f"f{key}" for key in range(len(num_embeddings)))
+        self.shape = Shape(num_dense, len(self.keys))
 
     @property
     def files(self) -> Sequence[RowsOfFile]:
-        """A single name that rows are counted by; there is not a file of that name."""
+        """A single display name for row numbers; no such file exists."""
         return [RowsOfFile("synthetic_clicks", 0, self._num_samples)]
 
     @property
     def block_sizes(self) -> Ints:
-        """Number of rows of each block."""
+        """Rows per block."""
         sizes = np.full(-(-self._num_samples // _BLOCK), _BLOCK, dtype=np.int64)
         sizes[-1:] = (self._num_samples - 1) % _BLOCK + 1
         return sizes
@@ -134,14 +132,20 @@ class ClickSource(Source):
         raise DataError(f"made-up clicks have no column {name!r}: they are read from no file.")
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Draw the block, and cut it into windows."""
+        """Draw the block, and cut it into windows.
+
+        Args:
+            block: block number.
+            first: first window.
+            size: rows per window.
+        """
         samples, _ = self.block(block)
         num = len(samples.labels)
         for start in range(first * size, num, size):
             yield samples.part(start, min(start + size, num))
 
     def block(self, block: int) -> tuple[Samples, Doubles]:
-        """Return the samples of a block, and the teacher's probabilities."""
+        """Return a block's samples, and the teacher's probabilities."""
         num = min(_BLOCK, self._num_samples - block * _BLOCK)
         rng = generator(self._seed, Stream.SAMPLES, self._split, block)
         dense = rng.standard_normal((num, self._num_dense), dtype=np.float32)
@@ -149,31 +153,43 @@ class ClickSource(Source):
         ids = [zipf(rng.random(shape), rows, self._exponent) for rows in self._num_embeddings]
         if self._drift is not None:
             times = np.arange(num) + block * _BLOCK
-            ids = [self._drift.raw(each, key, times) for key, each in enumerate(ids)]
+            ids = [self._drift.raw(key_ids, key, times) for key, key_ids in enumerate(ids)]
         probabilities = self._teacher.probabilities(dense, ids)
         labels = (rng.random(num) < probabilities).astype(np.float32)
         if self._drift is not None:
-            ids = [self._drift.rows(each, key) for key, each in enumerate(ids)]
+            ids = [self._drift.rows(key_ids, key) for key, key_ids in enumerate(ids)]
         offsets = np.arange(num + 1, dtype=np.int64) * self._ids_per_feature
-        return Samples(dense, labels, tuple(Ragged(each.ravel(), offsets) for each in ids)), probabilities
+        return Samples(
+            dense, labels, tuple(Ragged(key_ids.ravel(), offsets) for key_ids in ids)
+        ), probabilities
 
 
 class Drift(Protocol):
     """Conversion of IDs to raw IDs that change over time."""
 
     def raw(self, ids: Ints, key: int, times: Ints) -> Ints:
-        """Return the raw IDs of a feature's IDs [n, ids per feature] in samples with these numbers [n]."""
+        """Return a feature's raw IDs.
+
+        Args:
+            ids: [n, ids per feature].
+            key: feature number.
+            times: sample numbers, [n].
+        """
 
     def rows(self, raw: Ints, key: int) -> Ints:
-        """Return the model's input for raw IDs, in the same shape."""
+        """Return model inputs for raw IDs, in the same shape."""
 
 
 def zipf(uniform: Doubles, num_rows: int, exponent: float) -> Ints:
-    """Return IDs in ``[0, num_rows)``, where the r-th most frequent ID has a frequency of about r **
-    -exponent.
+    """Return IDs in ``[0, num_rows)`` with Zipf frequencies: the r-th most frequent has about r ** -exponent.
 
-    The result is the inverse of the distribution function of the continuous law on ``[1, num_rows + 1)``.
-    Frequent IDs are spread over the table.
+    Inverts the distribution function of the continuous law on ``[1, num_rows + 1)``. Frequent IDs are spread
+    over the table.
+
+    Args:
+        uniform: uniform random values in [0, 1).
+        num_rows: rows of the table.
+        exponent: Zipf exponent.
     """
     if exponent == 1:
         ranks = np.exp(uniform * np.log(num_rows + 1.0))
@@ -181,6 +197,7 @@ def zipf(uniform: Doubles, num_rows: int, exponent: float) -> Ints:
         power = 1 - exponent
         ranks = (1 + uniform * ((num_rows + 1.0) ** power - 1)) ** (1 / power)
     ids = np.minimum(ranks.astype(np.int64) - 1, num_rows - 1)
+    # A multiplier coprime to num_rows makes the map a permutation.
     step = next(number for number in (2_654_435_761, 40_503, 1) if math.gcd(number, num_rows) == 1)
     spread: Ints = (ids * step + num_rows // 3) % num_rows
     return spread
@@ -201,23 +218,31 @@ def synthetic_clicks(
     seed: int = 0,
     lanes: int = 8,
 ) -> Dataset:
-    """Create a dataset with a planted `Teacher`; ``best_auc`` is the AUC of its probabilities on the
-    validation samples.
+    """Create a dataset with a planted `Teacher`; ``best_auc`` is the AUC of its validation probabilities.
 
     Args:
-        num_samples, num_validation, num_test: samples of each part, from one distribution. Without validation
-            samples there is no best AUC.
+        num_samples: training samples.
+        num_validation: validation samples. 0: no best AUC.
+        num_test: test samples.
         num_features: number of keys f0, f1, ...
-        num_embeddings: number of rows of each table, or of all.
-        ids_per_feature: number of IDs in each bag.
-        num_dense: number of dense columns, which are standard normal.
-        exponent: exponent of Zipf's law, which the IDs follow.
-        signal, bias: standard deviation and mean of the teacher's logit.
-        seed: seed of samples, teacher and shuffle.
+        num_embeddings: rows per table, or a list.
+        ids_per_feature: IDs per bag.
+        num_dense: standard normal dense columns.
+        exponent: Zipf exponent for IDs.
+        signal: teacher logit's standard deviation.
+        bias: mean teacher logit.
+        seed: seed for samples, teacher and shuffle.
         lanes: see `meshrec.data.StreamReader`.
 
     Raises:
         ValueError: a size is out of range.
+
+    Example::
+
+        data = synthetic_clicks(num_samples=100, num_validation=50, num_test=0)
+        batch = next(iter(data.train.batches(32)))
+        assert batch.labels.shape == (32,)
+        assert batch.sparse.keys() == ["f0", "f1", "f2", "f3"]
     """
     check_seed(seed)
     sizes = [num_embeddings] * num_features if isinstance(num_embeddings, int) else list(num_embeddings)
@@ -267,12 +292,6 @@ def synthetic_clicks(
 def _best_auc(source: ClickSource) -> float | None:
     """Return the AUC of the teacher's probabilities; None if all labels are equal."""
     blocks = [source.block(block) for block in range(len(source.block_sizes))]
-    labels = np.concatenate([samples.labels for samples, _ in blocks]) > 0
-    probabilities = np.concatenate([each for _, each in blocks])
-    num_clicks = int(labels.sum())
-    num_others = len(labels) - num_clicks
-    if not num_clicks or not num_others:
-        return None
-    ranks = np.empty(len(labels))
-    ranks[np.argsort(probabilities)] = np.arange(1, len(labels) + 1)
-    return float((ranks[labels].sum() - num_clicks * (num_clicks + 1) / 2) / (num_clicks * num_others))
+    labels = np.concatenate([samples.labels for samples, _ in blocks])
+    probabilities = np.concatenate([chances for _, chances in blocks])
+    return area_under_curve(torch.from_numpy(probabilities), torch.from_numpy(labels))

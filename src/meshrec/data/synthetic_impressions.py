@@ -1,27 +1,29 @@
-"""Synthetic impressions in order of time: users click by their tastes and by what they clicked lately.
+"""Synthetic impressions in time order: clicks depend on user tastes and recent clicks.
 
-The best possible AUC is known, because the probability of every click is.
+The best possible AUC is known, because all click probabilities are.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from meshrec.data.dataset import Dataset, Feature
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.order import Stream, check_seed, generator
 from meshrec.data.samples import Ints
+from meshrec.metrics.areas import area_under_curve
 
 # U users, T impressions of a user at most, N impressions, I items, C categories
 
-_OF_USERS = {"age": 8, "country": 50, "device": 5, "language": 20, "tenure": 10}
+_USER_FEATURES = {"age": 8, "country": 50, "device": 5, "language": 20, "tenure": 10}
 _CATEGORIES, _AUTHORS, _SURFACES, _ACTIONS = 20, 100, 4, 2
-_DECAY = 0.7  # of the interest in a category, from one impression to the next
+_DECAY = 0.7  # decay of the interest in a category per impression
 
 
 class _Impressions(NamedTuple):
-    """The impressions of all users, sorted by user and time."""
+    """Impressions of all users, sorted by user and time."""
 
     user_N: Ints
     item_N: Ints
@@ -34,18 +36,17 @@ class _Impressions(NamedTuple):
 def synthetic_impressions(
     *, num_users: int = 1500, num_items: int = 1000, longest: int = 80, history: int = 50, seed: int = 0
 ) -> Dataset:
-    """Make impressions that have eleven tables, as those of MLPerf's DLRM-v4.
+    """Create impressions with eleven tables, as in MLPerf's DLRM-v4.
 
-    A sample is one impression: the user's earlier impressions with what came of them, the user's attributes,
-    and an item that may be clicked. Training data comes before validation data, and that before test data;
-    none is shuffled.
+    A sample is an impression: the user's earlier impressions and their outcomes, user attributes, and a
+    candidate item. Training, validation and test data are in time order, unshuffled.
 
     Args:
-        num_users: number of users.
-        num_items: number of items.
-        longest: largest number of impressions of a user. Fewer users have more impressions.
-        history: largest number of impressions in a history.
-        seed: seed of everything.
+        num_users: user count.
+        num_items: item count.
+        longest: maximum impressions per user. Few users have many.
+        history: maximum history length.
+        seed: random seed.
 
     Raises:
         ValueError: a size is too small, or the seed is negative.
@@ -61,40 +62,41 @@ def synthetic_impressions(
         random.integers(_CATEGORIES, size=num_items),
         random.integers(_AUTHORS, size=num_items),
     )
-    found = _simulated(random, num_users, longest, category_I, author_I)
-    of_users = {name: random.integers(size, size=num_users) for name, size in _OF_USERS.items()}
-    firsts_N = np.searchsorted(found.user_N, found.user_N)
-    at = np.arange(len(found.user_N))
-    starts = np.maximum(firsts_N, at - history)
-    of_items = {"item": found.item_N, "category": category_I[found.item_N], "author": author_I[found.item_N]}
-    of_items["surface"] = found.surface_N
-    one = np.ones_like(at)
+    log = _simulated(random, num_users, longest, category_I, author_I)
+    by_user = {name: random.integers(size, size=num_users) for name, size in _USER_FEATURES.items()}
+    firsts_N = np.searchsorted(log.user_N, log.user_N)
+    index = np.arange(len(log.user_N))
+    starts = np.maximum(firsts_N, index - history)
+    category_N, author_N = category_I[log.item_N], author_I[log.item_N]
+    by_item = {"item": log.item_N, "category": category_N, "author": author_N, "surface": log.surface_N}
+    ones = np.ones_like(index)
     ids = {
-        "user": Ranges(found.user_N, at, one),
-        **{name: Ranges(values, found.user_N, one) for name, values in of_users.items()},
-        **{f"history_{name}": Ranges(values, starts, at - starts) for name, values in of_items.items()},
-        "history_action": Ranges(found.click_N, starts, at - starts),
-        **{name: Ranges(values, at, one) for name, values in of_items.items()},
-        "times": Ranges(found.time_N, starts, at - starts + 1),
+        "user": Ranges(log.user_N, index, ones),
+        **{name: Ranges(values, log.user_N, ones) for name, values in by_user.items()},
+        **{f"history_{name}": Ranges(values, starts, index - starts) for name, values in by_item.items()},
+        "history_action": Ranges(log.click_N, starts, index - starts),
+        **{name: Ranges(values, index, ones) for name, values in by_item.items()},
+        "times": Ranges(log.time_N, starts, index - starts + 1),
     }
-    by_time = np.argsort(found.time_N, kind="stable")
-    train, validation, test = np.split(by_time, [8 * len(at) // 10, 9 * len(at) // 10])
+    by_time = np.argsort(log.time_N, kind="stable")
+    train, validation, test = np.split(by_time, [8 * len(index) // 10, 9 * len(index) // 10])
 
     def reader(rows: Ints) -> InMemoryReader:
-        taken = {name: each.take(rows) for name, each in ids.items()}
-        nothing, labels = np.zeros((len(rows), 0), np.float32), found.click_N[rows].astype(np.float32)
-        return InMemoryReader(nothing, labels, taken, rows=rows, seed=seed, shuffle=False)
+        row_ids = {name: ranges.take(rows) for name, ranges in ids.items()}
+        no_dense, labels = np.zeros((len(rows), 0), np.float32), log.click_N[rows].astype(np.float32)
+        return InMemoryReader(no_dense, labels, row_ids, rows=rows, seed=seed, shuffle=False)
 
+    validation_scores = (log.chance_N[validation], log.click_N[validation])
     sizes = {"item": num_items, "category": _CATEGORIES, "author": _AUTHORS, "surface": _SURFACES}
     return Dataset(
         name="synthetic-impressions",
         features=(
             *(
                 Feature(name=name, num_embeddings=size)
-                for name, size in {"user": num_users, **_OF_USERS}.items()
+                for name, size in {"user": num_users, **_USER_FEATURES}.items()
             ),
-            *(_history(name, size, table=name, most=history) for name, size in sizes.items()),
-            _history("action", _ACTIONS, table=None, most=history),
+            *(_history(name, size, table=name, max_length=history) for name, size in sizes.items()),
+            _history("action", _ACTIONS, table=None, max_length=history),
             *(Feature(name=name, num_embeddings=size) for name, size in sizes.items()),
             Feature(name="times", num_embeddings=0, max_length=history + 1),
         ),
@@ -104,25 +106,25 @@ def synthetic_impressions(
         test=reader(test),
         item="item",
         times="times",
-        best_auc=_auc(found.chance_N[validation], found.click_N[validation]),
+        best_auc=area_under_curve(*map(torch.from_numpy, validation_scores)),
     )
 
 
-def _history(name: str, size: int, *, table: str | None, most: int) -> Feature:
+def _history(name: str, size: int, *, table: str | None, max_length: int) -> Feature:
     return Feature(
         name=f"history_{name}",
         num_embeddings=size,
-        average_length=most / 2,
+        average_length=max_length / 2,
         sequence=True,
         table=table,
-        max_length=most,
+        max_length=max_length,
     )
 
 
 def _simulated(
     random: np.random.Generator, num_users: int, longest: int, category_I: Ints, author_I: Ints
 ) -> _Impressions:
-    """Draw impression after impression, of all users at a time."""
+    """Simulate impressions step by step, for all users at once."""
     users = np.arange(num_users)
     taste_UC, interest_UC = random.normal(size=(num_users, _CATEGORIES)), np.zeros((num_users, _CATEGORIES))
     author_effect, surface_effect = random.normal(size=_AUTHORS), random.normal(size=_SURFACES)
@@ -142,14 +144,5 @@ def _simulated(
         interest_UC[users, category_U] += 2 * click_U - 1
         time_U = time_U + 1 + random.exponential(20_000, size=num_users).astype(np.int64)
         steps.append((users, item_U, surface_U, time_U, click_U, chance_U, step < num_U))
-    *columns, kept = (np.stack(each, axis=1) for each in zip(*steps, strict=True))
-    return _Impressions(*(each[kept] for each in columns))
-
-
-def _auc(scores: npt.NDArray[np.float64], labels: Ints) -> float:
-    """Return the area under the ROC curve; scores have no ties."""
-    ranks = np.empty(len(scores))
-    ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
-    positives = int(labels.sum())
-    pairs = max(1, positives * (len(labels) - positives))
-    return float((ranks[labels == 1].sum() - positives * (positives + 1) / 2) / pairs)
+    *columns, is_used = (np.stack(column, axis=1) for column in zip(*steps, strict=True))
+    return _Impressions(*(column[is_used] for column in columns))

@@ -1,4 +1,4 @@
-"""Synthetic logs of users, items and times, with a known best hit rate."""
+"""Synthetic interaction logs with a known best hit rate."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
 
 class SyntheticLog(NamedTuple):
-    """A log, and what is known of it."""
+    """Log table, and its best hit rate."""
 
     table: "pa.Table"
-    """The columns user, item and time, in the order of time."""
+    """Columns user, item and time, in time order."""
     best_hit_rate: float
-    """The expected hit rate of the best ranking of each user's last item, over the items that the user did
-    not have before.
-    """
+    """Expected hit rate of the optimal ranking of every user's last item, over items new to the user."""
 
 
 def synthetic_log(
@@ -33,20 +31,27 @@ def synthetic_log(
     k: int = 10,
     seed: int = 0,
 ) -> SyntheticLog:
-    """Draw a log in which an item's group says which group comes next.
+    """Draw a log in which an item's group predicts the next group.
 
-    No user has an item twice: the next item is drawn among those that are left, by a Markov chain over
-    groups, and within a group by Zipf's law. So the probability of every next item is known.
+    No user has an item twice: the next item is drawn from the remaining ones, by a Markov chain over groups
+    and Zipf's law within a group. The probability of every next item is therefore known.
 
     Args:
-        num_users, num_items: number of users U and items I.
-        num_groups: number of groups G.
-        length: number of items of each user, at most a third of all.
-        k: cut-off of the hit rate.
-        seed: seed of everything.
+        num_users: user count U.
+        num_items: item count I.
+        num_groups: group count G.
+        length: items per user, at most a third of all items.
+        k: cutoff of the hit rate.
+        seed: random seed.
 
     Raises:
-        ValueError: a size does not fit the others.
+        ValueError: sizes do not fit together.
+
+    Example::
+
+        log = synthetic_log(num_users=50, num_items=60, num_groups=4)
+        assert log.table.num_rows == 50 * 15
+        assert 0 < log.best_hit_rate < 1
     """
     check_seed(seed)
     if min(num_users, num_groups, length - 2, k) < 1 or 3 * max(length, num_groups, k) > num_items:
@@ -60,13 +65,13 @@ def synthetic_log(
     share_I = 1.0 / (1 + rng.permutation(num_items) // num_groups)
     for group in range(num_groups):
         share_I[group_I == group] /= share_I[group_I == group].sum()
-    of_groups = rng.dirichlet(np.full(num_groups, 0.3), num_groups)
-    chances_GI = of_groups[:, group_I] * share_I
+    transitions_GG = rng.dirichlet(np.full(num_groups, 0.3), num_groups)
+    chances_GI = transitions_GG[:, group_I] * share_I
     left_UI = np.ones((num_users, num_items))
-    every = np.arange(num_users)
+    users = np.arange(num_users)
     items = [rng.integers(0, num_items, num_users)]
     for _ in range(length - 1):
-        left_UI[every, items[-1]] = 0.0
+        left_UI[users, items[-1]] = 0.0
         chances_UI = chances_GI[group_I[items[-1]]] * left_UI
         chances_UI /= chances_UI.sum(1, keepdims=True)
         below = chances_UI.cumsum(1) < rng.random((num_users, 1))
@@ -76,7 +81,7 @@ def synthetic_log(
     order = np.argsort(steps.reshape(-1), kind="stable")
     table = pa.table(
         {
-            "user": np.tile(every, length)[order],
+            "user": np.tile(users, length)[order],
             "item": np.concatenate(items)[order],
             "time": steps.reshape(-1)[order],
         }

@@ -1,4 +1,4 @@
-"""Datasets of tables, in files or in memory."""
+"""Datasets from tables, in files or in memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -8,25 +8,25 @@ from typing import Any
 import numpy as np
 
 from meshrec.data.dataset import Dataset, Reader, RowsOfFile
-from meshrec.data.encoding import Encoding, Place
+from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.nearest import did_you_mean
-from meshrec.data.samples import Ints, Samples, Shape, rewindowed
+from meshrec.data.samples import Ints, Samples, rewindowed
 from meshrec.data.splitting import Split, part_readers
 from meshrec.data.streaming import Source, StreamReader, files_of
 
 
 class Tables(ABC):
-    """A source whose blocks are Arrow tables before they become samples."""
+    """Source whose blocks are Arrow tables before they become samples."""
 
     @property
     @abstractmethod
     def arrow_schema(self) -> Any:
-        """Types of all columns."""
+        """Column types."""
 
     @abstractmethod
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """Yield the columns of a block as they are in the data, ``size`` rows at a time.
+        """Yield a block's original columns, ``size`` rows at a time.
 
         Raises:
             DataError: they cannot be read.
@@ -42,7 +42,7 @@ class ArrowSource(Source, Tables):
 
     Args:
         tables: pairs of a name, for messages, and a table.
-        schema: the features.
+        schema: features.
         faults: handles damage.
 
     Raises:
@@ -50,6 +50,7 @@ class ArrowSource(Source, Tables):
     """
 
     def __init__(self, tables: Sequence[tuple[str, Any]], schema: Encoding, faults: Faults) -> None:
+        # One chunk per column makes slices cheap, and lets features read the buffers.
         self._tables = [(name, table.combine_chunks()) for name, table in tables if table.num_rows]
         if not self._tables:
             raise DataError(f"{[name for name, _ in tables]} have no rows. Give some.")
@@ -57,30 +58,21 @@ class ArrowSource(Source, Tables):
             for wrong in schema.wrong_columns(table.schema):
                 raise DataError(f"{name}: {wrong}. Give it as the schema says.")
         self._schema, self._faults = schema, faults
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the ID features."""
-        return self._schema.keys
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the samples, as the features say."""
-        return self._schema.shape
+        self.keys, self.shape = schema.keys, schema.shape
 
     @property
     def files(self) -> Sequence[RowsOfFile]:
-        """The tables, in place of files."""
+        """Tables, in place of files."""
         return files_of([(name, table.num_rows) for name, table in self._tables])
 
     @property
     def block_sizes(self) -> Ints:
-        """Number of rows of each table."""
+        """Rows per table."""
         return np.array([table.num_rows for _, table in self._tables], dtype=np.int64)
 
     @property
     def arrow_schema(self) -> Any:
-        """Arrow schema of the first table."""
+        """First table's schema."""
         return self._tables[0][1].schema
 
     def column(self, block: int, name: str) -> Any:
@@ -99,11 +91,17 @@ class ArrowSource(Source, Tables):
             yield table.slice(first, size)
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Encode one window at a time."""
+        """Encode window by window.
+
+        Args:
+            block: table number.
+            first: first window.
+            size: rows per window.
+        """
         where, table = self._tables[block]
         table = table.select(list(self._schema.columns()))
         pieces = (
-            self._schema.encode(table.slice(row, size), Place(where, row, where), self._faults)
+            self._schema.encode(table.slice(row, size), RowOrigin(where, row, where), self._faults)
             for row in range(first * size, table.num_rows, size)
         )
         yield from rewindowed(pieces, 0, size)
@@ -123,10 +121,23 @@ def table_dataset(
     window: int = 8192,
     lanes: int = 8,
 ) -> Dataset:
-    """Open a dataset of tables. The arguments are those of `meshrec.data.parquet`.
+    """Open a dataset from tables.
+
+    Args:
+        open_source: opens data.
+        train: training data.
+        validation: validation data, or None.
+        test: test data, or None.
+        split: as for `meshrec.data.parquet`.
+        schema: features.
+        name: display name.
+        seed: as for `meshrec.data.parquet`.
+        on_error: as for `meshrec.data.parquet`.
+        window: as for `meshrec.data.parquet`.
+        lanes: as for `meshrec.data.parquet`.
 
     Raises:
-        DataError: damaged data; names the file, place and column.
+        DataError: damaged data; names the file, location and column.
     """
     faults = Faults(on_error)
     readers = part_readers(
@@ -160,14 +171,29 @@ def ordered_reader(
     on_error: OnError = "raise",
     window: int = 8192,
 ) -> StreamReader:
-    """Open data in its own order: with labels for evaluation, or without for scoring."""
+    """Open data in its original order: with labels for evaluation, or without for scoring.
+
+    Args:
+        open_source: opens data.
+        data: paths or frames.
+        schema: features.
+        labelled: whether the data has labels.
+        on_error: as for `meshrec.data.parquet`.
+        window: as for `meshrec.data.parquet`.
+    """
     faults = Faults(on_error)
     source = open_source(data, schema if labelled else schema.unlabelled(), faults)
     return StreamReader(source, seed=0, shuffle=False, window=window, skipped=faults.skipped)
 
 
 def described_by(schema: Encoding, train: Reader, name: str) -> Dataset:
-    """Return a dataset of one reader."""
+    """Return a dataset with only a training reader.
+
+    Args:
+        schema: features.
+        train: training reader.
+        name: display name.
+    """
     return Dataset(
         name=name,
         features=schema.described(),

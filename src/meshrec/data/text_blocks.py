@@ -1,6 +1,4 @@
-"""Large text files in pieces of whole lines, from any piece on. Gzipped files are read from their start
-only.
-"""
+"""Large text files in pieces of whole lines, readable from any piece if not gzipped."""
 
 import gzip
 import zlib
@@ -16,16 +14,19 @@ _NEWLINE = 10
 
 
 class TextBlock(NamedTuple):
-    """``lines`` lines of a file, from line ``first_line`` (counted from 0) at byte ``start`` on."""
+    """Block of whole lines within a file."""
 
     file: Path
     start: int
+    """First byte."""
     first_line: int
+    """First line number, from 0."""
     lines: int
+    """Line count."""
 
 
 class WholeLines(NamedTuple):
-    """A piece of text that consists of whole lines."""
+    """Piece of text with whole lines."""
 
     text: bytes
     first_line: int
@@ -33,8 +34,12 @@ class WholeLines(NamedTuple):
 
 
 def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
-    """Read a file once to count its lines; return blocks of about ``size`` bytes, or one block if it is
-    gzipped.
+    """Count a file's lines; return blocks of about ``size`` bytes, or a single block if gzipped.
+
+    Args:
+        file: text file.
+        faults: handles damage.
+        size: bytes per block.
     """
     blocks, byte, line = [], 0, 0
     try:
@@ -44,15 +49,16 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
                 blocks.append(TextBlock(file, byte, line, num))
                 byte, line = byte + len(text), line + num
     except (OSError, EOFError, zlib.error) as error:
-        faults.found(f"{file} is damaged after line {line}: {error}", 0, str(file))
+        faults.report(f"{file} is damaged after line {line}: {error}", 0, str(file))
     if line == 0:
-        faults.found(f"{file} has no lines", 0, str(file))
+        faults.report(f"{file} has no lines", 0, str(file))
         return []
+    # Gzip cannot be entered in the middle.
     return [TextBlock(file, 0, 0, line)] if _is_gzip(file) else blocks
 
 
 def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, None]:
-    """Yield the lines of a block, about ``size`` bytes at a time. ``size`` must be that of `find_blocks`."""
+    """Yield a block's lines, about ``size`` bytes at a time. ``size`` must equal that of `find_blocks`."""
     line, last = block.first_line, block.first_line + block.lines
     with _open(block.file, block.start) as stream:
         for text in _whole_lines(stream, size):
@@ -64,16 +70,16 @@ def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, N
 
 
 def _whole_lines(stream: IO[bytes], size: int) -> Generator[bytes, None, None]:
-    rest = b""
+    partial_line = b""
     while chunk := stream.read(size):
         end = chunk.rfind(b"\n") + 1
         if end:
-            yield rest + chunk[:end]
-            rest = chunk[end:]
+            yield partial_line + chunk[:end]
+            partial_line = chunk[end:]
         else:
-            rest += chunk
-    if rest:
-        yield rest
+            partial_line += chunk
+    if partial_line:
+        yield partial_line
 
 
 def _count_lines(text: bytes) -> int:

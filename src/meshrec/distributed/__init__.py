@@ -1,6 +1,7 @@
 """Sharded execution: plans, meshes, and the sharded modules."""
 
-from meshrec.comms.collectives import CollectiveError, measure_traffic
+from meshrec.comms.collectives import measure_traffic
+from meshrec.comms.failures import CollectiveError
 from meshrec.comms.leaving import leave_process_group
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import record_phases

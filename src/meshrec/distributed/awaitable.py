@@ -1,7 +1,9 @@
-"""A value that may still be under way, and behaves like the value as soon as it is used."""
+"""An awaitable that stands in for its value and waits at first use."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
 
 from torch.utils import _pytree as pytree
 
@@ -9,13 +11,13 @@ W = TypeVar("W")
 
 
 class LazyAwaitable(Generic[W]):
-    """A value that is made once, at its first use: by an attribute, an index, a loop, or a torch function.
+    """A value computed once, at first use: attribute, index, loop, operator, or torch function.
 
-    ``wait()`` returns the value itself, for code that checks its type. Pass ``finish`` to make the value, or
-    write a subclass with a method ``_wait_impl``.
+    ``wait()`` returns the value itself, for code with type checks. Pass ``finish``, or write a subclass with
+    a ``_wait_impl`` method.
 
     Args:
-        finish: makes the value; None: ``_wait_impl`` does.
+        finish: computes the value; None: ``_wait_impl`` does.
     """
 
     def __init__(self, finish: Callable[[], W] | None = None) -> None:
@@ -23,22 +25,32 @@ class LazyAwaitable(Generic[W]):
         self._value: W | None = None
 
     def _wait_impl(self) -> W:
-        """Wait for the value and return it. Subclasses override this."""
+        """Wait for the value and return it. Subclasses override this method."""
         raise ValueError(
             f"{type(self).__name__} does not say how its value is made. Pass a function to its constructor, "
             "or write a subclass with a method _wait_impl(self) that returns the value."
         )
 
     def wait(self) -> W:
-        """Return the value. The first call waits for it."""
+        """Return the value. The first call computes it."""
         if self._finish is not None:
+            # Release the closure, which holds the batch.
             finish, self._finish = self._finish, None
-            self._value = finish()
+            try:
+                self._value = finish()
+            except BaseException as error:
+                self._finish = partial(_raise, error)  # for every further use, too
+                raise
         return self._value  # type: ignore[return-value]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)  # protocols must not wake the value
+        if name in ("_finish", "_value"):  # wait() would ask for it here again, without end
+            raise RuntimeError(
+                f"{type(self).__name__}.__init__ did not call super().__init__(), so that its value cannot "
+                "be awaited. Call it first."
+            )
         return getattr(self.wait(), name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -64,10 +76,37 @@ class LazyAwaitable(Generic[W]):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # Torch functions take plain values, wherever awaitables are nested in the arguments.
         args, kwargs = pytree.tree_map_only(LazyAwaitable, LazyAwaitable.wait, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 
 
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _on_value(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    def method(self: LazyAwaitable[Any], *operands: Any) -> Any:
+        operands = tuple(map(awaited, operands))
+        return function(*operands, self.wait()) if swapped else function(self.wait(), *operands)
+
+    return method
+
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_UNARY = "neg pos abs invert index"
+# Python looks operators up in the class, so ``__getattr__`` never sees them.
+for _name in _BINARY.split():
+    _function = getattr(operator, f"__{_name}__")
+    setattr(LazyAwaitable, f"__{_name}__", _on_value(_function))
+    setattr(LazyAwaitable, f"__r{_name}__", _on_value(_function, swapped=True))
+for _name in [*_UNARY.split(), "lt", "le", "eq", "ne", "gt", "ge"]:
+    setattr(LazyAwaitable, f"__{_name}__", _on_value(getattr(operator, f"__{_name}__")))
+for _type in (bool, int, float, complex, round, divmod):
+    setattr(LazyAwaitable, f"__{_type.__name__}__", _on_value(_type))
+setattr(LazyAwaitable, "__hash__", object.__hash__)  # noqa: B010  as if it were not compared by value
+
+
 def awaited(value: Any) -> Any:
-    """Return the value of a LazyAwaitable. Other objects are returned as they are."""
+    """Return the value behind a LazyAwaitable, or any other object unchanged."""
     return value.wait() if isinstance(value, LazyAwaitable) else value

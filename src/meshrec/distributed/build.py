@@ -1,4 +1,4 @@
-"""The construction of a sharded module's tables from an unsharded module, its plan, and the ranks."""
+"""Construction of a sharded module from an unsharded module, a plan, and the ranks."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,24 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshrec.comms.agreement import together
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.same_plan import verify_same_plan
 from meshrec.comms.wire import FULL_WIRES, AcrossNodes, TableWires
-from meshrec.distributed.hashed_shards import HashedParts, check_hashed, turnovers_of
+from meshrec.distributed.admission import admission_evictions_of, check_hashed
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
-from meshrec.distributed.spread_hashed import SpreadHashed
-from meshrec.distributed.spread_table import SpreadTable
-from meshrec.distributed.table_shards import TableShards
+from meshrec.distributed.table_split import FixedSplit, GrowableSplit
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, DataType, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward, mark_sharded
-from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
+from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, StateSlot
 from meshrec.optim.parts import mark_part
 from meshrec.plan.checks import verify_module_plan
 from meshrec.plan.sharding_plan import (
@@ -34,18 +33,26 @@ from meshrec.plan.sharding_plan import (
     ShardingPlan,
     TableSize,
 )
-from meshrec.tables.at_rest import RestingState
-from meshrec.tables.hashed import HashedRows, HashedTable
-from meshrec.tables.holdings import Holdings, allocate
+from meshrec.tables.hashed.table import HashedTable
 from meshrec.tables.initial import initial_rows
-from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, UpdateMode
-from meshrec.tables.rule import UpdateRule, rules_of
-from meshrec.tables.storage import RowStorage, SideRows, cut
-from meshrec.tables.table import LazyRows, Rectangle, RowBlock, Span
+from meshrec.tables.local_shards import LocalShards, allocate
+from meshrec.tables.module import TableModule, TableSplit
+from meshrec.tables.optimizer import (
+    Deferred,
+    FusedOptimizer,
+    FusedTable,
+    KeyOrderedState,
+    UpdateMode,
+    UpdateRule,
+    rules_of,
+)
+from meshrec.tables.placeholder import placeholder
+from meshrec.tables.storage import RowStorage, cut
+from meshrec.tables.table import Rectangle, RowBlock, Span, start_rows
 
 
 class SourceTable(NamedTuple):
-    """A table of the unsharded module."""
+    """A table in the unsharded module."""
 
     table: RoutedTable
     config: BaseEmbeddingConfig
@@ -53,18 +60,26 @@ class SourceTable(NamedTuple):
     storage: RowStorage
     spec: OptimizerSpec | None
     state: dict[str, Any]
-    """The optimizer state that ``meshrec.fuse`` has gathered, by slot; empty if the module is not fused."""
+    """Optimizer state gathered by ``meshrec.fuse``, by slot; empty if the module is not fused."""
     rows: HashedTable | None = None
-    """The rows of a table with hashed keys; None for others."""
+    """Rows in a table with hashed keys; None for other tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """The sharder's options.
+    """Sharder options.
 
-    ``optimizer``: the optimizer of tables without their own; with ``optimizer_tables``, of those tables only.
-    ``update``: when fused tables are updated. ``seed``: the seed of the stochastic rounding of fp16 and bf16
-    tables.
+    Args:
+        optimizer: default optimizer for tables without an optimizer.
+        optimizer_tables: tables that take the default optimizer; None: all.
+        update: time at which fused tables are updated.
+        seed: seed for stochastic rounding in fp16 and bf16 tables.
+        wire: wire formats by table.
+        across_nodes: payload between nodes, partial sums or rows.
+        sequence: whether the module returns a row per ID.
+        weighted: whether IDs have per-sample weights.
+        bounds_check: handling for IDs outside the table.
+        output_dtype: dtype for the returned embeddings; None: fp32.
     """
 
     optimizer: OptimizerSpec | None = None
@@ -81,14 +96,14 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """The specification of a sharded module. It is equal on all ranks except for ``device``."""
+    """Sharded module specification. All fields except ``device`` are equal on all ranks."""
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
     rules: list[UpdateRule | None]
-    """The update rule of each table; None: ordinary gradients."""
+    """Update rule by table number; None: ordinary gradients."""
     storages: list[RowStorage]
-    """The row storage of each table."""
+    """Row storage by table number."""
     env: ShardingEnv
     device: torch.device
     options: BuildOptions
@@ -96,53 +111,51 @@ class Blueprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The existing weights and optimizer state of a module."""
+    """Existing weights and optimizer state."""
 
-    split: list[Holdings]
-    """The split tables of each rank that this process plays."""
-    local: Holdings
-    """The data-parallel tables."""
+    split: list[LocalShards]
+    """Split tables, by rank played in this process."""
+    local: LocalShards
+    """Data-parallel tables."""
     steps: Sequence[int]
-    """The number of updates of each table so far."""
+    """Updates so far, by table number."""
     trained: Sequence[bool]
-    """Whether each table is trained, that is, not frozen."""
+    """Whether a table is trained (not frozen), by table number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleParts(Blueprint):
-    """The parts of a sharded module, with their specification."""
+    """Sharded module parts, together with their specification."""
 
     tables: ShardedTables
-    shards: dict[str, TableShards | SpreadTable | SpreadHashed]
+    shards: dict[str, TableModule]
     names: list[str]
-    """The name of each use in the output: the feature, or feature@table if several tables read it."""
+    """Output name by use: the feature, or feature@table if several tables read the feature."""
     dims: list[int]
     fused: dict[int, FusedTable]
-    """The tables with a fused rule, by number."""
+    """Tables with a fused rule, by number."""
 
     def fused_optimizer(self, prefix: str) -> FusedOptimizer:
-        """Make the optimizer, with the names of the parameters in the module."""
+        """Create the fused optimizer with fully qualified parameter names."""
         return FusedOptimizer(self.named_fused(prefix), self.deferred())
 
     def named_fused(self, prefix: str) -> dict[str, FusedTable]:
-        """Return the fused tables by the names of their weights in the module."""
+        """Return the fused tables by weight name in the module."""
         tables = self.routing.tables
         return {f"{prefix}.{tables[t].name}.weight": fused for t, fused in self.fused.items()}
 
     def deferred(self) -> Deferred | None:
-        """Return how the optimizer's step updates the tables; None if the backward pass updates them."""
+        """Return the hooks for a deferred update; None if the backward pass updates the tables."""
         collected = self.tables.collected
         return None if collected is None else Deferred(self.tables.step, collected.signal)
 
     def steps(self) -> list[int]:
-        """Return the number of updates of each table so far."""
+        """Return the updates so far, by table number."""
         return [int(self.fused[t].state["step"]) if t in self.fused else 0 for t in range(len(self.rules))]
 
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
-    """Return the tables of an unsharded module with their weights (perhaps on ``meta``), optimizers and
-    state.
-    """
+    """Return an unsharded module's tables, with weights (possibly on ``meta``), optimizers, and state."""
     fused = module.fused_optimizer if module.is_fused else None
     state = {} if fused is None else fused.state
     hashed = module.hashed_tables()
@@ -170,30 +183,46 @@ def build(
     device: torch.device,
     options: BuildOptions,
 ) -> ModuleParts:
-    """Check the plan, allocate this rank's part, and fill it. Collective over all ranks.
+    """Check the plan, then allocate and fill this rank's shards. Collective over all ranks.
 
-    On CPUs, the process keeps freed memory from then on, see ``keep_freed_memory``.
+    On CPUs, the process retains freed memory from then on, see ``keep_freed_memory``.
+
+    Args:
+        sources: tables in the unsharded module.
+        plan: the module's plan, equal on all ranks.
+        env: the ranks.
+        device: device for this rank's shards.
+        options: sharder options.
+
+    Returns:
+        The module's parts.
 
     Raises:
-        ValueError: the plan does not fit the module or differs between ranks. It is raised before anything is
-            allocated.
+        ValueError: the plan does not fit the module or differs between ranks. Raised on every rank before any
+            allocation. Allocation errors also reach every rank.
     """
+    # First, because the checks below must pass or fail alike on all ranks.
     verify_same_plan(ShardingPlan({"": plan}), env.world.group)
     sizes = {s.table.name: TableSize(s.table.num_rows, s.table.dim) for s in sources}
     verify_module_plan(plan, sizes, world_size=env.shard.size)
-    _check_untrained(sources, options)
-    check_cuts({source.table.name: source.storage for source in sources}, plan)
-    rules = _rules(sources, options)
-    _check_side_rows(sources, rules)
-    storages = [source.storage for source in sources]
-    routing = compiled([source.table for source in sources], plan, rules, storages, env)
-    check_hashed(routing, storages, env, options.across_nodes)
-    if env.devices:
-        _check_inference(sources, rules)
+    # Rank 0's seed, so the initial rows do not depend on the sharding.
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
-    played = enumerate(env.devices) if env.devices else [(env.shard.rank, device)]
-    split = [_allocate(routing.work[rank].rectangles, sources, rules, where, seed) for rank, where in played]
-    local = _allocate(routing.local.rectangles, sources, rules, device, seed)
+    with together(env.world, "allocation"):
+        _check_untrained(sources, options)
+        check_cuts({source.table.name: source.storage for source in sources}, plan)
+        rules = _rules(sources, options)
+        _check_external_rows(sources, rules)
+        storages = [source.storage for source in sources]
+        routing = compiled([source.table for source in sources], plan, rules, storages, env)
+        check_hashed(routing, storages, env, options.across_nodes)
+        if env.devices:
+            _check_inference(sources, rules)
+        played = enumerate(env.devices) if env.devices else [(env.shard.rank, device)]
+        split = [
+            _allocate(routing.work[rank].rectangles, sources, rules, where, seed) for rank, where in played
+        ]
+        local = _allocate(routing.local.rectangles, sources, rules, device, seed)
+    # Replicas must start from the same bits.
     _make_equal(split[0], env.replicate)
     _make_equal(local, env.world)
     blueprint = Blueprint(
@@ -212,32 +241,38 @@ def build(
         trained=[source.weight.requires_grad for source in sources],
     )
     parts = assemble(blueprint, contents)
+    # Admission counts rows over all ranks, so it waits until every rank has loaded.
     parts.tables.recount()
     return parts
 
 
 def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
-    """Make a module's parts from existing weights and state."""
+    """Create a module's parts from existing weights and state.
+
+    Args:
+        blueprint: the specification.
+        contents: weights and optimizer state, already allocated and filled.
+    """
     routing, env, device, options = blueprint.routing, blueprint.env, blueprint.device, blueprint.options
-    shards: dict[str, TableShards | SpreadTable | SpreadHashed] = {}
+    shards: dict[str, TableModule] = {}
     fused: dict[int, FusedTable] = {}
-    holders = routing.holders
-    turnovers = turnovers_of(routing, blueprint.storages, env, contents.split[0], contents.local)
+    owners = routing.holders
+    admissions = admission_evictions_of(routing, blueprint.storages, env, contents.split[0], contents.local)
     for t, (table, rule) in enumerate(zip(routing.tables, blueprint.rules, strict=True)):
-        storage = blueprint.storages[t]
+        storage, size = blueprint.storages[t], (table.num_rows, table.dim)
         if env.devices and not routing.replicated[t]:
+            # One process plays all ranks: the module gets every shard and trains none.
             own = [each for held in contents.split if (each := held.of_table(t)) is not None]
-            shards[table.name] = (
-                SpreadHashed(storage, own)
-                if isinstance(storage, HashedRows)
-                else SpreadTable(table, storage, own)
-            )
+            shards[table.name] = TableModule(table.name, size, storage, None, shards=own)
             continue
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
-        nothing = nn.Parameter(storage.allocate(0, storage.columns(table.dim), device), contents.trained[t])
-        here = TableShards(table, storage, held.of_table(t), empty=nothing, holders=holders[t], mesh=mesh)
-        if (turnover := turnovers[routing.replicated[t]]) is not None and t in turnover.storages:
-            here.hashed = HashedParts(here, t, turnover, env.shard)
+        shard = held.of_table(t)
+        weight = shard.parameter if shard else _empty(table, storage, device, trained=contents.trained[t])
+        split: TableSplit | None = None if mesh is None else FixedSplit(owners[t], mesh)
+        if (admission := admissions[routing.replicated[t]]) is not None and t in admission.storages:
+            split = GrowableSplit(t, owners[t], mesh, admission_eviction=admission, axis=env.shard)
+        own = [] if shard is None else [shard]
+        here = TableModule(table.name, size, storage, weight, shards=own, split=split)
         shards[table.name] = here
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
@@ -262,8 +297,8 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         input_dist=input_dist,
         sequence=options.sequence,
         wire=options.wire,
-        may_fail=any(isinstance(each, SideRows) and each.may_fail for each in blueprint.storages),
-        turnovers=turnovers,
+        may_fail=any(storage.may_fail for storage in blueprint.storages),
+        admission_evictions=admissions,
         inside=inside,
     )
     if device.type == "cpu":
@@ -282,7 +317,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
 def _kernels(
     routing: Routing, rules: Sequence[UpdateRule | None], storages: Sequence[RowStorage]
 ) -> dict[str, EmbeddingComputeKernel]:
-    """Return the kernel that updates each table at run time, whatever the plan says."""
+    """Return the kernel that updates a table at run time, whatever the plan says."""
     kernels = {}
     for table, rule, storage in zip(routing.tables, rules, storages, strict=True):
         kernel = EmbeddingComputeKernel.DENSE if rule is None else EmbeddingComputeKernel.FUSED
@@ -290,20 +325,27 @@ def _kernels(
     return kernels
 
 
-def _fused_table(shards: TableShards, rule: UpdateRule, step: int) -> FusedTable:
-    label, dim = f"table {shards.table.name!r}", shards.table.dim
-    if shards.hashed is not None:
-        held = shards.held
-        carriers = [] if held is None or not rule.deferred else [each.parameter for each in held.carriers]
-        wanted = rule.spec.state_slots()
+def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable:
+    label, dim = f"table {module.name!r}", module.dim
+    full_states = functools.partial(_full_states, module, rule.spec.state_slots())
+    if module.is_growable:
+        # A growable table has no parameter with gradients. A deferred rule collects them in buffers.
+        shards = module.local_shards if rule.deferred else []
+        buffers = [buffer.parameter for shard in shards for buffer in shard.gradient_buffers]
+        return FusedTable(module.weight, rule, KeyOrderedState(step, full_states), label, dim, buffers)
+    return FusedTable(module.weight, rule, {"step": step, **full_states()}, label, dim)
 
-        def at_rest() -> dict[str, Tensor]:
-            return {slot.name: shards.whole_state(slot) for slot in wanted}
 
-        return FusedTable(shards.weight, rule, RestingState(step, at_rest), label, dim, carriers)
-    slots: dict[str, Any] = {"step": step}
-    slots |= {slot.name: shards.whole_state(slot) for slot in rule.spec.state_slots()}
-    return FusedTable(shards.weight, rule, slots, label, dim)
+def _empty(table: RoutedTable, storage: RowStorage, device: torch.device, *, trained: bool) -> nn.Parameter:
+    """Return an empty parameter for a rank without any shard from this table."""
+    rows = storage.allocate(0, storage.columns(table.dim), device)
+    if storage.rows_in_parameter:
+        return nn.Parameter(rows, trained)
+    return placeholder(rows, table.name, trained)
+
+
+def _full_states(module: TableModule, slots: Sequence[StateSlot]) -> dict[str, Tensor]:
+    return {slot.name: module.full_state(slot) for slot in slots}
 
 
 def compiled(
@@ -313,23 +355,26 @@ def compiled(
     storages: Sequence[RowStorage],
     env: ShardingEnv,
 ) -> Routing:
-    """Return the routing of a verified plan, with cuts that optimizers and eviction policies can use."""
+    """Compile a verified plan, with cuts that fit the optimizers and the eviction policies.
+
+    Args:
+        tables: whole tables.
+        plan: the module's plan.
+        rules: update rule by table number; None: ordinary gradients.
+        storages: row storage by table number.
+        env: the ranks.
+    """
+    # Row-wise optimizers and some eviction scores reduce over all columns in a row.
     whole_rows = [
         t
         for t, (rule, storage) in enumerate(zip(rules, storages, strict=True))
-        if rule is not None and (rule.spec.formula.row_sums or _judges_rows(storage))
+        if rule is not None and (rule.spec.formula.row_sums or storage.needs_whole_rows)
     ]
     return compile_plan(tables, plan, num_ranks=env.shard.size, whole_rows=whole_rows)
 
 
-def _judges_rows(storage: RowStorage) -> bool:
-    """Return whether the values of a row decide if it stays."""
-    policy = storage.keys.evict if isinstance(storage, HashedRows) else None
-    return policy is not None and policy.needs_rows
-
-
 def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:
-    """Raise ValueError for a plan that cuts the columns of a quantised table within a byte."""
+    """Raise ValueError if the plan cuts a quantised table's columns within a byte."""
     for name, storage in storages.items():
         for shard in plan[name].shards:
             first, _ = shard.columns
@@ -354,12 +399,12 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
             )
 
 
-def _check_side_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raise ValueError for a table with rows of its own whose gradients would go to its parameter."""
+def _check_external_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
+    """Raise ValueError if rows live outside the parameter and gradients would go to the parameter."""
     for source, rule in zip(sources, rules, strict=True):
-        if not isinstance(source.storage, SideRows) or not source.weight.requires_grad:
+        if source.storage.rows_in_parameter or not source.weight.requires_grad:
             continue
-        if rule is None or (rule.deferred and not isinstance(source.storage, HashedRows)):
+        if rule is None or (rule.deferred and not source.storage.collects_gradients):
             given = "no optimizer" if rule is None else "an optimizer that waits for step()"
             raise ValueError(
                 f"table {source.table.name!r} keeps its rows outside of its parameter and has {given}: its "
@@ -369,7 +414,7 @@ def _check_side_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule 
 
 
 def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raise ValueError for a table that is trained."""
+    """Raise ValueError for a trained table."""
     for source, rule in zip(sources, rules, strict=True):
         if rule is not None or source.weight.requires_grad:
             raise ValueError(
@@ -380,7 +425,7 @@ def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule 
 
 
 def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[UpdateRule | None]:
-    """Return the update rule of each table; None: ordinary gradients."""
+    """Return the update rule by table number; None: ordinary gradients."""
     given = options.optimizer_tables
     default = [options.optimizer if given is None or s.table.name in given else None for s in sources]
     specs = [other if s.spec is None else s.spec for s, other in zip(sources, default, strict=True)]
@@ -393,32 +438,30 @@ def _allocate(
     rules: Sequence[UpdateRule | None],
     device: torch.device,
     seed: int,
-) -> Holdings:
-    """Allocate and fill the weights and optimizer state of some rectangles."""
+) -> LocalShards:
+    """Allocate rectangles and fill them with weights and optimizer state."""
     held = allocate(
         rectangles,
+        [source.table.name for source in sources],
         [source.storage for source in sources],
         [None if rule is None else rule.spec for rule in rules],
         [source.weight.requires_grad for source in sources],
-        device,
+        device=device,
     )
     for each in held.held:
         for table in each.tables:
             source, rule = sources[table.rectangle.table], rules[table.rectangle.table]
             first = functools.partial(_first_blocks, table.rectangle, source, rule, seed)
-            if isinstance(table, LazyRows) and source.weight.is_meta:
-                table.begin_with(first)
-            else:
-                table.load(first((table.rectangle.r0, table.rectangle.r1)))
+            start_rows(table, first, lazily=source.weight.is_meta)
     return held
 
 
 def _first_blocks(
     rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield the rows and state that a part of a rectangle starts from.
+    """Yield the rows and state that fill part of a rectangle.
 
-    They are those of the unsharded module, or first values.
+    They come from the unsharded module, or are drawn if its weights are on ``meta``.
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
@@ -430,6 +473,14 @@ def _first_blocks(
         return
 
     def block(first: int, end: int, tensors: Mapping[str, Tensor], rows: slice) -> RowBlock:
+        """Cut parts to the rectangle's columns.
+
+        Args:
+            first: first key.
+            end: key after the last.
+            tensors: parts by name.
+            rows: positions in ``tensors``.
+        """
         return RowBlock(range(first, end), (c0, c1), cut(storage, tensors, rows, (c0, c1)))
 
     if not source.weight.is_meta:
@@ -438,9 +489,10 @@ def _first_blocks(
             tensors |= {name: source.state[name] for name in rule.slot_names if name in source.state}
         yield block(r0, r1, tensors, slice(r0, r1))
         return
+    # Drawn by table block, so every sharding starts from the same values.
     drawn = initial_rows(
         (r0, r1),
-        table=source.table.name,
+        table=source.config.seed_name or source.table.name,
         size=(source.table.num_rows, dim),
         init_fn=source.config.init_weight,
         seed=seed,
@@ -451,10 +503,12 @@ def _first_blocks(
         yield block(first, first + len(rows), tensors, slice(None))
 
 
-def _make_equal(held: Holdings, axis: Axis) -> None:
-    """Copy the first replica's weights to the others."""
-    for parameter in held.parameters:
-        broadcast(parameter.detach(), axis, "first weights")
+def _make_equal(held: LocalShards, axis: Axis) -> None:
+    """Broadcast the first replica's weights to the other replicas."""
+    for each in held.held:
+        # Only fixed tables have rows in the parameter.
+        if each.is_fixed:
+            broadcast(each.parameter.detach(), axis, "first weights")
 
 
 def _names(routing: Routing) -> list[str]:

@@ -1,14 +1,14 @@
-"""Error feedback: what rounding took from a bag's gradient is added to the next gradient of that bag.
+"""Error feedback: add a bag's rounding error to the next gradient for that bag.
 
-A row of gradients has no name of its own, but its bag has one: a hash of the bag's IDs. So the sender keeps
-one residual for each bag and use, and the sum of all gradients that it has sent for a bag differs from the
-true sum by one residual at most (Seide et al., "1-bit stochastic gradient descent", 2014).
+A gradient row has no identity, but its bag has: a hash over the bag's IDs. The sender keeps a residual
+per bag and use, so the accumulated gradients sent for a bag differ from the true sum by at most one residual
+(Seide et al., "1-bit stochastic gradient descent", 2014).
 
-Where a bag occurs several times in a batch, its first row takes the residual, and the errors of all its rows
-are kept. Memory is bounded: ``CAPACITY`` bags for each column. Beyond it, the bags that have not been seen
-for longest lose their residuals, as if they had been rounded without feedback; one log line says so.
-Checkpoints contain the residuals of each rank (``checkpoint/residuals.py``), so a run that resumes under the
-same plan rounds as the first run did.
+If a bag occurs several times in a batch, its first row takes the residual, and the errors from all rows are
+summed. Memory is bounded at ``CAPACITY`` bags per column. Beyond that limit, the least recently seen bags
+lose their residuals, as if rounded without feedback, and a single log line reports this. Checkpoints contain
+the residuals per rank (``checkpoint/residuals.py``), so a run resumed under the same plan rounds as the
+original run.
 """
 
 import logging
@@ -19,60 +19,63 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.encoding import Block
-from meshrec.distributed.input_dist import SourceIds
+from meshrec.distributed.lookup_batch import SourceIds
 
 Names = Callable[[int, int], Tensor]
-"""Return the name of the bag of each row, int64 [N], given the block's number and the use."""
+"""Returns a bag name per row, int64 [N], from the block number and the use."""
 
-# N rows of a column, K kept bags, D values of a column
+# N: rows in a column, K: bags with a residual, D: values in a column
 
 _logger = logging.getLogger("meshrec")
 CAPACITY = 1 << 16
-"""The largest number of bags with a residual, for each column."""
+"""Maximum bags with a residual, per column."""
 
 
 class _Residuals(NamedTuple):
-    """The residuals of one column, by bag."""
+    """Residuals for a single column, by bag."""
 
     bags: Tensor
     """int64 [K], ascending."""
     residuals: Tensor
     """fp32 [K, D]."""
     seen: Tensor
-    """int64 [K]: the message in which each bag came last."""
+    """int64 [K]: number of the last message with this bag."""
 
 
 class _ColumnRows(NamedTuple):
-    """The rows of one column of a message."""
+    """Rows from a single column in a message."""
 
     column: tuple[int, int]
-    """The block's number and the column's."""
+    """(block number, column number)."""
     bags: Tensor
-    """int64 [U]: the distinct bags, ascending."""
+    """int64 [U]: distinct bags, ascending."""
     which: Tensor
-    """int64 [N]: the bag of each row."""
+    """int64 [N]: index into ``bags``, by row."""
 
 
 class ErrorFeedback:
-    """The residuals of one module on the rank that sends its gradients."""
+    """Residuals for a module, on the rank that sends the gradients."""
 
     def __init__(self) -> None:
+        # By (block, column). Lives for the whole run; checkpoints save it.
         self._kept: dict[tuple[int, int], _Residuals] = {}
         self._messages = 0
+        # Set by ``corrected``, consumed by ``keep`` for the same message.
         self._rows: list[_ColumnRows] = []
         self._is_told = False
         self._blocks: Sequence[Block] = ()
 
     def corrected(self, values: Tensor, blocks: Sequence[Block], names: Names) -> Tensor:
-        """Return the rows with the residuals of their bags.
+        """Return the rows with their bags' residuals added.
 
         Args:
-            values: the rows, fp32, flat, block by block.
-            blocks: their shapes.
-            names: the names of the bags.
+            values: rows, fp32, flat, block by block.
+            blocks: block shapes.
+            names: returns the bag names.
         """
         self._messages += 1
         self._rows, self._blocks = [], blocks
+        # The caller's gradient must not change: autograd may use it elsewhere.
         values = values.clone()
         for number, (block, part) in enumerate(self._parts(values)):
             at = 0
@@ -85,9 +88,14 @@ class ErrorFeedback:
         return values
 
     def keep(self, values: Tensor, decoded: Tensor) -> None:
-        """Keep what the receiver does not get: ``values`` less ``decoded``."""
+        """Store the rounding error, ``values`` minus ``decoded``, as the new residual.
+
+        Args:
+            values: the result from ``corrected``.
+            decoded: the values that arrive at the receiver.
+        """
         lost = values - decoded
-        # A value that is not finite arrives as such, and must not come back in later steps.
+        # A non-finite value arrives as such and must not come back in later steps.
         lost = torch.where(lost.isfinite(), lost, 0.0)
         parts = list(self._parts(lost))
         for rows in self._rows:
@@ -100,7 +108,7 @@ class ErrorFeedback:
         self._rows, self._blocks = [], ()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the residuals by name, see ``load``. ``seen`` counts messages back from now."""
+        """Return the residuals by name for ``load``. ``seen`` counts messages backward from now."""
         return {
             f"{block}.{column}.{field}": tensor
             for (block, column), kept in self._kept.items()
@@ -109,7 +117,7 @@ class ErrorFeedback:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all residuals by those that ``state`` returned."""
+        """Replace all residuals with a result from ``state``."""
         columns: dict[tuple[int, int], dict[str, Tensor]] = {}
         for name, tensor in state.items():
             block, column, field = name.split(".")
@@ -118,7 +126,7 @@ class ErrorFeedback:
         self._messages = 0
 
     def _parts(self, values: Tensor) -> list[tuple[Block, Tensor]]:
-        """Return each block with its rows, [num_rows, width]."""
+        """Return (block, rows [num_rows, width]) pairs."""
         parts, start = [], 0
         for block in self._blocks:
             end = start + block.num_rows * block.columns.width
@@ -132,6 +140,7 @@ class ErrorFeedback:
             return
         place = torch.searchsorted(kept.bags, rows.bags).clamp(max=len(kept.bags) - 1)
         known = kept.bags[place] == rows.bags
+        # The first row by position takes the residual: adding it to every row would count it twice.
         order = torch.arange(len(rows.which), device=numbers.device)
         first = torch.full_like(rows.bags, len(order)).scatter_reduce_(0, rows.which, order, "amin")
         numbers[first[known]] += kept.residuals[place[known]]
@@ -155,19 +164,22 @@ class ErrorFeedback:
                     "not been seen for longest are rounded without it.",
                     CAPACITY,
                 )
+            # LRU eviction. Sorting the positions afterward keeps ``bags`` ascending for searchsorted.
             newest = seen.argsort(descending=True, stable=True)[:CAPACITY].sort().values
             bags, sums, seen = bags[newest], sums[newest], seen[newest]
         self._kept[rows.column] = _Residuals(bags, sums, seen)
 
 
 def bag_names(source: SourceIds, use: int) -> Tensor:
-    """Return a hash of the IDs of each bag that a use reads, int64 [B]."""
+    """Return a hash over the IDs in every bag that a use reads, int64 [B]."""
     bounds, key = source.bag_bounds(), source.keys[use]
     offsets = source.offsets[bounds[key] : bounds[key + 1] + 1].long()
     if not len(offsets):
         return offsets
     x = source.values[int(offsets[0]) : int(offsets[-1])].long() + 1
+    # splitmix64 finalizer. The masks turn the arithmetic shift into a logical shift.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    # A sum does not depend on the order within the bag. Prefix sums wrap around, which is harmless.
     sums = torch.nn.functional.pad((x ^ ((x >> 31) & 0x1FFFFFFFF)).cumsum(0), (1, 0))
     return sums[offsets[1:] - offsets[0]] - sums[offsets[:-1] - offsets[0]]

@@ -1,9 +1,9 @@
-"""The exchange of sorted IDs between nodes, packed where that is faster.
+"""Exchange of sorted IDs between nodes, packed if that is faster.
 
-The distinct IDs of a node ascend, so the gaps between them need fewer bits than the IDs (see
-``ops/dist/ids_naive.py``). Packing costs time at both ends, and gains what the network needs for the saved
-bytes. So the first batch is sent both ways, the ranks compare the seconds, and one log line tells the choice.
-It holds for the whole run. Results are the same either way.
+A node's distinct IDs ascend, so gaps need fewer bits than IDs (see ``ops/dist/ids_naive.py``). Packing costs
+time at both ends and saves network bytes. The first batch is therefore sent both ways, the ranks compare the
+seconds, and a single log line reports the choice, which holds for the whole run. Results are equal either
+way.
 """
 
 import logging
@@ -18,19 +18,21 @@ from torch import Tensor
 
 from meshrec.comms.collectives import Splits, all_reduce, all_to_all
 from meshrec.comms.mesh import Axis
+from meshrec.ops import operators
 
-# M nodes, B bands of a node
+# M: nodes, B: bands on a node
 
 _logger = logging.getLogger("meshrec")
+# The median ignores a slow first exchange.
 _TRIALS = 3
 
 
 class SortedIdExchange:
-    """Sends runs of ascending IDs to the nodes that own their rows.
+    """Exchange that sends runs of ascending IDs to the nodes that own the rows.
 
     Args:
-        node: the ranks with this local rank, one for each node.
-        num_bands: the number of runs that each node gets from every other.
+        node: ranks with this local rank, a single rank per node.
+        num_bands: runs sent to a node, by node.
         wide: whether IDs need 64 bits.
 
     Attributes:
@@ -42,14 +44,14 @@ class SortedIdExchange:
         self.packs: bool | None = None if node.group is not None and node.size > 1 else False
 
     def exchange(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[list[int]]]:
-        """Send the runs of each node and return those that arrive. Collective.
+        """Send the runs to their nodes and return the runs that arrive. Collective.
 
         Args:
-            ids: the IDs of all runs, int64 [N], node by node.
-            sent: the number of IDs of each run, [M, B of that node].
+            ids: IDs from all runs, int64 [N], node by node.
+            sent: IDs per run, [M, runs for that node].
 
         Returns:
-            The IDs that arrive, node by node, and the number of IDs of each run, [M, own B].
+            Arriving IDs, node by node, and IDs per run, [M, local runs].
         """
         ids = ids.to(torch.int64 if self._wide else torch.int32)
         if not ids.is_cpu and self.packs is None:
@@ -67,11 +69,12 @@ class SortedIdExchange:
         def send_packed() -> Tensor:
             message = all_to_all(packed, coded, self._node, "ids between nodes").wait()
             arrived = [n for each in counts for n in each]
-            found: Tensor = torch.ops.meshrec.unpack_sorted_ids.default(message, arrived, self._wide)
+            found: Tensor = operators.unpack_sorted_ids(message, arrived, self._wide)
             return found
 
         if self.packs is None:
             seconds = torch.tensor([_median(send_plain), packing + _median(send_packed)], dtype=torch.float64)
+            # All ranks on the axis must decide alike, or their collectives would not match.
             all_reduce(seconds, self._node, "seconds of ids between nodes")
             one, other = (1e3 * seconds / self._node.size).tolist()
             size = packed.numel() / max(len(ids), 1)
@@ -83,9 +86,9 @@ class SortedIdExchange:
         return send_packed() if self.packs else send_plain(), counts
 
     def _packed(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """Return the packed runs, and the number of bytes for each node."""
+        """Return the packed runs and the bytes per node."""
         runs = [n for each in sent for n in each]
-        packed, sizes = torch.ops.meshrec.pack_ids.default(ids, runs)
+        packed, sizes = operators.pack_ids(ids, runs)
         ends = [0, *sizes.cumsum(0).tolist()]
         bounds = [ends[first] for first in accumulate(self._num_bands, initial=0)]
         return packed, [end - begin for begin, end in pairwise(bounds)]
@@ -93,7 +96,7 @@ class SortedIdExchange:
     def _sizes(
         self, sent: Sequence[Sequence[int]], byte_counts: Sequence[int], device: torch.device
     ) -> tuple[list[list[int]], list[int]]:
-        """Exchange the sizes of runs, and of packed messages if there are any."""
+        """Exchange run lengths, and packed message sizes if there are any."""
         extra = len(byte_counts) > 0
         told = [[*each, *byte_counts[m : m + 1]] for m, each in enumerate(sent)]
         message = torch.tensor([n for each in told for n in each], dtype=torch.int64, device=device)
@@ -110,7 +113,7 @@ class SortedIdExchange:
 
 
 def pays(plain: float, packed: float) -> bool:
-    """Return whether an exchange that took ``packed`` ms is better than one that took ``plain`` ms."""
+    """Return whether the ``packed`` time beats the ``plain`` time, both in ms."""
     return packed < plain
 
 

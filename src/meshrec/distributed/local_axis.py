@@ -1,7 +1,7 @@
-"""The shard axis of a process that plays all of its ranks, each on one device, without communication.
+"""Shard axis played by a single process, with a device per rank and no communication.
 
-Only the first rank has a batch. So the exchange of IDs is a scatter from the first rank, and the return of
-rows is a gather to it.
+Only the first rank has a batch. The ID exchange is a scatter from the first rank, and the row exchange is a
+gather to the first rank.
 """
 
 from collections.abc import Sequence
@@ -9,22 +9,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshrec.distributed.input_dist import Arrived, LookupIds, PackedIds
 from meshrec.distributed.lookup import LookupTables
+from meshrec.distributed.lookup_batch import LookupBatch, LookupIds, PackedIds
 
 
-def as_played(arrived: Arrived) -> list[PackedIds]:
-    """Return the message to each rank of the axis.
+def as_played(batch: LookupBatch) -> list[PackedIds]:
+    """Return the message to every rank on the axis.
 
     Raises:
-        ValueError: a backward pass is wanted, but tables over several devices of a process are for inference.
+        ValueError: a backward pass is requested, but tables over several devices are for inference.
     """
-    if arrived.wishes.backward:
+    if batch.trains:
         raise ValueError(
             "tables over several devices of one process are for inference: a lookup in them has no "
             "gradient. Call the model under torch.no_grad(), or detach the per-sample weights."
         )
-    words, header, elements = arrived.message
+    words, header, elements = batch.message
     return [
         PackedIds(own, header[rank : rank + 1], elements[rank : rank + 1])
         for rank, own in enumerate(words.split(header[:, 1].tolist()))
@@ -32,7 +32,7 @@ def as_played(arrived: Arrived) -> list[PackedIds]:
 
 
 def moved_to(part: LookupTables, ids: LookupIds) -> LookupIds:
-    """Move IDs to the device of the tables that they are looked up in."""
+    """Move IDs to the device that holds the tables."""
     if part.is_empty:
         return ids
     device = part.held.parameters[0].device
@@ -41,7 +41,16 @@ def moved_to(part: LookupTables, ids: LookupIds) -> LookupIds:
 
 
 def gathered(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
-    """Look up on all ranks after the first, which has ``rows``. Return the rows of all ranks, flat."""
+    """Look up on all ranks after the first and gather the rows on the first rank's device.
+
+    Args:
+        rows: the first rank's rows.
+        played: tables by rank.
+        ids: IDs by rank.
+
+    Returns:
+        Rows from all ranks, flat, in rank order.
+    """
     found = [rows.view(-1)]
     for part, own in zip(played[1:], ids[1:], strict=True):
         found.append(part.forward(own, sum(part.block_sizes(own))).view(-1).to(rows.device))

@@ -1,4 +1,4 @@
-"""The lookup of all rectangles of a rank in one kernel call, and the gradients of that lookup."""
+"""Lookup in all local rectangles with a single kernel call, and the gradients for that lookup."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -7,44 +7,51 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meshrec.distributed.input_dist import LookupIds
+from meshrec.distributed.lookup_batch import LookupIds
 from meshrec.distributed.routing import RankWork, Route, Routing
 from meshrec.ops import tbe
 from meshrec.ops.tbe import LookupOptions
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
-from meshrec.tables.holdings import Holdings
 from meshrec.tables.index import Index, KeyReader, slots_of
+from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.storage import RowStorage, lookup_of
 
-# K routes of this rank, L lookups, T rectangles
+# K: routes on this rank, L: lookups, T: rectangles
 
 
-# Like Lookups._make, but without a Python call.
+# ``Lookups._make`` without a Python call in every lookup.
 _as_lookups: Callable[[Iterable[Any]], tbe.Lookups] = functools.partial(tuple.__new__, tbe.Lookups)
 
 
 class FetchedRows:
-    """The rows that a lookup reads in place of tables: those of one batch, see ``LookupTables``."""
+    """Rows fetched for a single batch, instead of table memory; see ``LookupTables``."""
 
     def __init__(self) -> None:
         self.weights: Sequence[Tensor] = []
-        self.is_packed = True  # taken anew for each batch
+        self.is_packed = True  # so that ``weights`` is read again for every batch
         self.storages: list[RowStorage] = []
         self.indexes: dict[int, Index] = {}
         self.parameters: list[nn.Parameter] = []
 
 
 class LookupTables:
-    """The rectangles that a rank looks up together: its share of the split tables, or the data-parallel
-    tables.
+    """Rectangles looked up together on a rank: local shards from split tables, or data-parallel tables.
+
+    Args:
+        routing: the compiled plan.
+        work: routes and lookups on this rank.
+        held: table memory.
+        sequence: whether rows are not pooled.
+        out_dtype: output dtype.
+        routes: route numbers of a partial ``work`` in the full IDs; None: all routes.
     """
 
     def __init__(
         self,
         routing: Routing,
         work: RankWork,
-        held: Holdings | FetchedRows,
+        held: LocalShards | FetchedRows,
         *,
         sequence: bool,
         out_dtype: torch.dtype = torch.float32,
@@ -52,10 +59,11 @@ class LookupTables:
     ) -> None:
         self._routing = routing
         self.routes = list(range(len(work.routes))) if routes is None else list(routes)
-        """The routes of ``work``, by their numbers in the IDs of which this is a part."""
+        """Routes in ``work``, numbered as in the full IDs."""
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.sequence = work, sequence
-        self.held = cast(Holdings, held)  # FetchedRows has all that lookups need of it
+        self.held = cast(LocalShards, held)  # FetchedRows has all attributes that lookups need
+        # Packed parameters may get other memory, so only the unpacked weights are listed in advance.
         self._plain = None if held.is_packed else list(held.weights)
         self._look_up = lookup_of(held.storages)
         self.is_empty = not work.lookups
@@ -71,6 +79,7 @@ class LookupTables:
             [_pooling(routing, lookup.use, sequence) for lookup in work.lookups],
         )
         indexes, rectangles = held.indexes, work.rectangles
+        # A route with several indexed rectangles (column shards) reads every index.
         self._readers: dict[int, KeyReader] = {}
         for lookup in work.lookups:
             if lookup.rectangle in indexes:
@@ -84,7 +93,7 @@ class LookupTables:
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """The memory of each rectangle."""
+        """Memory by rectangle."""
         return self.held.weights
 
     def table_of(self, route: Route) -> int:
@@ -92,7 +101,8 @@ class LookupTables:
         return self._routing.uses[route.use].table
 
     def without(self, tables: frozenset[int]) -> "LookupTables":
-        """Return the same lookups without those of some tables."""
+        """Return the same lookups minus some tables, cached by table set."""
+        # The set depends on batch sizes, so a few variants recur.
         if tables not in self._parts:
             kept = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
             place = {route: number for number, route in enumerate(kept)}
@@ -107,7 +117,7 @@ class LookupTables:
         return self._parts[tables]
 
     def resolve(self, ids: LookupIds, *, train: bool) -> LookupIds:
-        """Replace the keys of tables with an index by slots."""
+        """Replace keys by slots in tables with an index."""
         if not self._readers:
             return ids
         bounds = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
@@ -116,11 +126,17 @@ class LookupTables:
         return ids._replace(values=values, pins=pins)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
-        """Return the number of output elements for each route, the last dimension of both arguments."""
+        """Return output elements per route, the last dimension in both arguments."""
         return (num_ids if self.sequence else bags) * self._route_widths
 
     def part_of_grad(self, part: "LookupTables", grad: Tensor, ids: LookupIds) -> Tensor:
-        """Return the part of the output's gradient that belongs to the lookups of ``part``, flat."""
+        """Extract the output gradient for the lookups in ``part``, flat.
+
+        Args:
+            part: a result from ``without``.
+            grad: the whole output's gradient.
+            ids: the IDs looked up.
+        """
         kept = set(part.routes)
         chosen = [i for i, lookup in enumerate(self.work.lookups) if lookup.route in kept]
         if not self.is_flat(ids):
@@ -133,11 +149,11 @@ class LookupTables:
         return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in chosen])
 
     def is_flat(self, ids: LookupIds) -> bool:
-        """Return whether outputs lie piece by piece, because rows of different lookups differ in number."""
+        """Return whether outputs lie piece by piece, because row counts differ between lookups."""
         return self.sequence or ids.ragged
 
     def block_sizes(self, ids: LookupIds) -> list[int]:
-        """Return the number of output elements for each block, that is, for each rank that sent IDs."""
+        """Return output elements per block, that is, per rank that sent IDs."""
         if self.is_empty:
             return [0] * len(ids.batches)
         if self.sequence:
@@ -149,40 +165,44 @@ class LookupTables:
         return sizes
 
     def lookups(self, ids: LookupIds) -> tbe.Lookups:
-        """Return the kernel's arguments for these IDs. Its tables are the rectangles."""
+        """Return the kernel arguments for these IDs. The kernel's tables are the rectangles."""
         return _as_lookups((*ids[:4], *self._layout, self.is_flat(ids), self._widths))
 
     def forward(self, ids: LookupIds, num_elements: int) -> Tensor:
-        """Look up the rows for every block: [sum of batches, columns], or flat [num_elements]."""
+        """Look up the rows for all blocks: [total bags, columns], or flat [num_elements]."""
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
         flat = self.sequence or ids.ragged
         lookups = _as_lookups((*ids[:4], *self._layout, flat, self._widths))
         size = num_elements if flat else sum(ids.batches)
-        # Gradients are made elsewhere: skip the op's own, which costs time in Python and is not used.
+        # ``sharded_tables.py`` computes the gradients, so the op's own autograd would only cost time.
         with torch._C._AutoDispatchBelowAutograd():
             weights = self._plain or self.weights
             options = LookupOptions(size, self._out_dtype, False, self._names)
             return self._look_up(weights, lookups, options)
 
     def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Return a gradient in fp32 with the shape of the output."""
+        """Return a gradient as fp32 in the output's shape."""
         grad = grad.float()
         if self.is_flat(ids) or self.is_empty:
             return grad.reshape(-1)
         return grad.view(-1, self._dim)
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
-        """Return the touched rows of each of the rectangles, with their gradients."""
+        """Return touched rows and their gradients by rectangle.
+
+        Args:
+            grad: output gradient in the output's shape, fp32.
+            ids: the IDs looked up.
+            rectangles: rectangle numbers.
+        """
         if not rectangles:
             return []
         lookups = self.lookups(ids).of_tables(rectangles)
         return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Return the gradient of the per-sample weights, fp32 [N], from the output's gradient in any
-        shape.
-        """
+        """Return the per-sample weight gradient, fp32 [N], from an output gradient in any shape."""
         if self.is_empty:
             return grad.new_zeros(ids.values.numel(), dtype=torch.float32)
         return tbe.sample_weight_grad(self.shaped(grad, ids), self.weights, self.lookups(ids))
@@ -196,4 +216,5 @@ def _pooling(routing: Routing, use: int, sequence: bool) -> int:
     table = routing.uses[use].table
     if sequence:
         return NONE
+    # A row-split MEAN sums here; the division follows after all parts are added (``pieces.py``).
     return MEAN if routing.tables[table].mean and not routing.row_split[table] else SUM

@@ -1,23 +1,23 @@
-"""The exchange between nodes in which each distinct row crosses the network once.
+"""Exchange between nodes in which a distinct row crosses the network once.
 
 [Note: two levels]
 
-With the axes ``node`` and ``local`` there are two ways over the network, and a sharder's ``across_nodes``
-chooses one:
+With the axes ``node`` and ``local``, there are two ways across the network. A sharder's ``across_nodes``
+selects:
 
-- ``"sums"`` (``output_dist.py``): the owners pool bags, a node adds its partial sums, and one row for each
-  bag and node crosses.
-- ``"rows"`` (here): a rank stands for the owners with its local rank on all nodes. The ranks of its node send
-  their IDs to it, it removes duplicates, fetches each row once, and pools the bags of its node from them.
-  Gradients take the reverse way: they are added up by row inside the node, and cross once for each row.
+- ``"sums"`` (``output_dist.py``): the owners pool bags, a node adds its partial sums, and a row per bag and
+  node crosses.
+- ``"rows"`` (here): a rank stands for the owners with its local rank on all nodes. The ranks on its node send
+  it their IDs. It removes duplicates, fetches every row once, and pools the node's bags. Gradients take the
+  reverse path: they are summed by row inside the node, and cross once per row.
 
-Bags cross in ``"sums"``, distinct IDs in ``"rows"``. So ``"rows"`` pays where the ranks of a node share
-IDs: hot IDs, and tables that are small for the batch of a node. Inside a node everything is fp32; only what
-crosses the network is encoded.
+Bags cross in ``"sums"``, distinct IDs in ``"rows"``. So ``"rows"`` pays if the ranks on a node share IDs, as
+for hot IDs and for tables that are small relative to a node's batch. Inside a node everything is fp32; only
+network traffic is encoded.
 
-To the ranks of a node, the exchange inside it looks like that of a module whose tables lie on this node
-alone. So its routing, its return and its per-sample weights are those of ``input_dist.py`` and
-``output_dist.py``, with the routing of ``inside_node``.
+To the ranks on a node, the inner exchange looks like a module whose tables all lie on this node. Its routing,
+return, and per-sample weights come from ``input_dist.py`` and ``output_dist.py``, with the routing from
+``inside_node``.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,49 +34,35 @@ from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.comms.wire import WireFormats
 from meshrec.distributed.id_exchange import SortedIdExchange
-from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import FetchedRows, LookupTables
+from meshrec.distributed.lookup_batch import Fetch, LookupIds
 from meshrec.distributed.output_dist import Codecs
 from meshrec.distributed.pieces import Span
 from meshrec.distributed.routing import Lookup, RankWork, Route, Routing, rank_work
 from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec, first_key
-from meshrec.tables.holdings import Holdings
+from meshrec.ops import operators
+from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.updates import LookedUp, TableGradient
 
-# M nodes, B bands, U distinct IDs of a band, Q routes
+# M: nodes, B: bands, U: distinct IDs in a band, Q: routes
 
 _MARKED = 512
-"""Rows for each ID up to which duplicates are found by marking rows; with more, by sorting IDs."""
-
-
-class Fetch(NamedTuple):
-    """The distinct IDs of one batch on their way to their owners, and the IDs that other nodes ask for
-    here.
-    """
-
-    slots: LookupIds
-    """The IDs of the node's ranks, as places among the distinct IDs of their band."""
-    distinct: list[Tensor]
-    """The distinct IDs of each band, int64 [U]."""
-    owned: LookupIds
-    """The IDs to look up here for each node."""
-    counts: list[list[int]]
-    """The number of IDs of each own band that each node asks for, [M, B]."""
+"""Maximum table rows per ID for deduplication by marking rows; beyond, IDs are sorted."""
 
 
 class _Owner(NamedTuple):
-    """The rows that a rank owns for all nodes: bands, each with the columns that it holds."""
+    """Rows that a rank owns for all nodes: bands, with the columns stored there."""
 
     work: RankWork
     bands: list[int]
-    """The number of each of its bands among those of all nodes."""
+    """Band numbers among the bands on all nodes."""
     columns: list[tuple[Columns, Columns]]
-    """For each of its lookups, the columns that travel in both directions."""
+    """Columns on the wire in both directions, by lookup."""
 
 
 def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEnv]:
-    """Return the routing and the ranks of the exchange inside a node.
+    """Return the routing and the ranks for the exchange inside a node.
 
     Raises:
         ValueError: the mesh has no nodes, or has replicas.
@@ -97,15 +83,15 @@ def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEn
 
 
 class NodeRows:
-    """The rows of one module between nodes, for one rank.
+    """Row exchange between nodes for a single module on a single rank.
 
     Args:
         routing: the plan, compiled for all ranks.
-        inside: the routing inside the node.
+        inside: routing inside the node.
         env: the ranks.
-        held: the rectangles of this rank.
-        wires: the wire formats of each table, by number.
-        clock: returns the number of updates of the tables so far.
+        held: this rank's rectangles.
+        wires: wire formats by table number.
+        clock: returns the number of table updates so far.
     """
 
     def __init__(
@@ -113,7 +99,7 @@ class NodeRows:
         routing: Routing,
         inside: Routing,
         env: ShardingEnv,
-        held: Holdings,
+        held: LocalShards,
         *,
         wires: Sequence[WireFormats],
         clock: Callable[[], int],
@@ -125,11 +111,13 @@ class NodeRows:
         self.fetched = FetchedRows()
         self._work = inside.work[env.local.rank]
         bands = sorted({_band_of(routing, route) for route in self._work.routes})
+        # Bands owned by all peers with this local rank, numbered in table order.
         place = {band: number for number, band in enumerate(bands)}
         self._band_of_route = torch.tensor(
             [place[_band_of(routing, route)] for route in self._work.routes], dtype=torch.int64
         )
         self._edges = torch.tensor([0, *accumulate(r1 - r0 for _, r0, r1 in bands)], dtype=torch.int64)
+        # Peers with the same local rank, by node: only these exchange rows across the network.
         ranks = range(env.local.rank, env.shard.size, env.local.size)
         self._owners = [_owner(routing, rank, place, self.codecs) for rank in ranks]
         self._ids = SortedIdExchange(
@@ -150,11 +138,12 @@ class NodeRows:
         return self._owners[self._node.rank]
 
     def ask(self, ids: LookupIds, *, train: bool) -> Fetch:
-        """Remove the duplicates of a node's IDs and send each to its owner. Collective."""
+        """Deduplicate a node's IDs and send them to their owners. Collective."""
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         num_blocks = (len(starts) - 1) // max(len(self._work.routes), 1)
         bands = self._band_of_route.repeat(num_blocks).repeat_interleave(starts.diff()).to(ids.values.device)
         edges = self._edges.to(ids.values.device)
+        # Band offsets keep IDs from different bands apart in a single deduplication.
         keys, inverse = _distinct(ids.values.long() + edges[bands], int(self._edges[-1]))
         bounds = torch.searchsorted(keys, edges)
         slots = (inverse - bounds[bands]).to(ids.values.dtype)
@@ -167,9 +156,9 @@ class NodeRows:
         return Fetch(ids._replace(values=slots), distinct, owned, counts)
 
     def look_up(self, fetch: Fetch) -> Sequence[Tensor]:
-        """Look up what other nodes ask for, and return the rows of each rectangle that this rank stands for.
+        """Look up the rows requested by other nodes, and return the rows this rank stands for.
 
-        Collective. The result is [U, columns] for each rectangle of the work inside the node.
+        Collective. Returns [U, columns] per rectangle in the inner work.
         """
         codec, encodes = self.codecs.forward, self.codecs.forward.encodes(self._node)
         with phase("lookup") if recorders else OFF:
@@ -192,9 +181,11 @@ class NodeRows:
         return found
 
     def send_home(self, fetch: Fetch, gradients: Sequence[RowGradients]) -> TableGradient:
-        """Return the gradient of this rank's rectangles, summed over all nodes. Collective.
+        """Return the gradient for this rank's rectangles, summed over all nodes. Collective.
 
-        ``gradients``: those of ``look_up``'s rows, whose rows are all touched.
+        Args:
+            fetch: the batch's distinct IDs.
+            gradients: gradients for the rows from ``look_up``. All these rows are touched.
         """
         codec, encodes = self.codecs.backward, self.codecs.backward.encodes(self._node)
         received, sent = self._blocks(fetch, BACKWARD)
@@ -215,7 +206,7 @@ class NodeRows:
         return TableGradient(looked_up, {}, fetch.owned.pins)
 
     def _as_ids(self, values: Tensor, counts: Sequence[Sequence[int]]) -> LookupIds:
-        """Return the IDs of all nodes as bags of one ID."""
+        """Return the IDs from all nodes as single-ID bags."""
         widths = [0] * len(self._own.bands)
         for lookup in self._own.work.lookups:
             widths[lookup.route] += lookup.width
@@ -230,7 +221,7 @@ class NodeRows:
         )
 
     def _blocks(self, fetch: Fetch, way: int) -> tuple[list[list[Block]], list[list[Block]]]:
-        """Return, for each node, the blocks of rows that this rank owns, and of those that it fetches."""
+        """Return the blocks this rank owns and the blocks it fetches, both by node."""
         keys = [first_key(self._rank) if way == BACKWARD else 0] * len(self._owners)
         owned = [
             [
@@ -249,7 +240,7 @@ class NodeRows:
         return owned, fetched
 
     def _places(self) -> list[int]:
-        """Return the rectangle of each of the blocks that this rank fetches."""
+        """Return the rectangle number for every fetched block."""
         return [
             first + x.rectangle
             for first, owner in zip(self._first_rectangle, self._owners, strict=False)
@@ -257,7 +248,7 @@ class NodeRows:
         ]
 
     def _keys(self, fetch: Fetch) -> Tensor:
-        """Return the ID in its whole table of each row to look up here: equal IDs are rounded alike."""
+        """Return the whole-table ID for every row looked up here, so equal IDs are rounded alike."""
         starts, own = fetch.owned.segments.tolist(), self._own
         parts = [
             fetch.owned.values[starts[first + x.route] : starts[first + x.route + 1]].long()
@@ -292,17 +283,18 @@ def _owner(routing: Routing, rank: int, place: dict[tuple[int, int, int], int], 
 
 
 def _units(codec: Codec, blocks: Sequence[Sequence[Block]], *, encodes: bool) -> list[int]:
-    """Return the number of elements that travel for each node."""
+    """Return the elements sent per node."""
     if not encodes:
         return [sum(block.num_rows * block.columns.width for block in each) for each in blocks]
     return [sum(block.num_rows * codec.encoding.units(block.columns) for block in each) for each in blocks]
 
 
 def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct keys, ascending, and the place of each key among them."""
+    """Return the distinct keys, ascending, and every key's index among them."""
     found: tuple[Tensor, Tensor]
+    # Marking is linear in table rows, sorting is linearithmic in IDs.
     if num_keys > _MARKED * max(len(keys), 1):
         found = torch.unique(keys, return_inverse=True)
     else:
-        found = torch.ops.meshrec.distinct_ids.default(keys, num_keys)
+        found = operators.distinct_ids(keys, num_keys)
     return found

@@ -1,34 +1,31 @@
-"""The exchange that returns rows to the ranks that asked for them, in table order. Gradients take the reverse
-way.
+"""Output exchange: return rows to the requesting ranks, in table order. Gradients take the reverse path.
 
-A *hop* is one all-to-all with the sums after it. A flat mesh needs one hop. With the axes ``node`` and
-``local`` there are two: partial rows are summed inside the node first, so that one row per node crosses the
-network.
+A *hop* is an all-to-all followed by sums. A flat mesh needs a single hop. With the axes ``node`` and
+``local`` there are two: partial rows are first summed inside the node, so a single row per node crosses
+the network.
 
-Messages are encoded by wire formats (comms/wire.py), row by row. A row is the columns of one lookup for one
-bag or one ID. A rank that holds ten tables sends ten rows per bag, each with its own scale if the format has
-scales, and the planner can compute the cost of each rectangle by itself.
+Messages are encoded by wire formats (comms/wire.py), row by row. A row is a lookup's columns for a single bag
+or ID. A rank with ten tables sends ten rows per bag, with separate scales if the format has scales, and the
+planner can compute the cost per rectangle.
 
 [Note: what rounding may depend on]
 
-A row is rounded on its own, also the one that a rank keeps for itself. Noise is drawn from the step, the
-table, the row's place in its table, and the ID or the asking rank's bag. Partial sums are added in the
-order of rows (``pieces.py``). So results depend on the rectangles of a plan, and not on which rank holds
-which rectangle.
+A row is rounded independently, even a row that stays on its rank. Noise is drawn from the step, the table,
+the row position in the table, and the ID or the requesting rank's bag. Partial sums are added in row order
+(``pieces.py``). So results depend on a plan's rectangles, but not on which rank holds them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
 from meshrec.comms.encoding import Block, Columns, kernel_columns
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.distributed.error_feedback import Names, bag_names
-from meshrec.distributed.input_dist import LookupIds, SourceIds
+from meshrec.distributed.lookup_batch import LookupBatch, SourceIds
 from meshrec.distributed.pieces import (
     Span,
     as_tensor,
@@ -40,39 +37,40 @@ from meshrec.distributed.pieces import (
 )
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.wire_codec import Codec, first_key
+from meshrec.ops import operators
 
-# B bags of this rank, D columns, Q routes, U uses
+# B: bags on this rank, D: columns, Q: routes, U: uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """The columns that arrive from each rank of an axis, and their places in the result."""
+    """Columns that arrive from the ranks on an axis, and their positions in the result."""
 
     axis: Axis
     codecs: "Codecs"
     columns: list[Columns]
-    """The rows that each rank sends for one bag."""
+    """Columns sent for a single bag, by source rank."""
     grad_columns: list[Columns]
-    """The rows that each rank gets back."""
+    """Columns sent back for a single bag, by source rank."""
     dims: list[int]
-    """The number of columns from each rank."""
+    """Number of columns, by source rank."""
     units: list[int]
-    """Number of elements that each rank sends for one bag, encoded."""
+    """Encoded elements sent for a single bag, by source rank."""
     grad_units: list[int]
-    """Like ``units``, for the gradients that each rank gets back."""
+    """Like ``units``, for the gradients sent back."""
     pieces: Tensor
     out_dim: int
     num_kinds: int
-    """Number of different gradients that are sent back; 1 if all ranks get the same one."""
+    """Number of different gradients sent back; 1 if all ranks get the same gradient."""
     grad_pieces: Tensor
-    """Like ``pieces``, for the gradients; for one rank only, if all get the same."""
+    """Like ``pieces``, for the gradients; for a single rank if all ranks get the same gradient."""
     local_dim: int
     encodes: bool
-    """Whether embeddings are encoded after their kernel, and decoded before the next one."""
+    """Whether embeddings are encoded after their kernel and decoded before the next kernel."""
     encodes_grads: bool
     """Like ``encodes``, for gradients."""
     coded: tuple[list[int], list[int], list[int]] | None
-    """The arguments of the kernel that adds encoded rows up; None if there is none for these formats."""
+    """Arguments for the kernel that sums encoded rows; None if these formats have no such kernel."""
 
     @classmethod
     def of(
@@ -85,17 +83,18 @@ class Hop:
         codecs: "Codecs",
         parts: "TableParts | None" = None,
     ) -> "Hop":
-        """Make a hop.
+        """Create a hop.
 
         Args:
             axis: the ranks.
-            sources: the columns of each rank of the axis.
-            local: the columns that are not sent.
-            out_dim: the number of columns of the result.
-            codecs: the encodings of both directions.
-            parts: which parts of their tables the columns are; None if they are whole.
+            sources: result columns by source rank.
+            local: columns that are not sent.
+            out_dim: result columns.
+            codecs: encodings in both directions.
+            parts: table parts behind the columns; None if tables are whole.
         """
         kinds = {tuple(span._replace(source=0) for span in spans) for spans in sources}
+        # Row-wise sharding gives every rank the same columns, so a single gradient message serves all.
         num_kinds = 1 if len(kinds) == 1 else len(sources)
         if parts is None:
             parts = TableParts(sources, [[0] * len(spans) for spans in sources], ())
@@ -123,13 +122,13 @@ class Hop:
         )
 
     def send(self, rows: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
-        """Start to send ``rows_sent[p]`` rows of this rank's columns to each rank p of the axis.
+        """Start sending ``rows_sent[p]`` rows with this rank's columns to every rank p on the axis.
 
         Args:
-            rows: consecutive rows, flat or [sum of ``rows_sent``, columns], of the format's ``kernel_dtype``.
-            rows_sent: number of rows for each rank.
-            num_rows: number of rows that this rank gets from each rank.
-            name: name of the collective.
+            rows: consecutive rows, flat or [total rows, columns], in the format's ``kernel_dtype``.
+            rows_sent: rows by receiving rank.
+            num_rows: rows that arrive from every rank.
+            name: collective name.
         """
         own = self.axis.rank
         if self.encodes:
@@ -140,24 +139,39 @@ class Hop:
         return all_to_all(rows.view(-1), splits, self.axis, name)
 
     def gather(self, in_flight: InFlight, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
-        """Sum the rows that arrive and put them in order, [rows, out_dim]. ``bags`` gives the bag sizes
-        for tables with MEAN pooling whose sums are divided here.
+        """Sum the arriving rows in piece order.
+
+        Args:
+            in_flight: the result from ``send``.
+            local: columns that were not sent; None if there are none.
+            rows: result rows.
+            bags: bag sizes for MEAN tables whose sums are divided here; None if none are.
+
+        Returns:
+            The rows, [rows, out_dim].
         """
         arguments = local, self.pieces, self.dims, rows, self.out_dim, *bags_of(bags)
         if self.coded is not None:
-            coded, of_coded = self.coded, torch.ops.meshrec.gather_coded.default
+            coded, of_coded = self.coded, operators.gather_coded
             return in_flight.use(lambda received, *link: of_coded(received, *arguments, *coded, *link))
-        gather = torch.ops.meshrec.gather_pooled.default
+        gather = operators.gather_pooled
         if self.encodes:
             blocks = [Block(rows, columns) for columns in self.columns]
             return gather(self.codecs.forward.decode(in_flight.wait(), blocks), *arguments)  # type: ignore[no-any-return]
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Take the gradient apart: return the message to the ranks (1-D), and the gradient of the local
-        columns.
+        """Split the gradient by receiving rank.
+
+        Args:
+            grad: the result's gradient, [rows, out_dim].
+            bags: as for ``gather``.
+            scale: factor for the gradient.
+
+        Returns:
+            The flat message to the ranks, and the local columns' gradient.
         """
-        sent, local = torch.ops.meshrec.scatter_pooled.default(
+        sent, local = operators.scatter_pooled(
             grad,
             self.grad_pieces,
             self.dims[: self.num_kinds],
@@ -177,9 +191,14 @@ class Hop:
         *,
         names: Names | None = None,
     ) -> InFlight:
-        """Start to send the result of ``scatter``. ``rows_sent`` and ``num_rows`` are those of ``send``.
+        """Start sending the result from ``scatter``.
 
-        ``names``: the bags, for error feedback.
+        Args:
+            sent: the message.
+            rows_sent: as for ``send``.
+            num_rows: as for ``send``.
+            name: collective name.
+            names: returns bag names for error feedback.
         """
         if self.encodes_grads:
             key = first_key(self.axis.rank)
@@ -190,7 +209,7 @@ class Hop:
         return all_to_all(sent, splits, self.axis, name, same=self.num_kinds < len(self.dims))
 
     def gradient(self, in_flight: InFlight, rows_sent: Sequence[int]) -> Tensor:
-        """Return the gradients of the rows that ``send`` sent, in their order, fp32, flat."""
+        """Return gradients for the rows from ``send``, in the same order, fp32, flat."""
         message = in_flight.wait()
         if self.encodes_grads:
             block = Block(sum(rows_sent), self.grad_columns[self.axis.rank])
@@ -199,24 +218,24 @@ class Hop:
 
 
 class Codecs(NamedTuple):
-    """The encodings of both directions."""
+    """Encodings in both directions."""
 
     forward: Codec
     backward: Codec
 
 
 class TableParts(NamedTuple):
-    """The parts of tables that each source's columns belong to."""
+    """Table parts behind the columns, by source."""
 
     spans: Sequence[Sequence[Span]]
-    """The columns of the result that each source's parts fill."""
+    """Result columns filled by each part."""
     first_rows: Sequence[Sequence[int]]
     order: Sequence[Sequence[int]]
-    """The order in which the parts of a table are added."""
+    """Order in which a table's parts are added."""
 
     @classmethod
     def of(cls, routing: Routing, ranks: Sequence[int]) -> "TableParts":
-        """Return the parts of some ranks as sources."""
+        """Return the parts for some ranks as sources."""
         return cls(
             [rank_spans(routing, rank) for rank in ranks],
             [first_rows(routing, rank) for rank in ranks],
@@ -225,7 +244,13 @@ class TableParts(NamedTuple):
 
 
 def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
-    """Return the hop that brings the results of all ranks at once."""
+    """Return the single hop that brings results from all ranks.
+
+    Args:
+        routing: the compiled plan.
+        env: the ranks.
+        codecs: encodings in both directions.
+    """
     ranks = range(env.shard.size)
     sources = [rank_spans(routing, rank) for rank in ranks]
     parts = TableParts.of(routing, ranks)
@@ -233,7 +258,13 @@ def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
 
 
 def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, Hop]:
-    """Return the hop inside a node, and the hop between nodes."""
+    """Return the hop inside a node and the hop between nodes.
+
+    Args:
+        routing: the compiled plan.
+        env: ranks on a mesh with the axes ``node`` and ``local``.
+        codecs: encodings in both directions.
+    """
     assert env.node is not None
     assert env.local is not None
     size = env.local.size
@@ -253,92 +284,84 @@ def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, 
     return first, Hop.of(env.node, nodes, local_spans(routing), routing.columns[-1], codecs=codecs)
 
 
-class Asked(NamedTuple):
-    """The request of a batch: the sizes that both ends of the exchange know."""
-
-    source: SourceIds
-    ids: LookupIds
-    """The IDs that are looked up here."""
-    batches: list[int]
-    """Bags per route of every rank of the shard axis, in the order of ranks."""
-    block_sizes: list[int]
-    """Elements of this rank's output for each block."""
-
-
-class _Rows(NamedTuple):
-    """The numbers of rows that this rank sends to each rank on a hop, and gets from each."""
-
-    sent: list[int]
-    num_rows: int
-
-
 class PooledOutput:
-    """The exchange of one row for each bag. Partial rows are summed, and columns are put in table order."""
+    """Exchange for a row per bag. Partial rows are summed, and columns are put in table order."""
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
             self._hops: tuple[Hop, ...] = node_hops(routing, env, codecs)
             num_nodes, size = env.node.size, env.local.size
+            # The first hop sends by local rank, so blocks with the same local rank must be adjacent.
             self.blocks = [n * size + local for local in range(size) for n in range(num_nodes)]
         else:
             self._hops = (flat_hop(routing, env, codecs),)
             self.blocks = list(range(env.shard.size))
 
-    def send_rows(self, out: Tensor, asked: Asked) -> InFlight:
-        """Send the lookup's rows on the first hop. ``out`` is [sum of batches, dim], in the type that
-        travels.
-        """
-        return self._hops[0].send(out, *self._rows(asked)[0], "embeddings")
+    def send_rows(self, out: Tensor, batch: LookupBatch) -> InFlight:
+        """Send the lookup's rows on the first hop. ``out`` is [total bags, dim] in the kernel dtype."""
+        return self._hops[0].send(out, *self._rows(batch)[0], "embeddings")
 
-    def receive_rows(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
-        """Return the result, [B, D] fp32. ``local`` has the columns of the data-parallel tables, [B,
-        columns].
+    def receive_rows(self, in_flight: InFlight, local: Tensor | None, batch: LookupBatch) -> Tensor:
+        """Return the result, fp32 [B, D].
+
+        Args:
+            in_flight: the first hop.
+            local: columns from the data-parallel tables, [B, columns]; None if there are none.
+            batch: the batch.
         """
-        source = asked.source
+        source = batch.source
         if len(self._hops) == 2:
-            (_, num_rows), (rows_sent, _) = self._rows(asked)
+            (_, num_rows), (rows_sent, _) = self._rows(batch)
             first, second = self._hops
             rows = first.gather(in_flight, None, num_rows, None)
+            # The first hop's sums are fp32; the second hop takes the dtype of its own format.
             rows = rows.to(second.codecs.forward.encoding.kernel_dtype)
             in_flight = second.send(rows, rows_sent, source.batches[0], "embeddings between nodes")
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
-    def send_gradient(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
-        """Send the gradient of the result of ``receive_rows``, times ``scale``; also return that of the local
-        columns.
+    def send_gradient(self, grad: Tensor, batch: LookupBatch, scale: float) -> tuple[InFlight, Tensor]:
+        """Send the result's gradient, times ``scale``.
+
+        Args:
+            grad: gradient for the result of ``receive_rows``, [B, D].
+            batch: the batch.
+            scale: factor for the gradient.
+
+        Returns:
+            The collective in flight, and the local columns' gradient.
         """
-        rows = self._rows(asked)
-        sent, local = self._hops[-1].scatter(grad, asked.source, scale)
+        source, rows = batch.source, self._rows(batch)
+        sent, local = self._hops[-1].scatter(grad, source, scale)
         names: dict[int, Tensor] = {}
 
         def names_of(_: int, use: int) -> Tensor:
             if use not in names:
-                names[use] = bag_names(asked.source, use)
+                names[use] = bag_names(source, use)
             return names[use]
 
         if len(self._hops) == 2:
             first, second = self._hops
             received = second.send_back(sent, *rows[1], "gradients between nodes", names=names_of)
-            own = second.gradient(received, rows[1].sent)
-            own = own.view(rows[0].num_rows, first.out_dim)  # no -1: a node may hold nothing
+            own = second.gradient(received, rows[1][0])
+            own = own.view(rows[0][1], first.out_dim)  # no -1: a node may hold nothing
             sent, _ = first.scatter(own, None, 1.0)
             return first.send_back(sent, *rows[0], "gradients of embeddings"), local
         hop = self._hops[0]
         return hop.send_back(sent, *rows[0], "gradients of embeddings", names=names_of), local
 
-    def receive_gradient(self, in_flight: InFlight, asked: Asked) -> Tensor:
-        """Return the gradient of the rows that ``send_rows`` sent, fp32, flat."""
-        return self._hops[0].gradient(in_flight, asked.batches)
+    def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
+        """Return gradients for the rows from ``send_rows``, fp32, flat."""
+        return self._hops[0].gradient(in_flight, batch.batches)
 
-    def _rows(self, asked: Asked) -> list[_Rows]:
-        """Return the numbers of rows that this rank sends and gets on each hop."""
+    def _rows(self, batch: LookupBatch) -> list[tuple[list[int], int]]:
+        """Return, by hop, the rows sent by receiving rank, and the rows that arrive from every rank."""
         if len(self._hops) == 1:
-            return [_Rows(asked.batches, asked.source.batches[0])]
+            return [(batch.batches, batch.source.batches[0])]
         local = self._hops[0].axis
-        # The rows that the ranks with this local rank ask for, by node.
-        by_node = asked.batches[local.rank :: local.size]
-        by_local = [sum(asked.batches[other :: local.size]) for other in range(local.size)]
-        return [_Rows(by_local, sum(by_node)), _Rows(by_node, asked.source.batches[0])]
+        # Rows requested by the ranks with this local rank, by node.
+        by_node = batch.batches[local.rank :: local.size]
+        by_local = [sum(batch.batches[other :: local.size]) for other in range(local.size)]
+        return [(by_local, sum(by_node)), (by_node, batch.source.batches[0])]
 
 
 def _pieces(
@@ -355,10 +378,10 @@ def bags_of(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int
 
 
 def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]:
-    """List the columns that the ranks of a node hold together.
+    """List the columns that a node's ranks hold together.
 
-    They are cut at every start and end of a rank's lookup, so that a summed row is also encoded by the
-    columns of one lookup.
+    They are cut at the boundaries of every lookup, so a summed row is also encoded by a single lookup's
+    columns.
     """
     found = [span for rank in ranks for span in rank_spans(routing, rank)]
     columns = {
@@ -377,6 +400,6 @@ def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]
 
 
 def _places(spans: Sequence[Span]) -> dict[int, int]:
-    """Return the position of each column of the result in a row of the spans."""
+    """Return the position in a source row for every result column."""
     columns = [column for span in spans for column in range(span.column, span.column + span.width)]
     return {column: place for place, column in enumerate(columns)}

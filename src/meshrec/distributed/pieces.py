@@ -1,9 +1,8 @@
-"""The places of pooled results: which columns of which source become which columns of the result.
+"""Column layout for pooled results: which source columns become which result columns.
 
-A *source* is a row of columns that arrives from one rank, or is computed here for data-parallel tables. The
-first source that has a column of the result writes it, and further sources are added. Parts of one table are
-added in the order of their rows, so the sum does not depend on which rank is faster, nor on which rank holds
-which rows.
+A *source* is a row that arrives from a rank, or is computed here for data-parallel tables. The first source
+with a result column writes it, and further sources are added. Parts of a table are added in row order, so the
+sum depends neither on which rank is faster, nor on which rank holds which rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,9 +15,9 @@ from meshrec.distributed.routing import Routing
 
 
 class Piece(NamedTuple):
-    """``width`` columns of a source that go to ``column`` of the result.
+    """``width`` source columns that go to ``column`` in the result.
 
-    ``mean_use``: the use by whose bag lengths to divide; -1 for none.
+    ``mean_use``: use whose bag lengths divide the columns; -1: none.
     """
 
     source: int
@@ -30,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Columns of a source, before it is known which source writes them."""
+    """Source columns, before it is known which source writes them."""
 
     source: int
     column: int
@@ -39,11 +38,11 @@ class Span(NamedTuple):
 
 
 def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] = ()) -> list[Piece]:
-    """Lay out the spans of each source one after the other, and decide which columns are written and which
-    are added.
+    """Lay out each source's spans consecutively, and decide which columns are written and which are added.
 
-    ``order``: for each span of each source, its place among the parts of its table; the default is the order
-    of sources.
+    Args:
+        sources: spans by source.
+        order: for every span, its rank among the parts of the table; the default is source order.
     """
     pieces: list[Piece] = []
     written: set[int] = set()
@@ -54,6 +53,7 @@ def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] 
             place = order[number][i] if number < len(order) else 0
             found.append((place, number, source_column, span))
             source_column += span.width
+    # Part order comes first: the kernel adds pieces in list order, which fixes the bits.
     for _, _, source_column, span in sorted(found, key=lambda each: each[:3]):
         pieces += _split(span, source_column, written)
     return _joined(pieces)
@@ -65,7 +65,13 @@ def as_tensor(pieces: Sequence[Piece]) -> Tensor:
 
 
 def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span]:
-    """Return the columns of a rank's lookups. Those of row-split MEAN tables are divided after the sum."""
+    """Return the columns in a rank's lookups. Row-split MEAN tables are divided after the sum.
+
+    Args:
+        routing: the compiled plan.
+        rank: the shard-axis rank.
+        divide: whether to mark the late division at all.
+    """
     return [
         Span(
             rank,
@@ -78,13 +84,13 @@ def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span
 
 
 def first_rows(routing: Routing, rank: int) -> list[int]:
-    """Return the first row that each of ``rank_spans`` reads in its table."""
+    """Return the first table row read by each span in ``rank_spans``."""
     work = routing.work[rank]
     return [work.routes[lookup.route].r0 for lookup in work.lookups]
 
 
 def row_order(routing: Routing, rank: int) -> list[int]:
-    """Return the place of each of ``rank_spans`` among the parts of its table, in the order of rows."""
+    """Return each span's rank among the parts of its table, by row."""
     work = routing.work[rank]
     starts: dict[int, list[int]] = {}
     for own in routing.work:
@@ -97,7 +103,7 @@ def row_order(routing: Routing, rank: int) -> list[int]:
 
 
 def local_spans(routing: Routing) -> list[Span]:
-    """Return the columns of the data-parallel tables. Source 0 is this rank."""
+    """Return the columns from data-parallel tables. Source 0 is this rank."""
     return [
         Span(0, routing.columns[u], routing.dims[u])
         for u, use in enumerate(routing.uses)
@@ -106,7 +112,7 @@ def local_spans(routing: Routing) -> list[Span]:
 
 
 def divides_late(routing: Routing, use: int) -> bool:
-    """Return whether no rank sees whole bags of a MEAN, so that parts are summed before the division."""
+    """Return whether no rank sees a whole MEAN bag, so parts are summed before the division."""
     table = routing.uses[use].table
     return routing.tables[table].mean and routing.row_split[table]
 
@@ -125,7 +131,7 @@ def _split(span: Span, source_column: int, written: set[int]) -> list[Piece]:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Join pieces that are neighbours both in the source and in the result."""
+    """Join pieces adjacent both in the source and in the result."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

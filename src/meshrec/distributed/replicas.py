@@ -1,8 +1,8 @@
-"""The gradient of tables that several ranks hold, made equal on all of them.
+"""Gradients for replicated tables, made equal on all replicas.
 
-For each table, the ranks choose the exchange with fewer bytes: the sum of whole gradients, or IDs with the
-gradients of looked-up rows, from which every replica works as if one rank had seen all of it. Whatever the
-mix, there is one exchange of sizes, one sum, and one exchange of IDs and gradients.
+For every table, the ranks select the exchange with fewer bytes: the sum over whole gradients, or IDs with
+looked-up row gradients, from which every replica works as if a single rank had seen all IDs. Whatever the
+mix, there is a single size exchange, a single sum, and a single exchange for IDs and gradients.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,24 @@ from meshrec.distributed.gradient_exchange import (
     reduce_bytes,
     reduce_gradients,
 )
-from meshrec.distributed.input_dist import InputDist, LookupIds, PackedIds
+from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.lookup import LookupTables
+from meshrec.distributed.lookup_batch import LookupIds, PackedIds
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.updates import LookedUp, TableGradient
 
-# P replicas, n messages of each, Q routes of a message
+# P: replicas, n: messages per replica, Q: routes per message
 
 
 class Replicas:
-    """The replicas of the tables that a rank looks up together.
+    """Replicas of the tables looked up together on a rank.
 
-    ``axis``: the ranks that hold the same rows. ``blocks``: the order in which a rank unpacks its messages.
-    ``name``: the name of this phase.
+    Args:
+        tables: this rank's tables.
+        axis: ranks with the same rows.
+        input_dist: unpacks messages.
+        blocks: order in which a rank unpacks its messages.
+        name: phase name.
     """
 
     def __init__(
@@ -43,7 +48,10 @@ class Replicas:
     def sum_of_all(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
         """Return the gradient over all replicas. Collective over the axis.
 
-        ``grad`` is the gradient of the rows that were looked up here for ``message``, which contains ``ids``.
+        Args:
+            message: the packed IDs.
+            ids: the unpacked IDs.
+            grad: gradient for the rows looked up here.
         """
         if self._axis.size == 1:
             looked_up = LookedUp(self._tables.shaped(grad, ids), self._tables.lookups(ids))
@@ -55,6 +63,7 @@ class Replicas:
         sizes = gather_sizes(message.header, ids, self._axis)
         whole = self._moved_whole(sizes)
         rows = self._summed(whole, ids, grad)
+        # All tables were summed whole, so no IDs need to travel.
         if rows and len(rows) == len(self._tables.work.rectangles):
             return TableGradient(None, rows)
         looked_up, pins = self._gathered(whole, message, ids, grad, sizes)
@@ -63,7 +72,7 @@ class Replicas:
     def _moved_whole(self, sizes: ReplicaSizes) -> frozenset[int]:
         """Return the tables for which a sum moves fewer bytes. They are equal on all replicas.
 
-        Tables with an index are not among them: a row may have other slots on other replicas.
+        Tables with an index are excluded: a row may have different slots on different replicas.
         """
         work, num_ranks = self._tables.work, self._axis.size
         elements = (
@@ -71,6 +80,7 @@ class Replicas:
             + sizes.num_ids * self._input.words_per_id
             + self._tables.num_elements(sizes.bags, sizes.num_ids)
         )
+        # all_gather pads to the longest message, hence the maximum over replicas.
         per_route = 4 * elements.sum(1).amax(0) * (num_ranks - 1)
         gathered: dict[int, int] = {}
         for route, num_bytes in zip(work.routes, per_route.tolist(), strict=True):
@@ -87,7 +97,7 @@ class Replicas:
         )
 
     def _summed(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
-        """Return the summed gradients of the rectangles of these tables."""
+        """Return the summed gradients by rectangle for these tables."""
         rectangles = self._tables.work.rectangles
         chosen = [i for i, rectangle in enumerate(rectangles) if rectangle.table in whole]
         if not chosen:
@@ -100,11 +110,12 @@ class Replicas:
     def _gathered(
         self, whole: frozenset[int], message: PackedIds, ids: LookupIds, grad: Tensor, sizes: ReplicaSizes
     ) -> tuple[LookedUp, Sequence[object]]:
-        """Return the lookups of all replicas in the other tables, and their pins."""
+        """Return all replicas' lookups in the remaining tables, with pins."""
         tables, headers, blocks = self._tables, sizes.headers, self._blocks
         if whole:
             tables = self._tables.without(whole)
             headers = sizes.headers_of(tables.routes, self._input.words_per_id)
+            # ``pack_routes`` writes messages in unpacking order, so they need no reordering.
             blocks = list(range(len(blocks)))
             message = pack_routes(ids, tables.routes, headers[self._axis.rank])
             grad = self._tables.part_of_grad(tables, grad, ids)

@@ -1,9 +1,9 @@
-"""Moving tables and their optimizer state from one plan to another, from rank to rank, without the disk.
+"""Move tables and optimizer state from one plan to another, rank to rank, without a disk.
 
-Every rank makes the same list of transfers from the two plans. A transfer is a rectangle that an old owner
-has and a new one needs. The old owner streams its rows, and the new one loads them. They travel in rounds of
-bounded size, with one all-to-all each; before a round, the ranks tell each other what is in it. The old
-tables do not change, so they are still there if anything fails.
+All ranks derive the same transfer list from the two plans. A transfer is a rectangle that an old owner has
+and a new owner needs. The old owner streams the rows, and the new owner loads them. Rows travel in rounds
+with bounded size, a single all-to-all per round; before a round, the ranks exchange block headers. The old
+tables do not change, so they remain valid if anything fails.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,27 +15,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshrec.comms.agreement import together
 from meshrec.comms.collectives import Splits, all_to_all, gather_objects
+from meshrec.comms.failures import announced_on_failure
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts, compiled
 from meshrec.distributed.routing import Routing
-from meshrec.distributed.table_shards import TableShards
 from meshrec.ops.index import unique
+from meshrec.ops.operators import OutOfMemoryError
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
-from meshrec.tables.fixed import parts_of
-from meshrec.tables.hashed import HashedRows, HashedTable
-from meshrec.tables.holdings import Holdings, allocate
-from meshrec.tables.table import Rectangle, RowBlock, RowPart, TableRows
+from meshrec.tables.dense.table import parts_of
+from meshrec.tables.hashed.table import HashedTable, has_growable_rows
+from meshrec.tables.local_shards import LocalShards, allocate
+from meshrec.tables.table import Rectangle, RowBlock, RowPart, Table
 
+# Maximum bytes in a block.
 _TRANSFER_BYTES = 1 << 22
-# Bytes that each rank sends in a round.
+# Bytes a rank sends in a round, which bounds the buffers.
 _ROUND_BYTES = 1 << 26
-# Parts begin at multiples of this, so that their bytes can be viewed as any type.
+# Parts start at multiples of this, so their bytes can be viewed as any dtype.
 _ALIGNMENT = 8
 
 
 class RankRectangle(NamedTuple):
-    """A rectangle on a rank. ``number`` is its index among the rectangles of its table there."""
+    """A rectangle on a rank. ``number`` is the index among that table's rectangles on the rank."""
 
     rank: int
     number: int
@@ -43,7 +46,7 @@ class RankRectangle(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) of a table that go from one rectangle to another."""
+    """Rows [r0, r1) and columns [c0, c1) that move from one rectangle to another."""
 
     source: RankRectangle
     target: RankRectangle
@@ -54,48 +57,53 @@ class Transfer(NamedTuple):
 
 
 class _BlockHeader(NamedTuple):
-    """The description of a block of rows that precedes it, for the rank that receives it."""
+    """Description that precedes a row block, for the receiving rank."""
 
     target: int
-    """The rank that receives it."""
+    """Receiving rank."""
     module: int
     table: int
     number: int
-    """The number of the rectangle that it is for, among those of the table on that rank."""
+    """Index of the target rectangle among the table's rectangles on that rank."""
     first: int | None
-    """The first key, where keys follow each other; None where keys travel with the rows."""
+    """First key if keys are consecutive; None if keys travel with the rows."""
     num_rows: int
     columns: tuple[int, int]
     parts: tuple[str, ...]
-    """The names of its parts."""
+    """Part names."""
 
 
+@announced_on_failure
 def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv) -> dict[str, ModuleParts]:
     """Return the same tables under another (verified) plan. ``built`` does not change. Collective.
 
+    Args:
+        built: module parts by path.
+        plan: the new plan.
+        env: the ranks.
+
     Raises:
-        ValueError: tables have ordinary gradients, quantised tables are cut within a byte, or the optimizer
-            of a table does not allow the plan. It is raised on every rank.
-        RuntimeError: a rank has too little memory; raised on every rank.
+        ValueError: tables have ordinary gradients, quantised tables are cut within a byte, or a table's
+            optimizer does not allow the plan. Raised on every rank.
+        OutOfMemoryError: a rank has too little memory; raised on every rank.
+        RuntimeError: a rank cannot write a table's file; raised on every rank.
     """
     for path, module in built.items():
         names = [table.name for table in module.routing.tables]
         check_cuts(dict(zip(names, module.storages, strict=True)), plan.plan[path])
     trained = _trained(built, env)
     _check_fused(built, trained)
+    # Both plans' tables exist at the same time from here to the end.
     allocated: dict[str, _New] = {}
-    error = None
-    try:
-        for path, module in built.items():
-            allocated[path] = _allocated(path, module, plan.plan[path], trained)
-    except RuntimeError as failure:
-        error = str(failure)
-    reasons = [reason for reason in gather_objects(error, env.world, "allocation") if reason is not None]
-    if reasons:
-        raise RuntimeError(
-            f"there is no memory for the tables under the new plan: {reasons[0]}. The old plan stays."
-        )
-    # A plan may still be refused here, on all ranks, before anything moves.
+    with together(env.world, "allocation"):
+        try:
+            for path, module in built.items():
+                allocated[path] = _allocated(path, module, plan.plan[path], trained)
+        except (RuntimeError, MemoryError) as failure:
+            raise OutOfMemoryError(
+                f"there is no memory for the tables under the new plan: {failure}. The old plan stays."
+            ) from failure
+    # The plan may still be refused here, on all ranks, before anything moves.
     new = {path: allocated[path].assembled(module) for path, module in built.items()}
     with torch.no_grad():
         _Move(list(built.values()), list(allocated.values()), env.shard).run()
@@ -105,22 +113,22 @@ def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv
 
 
 class _New(NamedTuple):
-    """The memory for a module's tables under the new plan."""
+    """Memory for a module's tables under the new plan."""
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
     trained: list[bool]
-    split: Holdings
-    local: Holdings
+    split: LocalShards
+    local: LocalShards
 
-    def tables(self, number: int) -> Sequence[TableRows]:
-        """Return the rectangles of a table on this rank."""
+    def tables(self, number: int) -> Sequence[Table]:
+        """Return a table's rectangles on this rank."""
         held = self.local if self.routing.replicated[number] else self.split
         here = held.of_table(number)
         return [] if here is None else here.tables
 
     def assembled(self, old: ModuleParts) -> ModuleParts:
-        """Make the module's parts."""
+        """Create the module's parts."""
         blueprint = Blueprint(
             plan=self.plan,
             routing=self.routing,
@@ -135,12 +143,12 @@ class _New(NamedTuple):
 
 
 def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
-    """Return the tables (module, name) that are not frozen, from the ranks that hold a part. Collective."""
+    """Return the unfrozen tables as (module, name), from the ranks that hold a part. Collective."""
     own = {
         (path, name)
         for path, module in built.items()
         for name, shards in module.shards.items()
-        if isinstance(shards, TableShards) and shards.rectangles and shards.weight.requires_grad
+        if not shards.over_devices and shards.rectangles and shards.weight.requires_grad
     }
     return set().union(*gather_objects(own, env.world, "trained tables"))
 
@@ -166,13 +174,14 @@ def _allocated(
     return _New(plan, routing, flags, _empty(own, built, flags), _empty(local, built, flags))
 
 
-def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> Holdings:
+def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> LocalShards:
     specs = [None if rule is None else rule.spec for rule in built.rules]
-    return allocate(rectangles, built.storages, specs, trained, built.device)
+    names = [table.name for table in built.routing.tables]
+    return allocate(rectangles, names, built.storages, specs, trained, device=built.device)
 
 
 def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
-    """Return the rectangles of a table and their ranks; None if every rank holds the whole table."""
+    """Return a table's rectangles with their ranks; None if every rank holds the whole table."""
     if routing.replicated[table]:
         return None
     found = []
@@ -185,8 +194,12 @@ def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
 def transfers_of(
     old: list[RankRectangle] | None, new: list[RankRectangle] | None, axis: Axis
 ) -> Iterator[Transfer]:
-    """Yield the transfers, in the same order on all ranks. None stands for a table that every rank holds
-    whole.
+    """Yield the transfers, in the same order on all ranks.
+
+    Args:
+        old: rectangles under the old plan; None: every rank holds the whole table.
+        new: rectangles under the new plan; None as for ``old``.
+        axis: the ranks.
     """
     if old is None and new is None:
         return
@@ -206,7 +219,7 @@ def transfers_of(
 
 
 def _hull(held: Sequence[RankRectangle]) -> Rectangle:
-    """Return the rectangle of the whole table, which the rectangles cover."""
+    """Return the whole table's rectangle, which the rectangles cover."""
     return Rectangle(
         held[0].rectangle.table,
         min(each.rectangle.r0 for each in held),
@@ -217,10 +230,10 @@ def _hull(held: Sequence[RankRectangle]) -> Rectangle:
 
 
 def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-    """Yield transfers that bring each row of a target once, from the target's own rank if possible.
+    """Yield transfers that bring every target row once, from the target's own rank if possible.
 
-    What is kept per row is the same for all columns, and counts of waiting IDs must not arrive twice. The
-    sources of one column have each row once; the column is chosen for which the fewest rows travel.
+    Per-row values are equal in all columns, and waiting-ID counts must not arrive twice. Sources in a single
+    column have every row once; the column with the fewest travelling rows is selected.
     """
     for _, group in groupby(transfers, attrgetter("target")):
         of_target = list(group)
@@ -233,19 +246,20 @@ def _num_travelling(transfers: Sequence[Transfer]) -> int:
 
 
 class _Move:
-    """The way of all rows from the old tables to the new ones."""
+    """Transport from the old tables to the new tables."""
 
     def __init__(self, old: Sequence[ModuleParts], new: Sequence[_New], axis: Axis) -> None:
         self._old, self._new, self._axis = old, new, axis
         self._keys: dict[int, tuple[HashedTable, list[Tensor]]] = {}
-        """The keys that each new hashed table will have."""
+        """Keys that every new hashed table will have, by table identity."""
 
     def run(self) -> None:
-        """Move keys, and then rows."""
-        # Rows arrive in an order that differs between ranks. Slots must not: see ``tables.index.Index``.
+        """Move keys, then rows."""
+        # Rows arrive in a rank-dependent order, but slots must not depend on it: see ``tables.index.Index``.
         self._move(self._outgoing_keys())
-        for table, keys in self._keys.values():
-            table.reserve(unique(torch.cat(keys))[0])  # other columns of a row come from other rectangles
+        with together(self._axis, "resharding"):
+            for table, keys in self._keys.values():
+                table.reserve(unique(torch.cat(keys))[0])  # other columns in a row come from other rectangles
         self._keys.clear()
         self._move(self._outgoing())
 
@@ -254,20 +268,21 @@ class _Move:
         while True:
             sent: list[tuple[_BlockHeader, RowBlock]] = []
             size = 0
-            while size < _ROUND_BYTES and (found := next(outgoing, None)) is not None:
-                sent.append(found)
-                size += self._num_bytes(found[0])
+            with together(self._axis, "resharding"):  # rows that stay are loaded here, possibly into files
+                while size < _ROUND_BYTES and (found := next(outgoing, None)) is not None:
+                    sent.append(found)
+                    size += self._num_bytes(found[0])
             headers = gather_objects([header for header, _ in sent], self._axis, "resharding")
+            # All ranks see the same headers, so they stop together.
             if not any(headers):
                 return
             self._exchange(sent, headers)
 
     def _outgoing(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield the blocks that other ranks need of this one. Blocks that stay here are moved on the way."""
+        """Yield the blocks that other ranks need from this rank. Local blocks are loaded along the way."""
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
-                assert isinstance(shards, TableShards)
                 before, after = _holders(old.routing, t), _holders(new.routing, t)
                 if before is None and after is None:
                     for source, target in zip(shards.tables, targets, strict=True):
@@ -286,19 +301,18 @@ class _Move:
                         yield _header(m, t, each.target, block), block
 
     def _outgoing_keys(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield the keys of hashed tables that other ranks will have."""
+        """Yield the future hashed-table keys on other ranks."""
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
                 before, after = _holders(old.routing, t), _holders(new.routing, t)
-                if not isinstance(old.storages[t], HashedRows) or (before is None and after is None):
+                if not old.storages[t].is_growable or (before is None and after is None):
                     continue
-                assert isinstance(shards, TableShards)
                 for each in _per_row(list(transfers_of(before, after, self._axis))):
                     if each.source.rank != self._axis.rank:
                         continue
                     source = shards.tables[each.source.number]
-                    assert isinstance(source, HashedTable)
+                    assert has_growable_rows(source)
                     keys, columns = source.listed((each.r0, each.r1))[0], (each.c0, each.c1)
                     for some in keys.split(_TRANSFER_BYTES // keys.itemsize):
                         block = RowBlock(some, columns, {})
@@ -307,20 +321,21 @@ class _Move:
                         else:
                             yield _header(m, t, each.target, block), block
 
-    def _take(self, table: TableRows, block: RowBlock) -> None:
-        """Load a block that has arrived; one without parts announces keys."""
+    def _take(self, table: Table, block: RowBlock) -> None:
+        """Load an arriving block. A block without parts announces keys."""
         if block.parts:
             table.load([block])
         else:
-            assert isinstance(table, HashedTable)
+            assert has_growable_rows(table)
             assert isinstance(block.keys, Tensor)
             self._keys.setdefault(id(table), (table, []))[1].append(block.keys)
 
     def _exchange(
         self, sent: Sequence[tuple[_BlockHeader, RowBlock]], headers: Sequence[Sequence[_BlockHeader]]
     ) -> None:
-        """Send the blocks of one round, ordered by target rank, and load the blocks that arrive."""
+        """Exchange a round's blocks, ordered by target rank, and load the arriving blocks."""
         rank, everyone = self._axis.rank, range(self._axis.size)
+        # all_to_all splits the buffer by target rank; the receiver walks headers in the same order.
         by_target = sorted(sent, key=lambda item: item[0].target)
         arriving = [header for own in headers for header in own if header.target == rank]
         splits = Splits(
@@ -333,7 +348,13 @@ class _Move:
             room, begin = buffer[begin:], begin + self._num_bytes(header)
             for name, part in self._laid_out(header, room).items():
                 part.copy_(block.keys if name is None else block.parts[name])  # type: ignore[arg-type]
-        buffer, begin = all_to_all(buffer, splits, self._axis, "resharding").wait(), 0
+        buffer = all_to_all(buffer, splits, self._axis, "resharding").wait()
+        with together(self._axis, "resharding"):
+            self._load(arriving, buffer)
+
+    def _load(self, arriving: Sequence[_BlockHeader], buffer: Tensor) -> None:
+        """Load a round's blocks, which are consecutive in a buffer."""
+        begin = 0
         for header in arriving:
             room, begin = buffer[begin:], begin + self._num_bytes(header)
             parts = self._laid_out(header, room)
@@ -346,9 +367,9 @@ class _Move:
             self._take(self._new[header.module].tables(header.table)[header.number], block)
 
     def _sizes(self, header: _BlockHeader) -> Iterator[tuple[str | None, torch.dtype, tuple[int, ...]]]:
-        """Yield name, type and shape of each tensor that travels for a block.
+        """Yield name, dtype and shape for every tensor in a block.
 
-        Its keys come first, without a name, if they do not follow each other.
+        Non-consecutive keys come first, without a name.
         """
         module, n = self._old[header.module], header.num_rows
         storage, rule = module.storages[header.table], module.rules[header.table]
@@ -364,7 +385,7 @@ class _Move:
         return sum(_aligned(prod(shape) * dtype.itemsize) for _, dtype, shape in self._sizes(header))
 
     def _laid_out(self, header: _BlockHeader, room: Tensor) -> dict[str | None, Tensor]:
-        """Return views of a buffer, which begins with the block: one for each part."""
+        """Return views into a buffer that starts with the block, by part name."""
         found: dict[str | None, Tensor] = {}
         begin = 0
         for name, dtype, shape in self._sizes(header):
@@ -374,14 +395,15 @@ class _Move:
         return found
 
 
-def _blocks(table: TableRows, transfer: Transfer, with_per_row: bool) -> Iterator[RowBlock]:
-    """Yield the rows of a transfer in blocks of bounded size."""
+def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[RowBlock]:
+    """Yield a transfer's rows in blocks with bounded size."""
     columns, keys = (transfer.c0, transfer.c1), (transfer.r0, transfer.r1)
     for block in table.stream(columns, keys=keys):
         parts = {name: part for name, part in block.parts.items() if with_per_row or part.dim() > 1}
         if not parts:
-            continue  # counts of waiting IDs, which another rectangle of the same rows sends
+            continue  # counts of waiting IDs, which another rectangle with the same rows sends
         num_rows = len(block.keys)
+        # Bound the blocks, so a round exceeds its byte limit by at most a block.
         step = max(1, _TRANSFER_BYTES * num_rows // max(1, sum(part.nbytes for part in parts.values())))
         for first in range(0, num_rows, step):
             rows = slice(first, first + step)

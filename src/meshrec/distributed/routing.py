@@ -1,22 +1,22 @@
-"""A plan, compiled for the run time: routes for IDs, lookups on every rank, and the places of results.
+"""Plan compilation: ID routes, lookups on every rank, and result columns.
 
 [Note: how a plan becomes routes]
 
-A *use* is a feature read in a table, the unit of the output. A *rectangle* is a part of a table on a rank. A
-*route* is the part of one use that one rank gets: the IDs of one interval of rows. A *lookup* is a route read
+A *use* is a feature read in a table, the output's unit. A *rectangle* is part of a table on a rank. A
+*route* is the part of a use that a single rank gets: the IDs in a row interval. A *lookup* is a route read
 in a rectangle.
 
-1. ``compile_plan`` turns the shards of each table into rectangles by rank. Neighbours on one rank are joined;
+1. ``compile_plan`` turns each table's shards into rectangles by rank. Neighbors on the same rank are joined;
    if an optimizer needs sums over whole rows, rectangles are cut at common rows.
-2. ``rank_work`` derives, for each rank, one route for each use and each interval of rows that the rank
-   holds, and one lookup for each rectangle with exactly these rows.
-3. ``Routing.router`` numbers the routes of all ranks and lists, for every interval between two row cuts of a
-   use, the routes that take its IDs. The kernel ``route_ids`` reads it. Data-parallel tables count as those
-   of one more rank, whose message stays here.
-4. ``pieces.py`` lays out the columns of each rank's lookups in the result, and ``output_dist.py`` makes the
-   hops of them.
+2. ``rank_work`` derives, per rank, a route for every use and row interval on the rank, and a lookup for every
+   rectangle with exactly these rows.
+3. ``Routing.router`` numbers the routes on all ranks and lists, for every interval between two row cuts in a
+   use, the routes that take its IDs. The kernel ``route_ids`` reads it. Data-parallel tables count as an
+   additional rank, whose message stays here.
+4. ``pieces.py`` lays out every rank's lookup columns in the result, and ``output_dist.py`` builds the hops
+   from them.
 
-Every rank compiles the same plan into the same numbers, so no rank has to tell another what it sends.
+Every rank compiles the same plan into the same numbers, so ranks need not describe their messages.
 """
 
 from bisect import bisect_left
@@ -35,17 +35,18 @@ from meshrec.plan.sharding_plan import (
     ParameterSharding,
     ShardingType,
 )
-from meshrec.tables.key_space import ALL_KEYS, key_at
+from meshrec.tables.hashed.keys import ALL_KEYS, key_at
 from meshrec.tables.table import Rectangle, Span
 
-# U uses, Q routes, L lookups, R ranks
+# U: uses, Q: routes, L: lookups, R: ranks
 
+# Local IDs travel as int32 unless a route has at least this many rows.
 _INT32_ROWS = 1 << 31
 _LAST_KEY = (1 << 63) - 1
 
 
 class RoutedTable(NamedTuple):
-    """A whole table, and the features that read it."""
+    """A whole table and the features that read it."""
 
     name: str
     num_rows: int
@@ -53,28 +54,29 @@ class RoutedTable(NamedTuple):
     features: tuple[str, ...]
     mean: bool = False
     mix_seed: int | None = None
-    """The seed of the mix that makes keys of IDs; None: keys are IDs. See [Note: the keys of hashed tables]
-    in ``tables/key_space.py``."""
+    """Seed for the mix from IDs to keys; None: keys are IDs. See [Note: the keys of hashed tables] in
+    ``tables/hashed/keys.py``.
+    """
 
     @property
     def keys(self) -> Span:
-        """The interval of all keys."""
+        """Interval with all keys."""
         return (0, self.num_rows) if self.mix_seed is None else ALL_KEYS
 
     def key_at(self, row: int) -> int:
-        """Return the first key of a row of the plan."""
+        """Return the first key in a plan row."""
         return row if self.mix_seed is None else key_at(row, self.num_rows)
 
 
 class Use(NamedTuple):
-    """A feature read in a table. It has ``dim`` columns of the output."""
+    """A feature read in a table. It fills ``dim`` output columns."""
 
     table: int
     feature: str
 
 
 class Route(NamedTuple):
-    """The IDs of one use whose rows lie in [r0, r1)."""
+    """IDs from a single use with rows in [r0, r1)."""
 
     use: int
     r0: int
@@ -82,7 +84,7 @@ class Route(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """A route of a rank (as an index among its routes), read in one of its rectangles."""
+    """A route (as an index on the rank) read in a local rectangle."""
 
     route: int
     rectangle: int
@@ -92,9 +94,7 @@ class Lookup(NamedTuple):
 
 
 class RankWork(NamedTuple):
-    """The rectangles and lookups of one rank. Its output row holds the columns of the lookups in this
-    order.
-    """
+    """Rectangles and lookups on a rank. The output row holds the lookup columns in this order."""
 
     rectangles: tuple[Rectangle, ...]
     routes: tuple[Route, ...]
@@ -102,36 +102,36 @@ class RankWork(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """The number of columns of the rank's output row."""
+        """Number of columns in the rank's output row."""
         return sum(lookup.width for lookup in self.lookups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The compiled plan of one module."""
+    """Compiled plan for a module."""
 
     tables: tuple[RoutedTable, ...]
     uses: tuple[Use, ...]
     work: tuple[RankWork, ...]
-    """[R]: the work of each rank of the shard axis."""
+    """Work by shard-axis rank, [R]."""
     local: RankWork
-    """The work of every rank for itself: the data-parallel tables."""
+    """Work that every rank does for itself: the data-parallel tables."""
     replicated: tuple[bool, ...]
-    """Whether every rank holds the table whole (data-parallel), for each table."""
+    """Whether every rank holds the table whole (data-parallel), by table."""
 
     @cached_property
     def dims(self) -> list[int]:
-        """[U]: number of columns of each use."""
+        """Columns by use, [U]."""
         return [self.tables[use.table].dim for use in self.uses]
 
     @cached_property
     def columns(self) -> list[int]:
-        """[U + 1]: first column of each use in the output, and the output's width."""
+        """First output column by use, followed by the output width, [U + 1]."""
         return list(accumulate(self.dims, initial=0))
 
     @property
     def holders(self) -> list[list[list[Rectangle]]]:
-        """The rectangles of each table on each rank. Data-parallel tables have none."""
+        """Rectangles by table and rank. Data-parallel tables have none."""
         found: list[list[list[Rectangle]]] = [[[] for _ in self.work] for _ in self.tables]
         for rank, work in enumerate(self.work):
             for rectangle in work.rectangles:
@@ -140,7 +140,7 @@ class Routing:
 
     @cached_property
     def row_split(self) -> list[bool]:
-        """Whether the rows of each table lie in several rectangles, so that partial results are summed."""
+        """Whether a table's rows lie in several rectangles, so partial results are summed, by table."""
         split = [False] * len(self.tables)
         for work in self.work:
             for rectangle in work.rectangles:
@@ -149,7 +149,7 @@ class Routing:
         return split
 
     def intervals(self, table: int) -> list[Span]:
-        """Return the intervals of a table's keys that no rectangle cuts."""
+        """Return the key intervals not cut by any rectangle."""
         edges = set(self.tables[table].keys)
         for work in self.work:
             edges.update(*((x.r0, x.r1) for x in work.rectangles if x.table == table))
@@ -166,10 +166,10 @@ class Routing:
 
     @cached_property
     def router(self) -> list[Tensor]:
-        """The tensors that ``route_ids`` reads: cut_begin, cuts, interval_begin, interval_routes, routes
+        """Tensors for ``route_ids``: cut_begin, cuts, interval_begin, interval_routes, routes
         (ops/dist/naive.py).
 
-        The data-parallel tables are those of one more rank, number R, whose message stays here.
+        The data-parallel tables belong to an additional rank, number R, whose message stays here.
         """
         routes = [(rank, *route) for rank, work in enumerate(self._all_work) for route in work.routes]
         of_use: list[list[tuple[int, int, int]]] = [[] for _ in self.uses]
@@ -184,15 +184,16 @@ class Routing:
             for first in use_cuts[:-1]:
                 interval_routes += [number for number, r0, r1 in own if r0 <= first < r1]
                 interval_begin.append(len(interval_routes))
+        # The end of all keys, 2^63, does not fit int64.
         cuts = [min(cut, _LAST_KEY) for cut in cuts]
         columns = [cut_begin, cuts, interval_begin, interval_routes, [x for q in routes for x in q[:3]]]
         return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
     @cached_property
     def route_elements(self) -> tuple[list[int], list[int]]:
-        """The rank of each route, and the number of columns that one of its IDs reads there, [Q] each.
+        """Rank by route, and columns read per ID by route, [Q] for both.
 
-        As in ``router``, the data-parallel tables are those of one more rank.
+        As in ``router``, the data-parallel tables belong to an additional rank.
         """
         ranks = [rank for rank, work in enumerate(self._all_work) for _ in work.routes]
         widths = []
@@ -205,7 +206,7 @@ class Routing:
 
     @cached_property
     def first_columns(self) -> tuple[Tensor, Tensor]:
-        """Routes and their uses, two int64 tensors. Together these routes take each ID of a use exactly
+        """Routes and their uses, two int64 tensors. Together these routes take every ID in a use exactly
         once.
         """
         routes, uses, first = [], [], 0
@@ -218,7 +219,7 @@ class Routing:
 
     @cached_property
     def names(self) -> Tensor:
-        """The line "table, tab, feature" of each use, as uint8, for the kernels' error messages."""
+        """The line "table, tab, feature" by use, as uint8, for kernel error messages."""
         text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
@@ -230,10 +231,14 @@ def compile_plan(
     num_ranks: int,
     whole_rows: Collection[int] = (),
 ) -> Routing:
-    """Compile a verified plan. Uses are in table order, and for each table in the order of its features.
+    """Compile a verified plan. Uses are in table order, then in feature order.
 
-    ``whole_rows``: the tables whose updates need sums over whole rows. Two of their rectangles have either
-    all rows in common or none.
+    Args:
+        tables: whole tables.
+        plan: the module's plan.
+        num_ranks: shard-axis size.
+        whole_rows: tables whose updates need sums over whole rows. Two rectangles of such a table share all
+            rows or none.
     """
     uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
     rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]
@@ -253,7 +258,7 @@ def compile_plan(
 
 
 def _by_rank(sharding: ParameterSharding, table: int, *, in_bands: bool) -> dict[int, list[Rectangle]]:
-    """Return the rectangles of a table on each rank. Rectangles of a rank are merged where possible."""
+    """Return a table's rectangles by rank, merged where possible."""
     own: dict[int, list[Rectangle]] = {}
     for shard in sharding.shards:
         own.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))
@@ -263,7 +268,7 @@ def _by_rank(sharding: ParameterSharding, table: int, *, in_bands: bool) -> dict
 
 
 def _in_bands(own: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
-    """Cut the rectangles of a table at common rows, but only where the owners of its columns change."""
+    """Cut a table's rectangles at common rows, but only where column owners change."""
     edges = sorted({edge for rectangles in own.values() for x in rectangles for edge in (x.r0, x.r1)})
     columns: list[list[tuple[int, int, int]]] = [[] for _ in edges[1:]]
     for rank, rectangles in own.items():
@@ -280,7 +285,7 @@ def _in_bands(own: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangl
 
 
 def _joined_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return (first, end, rank) in order, with neighbours of one rank joined."""
+    """Return (first, end, rank) in order, with same-rank neighbors joined."""
     joined: list[tuple[int, int, int]] = []
     for c0, c1, rank in columns:
         if joined and joined[-1][1:] == (c0, rank):
@@ -291,7 +296,7 @@ def _joined_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int,
 
 
 def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Join neighbours of one table on one rank: fewer rectangles with the same elements."""
+    """Join a table's neighboring rectangles on a rank: fewer rectangles with the same elements."""
     by_columns: list[Rectangle] = []
     for rectangle in sorted(rectangles, key=lambda x: (x.r0, x.r1, x.c0)):
         last = by_columns[-1] if by_columns else None
@@ -299,6 +304,7 @@ def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
             by_columns[-1] = last._replace(c1=rectangle.c1)
         else:
             by_columns.append(rectangle)
+    # Columns first, then rows: a fully owned table thus becomes a single rectangle.
     by_rows: list[Rectangle] = []
     for rectangle in sorted(by_columns, key=lambda x: (x.c0, x.c1, x.r0)):
         last = by_rows[-1] if by_rows else None
@@ -310,7 +316,7 @@ def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
 
 
 def rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
-    """Return the routes and lookups of a rank with these rectangles."""
+    """Return the routes and lookups for a rank with these rectangles."""
     routes = sorted(
         {Route(u, x.r0, x.r1) for u, use in enumerate(uses) for x in rectangles if x.table == use.table}
     )

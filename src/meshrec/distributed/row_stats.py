@@ -1,8 +1,8 @@
-"""Norms and means over whole rows, for tables whose columns lie on several ranks.
+"""Norms and means over whole rows, for tables with columns on several ranks.
 
-Ranks that hold the same rows of a table get the same IDs. So they touch the same rows in the same order, and
-their partial sums match without sending an ID. One all-to-all with a few values per touched row is enough.
-PartialRowWiseLAMB needs two, because its second moment comes before its norm.
+Ranks with the same table rows get the same IDs. They touch the same rows in the same order, and their partial
+sums match without sending an ID. A single all-to-all with a few values per touched row is enough.
+PartialRowWiseLAMB needs two, because the second moment precedes the norm.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.routing import Routing
 from meshrec.ops.tbe.formulas import Formula, Hyper, Rows, RowSum, formula_of
-from meshrec.tables.rule import UpdateRule
+from meshrec.tables.optimizer import UpdateRule
 from meshrec.tables.table import Rectangle
 from meshrec.tables.updates import Touched
 
-# U touched rows, D columns of the rectangle
+# U: touched rows, D: columns in the rectangle
 
 
 class ColumnPeers:
-    """The ranks that hold other columns of the same rows, for the tables of one fused group.
+    """Ranks that hold other columns in the same rows, for the tables in a fused group.
 
-    ``tables``: the tables of the group. Every rank must give the same, and they must be compiled for whole
-    rows (see ``compile_plan``).
+    ``tables``: the group's tables. They must be equal on every rank and compiled for whole rows (see
+    ``compile_plan``).
     """
 
     def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int]) -> None:
         self._axis = axis
         self._bands: list[list[_Band]] = []
-        """The bands of rows of which each rank has columns."""
+        """Row bands with columns on a rank, by rank."""
         for work in routing.work:
             chosen = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
             self._bands.append(sorted({_band(rectangle) for rectangle in chosen}))
@@ -42,19 +42,27 @@ class ColumnPeers:
             for x in work.rectangles:
                 if x.table in tables:
                     first = columns.setdefault(_band(x), {})
+                    # A rank may hold several column shards in a band; its first column decides the order.
                     first[rank] = min(x.c0, first.get(rank, x.c0))
         self._in_order = {band: sorted(first, key=first.__getitem__) for band, first in columns.items()}
-        """The ranks that have columns of each band, in the order of columns."""
+        """Ranks with columns in a band, in column order."""
         own = routing.work[axis.rank].rectangles
         self._own = [_band(rectangle) for rectangle in own if rectangle.table in tables]
 
     def summed(self, partial: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over all columns of each own rectangle's rows, [U, S], from the partial sums.
+        """Sum partial values over all columns.
 
-        Parts are added in the order of columns, so that all ranks get the same bits, whichever of them holds
-        which columns.
+        Parts are added in column order, so all ranks get the same bits, whichever rank holds which
+        columns.
+
+        Args:
+            partial: [U, S] for every local rectangle, in order.
+
+        Returns:
+            The sums, [U, S] for every local rectangle.
         """
         mine: dict[_Band, Tensor] = {}
+        # Add this rank's own column shards of a band first.
         for band, part in zip(self._own, partial, strict=True):
             mine[band] = mine[band] + part if band in mine else part
         shared = [
@@ -77,10 +85,12 @@ class ColumnPeers:
         return [total[band] for band in self._own]
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """Return the mean squared gradients over whole rows, fp32 [sum of U].
+        """Return mean squared gradients over whole rows, fp32 [total rows].
 
-        ``squares`` has the sums over the columns of each own rectangle, in order. Rectangle i has
-        ``counts[i]`` rows of ``row_dims[i]`` columns.
+        Args:
+            squares: sums over the columns in every local rectangle, in order.
+            counts: rows by rectangle.
+            row_dims: whole-row columns by rectangle.
         """
         with phase("row_stats") if recorders else OFF:
             sums = self.summed(squares.split(counts))
@@ -88,7 +98,13 @@ class ColumnPeers:
             return torch.cat([squares[:0], *means])  # there may be none
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """Return the ``row_stats`` of ``tbe_update`` for each own rectangle, fp32 [U, 3]."""
+        """Return the ``row_stats`` for ``tbe_update`` by local rectangle, fp32 [U, 3].
+
+        Args:
+            touched: touched rows by local rectangle.
+            optimizer: optimizer code.
+            hyper: hyperparameters by local rectangle.
+        """
         with phase("row_stats") if recorders else OFF:
             return self._row_stats(touched, optimizer, hyper)
 
@@ -108,9 +124,16 @@ class ColumnPeers:
 def column_peers(
     routing: Routing, axis: Axis, rule: UpdateRule, tables: Sequence[int]
 ) -> tuple[frozenset[int], ColumnPeers | None]:
-    """Return the tables of a rule whose update needs columns of other ranks, and the peers that hold them.
+    """Return the tables whose update needs columns on other ranks, and the peers that hold them.
 
-    All ranks get the same tables.
+    Args:
+        routing: the compiled plan.
+        axis: the shard axis.
+        rule: the update rule.
+        tables: tables under this rule.
+
+    Returns:
+        The tables, equal on all ranks, and the peers; an empty set and None if no table needs peers.
     """
     if axis.size == 1 or not formula_of(rule.code).row_sums:
         return frozenset(), None
@@ -140,8 +163,8 @@ def _squares(x_UD: Tensor) -> Tensor:
 
 
 def _rounds(formula: Formula) -> list[list[int]]:
-    """Return the sums to exchange in each round. A direction that uses the mean squared gradient needs a
-    second round.
+    """Return the sums to exchange by round. A direction based on the mean squared gradient needs a second
+    round.
     """
     first = sorted(formula.row_sums)
     if {RowSum.GRADIENT, RowSum.DIRECTION} <= formula.row_sums:
@@ -157,5 +180,5 @@ def _own_sum(which: int, formula: Formula, touched: Touched, h: Hyper, known: Te
     if which == RowSum.GRADIENT:
         return _squares(formula.gradient(rows, h))
     assert formula.direction is not None
-    # The direction changes the state, but only the update may do that.
+    # The direction changes the state in place, but only the update may do that.
     return _squares(formula.direction(rows._replace(slots=[slot.clone() for slot in rows.slots]), h))

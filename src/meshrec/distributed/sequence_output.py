@@ -1,6 +1,4 @@
-"""The exchange of one row for each ID; see ``output_dist.py`` for pooled rows. Gradients take the reverse
-way.
-"""
+"""Exchange for a row per ID; see ``output_dist.py`` for pooled rows. Gradients take the reverse path."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,15 +9,16 @@ from torch import Tensor
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
 from meshrec.comms.encoding import Block, Columns
 from meshrec.comms.mesh import ShardingEnv
-from meshrec.distributed.input_dist import SourceIds
-from meshrec.distributed.output_dist import Asked, Codecs, bags_of
+from meshrec.distributed.lookup_batch import LookupBatch
+from meshrec.distributed.output_dist import Codecs, bags_of
 from meshrec.distributed.pieces import first_rows, rank_spans
 from meshrec.distributed.routing import Route, Routing
 from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec, first_key
+from meshrec.ops import operators
 
 
 class SequenceOutput:
-    """The exchange of one row for each ID, in the order of the caller's IDs."""
+    """Exchange for a row per ID, in the caller's ID order."""
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
         self._routing, self._axis = routing, env.shard
@@ -52,6 +51,7 @@ class SequenceOutput:
             for way, codec in enumerate(codecs)
         ]
         replicated = [routing.replicated[use.table] for use in routing.uses]
+        # Stable sort: split uses first, data-parallel uses last, as ``receive_rows`` concatenates them.
         self.uses_in_order = sorted(range(len(replicated)), key=replicated.__getitem__)
         self._lookups = torch.tensor(lookups, dtype=torch.int64).view(-1, 4)
         self._dims = [
@@ -59,51 +59,63 @@ class SequenceOutput:
             for use, dim in zip(routing.uses, routing.dims, strict=True)
         ]
 
-    def send_rows(self, out: Tensor, asked: Asked) -> InFlight:
+    def send_rows(self, out: Tensor, batch: LookupBatch) -> InFlight:
         """Send the lookup's rows. ``out`` is flat, block by block."""
         way = self._ways[0]
         if way.encodes:
-            blocks = self._own_blocks(asked, FORWARD)
-            out = way.codec.encode(out, blocks, keys=self._keys(asked) if way.codec.draws else None)
-        return all_to_all(out, self._splits(way, asked), self._axis, "embeddings")
+            blocks = self._own_blocks(batch, FORWARD)
+            out = way.codec.encode(out, blocks, keys=self._keys(batch) if way.codec.draws else None)
+        return all_to_all(out, self._splits(way, batch), self._axis, "embeddings")
 
-    def receive_rows(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
-        """Return the rows of each use, flat fp32 [ids, dim]. Those of data-parallel tables come last, as
-        ``local`` has them.
+    def receive_rows(self, in_flight: InFlight, local: Tensor | None, batch: LookupBatch) -> Tensor:
+        """Return rows by use, flat fp32 [ids, dim], with the data-parallel rows (``local``) last.
+
+        Args:
+            in_flight: the result from ``send_rows``.
+            local: data-parallel rows, flat; None if there are none.
+            batch: the batch.
         """
         received, way = in_flight.wait(), self._ways[0]
         if way.encodes:
-            received = way.codec.decode(received, self._all_blocks(asked, FORWARD))
-        rows: Tensor = torch.ops.meshrec.gather_sequence.default(received, *self._ids(asked.source))
+            received = way.codec.decode(received, self._all_blocks(batch, FORWARD))
+        rows: Tensor = operators.gather_sequence(received, *self._ids(batch))
         return rows if local is None else torch.cat([rows, local])
 
-    def send_gradient(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
-        """Send ``scale`` times the gradient of the result of ``receive_rows``; also return that of the local
-        rows.
+    def send_gradient(self, grad: Tensor, batch: LookupBatch, scale: float) -> tuple[InFlight, Tensor]:
+        """Send the result's gradient, times ``scale``.
+
+        Args:
+            grad: gradient for the result of ``receive_rows``, flat.
+            batch: the batch.
+            scale: factor for the gradient.
+
+        Returns:
+            The collective in flight, and the local rows' gradient.
         """
         way = self._ways[1]
-        splits = self._splits(way, asked)
-        split = sum(splits.received)  # each element of the split tables' rows came from one rank
+        splits = self._splits(way, batch)
+        split = sum(splits.received)  # every element in a split row came from a single rank
         if not way.codec.encoding.is_cast:
-            split = int((asked.source.counts[: self._route_widths.numel()] * self._route_widths).sum())
-        sent = torch.ops.meshrec.scatter_sequence.default(
-            grad[:split], *self._ids(asked.source), scale, way.codec.encoding.kernel_dtype
+            split = int((batch.source.counts[: self._route_widths.numel()] * self._route_widths).sum())
+        sent = operators.scatter_sequence(
+            grad[:split], *self._ids(batch), scale, way.codec.encoding.kernel_dtype
         )
         if way.encodes:
             sent = way.codec.encode(
-                sent, self._all_blocks(asked, BACKWARD), names=lambda block, _: self._ids_of(block, asked)
+                sent, self._all_blocks(batch, BACKWARD), names=lambda block, _: self._ids_of(block, batch)
             )
         back = Splits(splits.received, splits.sent)
         return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
 
-    def receive_gradient(self, in_flight: InFlight, asked: Asked) -> Tensor:
-        """Return the gradient of the rows that ``send_rows`` sent, fp32, flat."""
+    def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
+        """Return gradients for the rows from ``send_rows``, fp32, flat."""
         message, way = in_flight.wait(), self._ways[1]
         if way.encodes:
-            message = way.codec.decode(message, self._own_blocks(asked, BACKWARD))
+            message = way.codec.decode(message, self._own_blocks(batch, BACKWARD))
         return message.float()
 
-    def _ids(self, source: SourceIds) -> tuple[object, ...]:
+    def _ids(self, batch: LookupBatch) -> tuple[object, ...]:
+        source = batch.source
         return (
             source.values,
             *bags_of(source),
@@ -113,48 +125,48 @@ class SequenceOutput:
             self._dims,
         )
 
-    def _splits(self, way: "_Way", asked: Asked) -> Splits:
-        counts = asked.source.counts[: self._route_ranks.numel()]
+    def _splits(self, way: "_Way", batch: LookupBatch) -> Splits:
+        counts = batch.source.counts[: self._route_ranks.numel()]
         received: list[int] = (
             torch.zeros(self._axis.size, dtype=torch.int64)
             .index_add_(0, self._route_ranks, counts * way.all_units)
             .tolist()
         )
-        sent = (self._own_counts(asked) @ way.own_units).tolist() if way.encodes else asked.block_sizes
+        sent = (self._own_counts(batch) @ way.own_units).tolist() if way.encodes else batch.block_sizes
         return Splits(sent, received)
 
-    def _own_counts(self, asked: Asked) -> Tensor:
-        """Return the number of IDs that each rank asks for on each route of this rank, int64 [R, Q]."""
-        ids = asked.ids
+    def _own_counts(self, batch: LookupBatch) -> Tensor:
+        """Return the requested IDs by rank and local route, int64 [R, Q]."""
+        ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         return starts.diff().view(len(ids.batches), self._ways[0].own_units.numel())
 
-    def _own_blocks(self, asked: Asked, way: int) -> list[Block]:
-        """Return the blocks of rows that are looked up here: rank by rank, lookup by lookup."""
-        counts_RQ = self._own_counts(asked).tolist()
+    def _own_blocks(self, batch: LookupBatch, way: int) -> list[Block]:
+        """Return the row blocks looked up here: rank by rank, lookup by lookup."""
+        counts_RQ = self._own_counts(batch).tolist()
         return [Block(counts[q], pair[way]) for counts in counts_RQ for q, *pair in self._own]
 
-    def _all_blocks(self, asked: Asked, way: int) -> list[Block]:
-        """Return the blocks of rows that all ranks look up for this one, in the same order."""
-        counts, key = asked.source.counts.tolist(), first_key(self._axis.rank)
+    def _all_blocks(self, batch: LookupBatch, way: int) -> list[Block]:
+        """Return the row blocks that all ranks look up for this rank, in the same order."""
+        counts, key = batch.source.counts.tolist(), first_key(self._axis.rank)
         return [Block(counts[q], pair[way], key) for q, *pair in self._all]
 
-    def _keys(self, asked: Asked) -> Tensor:
-        """Return the ID in its whole table of each row of ``_own_blocks``: equal IDs are rounded alike."""
-        ids = asked.ids
+    def _keys(self, batch: LookupBatch) -> Tensor:
+        """Return the whole-table ID for every row in ``_own_blocks``, so equal IDs are rounded alike."""
+        ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
         num_routes = len(self._own_routes)
         parts = [
-            ids.values[starts[first + q] : starts[first + q + 1]].long() + self._own_routes[q].r0
+            batch.keys[starts[first + q] : starts[first + q + 1]].long() + self._own_routes[q].r0
             for first in range(0, len(starts) - 1, max(num_routes, 1))
             for q, *_ in self._own
         ]
-        return torch.cat(parts) if parts else ids.values.new_empty(0, dtype=torch.int64)
+        return torch.cat(parts) if parts else batch.keys.new_empty(0, dtype=torch.int64)
 
-    def _ids_of(self, block: int, asked: Asked) -> Tensor:
-        """Return the IDs whose rows are in a block, which is given by its number in ``_all_blocks``."""
+    def _ids_of(self, block: int, batch: LookupBatch) -> Tensor:
+        """Return the IDs whose rows are in block number ``block`` of ``_all_blocks``."""
         use, r0, r1 = self._all_routes[self._all[block][0]]
-        source = asked.source
+        source = batch.source
         bounds, key = source.bag_bounds(), source.keys[use]
         first, end = source.offsets[[bounds[key], bounds[key + 1]]].tolist()
         ids = source.values[first:end].long()
@@ -164,19 +176,19 @@ class SequenceOutput:
 
 
 class _Way(NamedTuple):
-    """One direction of the exchange of sequences."""
+    """A single direction in the sequence exchange."""
 
     codec: Codec
     encodes: bool
-    """Whether rows are encoded after their kernel, and decoded before the next one."""
+    """Whether rows are encoded after their kernel and decoded before the next kernel."""
     own_units: Tensor
-    """For each route of this rank, the number of elements of an encoded ID's rows."""
+    """Encoded elements per ID, by local route."""
     all_units: Tensor
-    """Like ``own_units``, for the routes of all ranks."""
+    """Like ``own_units``, for the routes on all ranks."""
 
 
 def _single_columns(codecs: Codecs, routing: Routing, rank: int) -> list[tuple[Columns, Columns]]:
-    """Return the columns of each lookup of a rank, for both directions."""
+    """Return the columns in both directions, by lookup."""
     spans, rows = rank_spans(routing, rank, divide=False), first_rows(routing, rank)
     return [
         (codecs.forward.columns([span], [row]), codecs.backward.columns([span], [row]))

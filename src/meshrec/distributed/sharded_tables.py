@@ -1,40 +1,44 @@
-"""The tables of one module on this rank, and the way of a batch through them: routing, lookup, return, and
-back.
+"""Sharded tables on this rank, and a batch's stages: route, look up, return, backward.
 
 [Note: the stages of a batch]
 
-Each stage starts the communication that the next one waits for, so a pipeline can do other work in between::
+Every stage starts the communication for the next stage, so a pipeline can do other work in between::
 
-    sizes = tables.route(features)      # route IDs; sizes are under way
-    sent = tables.exchange(sizes)       # wait for sizes; IDs are under way
-    batch = tables.arrive(sent)         # wait for IDs
-    tables.resolve(batch)               # keys to slots; only if tables.needs_resolve
-    results = tables.look_up(batch)     # look up; embeddings are under way
-    embeddings = results.wait()         # ``receive``: wait for embeddings
+    batch = tables.route(features)           # route IDs; sizes are in flight
+    tables.advance(batch, Stage.EXCHANGED)   # wait for sizes; IDs are in flight
+    tables.advance(batch, Stage.ARRIVED)     # wait for IDs
+    tables.advance(batch, Stage.RESOLVED)    # keys to slots, in tables with an index
+    link = tables.look_up(batch)             # look up; embeddings are in flight
+    embeddings = tables.finish(batch, link)  # wait for embeddings
 
-``arrive`` and ``resolve`` run once per batch. ``look_up`` may run again when the tables have changed; the
-slots are already in the batch. The backward pass runs ``send_grad``, and then ``receive_grad``, which updates
-the tables.
+``advance`` runs all stages up to the given stage, and ``look_up`` the remaining stages, so a plain forward
+pass calls only ``route``, ``look_up`` and ``finish``. `LookupBatch` carries the batch through them.
+``look_up`` may run again after the tables have changed; the slots are already in the batch. The backward pass
+runs ``send_grad``, then ``receive_grad``, which updates the tables.
+
+Ranks do not agree on errors in these stages, except in the size exchange: [Note: a rank that fails alone] in
+comms/failures.py.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshrec.comms.collectives import InFlight, release_read
+from meshrec.comms.collectives import release_read
+from meshrec.comms.failures import announced_on_failure
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.comms.wire import FULL_PRECISION, TableWires
 from meshrec.distributed.collected import GradientSignal
-from meshrec.distributed.input_dist import Arrived, IdsInFlight, InputDist, LookupIds, SizesInFlight
+from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.local_axis import as_played, gathered, moved_to
 from meshrec.distributed.lookup import FetchedRows, LookupTables
-from meshrec.distributed.node_rows import Fetch, NodeRows
-from meshrec.distributed.output_dist import Asked, Codecs, PooledOutput
+from meshrec.distributed.lookup_batch import LookupBatch, PackedIds, Stage
+from meshrec.distributed.node_rows import NodeRows
+from meshrec.distributed.output_dist import Codecs, PooledOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_arrival import RowArrival
@@ -44,93 +48,64 @@ from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.tables.holdings import Holdings
+from meshrec.tables.hashed.admission_eviction import AdmissionEviction
+from meshrec.tables.index import check_pinned, release_pins
+from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.optimizer import FusedTable
-from meshrec.tables.turnover import Turnover
-from meshrec.tables.updates import TableGradient, TableUpdates
-from meshrec.tables.writes import OwnWrites
-
-
-@dataclass(kw_only=True)
-class ArrivedBatch:
-    """The IDs of one batch, on the ranks that look them up."""
-
-    arrived: Arrived
-    ids: list[LookupIds]
-    """The IDs to look up in the split tables, for each rank that this process plays. For tables with an
-    index, they are keys first, and slots after ``ShardedTables.resolve``.
-    """
-    asked: Asked
-    local_ids: LookupIds | None
-    """The IDs to look up in the data-parallel tables."""
-    is_resolved: bool = False
-    has_rows: bool = False
-    """Whether the rows of tables with an index are in memory."""
-    fetch: Fetch | None = None
-    """The distinct IDs of this node, if rows cross the network in place of sums."""
-
-
-@dataclass(kw_only=True)
-class PendingLookup:
-    """One lookup of a batch, between its forward and its backward pass."""
-
-    batch: ArrivedBatch
-    in_flight: InFlight | None = None
-    fetched: Sequence[Tensor] = ()
-    """The rows of ``batch.fetch``."""
-    foreign_writes: Sequence[int] = ()
-    """The number of writes by others to each table at the time of the lookup."""
+from meshrec.tables.updates import TableGradient, TableUpdates, WriteCounter
 
 
 class ShardedTables:
-    """All work of one rank for one module.
+    """All work on a rank for a single module.
 
     Attributes:
-        routing: the routing of the module's IDs: that of the plan, or the one inside a node.
+        routing: ID routing for the module: the plan's routing, or the routing inside a node.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        held: the rectangles of each rank that this process plays (one, or with ``env.devices`` all ranks of
-            the shard axis), in the order of ``routing.work[rank].rectangles``.
+        held: rectangles by rank played in this process (a single rank, or with ``env.devices`` all ranks on
+            the shard axis), ordered as ``routing.work[rank].rectangles``.
         local: the whole data-parallel tables.
-        fused: the tables with a fused rule, by number. The others get ordinary gradients.
-        input_dist: the routing of IDs.
+        fused: tables with a fused rule, by number. Other tables get ordinary gradients.
+        input_dist: ID routing.
         sequence: whether rows are not pooled.
-        wire: the wire formats of rows and gradients, by table.
-        turnovers: the admission and eviction of IDs in the split tables, and in the data-parallel ones.
-        inside: the routing and the ranks inside a node, if rows cross the network in place of sums.
-            ``input_dist`` is for these.
-        may_fail: whether rows of some table, on any rank, may fail to come to memory.
+        wire: wire formats for rows and gradients, by table.
+        admission_evictions: a pair, for the split and the data-parallel tables.
+        inside: routing and ranks inside a node, if rows cross the network instead of sums. ``input_dist``
+            must use the same.
+        may_fail: whether rows in some table may fail to arrive, on any rank.
     """
 
     def __init__(
         self,
         routing: Routing,
         env: ShardingEnv,
-        held: Sequence[Holdings],
-        local: Holdings,
+        held: Sequence[LocalShards],
+        local: LocalShards,
         *,
         fused: Mapping[int, FusedTable],
         input_dist: InputDist,
         sequence: bool,
         wire: TableWires,
-        turnovers: Sequence[Turnover | None] = (None, None),
+        admission_evictions: Sequence[AdmissionEviction | None] = (None, None),
         inside: tuple[Routing, ShardingEnv] | None = None,
         may_fail: bool = False,
     ) -> None:
         self._env = env
+        # Every step walks these, so the list is made once.
         self._fused = list(fused.values())
         wires = [wire.of(table.name) for table in routing.tables]
         split, here, ranks = held[0], routing, env
-        self._nodes, looked_up = None, list[Holdings | FetchedRows](held)
+        self._nodes, looked_up = None, list[LocalShards | FetchedRows](held)
+        # Only traffic between nodes is encoded; inside a node everything stays fp32.
         if inside is not None:
             here, ranks = inside
             self._nodes = NodeRows(routing, here, env, split, wires=wires, clock=self._step)
             wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
         codecs = Codecs(*(Codec(here, wires, way, self._step) for way in (FORWARD, BACKWARD)))
         self.feedback = (codecs if self._nodes is None else self._nodes.codecs).backward.feedback
-        """The residuals of this rank's gradients; None without error feedback."""
+        """Residuals for this rank's gradients; None without error feedback."""
         out_dtype = codecs.forward.encoding.kernel_dtype
         works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
         self._played = [
@@ -141,37 +116,39 @@ class ShardedTables:
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
         has_index = any(part.held.indexes for part in self._played)
         self.needs_resolve = bool(has_index or local.indexes or self._nodes)
-        """Whether some table finds the slots of its keys in an index. Otherwise batches skip ``resolve``."""
-        self._row_arrival = RowArrival(routing, env, may_fail=may_fail)
+        """Whether some table finds slots through an index. Otherwise batches skip ``resolve``."""
+        self._row_arrival, self.rows_arrive = RowArrival(routing, env, may_fail=may_fail), may_fail
+        """Whether rows may be in flight to memory after ``resolve``, so an early call pays."""
+        # The first ``route`` checks for optimizers that torch has attached in the meantime.
         self._is_checked = False
-        self._writes = OwnWrites(
+        self._writes = WriteCounter(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
         )
+        # The index is ``replicated``: split tables first, then data-parallel tables.
         self._updates = [
             TableUpdates(
                 own,
                 {t: table for t, table in fused.items() if routing.replicated[t] == replicated},
                 writes=self._writes,
                 peers=None if replicated else functools.partial(column_peers, routing, env.shard),
-                turnover=turnovers[replicated],
+                admission_eviction=admission_evictions[replicated],
             )
             for own, replicated in ((split, False), (local, True))
         ]
+        # Order matters: ``receive_grad`` returns gradients in this order.
         self._parameters = [*split.parameters, *local.parameters]
         is_deferred = any(table.rule.deferred for table in fused.values())
         self.collected = GradientSignal(input_dist.device) if is_deferred else None
-        """The gradients that backward passes have left for ``step``; None without deferred updates."""
+        """State of the gradients collected for ``step``; None without deferred updates."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
-        """Called with the changes of each backward pass: those of the split tables, then of the data-parallel
-        ones.
-        """
+        """Called with every backward pass's changes: split tables, then data-parallel tables."""
         self.num_changes = 0
-        """The number of updates and other changes of all rows so far. It is equal on all ranks."""
+        """Updates and other changes to all rows so far, equal on all ranks."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(here, ranks, codecs)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
-        """The uses of sequences, in the order of their parts of the result."""
-        # A process that plays all ranks has one message for each of them, and gets none from others.
+        """Sequence uses, in result order."""
+        # A process that plays all ranks has a message per rank, and gets none from elsewhere.
         self._blocks = [0] if env.devices else self._output.blocks
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
         self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
@@ -179,26 +156,28 @@ class ShardedTables:
         self._axis, self.routing = ranks.shard, here
 
     def recount(self) -> None:
-        """Count the rows of hashed tables on all ranks, after they were loaded or moved. Collective."""
-        for updates in self._updates:
-            if updates.turnover is not None:
-                updates.turnover.recount()
+        """Count hashed-table rows on all ranks, after a load or a move. Collective."""
+        for admission_eviction in self.admission_evictions:
+            admission_eviction.recount()
 
     @property
-    def turnovers(self) -> list[Turnover]:
-        """The coming and going of IDs, of the tables with hashed keys."""
-        return [updates.turnover for updates in self._updates if updates.turnover is not None]
+    def admission_evictions(self) -> list[AdmissionEviction]:
+        """Admission and eviction for the tables with hashed keys."""
+        return [
+            updates.admission_eviction for updates in self._updates if updates.admission_eviction is not None
+        ]
 
     @property
     def num_clamped_ids(self) -> int:
-        """The number of IDs of this rank that ``BoundsCheckMode.WARN`` has replaced so far."""
+        """Number of IDs on this rank replaced by ``BoundsCheckMode.WARN`` so far."""
         return self._input.num_clamped_ids
 
-    def route(self, features: KeyedJaggedTensor) -> SizesInFlight:
-        """Route the IDs and start to exchange sizes. Invalid input raises in ``exchange``, on every rank.
+    @announced_on_failure
+    def route(self, features: KeyedJaggedTensor) -> LookupBatch:
+        """Route the IDs and start the size exchange. Invalid input raises in the next stage, on every rank.
 
         Raises:
-            ValueError: torch has attached another optimizer to a table beside its own.
+            ValueError: torch has attached another optimizer to a table in addition to the fused optimizer.
         """
         if not self._is_checked:
             for table in self._fused:
@@ -211,152 +190,185 @@ class ShardedTables:
         with phase("ids") if recorders else OFF:
             return self._input.send_sizes(features, trains=trains)
 
-    def exchange(self, sizes: SizesInFlight) -> IdsInFlight:
-        """Wait for the sizes and start to exchange IDs.
+    @announced_on_failure
+    def advance(self, batch: LookupBatch, stage: Stage) -> LookupBatch:
+        """Run a batch's stages up to ``stage``, except completed stages. Collective.
+
+        Args:
+            batch: a batch for these tables, from ``route``.
+            stage: the last stage to run, at most ``RESOLVED``.
+
+        Returns:
+            The batch.
 
         Raises:
-            ValueError: the input of a rank was invalid; raised on every rank.
+            ValueError: some rank's input was invalid; raised on every rank.
         """
-        with phase("ids") if recorders else OFF:
-            return self._input.send_ids(sizes)
+        self._advance(batch, stage)
+        return batch
 
-    def arrive(self, sent: IdsInFlight) -> ArrivedBatch:
+    def _advance(self, batch: LookupBatch, stage: Stage) -> None:
+        if batch.stage < Stage.EXCHANGED <= stage:
+            with phase("ids") if recorders else OFF:
+                self._input.send_ids(batch)
+            batch.stage = Stage.EXCHANGED
+        if batch.stage < Stage.ARRIVED <= stage:
+            with phase("ids") if recorders else OFF:
+                self._arrive(batch)
+            batch.stage = Stage.ARRIVED
+        if batch.stage < Stage.RESOLVED <= stage:
+            if self.needs_resolve:
+                self._resolve(batch)
+            batch.stage = Stage.RESOLVED
+
+    def _arrive(self, batch: LookupBatch) -> None:
         """Wait for the IDs and unpack them."""
-        with phase("ids") if recorders else OFF:
-            arrived = self._input.receive_ids(sent)
-            messages = [arrived.message]
-            if self._env.devices:
-                messages = as_played(arrived)
-            ids: list[LookupIds] = []
-            for part, message in zip(self._played, messages, strict=True):
-                unpacked = self._input.unpack(message, self._blocks, len(part.work.routes))
-                ids.append(moved_to(part, unpacked) if ids else unpacked)
-            local_ids = None
-            if not self.local.is_empty:
-                local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
-            batches = messages[0].header[:, 3].tolist()
-            asked = Asked(arrived.source, ids[0], batches, self.split.block_sizes(ids[0]))
-            return ArrivedBatch(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
+        assert batch.in_flight is not None
+        batch.message, batch.in_flight = PackedIds(batch.in_flight.wait(), *batch.message[1:]), None
+        messages = as_played(batch) if self._env.devices else [batch.message]
+        batch.ids = []
+        for part, message in zip(self._played, messages, strict=True):
+            unpacked = self._input.unpack(message, self._blocks, len(part.work.routes))
+            batch.ids.append(moved_to(part, unpacked) if batch.ids else unpacked)
+        batch.local_ids = None
+        if not self.local.is_empty:
+            batch.local_ids = self._input.unpack(batch.local_message, [0], len(self.local.work.routes))
+        # ``_resolve`` replaces ``ids``, but the wire's stochastic rounding needs the keys.
+        batch.keys, batch.batches = batch.ids[0].values, messages[0].header[:, 3].tolist()
+        batch.block_sizes = self.split.block_sizes(batch.ids[0])
 
-    def resolve(self, batch: ArrivedBatch) -> None:
-        """Find the slots of the keys in tables with an index, once for each batch."""
-        if batch.is_resolved:
-            return
-        trains = batch.arrived.wishes.backward
+    def _resolve(self, batch: LookupBatch) -> None:
+        """Find the slots for keys in tables with an index."""
         with phase("lookup") if recorders else OFF:
             if self._nodes is None:
                 batch.ids = [
-                    part.resolve(own, train=trains) for part, own in zip(self._played, batch.ids, strict=True)
+                    part.resolve(ids, train=batch.trains)
+                    for part, ids in zip(self._played, batch.ids, strict=True)
                 ]
             if batch.local_ids is not None:
-                batch.local_ids = self.local.resolve(batch.local_ids, train=trains)
+                batch.local_ids = self.local.resolve(batch.local_ids, train=batch.trains)
         if self._nodes is not None:
             with phase("ids") if recorders else OFF:
-                batch.fetch = self._nodes.ask(batch.ids[0], train=trains)
+                batch.fetch = self._nodes.ask(batch.ids[0], train=batch.trains)
             batch.ids = [batch.fetch.slots]
-        batch.is_resolved = True
 
-    @property
-    def rows_arrive(self) -> bool:
-        """Whether rows may be on their way to memory after ``resolve``, so that it pays to call it early."""
-        return self._row_arrival.may_fail
+    @announced_on_failure
+    def look_up(self, batch: LookupBatch) -> Tensor:
+        """Run the remaining stages, look up the IDs, and start sending the results back. Collective.
 
-    def look_up(self, batch: ArrivedBatch) -> "Results":
-        """Look the IDs up and start to send the results back.
+        Returns:
+            The link between the lookup and ``finish`` in autograd's graph: the data-parallel rows.
 
         Raises:
-            RowFileError: rows of a table in a file could not come; raised on every rank.
-            ValueError: they have no room in the cache; raised on every rank.
+            RowFileError: rows in a table's file could not arrive; raised on every rank.
+            ValueError: rows have no room in the cache, or some rank's input was invalid; raised on every
+                rank.
         """
-        if self._row_arrival.may_fail and not batch.has_rows:
-            self._await_rows(batch)
-        arrived, pending = batch.arrived, PendingLookup(batch=batch)
-        # The anchor gives every rank a backward pass if any has one, because they exchange gradients.
-        anchor = torch.empty(0, requires_grad=arrived.wishes.backward)
-        return Results(self, pending, _send(self, pending, anchor, arrived.weights, *self._parameters))
+        self._advance(batch, Stage.RESOLVED)
+        # A second lookup finds the rows in memory: the batch's pins keep them there.
+        if self.rows_arrive and not batch.has_rows:
+            with phase("lookup") if recorders else OFF:
+                local = batch.local_ids.pins if batch.local_ids is not None else ()
+                self._row_arrival.wait([*batch.ids[0].pins, *local])
+            batch.has_rows = True
+        # The anchor gives every rank a backward pass if any rank has one, because ranks exchange gradients.
+        anchor = torch.empty(0, requires_grad=batch.trains)
+        link: Tensor = _send(self, batch, anchor, batch.sample_weights, *self._parameters)
+        batch.stage = Stage.LOOKED_UP
+        return link
 
-    def _await_rows(self, batch: ArrivedBatch) -> None:
-        self.resolve(batch)
-        with phase("lookup") if recorders else OFF:
-            local = batch.local_ids.pins if batch.local_ids is not None else ()
-            self._row_arrival.wait([*batch.ids[0].pins, *local])
-        batch.has_rows = True
+    def finish(self, batch: LookupBatch, link: Tensor) -> Tensor:
+        """Wait for the embeddings: [B, D] for pooled tables, else flat rows per ID.
 
-    def send(self, pending: PendingLookup) -> Tensor:
-        """Run the forward pass up to the exchange; return the rows of the data-parallel tables, fp32,
-        flat.
+        Args:
+            batch: the batch.
+            link: the result from ``look_up``.
         """
-        batch = pending.batch
-        if batch.arrived.wishes.backward:
-            pending.foreign_writes = self._writes.foreign()
+        embeddings: Tensor = _receive(self, batch, link)
+        return embeddings
+
+    def send(self, batch: LookupBatch) -> Tensor:
+        """Run the forward pass up to the exchange; return the data-parallel rows, fp32, flat."""
+        # Snapshot the counts before reading rows, so no write in between goes unnoticed.
+        batch.foreign_writes = self._writes.foreign() if batch.trains else ()
         if self._nodes is not None:
             assert batch.fetch is not None
-            pending.fetched = self._nodes.fetched.weights = self._nodes.look_up(batch.fetch)
+            batch.fetched = self._nodes.fetched.weights = self._nodes.look_up(batch.fetch)
         with phase("lookup") if recorders else OFF:
-            rows = self.split.forward(batch.ids[0], sum(batch.asked.block_sizes))
+            rows = self.split.forward(batch.ids[0], sum(batch.block_sizes))
             if len(self._played) > 1:
                 rows = gathered(rows, self._played, batch.ids)
         with phase("output") if recorders else OFF:
-            pending.in_flight = self._output.send_rows(rows, batch.asked)
+            batch.in_flight = self._output.send_rows(rows, batch)
+        # Data-parallel tables are looked up while the embeddings travel.
         local = rows.new_empty(0, dtype=torch.float32)
         if batch.local_ids is not None:
             with phase("lookup") if recorders else OFF:
                 local = self.local.forward(batch.local_ids, sum(self.local.block_sizes(batch.local_ids)))
         return local
 
-    def receive(self, pending: PendingLookup, local: Tensor) -> Tensor:
+    @announced_on_failure
+    def receive(self, batch: LookupBatch, local: Tensor) -> Tensor:
         """Run the forward pass from the exchange on; return [B, D], or flat rows per ID."""
-        assert pending.in_flight is not None
-        in_flight, pending.in_flight = pending.in_flight, None
-        batch = pending.batch
+        assert batch.in_flight is not None
+        in_flight, batch.in_flight = batch.in_flight, None
         with phase("output") if recorders else OFF:
-            return self._output.receive_rows(
-                in_flight, None if batch.local_ids is None else local, batch.asked
-            )
+            return self._output.receive_rows(in_flight, None if batch.local_ids is None else local, batch)
 
-    def send_grad(self, pending: PendingLookup, grad: Tensor) -> Tensor:
-        """Run the backward pass up to the exchange; return the gradient of the data-parallel rows.
+    @announced_on_failure
+    def send_grad(self, batch: LookupBatch, grad: Tensor) -> Tensor:
+        """Run the backward pass up to the exchange; return the data-parallel rows' gradient.
 
         Raises:
             ValueError: the batch, or a table, was written to since the forward pass.
         """
-        asked = pending.batch.asked
-        asked.source.check_unchanged()
-        self._writes.check(pending.foreign_writes)
-        # The one place where gradients are averaged over ranks.
+        batch.source.check_unchanged()
+        if self.needs_resolve:
+            check_pinned(batch.ids[0].pins)
+        # Own updates by other batches are fine; writes by the user invalidate the gradient.
+        self._writes.check(batch.foreign_writes)
+        # Gradients are averaged over ranks here and nowhere else.
         scale = 1.0 / self._env.world.size
         release_read(self._axis)  # all ranks have read the embeddings by now
         with phase("gradient") if recorders else OFF:
-            pending.in_flight, local = self._output.send_gradient(grad, asked, scale)
+            batch.in_flight, local = self._output.send_gradient(grad, batch, scale)
         return local
 
+    @announced_on_failure
     def receive_grad(
-        self, pending: PendingLookup, local_grad: Tensor
+        self, batch: LookupBatch, local_grad: Tensor
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Run the backward pass from the exchange on: update tables in place, or return their gradients.
 
+        Args:
+            batch: the batch.
+            local_grad: the result from ``send_grad``.
+
         Returns:
-            The gradient of the caller's per-sample weights, if some rank wants it, and the gradient of each
-                parameter; None for fused ones.
+            The caller's per-sample weight gradient, if some rank needs it, and the gradient by parameter;
+            None for
+                fused parameters.
         """
-        assert pending.in_flight is not None
-        batch, local = pending.batch, None
+        assert batch.in_flight is not None
+        local = None
         if batch.local_ids is not None:
-            local = self._everywhere.sum_of_all(batch.arrived.local, batch.local_ids, local_grad)
+            # Local tables first: their exchange overlaps with the gradients in flight.
+            local = self._everywhere.sum_of_all(batch.local_message, batch.local_ids, local_grad)
         with phase("gradient") if recorders else OFF:
-            split_grad = self._output.receive_gradient(pending.in_flight, batch.asked)
-            pending.in_flight, sample_grad = None, None
+            split_grad = self._output.receive_gradient(batch.in_flight, batch)
+            batch.in_flight, sample_grad = None, None
             if self._nodes is not None:
-                self._nodes.fetched.weights, pending.fetched = pending.fetched, ()
-            if batch.arrived.wishes.weight_grads:
+                # Another batch may have replaced the fetched rows since this batch's forward pass.
+                self._nodes.fetched.weights, batch.fetched = batch.fetched, ()
+            if batch.needs_weight_grads:
                 sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
         if self._nodes is not None:
             split = self._gradient_at_home(batch, split_grad)
         else:
-            split = self._replicas.sum_of_all(batch.arrived.message, batch.ids[0], split_grad)
+            split = self._replicas.sum_of_all(batch.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
         if self.rows_arrive and (self._env.replicate.size > 1 or local is not None):
-            # Rows of other replicas' IDs, which this rank did not look up.
+            # Rows for other replicas' IDs, which this rank did not look up.
             self._row_arrival.wait([pin for gradient in gradients for pin in gradient.pins])
         with phase("update") if recorders else OFF:
             self._collect(gradients)
@@ -368,26 +380,35 @@ class ShardedTables:
             self._apply(gradients, deferred=False)
             if self.watch is not None:
                 self.watch(gradients)
+        if self.needs_resolve and self.collected is None:  # collected gradients keep the slots until ``step``
+            self._release(batch, gradients)
         return sample_grad, grads + [None] * (len(self._parameters) - len(grads))
 
+    def _release(self, batch: LookupBatch, gradients: Sequence[TableGradient]) -> None:
+        """Release a batch's slots after the update: for local IDs and for other replicas' IDs."""
+        for ids in [*batch.ids, batch.local_ids]:
+            if ids is not None:
+                release_pins(ids.pins)
+        for gradient in gradients:
+            release_pins(gradient.pins)
+
+    @announced_on_failure
     def step(self) -> None:
-        """Apply the gradients that backward passes have collected, if there are any. Collective."""
+        """Apply the gradients collected by backward passes, if there are any. Collective."""
         if self.collected is not None and self.collected.signal.grad is not None:
             self._apply([updates.collected() for updates in self._updates], deferred=True)
 
     def _apply(self, gradients: Sequence[TableGradient], *, deferred: bool) -> None:
-        """Make the updates of all deferred rules, or of all others. Either all of these updates are made or
-        none.
-        """
+        """Apply the updates for all deferred rules, or for all other rules: every update or none."""
         pairs = list(zip(self._updates, gradients, strict=False))
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
-        # Tables change from here on. All communication that can fail is done.
+        # Tables change from here on. All communication that can fail has completed.
         self.num_changes += 1
         for (updates, gradient), each in zip(pairs, prepared, strict=True):
             updates.apply(each, gradient)
 
-    def _gradient_at_home(self, batch: ArrivedBatch, grad: Tensor) -> TableGradient:
-        """Return the gradient of this rank's rectangles from that of the rows that it fetched."""
+    def _gradient_at_home(self, batch: LookupBatch, grad: Tensor) -> TableGradient:
+        """Return the gradient for this rank's rectangles from the fetched rows' gradient."""
         assert self._nodes is not None
         assert batch.fetch is not None
         with phase("gradient") if recorders else OFF:
@@ -396,7 +417,7 @@ class ShardedTables:
             return self._nodes.send_home(batch.fetch, by_row)
 
     def _step(self) -> int:
-        """Return the number of updates of the tables so far; 0 if none has a fused optimizer."""
+        """Return the number of table updates so far; 0 if no table has a fused optimizer."""
         return max((int(table.state["step"]) for table in self._fused), default=0)
 
     def _collect(self, gradients: Sequence[TableGradient]) -> None:
@@ -407,11 +428,9 @@ class ShardedTables:
             finite &= updates.collect(gradient)
         self.collected.agree(finite, self._env.world)
 
-    def _sample_weight_grad(self, batch: ArrivedBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
-        """Return the gradient of the per-sample weights for this rank's own loss, fp32 [N]. It is not
-        averaged.
-        """
-        header = batch.arrived.message.header
+    def _sample_weight_grad(self, batch: LookupBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
+        """Return the per-sample weight gradient for this rank's own loss, fp32 [N], not averaged."""
+        header = batch.message.header
         own = self.split.sample_weight_grad(split_grad, batch.ids[0])
         local = None
         if batch.local_ids is not None:
@@ -420,61 +439,66 @@ class ShardedTables:
         by_rank = [own] * len(blocks)
         for rank, block in zip(self._output.blocks, blocks, strict=True):
             by_rank[rank] = block
-        grads = self._weight_grads.send_home(by_rank, local, batch.asked.source)
+        grads = self._weight_grads.send_home(by_rank, local, batch.source)
+        # Undo the scale in ``send_grad``: these gradients stay on the rank.
         return grads.mul_(self._env.world.size)
 
 
-class Results:
-    """Embeddings on their way back to the rank that asked for them."""
-
-    def __init__(self, tables: ShardedTables, pending: PendingLookup, local: Tensor) -> None:
-        self.tables, self.pending, self._local = tables, pending, local
-
-    def wait(self) -> Tensor:
-        """Wait for the embeddings: [B, D] for pooled tables, else flat rows per ID."""
-        out: Tensor = _receive(self.tables, self.pending, self._local)
-        return out
-
-
 class _Send(torch.autograd.Function):
-    """The lookup and the start of the exchange; in the backward pass, the end of the exchange and the
-    update.
-    """
+    """Lookup and exchange start; in the backward pass, exchange end and update."""
 
     @staticmethod
     def forward(
         ctx: Any,
         tables: ShardedTables,
-        pending: PendingLookup,
+        batch: LookupBatch,
         anchor: Tensor,
         sample_weights: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.tables, ctx.pending = tables, pending
-        return tables.send(pending)
+        """Look up and start the exchange.
+
+        Args:
+            ctx: holds the tables and the batch for the backward pass.
+            tables: this rank's tables.
+            batch: the batch.
+            anchor: requires a gradient if some rank trains.
+            sample_weights: per-sample weights if they require a gradient.
+            weights: the table parameters.
+        """
+        ctx.tables, ctx.batch = tables, batch
+        return tables.send(batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        sample_grad, table_grads = ctx.tables.receive_grad(ctx.pending, grads[0])
+        sample_grad, table_grads = ctx.tables.receive_grad(ctx.batch, grads[0])
         return (None, None, None, sample_grad if ctx.needs_input_grad[3] else None, *table_grads)
 
 
 class _Receive(torch.autograd.Function):
-    """The end of the exchange; in the backward pass, its start.
+    """Exchange end; in the backward pass, exchange start.
 
     Values travel inside the stages. For autograd, only ``local`` connects the two functions.
     """
 
     @staticmethod
-    def forward(ctx: Any, tables: ShardedTables, pending: PendingLookup, local: Tensor) -> Tensor:
-        ctx.tables, ctx.pending = tables, pending
-        return tables.receive(pending, local)
+    def forward(ctx: Any, tables: ShardedTables, batch: LookupBatch, local: Tensor) -> Tensor:
+        """Finish the exchange.
+
+        Args:
+            ctx: holds the tables and the batch for the backward pass.
+            tables: this rank's tables.
+            batch: the batch.
+            local: data-parallel rows.
+        """
+        ctx.tables, ctx.batch = tables, batch
+        return tables.receive(batch, local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, ctx.tables.send_grad(ctx.pending, grads[0].contiguous())
+        return None, None, ctx.tables.send_grad(ctx.batch, grads[0].contiguous())
 
 
-# torch's own has no types.
+# torch's ``apply`` is untyped.
 _send: Any = _Send.apply
 _receive: Any = _Receive.apply

@@ -1,9 +1,11 @@
-"""The sharders, which make sharded modules from unsharded ones."""
+"""Sharders, which turn unsharded modules into sharded modules."""
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from meshrec.comms.mesh import ShardingEnv, default_env, group_device
 from meshrec.comms.wire import AcrossNodes, CommsPrecision
@@ -13,6 +15,7 @@ from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
+from meshrec.optim.table_names import by_module
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan
 from meshrec.tables.optimizer import FusedOptimizer, UpdateMode
 
@@ -20,7 +23,9 @@ FusedParams = OptimizerSpec | Mapping[str, Any] | None
 
 
 class _Sharder:
-    """The common part of the sharders of both kinds of modules."""
+    """Common base for both sharders."""
+
+    module_type: type[TableCollection]
 
     def __init__(
         self,
@@ -40,19 +45,55 @@ class _Sharder:
         self.wires = self.precision.wires
         self.update = _checked(update)
 
+    def by_path(
+        self, tables: Mapping[str, Sequence[str]], model: Mapping[str, Sequence[str]]
+    ) -> dict[str, Self]:
+        """Return a copy of this sharder per module, with only that module's table options.
+
+        Args:
+            tables: table names in the modules to shard, by module path.
+            model: table names in all embedding modules of the model, which ``precision`` may name.
+
+        Raises:
+            ValueError: an option names no table, or a name shared by several modules.
+        """
+        optimized = None
+        if self.tables is not None and tables:
+            optimized = by_module(dict.fromkeys(self.tables), tables, "the sharder's tables name")
+        wires = by_module(self.wires.tables, model, "the sharder's precision names")
+        sharders = {}
+        for path in tables:
+            sharders[path] = copy.copy(self)
+            sharders[path].tables = None if optimized is None else frozenset(optimized[path])
+            sharders[path].wires = self.wires._replace(tables=wires[path])
+        return sharders
+
     def built(
         self,
         module: TableCollection,
         plan: EmbeddingModuleShardingPlan,
         env: ShardingEnv | None,
         device: torch.device | None,
-        **kind: bool,
     ) -> ModuleParts:
-        """Make the parts of a sharded module. ``kind`` is ``weighted`` or ``sequence`` of `BuildOptions`.
-        Collective.
+        """Create a sharded module's parts. Collective.
+
+        Args:
+            module: the unsharded module.
+            plan: the module's plan.
+            env: the ranks; None: the default process group.
+            device: device for this rank's tables; None: the process group's device.
+
+        Raises:
+            TypeError: the module has another type.
         """
+        if not isinstance(module, self.module_type):
+            raise TypeError(
+                f"{type(self).__name__} shards {self.module_type.__name__}s, got a {type(module).__name__}. "
+                "Use the sharder for its kind."
+            )
         env, device = _place(env, device)
-        self._check_tables(module)
+        tables = {"": [config.name for config, _ in module.tables().values()]}
+        self.by_path(tables, tables)  # the options must name tables in the module
         fused = module.fused_optimizer if module.is_fused else None
         attached = fused if isinstance(fused, FusedOptimizer) else None
         is_deferred = attached is not None and not attached.updates_in_backward
@@ -65,36 +106,31 @@ class _Sharder:
             across_nodes=self.across_nodes,
             bounds_check=module.bounds_check,
             output_dtype=module.output_dtype,
-            **kind,
+            weighted=isinstance(module, EmbeddingBagCollection) and module.is_weighted(),
+            sequence=not isinstance(module, EmbeddingBagCollection),
         )
         return build(source_tables(module), plan, env, device, options)
 
-    def _check_tables(self, module: TableCollection) -> None:
-        names = [config.name for config, _ in module.tables().values()]
-        if unknown := sorted((self.tables or frozenset()).difference(names)):
-            raise ValueError(
-                f"the sharder's optimizer is for a table {unknown[0]!r}; the module has {names}. Name tables "
-                "of the module, or leave tables out: all."
-            )
-
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """The sharder of EmbeddingBagCollection: it makes a ShardedEmbeddingBagCollection.
+    """Sharder for EmbeddingBagCollection, which creates a ShardedEmbeddingBagCollection.
 
     Args:
-        fused_params: the optimizer of the tables without their own (``apply_optimizer_in_backward``): a spec,
-            or a mapping with ``"optimizer"`` (a spec, or a class with its arguments beside it, such as
+        fused_params: default optimizer for tables without an optimizer (``apply_optimizer_in_backward``): a
+            spec, or a mapping with ``"optimizer"`` (a spec, or a class together with its arguments, such as
             ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: these tables get ordinary gradients. A
             GradScaler for them must be torch's ShardedGradScaler, because an overflow shows only on the ranks
             that hold the table.
-        precision: the wire formats of embeddings and their gradients, for all tables or by table.
+        precision: wire formats for embeddings and gradients, for all tables or by table, named as in
+            ``tables``.
         update: ``"in_backward"``: the backward pass updates tables with an optimizer. ``"on_step"``: it
-            collects their gradients for ``fused_optimizer.step()``. None: as the module was fused; in the
+            collects their gradients for ``fused_optimizer.step()``. None: as the module was fused, or in the
             backward pass if it was not.
-        tables: the tables that ``fused_params`` is for (default: all).
-        across_nodes: what crosses the network between nodes of a mesh with the axis ``node``: ``"sums"``,
-            a row for each bag and node, or ``"rows"``, each distinct row of a node once, which is less
-            where the ranks of a node share IDs.
+        tables: names of the tables that take ``fused_params`` (default: all). In a model whose modules share
+            a name, use ``path.name``.
+        across_nodes: payload between nodes on a mesh with the axis ``node``: ``"sums"``, a row per bag and
+            node, or ``"rows"``, every distinct row on a node once, which is less if the ranks on a node share
+            IDs.
     """
 
     module_type = EmbeddingBagCollection
@@ -106,24 +142,24 @@ class EmbeddingBagCollectionSharder(_Sharder):
         env: ShardingEnv | None = None,
         device: torch.device | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module, with the weights of ``module``, or new ones if it is on ``meta``.
-        Collective.
+        """Shard a module. Collective.
 
         Args:
-            module: the unsharded module.
-            plan: the plan of its tables.
-            env: the ranks (default: all of the default process group).
-            device: device of this rank's tables (default: the device of the process group).
+            module: the unsharded module. The sharded tables copy its weights, or draw new weights if it is on
+                ``meta``.
+            plan: the module's plan.
+            env: the ranks (default: all ranks in the default process group).
+            device: device for this rank's tables (default: the process group's device).
 
         Raises:
-            ValueError: the plan or the device does not fit. It is raised before anything is allocated.
+            ValueError: the plan or the device does not fit. Raised before any allocation.
         """
-        built = self.built(module, plan, env, device, weighted=module.is_weighted())
+        built = self.built(module, plan, env, device)
         return ShardedEmbeddingBagCollection(module, built)
 
 
 class EmbeddingCollectionSharder(_Sharder):
-    """Shards EmbeddingCollections; arguments as for EmbeddingBagCollectionSharder."""
+    """Sharder for EmbeddingCollection; arguments as for EmbeddingBagCollectionSharder."""
 
     module_type = EmbeddingCollection
 
@@ -134,8 +170,18 @@ class EmbeddingCollectionSharder(_Sharder):
         env: ShardingEnv | None = None,
         device: torch.device | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Return the sharded module; see ``EmbeddingBagCollectionSharder.shard``."""
-        return ShardedEmbeddingCollection(module, self.built(module, plan, env, device, sequence=True))
+        """Shard a module. Collective.
+
+        Args:
+            module: the unsharded module.
+            plan: the module's plan.
+            env: the ranks (default: all ranks in the default process group).
+            device: device for this rank's tables (default: the process group's device).
+
+        Raises:
+            ValueError: as for ``EmbeddingBagCollectionSharder.shard``.
+        """
+        return ShardedEmbeddingCollection(module, self.built(module, plan, env, device))
 
 
 def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:

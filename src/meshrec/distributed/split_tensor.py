@@ -1,10 +1,10 @@
-"""A split table for torch's tools: a DTensor of the whole table, of which this rank holds some rectangles.
+"""DTensor for a split table, from which this rank holds some rectangles.
 
-DTensor's own placements describe even chunks of one dimension, but here a rank may hold any rectangles. So
-everything that depends on placements is overridden: how the whole is put together (``full_tensor``,
-``redistribute``), and the three methods by which torch.distributed.checkpoint (DCP) asks for the local
-pieces. The placement is ``Replicate``: torch's tools then give and ask for whole tensors, and each rank takes
-its rectangles of them.
+DTensor placements describe even chunks in a single dimension, but here a rank may hold any rectangles. So
+everything that depends on placements is overridden: how the whole is assembled (``full_tensor``,
+``redistribute``), and the three methods by which torch.distributed.checkpoint (DCP) requests local pieces.
+The placement is ``Replicate``: torch's tools then give and request whole tensors, and every rank takes its
+rectangles.
 """
 
 from bisect import bisect_left, bisect_right
@@ -22,16 +22,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from meshrec.comms.collectives import broadcast
 from meshrec.comms.mesh import Axis, group_device
-from meshrec.tables.streamed import is_same
+from meshrec.tables.streamed import StreamedPart, is_same
 from meshrec.tables.table import Rectangle
 
 _aten = torch.ops.aten
 
 
 class LocalRectangles(Tensor):
-    """The local rectangles of a table, in the shape of the whole table.
+    """A table's local rectangles, in the whole table's shape.
 
-    It can be copied from whole tensors, and be copied itself. It has no other arithmetic.
+    It supports copies from whole tensors and copies of itself, but no other arithmetic.
     """
 
     _parts: list[Tensor]
@@ -41,13 +41,13 @@ class LocalRectangles(Tensor):
     def __new__(
         cls, parts: Sequence[Tensor], rectangles: Sequence[Rectangle], like: Tensor, size: Sequence[int]
     ) -> "LocalRectangles":
-        """Make the tensor from this rank's parts.
+        """Create the tensor from this rank's parts.
 
         Args:
-            parts: the values of each rectangle.
-            rectangles: the rectangles of this rank.
-            like: a tensor with the dtype and device; needed where a rank has no rectangle.
-            size: the size of the whole table, or 1-D for state with one value per row.
+            parts: values by rectangle.
+            rectangles: this rank's rectangles.
+            like: a tensor with the dtype and device; needed if a rank has no rectangle.
+            size: the whole table's size, or 1-D for state with a value per row.
         """
         made: LocalRectangles = Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=like.dtype, device=like.device
@@ -59,26 +59,27 @@ class LocalRectangles(Tensor):
         super().__init__()
 
     def local_shards(self) -> list[Tensor]:
-        """Return the parts. For state per row, rectangles with the same rows have one part each, with equal
-        values.
+        """Return the parts.
+
+        For per-row state, rectangles with the same rows have separate parts with equal values.
         """
         return self._parts
 
     def local_offsets(self) -> list[tuple[int, ...]]:
-        """Return the offset of each part in the whole."""
+        """Return the part offsets in the whole."""
         return [rectangle.origin[: self.dim()] for rectangle in self._rectangles]
 
     def copy_from(self, source: Tensor) -> None:
-        """Copy from a whole tensor, or from one with the same rectangles; see ``parts_of``."""
+        """Copy from a whole tensor, or from a tensor with the same rectangles; see ``parts_of``."""
         for part, values in zip(self._parts, self.parts_of(source), strict=True):
             if not is_same(part, values):
                 part.detach().copy_(values)
 
     def parts_of(self, source: Tensor) -> Sequence[Tensor]:
-        """Return the part of each rectangle in a whole tensor, or in one with the same rectangles.
+        """Return the parts by rectangle from a whole tensor, or from a tensor with the same rectangles.
 
         Raises:
-            ValueError: the shape, or the rectangles, differ.
+            ValueError: the shape or the rectangles differ.
         """
         if source.shape != self.shape:
             raise ValueError(
@@ -96,7 +97,7 @@ class LocalRectangles(Tensor):
         return [region(source, rectangle) for rectangle in self._rectangles]
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LocalRectangles":
-        """Return the same rectangles with ``fn`` applied to their parts."""
+        """Return the same rectangles with ``fn`` applied to the parts."""
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return LocalRectangles([fn(part) for part in self._parts], self._rectangles, like, self.shape)
 
@@ -131,21 +132,25 @@ _MAPPED = (
 
 
 class SplitTensor(DTensor):
-    """A table, or a state of it, that a plan splits over the ranks of ``mesh``.
+    """A table, or a table state, split by a plan over the ranks in ``mesh``.
 
     ``full_tensor`` returns the whole on every rank. DCP saves it, and loads into it in place, whatever the
-    plan of the other side. ``copy_`` takes whole tensors. Other operations need plain tensors.
+    plan on the other side. ``copy_`` takes whole tensors. Other operations need plain tensors.
     """
 
     _holders: Sequence[Sequence[Rectangle]]
 
     @staticmethod
     def of(local: LocalRectangles, holders: Sequence[Sequence[Rectangle]], mesh: DeviceMesh) -> "SplitTensor":
-        """Make a split tensor. ``holders``: the rectangles of the table on each rank of the mesh, which has
-        one axis.
+        """Create a split tensor.
 
-        State per row is cut at the same rows on all ranks, because DCP does not accept overlapping parts. If
+        Per-row state is cut at the same rows on all ranks, because DCP does not accept overlapping parts. If
         there are no rows, the parts stay: DCP would drop a tensor without parts.
+
+        Args:
+            local: this rank's rectangles.
+            holders: rectangles by rank in the mesh.
+            mesh: the ranks, on a single axis.
         """
         if local.dim() == 1 and len(local):
             local, holders = _cut_at_common_rows(local, holders)
@@ -157,7 +162,7 @@ class SplitTensor(DTensor):
 
     @property
     def local(self) -> LocalRectangles:
-        """The local rectangles."""
+        """Local rectangles."""
         local = self._local_tensor
         assert isinstance(local, LocalRectangles)
         return local
@@ -168,9 +173,9 @@ class SplitTensor(DTensor):
 
     @torch.no_grad()
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return the whole, as a plain tensor, on every rank. Collective over the ranks of the mesh.
+        """Return the whole, as a plain tensor, on every rank. Collective over the mesh.
 
-        A rank needs memory for the whole, and for the largest rectangle.
+        A rank needs memory for the whole and for the largest rectangle.
         """
         group = self.device_mesh.get_group()
         axis = Axis(size=group.size(), rank=group.rank(), group=group)
@@ -178,13 +183,15 @@ class SplitTensor(DTensor):
         own = dict(zip(local._rectangles, local._parts, strict=True))
         whole = torch.empty(self.shape, dtype=self.dtype, device=group_device(group))
         seen: set[tuple[int, ...]] = set()
+        # All ranks walk all rectangles in the same order, because broadcasts must match.
         for rank, rectangles in enumerate(self._holders):
             for rectangle in rectangles:
                 place = tuple(rectangle[1:] if self.dim() == 2 else rectangle[1:3])
                 if place in seen:
-                    continue  # columns of the same rows have the same state per row
+                    continue  # columns in the same rows share per-row state
                 seen.add(place)
                 target = region(whole, rectangle)
+                # Broadcast needs contiguous memory, which column shards in the whole are not.
                 buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
                 if rank == axis.rank:
                     buffer.copy_(own[rectangle])
@@ -199,7 +206,7 @@ class SplitTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor:
-        """Return an ordinary DTensor of the whole, for placements of ``Replicate``. Collective.
+        """Return an ordinary DTensor with the whole, for ``Replicate`` placements. Collective.
 
         Raises:
             ValueError: other placements are given.
@@ -213,23 +220,25 @@ class SplitTensor(DTensor):
         return DTensor.from_local(whole, self.device_mesh, [Replicate()], run_check=False)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return, for DCP, the pieces that this rank can write. For state per row, each row appears once."""
+        """Return, for DCP, the pieces this rank can write. For per-row state, a row appears once."""
         items: dict[tuple[int, ...], WriteItem] = {}
         for chunk, part in zip(self.__create_chunk_list__(), self.local._parts, strict=True):
+            if isinstance(part, StreamedPart):
+                part.check_saver(fqn)
             data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.shape)
             index = MetadataIndex(fqn, chunk.offsets)
             items.setdefault(tuple(chunk.offsets), WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return list(items.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return, for DCP, the pieces that this rank must read: every part."""
+        """Return, for DCP, the pieces this rank must read: every part."""
         return [
             ChunkStorageMetadata(torch.Size(offset), part.shape)
             for offset, part in zip(self.local.local_offsets(), self.local._parts, strict=True)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return, for DCP, the memory of a part. The index number tells parts with the same rows apart."""
+        """Return, for DCP, a part's memory. The index number distinguishes parts with the same rows."""
         offsets, offset = self.local.local_offsets(), tuple(index.offset or ())
         number = index.index
         if number is None or number >= len(offsets) or offsets[number] != offset:
@@ -244,6 +253,13 @@ class SplitTensor(DTensor):
             "with meshrec.checkpoint.save."
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SplitTensor":
+        # torch up to 2.11 clones in C++, which makes a DTensor.
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        copied: SplitTensor = memo[id(self)]
+        return copied
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"SplitTensor({list(self.shape)}, {self.dtype}, here: {_places(self.local._rectangles)})"
 
@@ -251,7 +267,7 @@ class SplitTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the rectangles. Before torch 2.12, C++ handles the listed operations for all
+        """Run an operation on the rectangles. Before torch 2.12, C++ handles the listed operations for
         DTensors.
         """
         with torch._C.DisableTorchFunctionSubclass():
@@ -284,7 +300,7 @@ _OF_RECTANGLES = (
 def _cut_at_common_rows(
     local: LocalRectangles, holders: Sequence[Sequence[Rectangle]]
 ) -> tuple[LocalRectangles, list[list[Rectangle]]]:
-    """Cut state per row and its rectangles where any rectangle begins or ends."""
+    """Cut per-row state and its rectangles wherever any rectangle starts or ends."""
     edges = sorted({row for held in holders for rectangle in held for row in (rectangle.r0, rectangle.r1)})
 
     def bands(of: Rectangle) -> list[Rectangle]:
@@ -301,7 +317,7 @@ def _cut_at_common_rows(
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
-    """Return a rectangle in the memory of the whole; for state per row, its rows."""
+    """Return a rectangle in the whole's memory; for per-row state, its rows."""
     rows = whole[rectangle.r0 : rectangle.r1]
     return rows if whole.dim() == 1 else rows[:, rectangle.c0 : rectangle.c1]
 
@@ -313,7 +329,7 @@ def _plain(arg: Any) -> Any:
 
 
 def _wrapped(result: Any, first: Any) -> Any:
-    """Wrap the result of an operation on the rectangles of ``first`` as a split tensor."""
+    """Wrap the result from an operation on the rectangles in ``first`` as a split tensor."""
     if not isinstance(result, LocalRectangles):
         return result
     return first if result is first.local else SplitTensor.of(result, first._holders, first.device_mesh)

@@ -1,4 +1,4 @@
-"""A record of the updated rows on this rank: four bytes per row, and one store per looked-up ID."""
+"""Record of updated rows on this rank: four bytes per row, and a store per looked-up ID."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -8,32 +8,31 @@ from torch import Tensor
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.ops import tbe
-from meshrec.tables.hashed import HashedTable
-from meshrec.tables.table import TableRows
+from meshrec.tables.hashed.table import ALIVE, HashedTable, has_growable_rows
+from meshrec.tables.table import Table
 from meshrec.tables.updates import TableGradient
 
 _NEVER = -1
 
 
 class TouchedRows:
-    """The rows of one module's tables that updates touch from now on.
+    """Rows in a module's tables that updates touch from now on.
 
     Args:
-        tables: the tables of the module.
-        fused: the numbers of its fused tables. Only these are watched.
-        now: returns the mark for rows that are touched now.
+        tables: the module's tables.
+        fused: fused table numbers. Only these are watched.
+        now: returns the current mark.
     """
 
     def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
         self._fused, self._now = set(fused), now
         self._parts = [tables.split, tables.local]
         self._marks = [[_marks(rows) for rows in _tables(part)] for part in self._parts]
+        # Only one watcher at a time: a new record replaces the previous one.
         tables.watch = self._mark
 
-    def touched(self, table: int, since: int) -> Iterator[tuple[TableRows, Tensor]]:
-        """Yield, for each local rectangle of a table, the keys of the rows with a mark above ``since``,
-        ascending.
-        """
+    def touched(self, table: int, since: int) -> Iterator[tuple[Table, Tensor]]:
+        """Yield (local rectangle, keys marked above ``since``, ascending) for a table."""
         for rows, marks in self._of(table):
             if isinstance(marks, _HashedMarks):
                 yield rows, marks.touched(since)
@@ -41,14 +40,18 @@ class TouchedRows:
                 yield rows, (marks > since).nonzero()[:, 0] + rows.rectangle.r0
 
     def gone(self, table: int, since: int, now: int) -> Iterator[tuple[HashedTable, Tensor]]:
-        """Yield, for each local rectangle of a hashed table, the keys that were evicted after ``since`` and
-        have no row again. Earlier ones are forgotten. ``now`` is the number of the last update.
+        """Yield (local rectangle, evicted keys without a new row) for a hashed table.
+
+        Args:
+            table: table number.
+            since: only evictions after this mark count. Earlier evictions are forgotten.
+            now: number of the last update.
         """
         for _, marks in self._of(table):
             if isinstance(marks, _HashedMarks):
                 yield marks.table, marks.gone(since, now)
 
-    def _of(self, table: int) -> Iterator[tuple[TableRows, "Tensor | _HashedMarks"]]:
+    def _of(self, table: int) -> Iterator[tuple[Table, "Tensor | _HashedMarks"]]:
         for part, marks in zip(self._parts, self._marks, strict=True):
             for rows, own in zip(_tables(part), marks, strict=True):
                 if rows.rectangle.table == table:
@@ -81,12 +84,13 @@ class TouchedRows:
                 own.mark(rows.long(), now)
                 return
             if (index := part.held.indexes.get(i)) is not None:
+                # Slots may change owners later, so marks are by key.
                 rows = index.keys_of(rows.long()) - part.work.rectangles[i].r0
             own.index_fill_(0, rows.long(), now)
 
 
 class _HashedMarks:
-    """The marks of a hashed table, by slot, and those of evicted keys.
+    """Marks for a hashed table by slot, and marks for evicted keys.
 
     A slot keeps its mark when another key gets it: that key comes alive in a later update, which marks it.
     """
@@ -95,11 +99,12 @@ class _HashedMarks:
         self.table = table
         self._marks = torch.empty(0, dtype=torch.int32)
         self._gone, self._gone_marks = torch.empty(2, 0, dtype=torch.int64)
-        table.books.is_watched = True
+        table.accounting.is_watched = True
 
     def mark(self, slots: Tensor, now: int) -> None:
-        """Mark the rows of an update."""
-        num_slots = len(self.table.memory[""])
+        """Mark the rows in an update."""
+        num_slots = len(self.table.memory[ALIVE])
+        # The table has grown; new slots start without a mark.
         if len(self._marks) < num_slots:
             more = torch.full((num_slots - len(self._marks),), _NEVER, dtype=torch.int32)
             self._marks = torch.cat([self._marks, more])
@@ -107,13 +112,13 @@ class _HashedMarks:
         self._drain(now)
 
     def touched(self, since: int) -> Tensor:
-        """Return the keys that are alive and marked above ``since``, ascending."""
-        alive = self.table.memory[""][: len(self._marks)]
+        """Return the live keys marked above ``since``, ascending."""
+        alive = self.table.memory[ALIVE][: len(self._marks)]
         slots = ((self._marks > since)[: len(alive)] & alive).nonzero()[:, 0]
         return self.table.keys_of(slots).sort().values
 
     def gone(self, since: int, now: int) -> Tensor:
-        """Return the keys evicted after ``since`` that are not alive, ascending; forget the earlier ones."""
+        """Return dead keys evicted after ``since``, ascending; forget earlier evictions."""
         self._drain(now)
         late = self._gone_marks > since
         self._gone, self._gone_marks = self._gone[late], self._gone_marks[late]
@@ -121,7 +126,7 @@ class _HashedMarks:
         return keys[~is_alive(self.table, keys)]
 
     def _drain(self, now: int) -> None:
-        evicted, self.table.books.evicted = self.table.books.evicted, []
+        evicted, self.table.accounting.evicted = self.table.accounting.evicted, []
         for keys in evicted:
             self._gone = torch.cat([self._gone, keys])
             self._gone_marks = torch.cat([self._gone_marks, torch.full_like(keys, now)])
@@ -131,24 +136,24 @@ def is_alive(table: HashedTable, keys: Tensor) -> Tensor:
     """Return whether each key has a row, bool [N]."""
     slots = table.slots.find(keys)
     found = slots >= 0
-    found[found.clone()] = table.memory[""][slots[found]]
+    found[found.clone()] = table.memory[ALIVE][slots[found]]
     return found
 
 
-def _marks(rows: TableRows) -> Tensor | _HashedMarks:
-    if isinstance(rows, HashedTable):
+def _marks(rows: Table) -> Tensor | _HashedMarks:
+    if has_growable_rows(rows):
         return _HashedMarks(rows)
     r = rows.rectangle
     return torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
 
 
-def _tables(part: LookupTables) -> list[TableRows]:
-    """Return the rectangles of a part, in the order of its work."""
+def _tables(part: LookupTables) -> list[Table]:
+    """Return a part's rectangles, in work order."""
     return [rows for held in part.held.held for rows in held.tables]
 
 
 def by_key(lookups: tbe.Lookups) -> list[Tensor]:
-    """Return the IDs of each key (a route of this rank), over all blocks."""
+    """Return the IDs by key (a route on this rank), over all blocks."""
     assert lookups.segments is not None
     bounds = lookups.offsets[lookups.segments.to(lookups.offsets.device)].tolist()
     num_keys = lookups.num_keys

@@ -1,4 +1,4 @@
-"""The encoding of one direction of a module: formats by table, rounding, a watch on damaged values."""
+"""Encoding for a single direction in a module: formats by table, rounding, and a watch on damaged values."""
 
 import logging
 import zlib
@@ -17,27 +17,27 @@ from meshrec.distributed.routing import Routing
 
 _logger = logging.getLogger("meshrec")
 _RANK_KEYS = 1 << 40
-"""Keys of rows of one rank. Rows of different ranks draw different noise."""
+"""Row keys reserved per rank. Rows on different ranks draw different noise."""
 _READ_EVERY = 256
-"""Messages of a GPU after which its count of damaged rows is read."""
+"""Read the damaged-row count after this many GPU messages."""
 
 FORWARD, BACKWARD = 0, 1
 _WAYS = ("embeddings", "gradients")
 
 
 def first_key(rank: int) -> int:
-    """Return the key of the first row that a rank asks for."""
+    """Return the key for the first row that a rank requests."""
     return rank * _RANK_KEYS
 
 
 class Codec:
-    """One direction of a module: its formats, by table, and what the sender must remember.
+    """A single direction in a module: formats by table, and the sender's state.
 
     Args:
         routing: the compiled plan.
-        wires: the formats of each table, by number.
+        wires: formats by table number.
         way: ``FORWARD`` or ``BACKWARD``.
-        clock: returns the number of updates of the tables so far.
+        clock: returns the number of table updates so far.
     """
 
     def __init__(
@@ -46,21 +46,22 @@ class Codec:
         self._routing, self._way, self._clock = routing, way, clock
         self._formats: list[WireFormat] = [pair[way] for pair in wires]
         split = [each for each, own in zip(self._formats, routing.replicated, strict=True) if not own]
+        # Replicated tables send no rows. Their formats matter only if all tables are replicated.
         self.encoding = RowEncoding.of(split or self._formats)
         self._watch = _Watch(_WAYS[way])
         self.feedback = ErrorFeedback() if any(each.feedback for each in split) else None
-        """The residuals of this rank; None if no format has feedback."""
+        """This rank's residuals; None if no format has feedback."""
         self.draws = any(each.stochastic for each in split)
-        """Whether some format rounds at random."""
+        """Whether some format uses stochastic rounding."""
 
     def encodes(self, axis: Axis) -> bool:
-        """Return whether rows are encoded in a pass of their own before they travel."""
+        """Return whether rows are encoded in a separate pass before they travel."""
         return axis.group is not None and axis.size > 1 and not self.encoding.is_cast
 
     def columns(self, spans: Sequence[Span], first_rows: Sequence[int] | None = None) -> Columns:
-        """Return the columns that travel as these spans of the result.
+        """Return the wire columns for these result spans.
 
-        ``first_rows``: the first table row of each, where the rows are parts of sums.
+        ``first_rows``: first table row by span, if the rows are partial sums.
         """
         routing, starts = self._routing, self._routing.columns
         uses = [bisect_right(starts, span.column, hi=len(starts) - 1) - 1 for span in spans]
@@ -73,6 +74,7 @@ class Codec:
             widths=tuple(span.width for span in spans),
             formats=tuple(self._formats[routing.uses[use].table] for use in uses),
             seeds=tuple(
+                # Seeds from names, not numbers: they survive another table order.
                 zlib.crc32(f"{name}, {_WAYS[self._way]}, {row}".encode())
                 for name, row in zip(names, rows, strict=True)
             ),
@@ -89,10 +91,13 @@ class Codec:
         keys: Tensor | None = None,
         names: Names | None = None,
     ) -> Tensor:
-        """Encode the rows of consecutive blocks.
+        """Encode the rows in consecutive blocks.
 
-        ``keys`` replaces the keys of the blocks. ``names``: the bags whose gradients these are, for error
-        feedback.
+        Args:
+            values: rows, flat, block by block.
+            blocks: block shapes.
+            keys: row keys that replace the blocks' keys.
+            names: returns bag names for error feedback.
         """
         step = self._clock() if self.draws else 0
         feedback = self.feedback if names is not None else None
@@ -106,12 +111,12 @@ class Codec:
         return message
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode the rows of consecutive blocks."""
+        """Decode the rows in consecutive blocks."""
         return self.encoding.decode(message, blocks)
 
 
 class _Watch:
-    """Names the first row with infinity or NaN, once for each column."""
+    """Warning for the first row with infinity or NaN, once per column."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -119,7 +124,7 @@ class _Watch:
         self._unread = 0
 
     def look(self, report: Tensor, blocks: Sequence[Block]) -> None:
-        """Look at what a kernel reports. A GPU is not waited for in every step."""
+        """Inspect a kernel's report. A GPU report is not read in every step, because the read waits."""
         if not report.is_cpu:
             self._unread = (self._unread + 1) % _READ_EVERY
             if self._unread:

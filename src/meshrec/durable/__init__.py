@@ -1,4 +1,4 @@
-"""Files that outlive a crash and tell when they were damaged: for checkpoints, deltas, packages and runs."""
+"""Crash-safe files with damage detection: for checkpoints, deltas, packages and runs."""
 
 from meshrec.durable.digests import (
     DIGESTS,
@@ -13,24 +13,49 @@ from meshrec.durable.digests import (
 from meshrec.durable.files import (
     DamageError,
     durable_file,
-    durable_folder,
     open_regular,
     read_regular,
     sync_folder,
     write_durably,
 )
-from meshrec.durable.scratch import scratch_folder
+from meshrec.durable.full_disk import FULL, name_full_disk
+from meshrec.durable.marks import PREFIX, Mark, mark, marks, release
+from meshrec.durable.removal import Created, is_below, remove_empty, remove_link, remove_named
+from meshrec.durable.scratch import (
+    abandon_scratch,
+    durable_folder,
+    join_scratch,
+    make_scratch,
+    remove_scratch,
+    scratch_folder,
+)
 from meshrec.durable.sealed import sealed, unsealed
 
 __all__ = [
     "DIGESTS",
+    "FULL",
+    "PREFIX",
+    "Created",
     "DamageError",
     "FileDigest",
+    "Mark",
+    "abandon_scratch",
     "durable_file",
     "durable_folder",
+    "is_below",
+    "join_scratch",
+    "make_scratch",
+    "mark",
+    "marks",
+    "name_full_disk",
     "open_regular",
     "read_digests",
     "read_regular",
+    "release",
+    "remove_empty",
+    "remove_link",
+    "remove_named",
+    "remove_scratch",
     "scratch_folder",
     "sealed",
     "sha256_of",

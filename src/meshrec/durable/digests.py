@@ -1,13 +1,13 @@
-"""``digests.txt``: what every file of a folder must hold, in lines that C++ reads as well.
+"""``digests.txt``: expected content of every file in a folder, in a format C++ reads as well.
 
     meshrec-digests 1
-    file 4194305 <sha256> <crc32 of each block of 4 MiB, 8 hexadecimal digits each> weights.bin
-    end <crc32 of all that stands before this line>
+    file 4194305 <sha256> <crc32 per 4 MiB block, 8 hexadecimal digits each> weights.bin
+    end <crc32 of everything before this line>
 
-Several threads compare the CRC-32s, to find accidents; an empty file has "-" in place of them. On two cores,
-a package of 1 GiB took 1.2 times as long as one thread takes to read it from the disk, and 2.7 times as long
-from the page cache; SHA-256 in one thread took 2.9 and 11.7 times as long. The SHA-256s tell what a forger
-changed, if this file itself can be trusted; see `tree_hash_of` for a hash that several threads compute.
+CRC-32s detect accidental damage and are compared by several threads; an empty file has "-" instead. On two
+cores, verifying a 1 GiB package took 1.2 times the single-threaded read time from disk, and 2.7 times from
+the page cache; single-threaded SHA-256 took 2.9 and 11.7 times. SHA-256s detect forgery, if this file itself
+is trusted; see `tree_hash_of` for a multi-threaded hash.
 """
 
 import hashlib
@@ -31,92 +31,100 @@ BLOCK = 1 << 22
 _FIRST_LINE = "meshrec-digests 1"
 _FILE_LINE = re.compile(r"file (0|[1-9]\d{0,18}) ([0-9a-f]{64}) (-|(?:[0-9a-f]{8})+) (.+)")
 _READ_AT_A_TIME = 1 << 24
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 _SECONDS_BETWEEN_LINES = 5.0
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _Result = TypeVar("_Result")
 
 
 class FileDigest(NamedTuple):
-    """The expected content of a file: size, SHA-256, and the CRC-32 of each block of `BLOCK` bytes."""
+    """Expected content of a file: size, SHA-256, and CRC-32 per block of `BLOCK` bytes."""
 
     num_bytes: int
     sha256: str
     checksums: tuple[int, ...]
 
 
-def sha256_of(path: Path, *, most: int | None = None) -> str:
-    """Compute the SHA-256 of a regular file, of at most ``most`` bytes.
+def sha256_of(path: Path, *, max_bytes: int | None = None) -> str:
+    """Compute the SHA-256 of a regular file.
+
+    Args:
+        path: the file.
+        max_bytes: maximum size; None: unlimited.
 
     Raises:
-        DamageError: for anything but a regular file, and a longer one.
+        DamageError: not a regular file, or too large.
     """
     with open_regular(path) as descriptor:
         num_bytes = os.fstat(descriptor).st_size
-        if most is not None and num_bytes > most:
-            raise DamageError(f"{path} has {num_bytes:,} bytes; at most {most:,} were expected")
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise DamageError(f"{path} has {num_bytes:,} bytes; at most {max_bytes:,} were expected")
         return _sha256(descriptor)
 
 
-def checksums_of(descriptor: int, num_bytes: int, what: str) -> tuple[int, ...]:
-    """Compute the CRC-32 of each block of an open file with several threads; log the progress if it takes
-    seconds.
+def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
+    """Compute the CRC-32 per block of an open file with several threads; log progress if slow.
+
+    Args:
+        descriptor: open file.
+        num_bytes: file size.
+        name: file name in messages.
 
     Raises:
-        DamageError: when the file ends too early.
+        DamageError: the file ends early.
     """
 
-    def one(start: int) -> int | None:
+    def block_checksum(start: int) -> int | None:
         return crc32_of_file(descriptor, start, min(BLOCK, num_bytes - start))
 
     starts = range(0, num_bytes, BLOCK)
-    found = []
-    for number, checksum in enumerate(_by_threads(one, starts, what)):
+    checksums = []
+    for number, checksum in enumerate(_by_threads(block_checksum, starts, name)):
         if checksum is None:
-            raise DamageError(f"{what}: the file ends in block {number}, before its {num_bytes:,} bytes")
-        found.append(checksum)
-    return tuple(found)
+            raise DamageError(f"{name}: the file ends in block {number}, before its {num_bytes:,} bytes")
+        checksums.append(checksum)
+    return tuple(checksums)
 
 
-def tree_hash_of(descriptor: int, num_bytes: int, what: str) -> str:
-    """Compute the SHA-256 of the SHA-256s of a file's blocks of `BLOCK` bytes, by several threads.
+def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
+    """Compute the SHA-256 of the SHA-256s of a file's blocks, with several threads.
 
-    A forger who wants another file with the same hash must forge SHA-256 itself. The file's size must be
-    compared, too.
+    Forging it requires forging SHA-256 itself. The file size must be compared as well.
 
     Args:
-        descriptor: the open file.
-        num_bytes: its size.
-        what: how errors and the log call it.
+        descriptor: open file.
+        num_bytes: file size.
+        name: file name in messages.
 
     Raises:
-        DamageError: the file ends too early.
+        DamageError: the file ends early.
     """
 
-    def one(start: int) -> bytes | None:
+    def block_digest(start: int) -> bytes | None:
         length = min(BLOCK, num_bytes - start)
         block = os.pread(descriptor, length, start)
         return hashlib.sha256(block).digest() if len(block) == length else None
 
     tree = hashlib.sha256()
-    for number, digest in enumerate(_by_threads(one, range(0, num_bytes, BLOCK), what)):
+    for number, digest in enumerate(_by_threads(block_digest, range(0, num_bytes, BLOCK), name)):
         if digest is None:
-            raise DamageError(f"{what}: the file ends in block {number}, before its {num_bytes:,} bytes")
+            raise DamageError(f"{name}: the file ends in block {number}, before its {num_bytes:,} bytes")
         tree.update(digest)
     return tree.hexdigest()
 
 
 def write_digests(folder: Path, *, known: Mapping[str, str] | None = None) -> None:
-    """Write `DIGESTS` for all files of a folder.
+    """Write `DIGESTS` for all files in a folder.
 
     Args:
         folder: the folder.
-        known: SHA-256s that were computed before, by the file's name.
+        known: precomputed SHA-256s by file name.
 
     Raises:
-        ValueError: for a name with a line break in it.
+        ValueError: a file name contains a line break.
     """
     lines = [_FIRST_LINE]
+    # Sorted, so that equal folders have equal digests files.
     for path in sorted(folder.iterdir()):
         if path.name == DIGESTS:
             continue
@@ -134,55 +142,55 @@ def write_digests(folder: Path, *, known: Mapping[str, str] | None = None) -> No
 
 
 def read_digests(folder: Path) -> dict[str, FileDigest]:
-    """Read what `write_digests` wrote, by the file's name.
+    """Read the output of `write_digests`, by file name.
 
     Raises:
-        DamageError: for a file that is missing, damaged, or names a file outside of the folder.
+        DamageError: the file is missing, damaged, or names a file outside the folder.
     """
     path = folder / DIGESTS
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise DamageError(f"{path} cannot be read ({error.strerror})") from error
     return parse_digests(content, str(path))
 
 
-def parse_digests(content: bytes, what: str) -> dict[str, FileDigest]:
+def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
     """Parse the content of `DIGESTS`; see `read_digests`."""
     body, end = content[:-13], content[-13:]
     if end != f"end {zlib.crc32(body):08x}\n".encode():
-        raise DamageError(f"{what} does not have the checksum that it was written with")
+        raise DamageError(f"{source} does not have the checksum that it was written with")
     try:
         first, *lines = body.decode().split("\n")
     except UnicodeDecodeError as error:
-        raise DamageError(f"{what} is not text ({error})") from error
+        raise DamageError(f"{source} is not text ({error})") from error
     if first != _FIRST_LINE or not lines or lines.pop() != "":
-        raise DamageError(f"{what} does not begin with {_FIRST_LINE!r}")
-    found: dict[str, FileDigest] = {}
+        raise DamageError(f"{source} does not begin with {_FIRST_LINE!r}")
+    digests: dict[str, FileDigest] = {}
     for line in lines:
         match = _FILE_LINE.fullmatch(line)
         name = match[4] if match else ""
-        if match is None or name in found or Path(name).name != name or name in (".", "..") or "\0" in name:
-            raise DamageError(f"{what} has the line {line[:100]!r}, which names no file of the folder")
+        if match is None or name in digests or Path(name).name != name or name in (".", "..") or "\0" in name:
+            raise DamageError(f"{source} has the line {line[:100]!r}, which names no file of the folder")
         num_bytes, written = int(match[1]), "" if match[3] == "-" else match[3]
         if len(written) != 8 * -(-num_bytes // BLOCK):
-            raise DamageError(f"{what} lacks checksums of {name!r}")
+            raise DamageError(f"{source} lacks checksums of {name!r}")
         checksums = tuple(int(written[at : at + 8], 16) for at in range(0, len(written), 8))
-        found[name] = FileDigest(num_bytes, match[2], checksums)
-    return found
+        digests[name] = FileDigest(num_bytes, match[2], checksums)
+    return digests
 
 
 def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool = False) -> None:
     """Compare an open file with its digest.
 
     Args:
-        descriptor: the file.
-        digest: what it must hold.
-        path: how errors call it.
-        sha256: compare the SHA-256 as well, which a forger cannot meet; it takes several times as long.
+        descriptor: open file.
+        digest: expected content.
+        path: file path in messages.
+        sha256: also compare the SHA-256, which detects forgery but takes several times longer.
 
     Raises:
-        DamageError: names the first block that differs.
+        DamageError: names the first differing block.
     """
     num_bytes = os.fstat(descriptor).st_size
     if num_bytes != digest.num_bytes:
@@ -198,10 +206,15 @@ def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool
 
 
 def verify_folder(folder: Path, digests: Mapping[str, FileDigest], *, sha256: bool = False) -> None:
-    """Compare the files of a folder with their digests; see `verify_file`.
+    """Compare a folder's files with their digests; see `verify_file`.
+
+    Args:
+        folder: the folder.
+        digests: expected content by file name.
+        sha256: also compare SHA-256s.
 
     Raises:
-        DamageError: for the first file that is missing or differs.
+        DamageError: for the first missing or differing file.
     """
     for name, digest in digests.items():
         try:
@@ -219,22 +232,23 @@ def _sha256(descriptor: int) -> str:
     return digest.hexdigest()
 
 
-def _by_threads(function: Callable[[int], _Result], starts: Iterable[int], what: str) -> Iterator[_Result]:
+def _by_threads(function: Callable[[int], _Result], starts: Iterable[int], name: str) -> Iterator[_Result]:
     all_starts = list(starts)
-    num_threads = min(len(all_starts), len(os.sched_getaffinity(0)), _MOST_THREADS)
+    num_threads = min(len(all_starts), len(os.sched_getaffinity(0)), _MAX_THREADS)
     if num_threads < 2:
         yield from map(function, all_starts)
         return
-    began = said = time.monotonic()
+    start_time = last_report = time.monotonic()
+    # Reading and hashing release the GIL, so threads run in parallel.
     with ThreadPoolExecutor(num_threads, thread_name_prefix="checksums") as pool:
         for number, result in enumerate(pool.map(function, all_starts)):
-            if (now := time.monotonic()) - said > _SECONDS_BETWEEN_LINES:
-                said = now
+            if (now := time.monotonic()) - last_report > _SECONDS_BETWEEN_LINES:
+                last_report = now
                 _log.info(
                     "verifying %s: %.1f of %.1f GB after %.0f s",
-                    what,
+                    name,
                     number * BLOCK / 1e9,
                     len(all_starts) * BLOCK / 1e9,
-                    now - began,
+                    now - start_time,
                 )
             yield result

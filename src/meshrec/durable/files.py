@@ -1,14 +1,16 @@
-"""Atomic files and folders, and reads that a pipe or a device cannot block."""
+"""Atomic file writes, and reads that never block on a pipe or device."""
 
 import contextlib
+import errno
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from meshrec.durable.removal import Created
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -20,58 +22,68 @@ _KINDS = {
 
 
 class DamageError(RuntimeError):
-    """A file does not hold what was written to it."""
+    """File content differs from what was written."""
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file by way of `durable_file`."""
-    with durable_file(path) as file:
+def write_durably(path: Path, content: bytes, *, token: str | None = None) -> None:
+    """Write a small file through `durable_file`.
+
+    Args:
+        path: the file, replaced if it exists.
+        content: file content.
+        token: see `durable_file`.
+
+    Example::
+
+        write_durably(Path("state.json"), b"{}")
+        assert read_regular(Path("state.json"), 100) == b"{}"
+    """
+    with durable_file(path, token=token) as file:
         file.write(content)
 
 
 @contextmanager
-def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file, and rename it to ``path`` once it is on disk. Remove it after an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
+    """Yield a temporary file, and rename it to ``path`` once it is on disk. Remove it after an error.
+
+    Args:
+        path: the file. An existing file, or link, is replaced.
+        token: unique suffix of the temporary name ``.NAME.TOKEN``; random by default. A killed process leaves
+            the temporary file behind.
+
+    Raises:
+        FileExistsError: the path is a device, a pipe or the like. Root could put a file in its place.
+    """
+    _check_replaceable(path)
+    temporary = path.with_name(f".{path.name}.{token or secrets.token_hex(8)}")
+    descriptor, created = Created.file(temporary)
     try:
-        with open(temporary, "wb") as file:
+        with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException:
+        created.remove()
+        raise
+    # The rename itself is durable only after the directory has been synced.
     sync_folder(path.parent)
 
 
-@contextmanager
-def durable_folder(folder: Path) -> Iterator[Path]:
-    """Yield a scratch folder beside ``folder``, and rename it once all its files are on disk.
-
-    After an error the scratch folder is removed.
-
-    Raises:
-        OSError: a file cannot be written, or ``folder`` exists and is not empty.
-    """
-    scratch = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
-    scratch.mkdir(parents=True)
+def _check_replaceable(path: Path) -> None:
+    """Raise FileExistsError for a path that is no file, or a link such as /dev/stdout."""
     try:
-        yield scratch
-        for path in (*scratch.rglob("*"), scratch):
-            if path.is_dir():
-                sync_folder(path)
-                continue
-            with open_regular(path) as descriptor:
-                os.fsync(descriptor)
-        os.replace(scratch, folder)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
+        kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    except OSError:  # nothing is there, or a link that leads nowhere
+        return
+    if kind is None and path.is_symlink() and os.readlink(path).startswith(("/proc/", "/dev/")):
+        kind = "a link to an open file"
+    if kind is not None:
+        raise FileExistsError(errno.EEXIST, f"it is {kind}, and only a file can be replaced", str(path))
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to disk."""
+    """Flush directory entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,11 +95,11 @@ def sync_folder(folder: Path) -> None:
 def open_regular(path: Path) -> Iterator[int]:
     """Open a regular file for reading, and yield its descriptor.
 
-    A pipe that nobody writes to would hang whoever opens it, and a device may have no end.
+    Opening a pipe without a writer would hang, and a device may have no end.
 
     Raises:
-        DamageError: for anything but a regular file.
-        OSError: for a file that is missing or cannot be read.
+        DamageError: not a regular file.
+        OSError: the file is missing or unreadable.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
@@ -100,31 +112,37 @@ def open_regular(path: Path) -> Iterator[int]:
             os.close(descriptor)
 
 
-def read_regular(path: Path, most: int) -> bytes:
-    """Read a regular file of at most ``most`` bytes.
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file with at most ``max_bytes`` bytes.
 
     Raises:
-        DamageError: for anything but a regular file, a longer one, and one that changes meanwhile.
-        OSError: for a file that is missing or cannot be read.
+        DamageError: not a regular file, too large, or modified while reading.
+        OSError: the file is missing or unreadable.
     """
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
-        if size > most:
-            raise DamageError(f"{path} has {size:,} bytes; at most {most:,} were expected")
+        if size > max_bytes:
+            raise DamageError(f"{path} has {size:,} bytes; at most {max_bytes:,} were expected")
         content = bytearray(size)
         read_into(descriptor, memoryview(content), 0, path.name)
     return bytes(content)
 
 
-def read_into(descriptor: int, target: memoryview, offset: int, what: str) -> None:
-    """Fill ``target`` from an open file, beginning at ``offset``.
+def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> None:
+    """Fill ``target`` from an open file, starting at ``offset``.
+
+    Args:
+        descriptor: open file.
+        target: memory to fill.
+        offset: first byte.
+        name: file name in messages.
 
     Raises:
-        DamageError: when the file ends too early.
+        DamageError: the file ends early.
     """
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], offset + done)
+    num_read = 0
+    while num_read < len(target):
+        count = os.preadv(descriptor, [target[num_read:]], offset + num_read)
         if count == 0:
-            raise DamageError(f"{what}: the file ends too early")
-        done += count
+            raise DamageError(f"{name}: the file ends too early")
+        num_read += count

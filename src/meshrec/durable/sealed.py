@@ -1,4 +1,4 @@
-"""JSON objects that carry a checksum of themselves, and checks of what they say."""
+"""JSON objects with an embedded checksum, and validation of their fields."""
 
 import json
 import re
@@ -9,120 +9,175 @@ from typing import Any
 from meshrec.durable.files import DamageError
 
 SEAL = "crc32"
-"""The field that holds the checksum."""
-_LARGEST = (1 << 63) - 1
+"""Field with the checksum."""
+_MAX_INT64 = (1 << 63) - 1
 _SURROGATE = re.compile(rb"\\u[dD]")
 
 
-def sealed(said: Mapping[str, Any]) -> bytes:
-    """Write an object as JSON with one more field, the checksum of the others."""
-    return (json.dumps({**said, SEAL: _checksum(said)}, indent=1) + "\n").encode()
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """Serialize an object as JSON with an additional checksum field.
+
+    Example::
+
+        content = sealed({"step": 3})
+        assert unsealed(content, "state.json", required=True) == {"step": 3}
+    """
+    return (json.dumps({**fields, SEAL: _checksum(fields)}, indent=1) + "\n").encode()
 
 
-def unsealed(content: bytes, what: str, *, required: bool) -> dict[str, Any]:
-    """Read what `sealed` wrote.
+def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
+    """Read the output of `sealed`.
 
     Args:
-        content: the JSON.
-        what: how errors call it.
-        required: whether the checksum must be there; files of earlier releases have none.
+        content: JSON bytes.
+        name: file name in messages.
+        required: whether the checksum must be present; files from earlier releases have none.
 
     Raises:
-        DamageError: for anything else, and for another checksum.
+        DamageError: invalid JSON, or a wrong checksum.
     """
-    said = parse(content, what)
-    if not isinstance(said, dict):
-        raise DamageError(f"{what} is not a JSON object")
-    seal = said.pop(SEAL, None)
+    fields = parse(content, name)
+    if not isinstance(fields, dict):
+        raise DamageError(f"{name} is not a JSON object")
+    seal = fields.pop(SEAL, None)
     if seal is None and required:
-        raise DamageError(f"{what} has no checksum of itself ({SEAL!r})")
-    if seal is not None and seal != _checksum(said):
-        raise DamageError(f"{what} does not have the checksum that it was written with")
-    return said
+        raise DamageError(f"{name} has no checksum of itself ({SEAL!r})")
+    if seal is not None and seal != _checksum(fields):
+        raise DamageError(f"{name} does not have the checksum that it was written with")
+    return fields
 
 
-def parse(content: bytes, what: str) -> Any:
-    """Parse JSON in which every name of an object occurs once, and every text can be written as UTF-8.
+def parse(content: bytes, name: str) -> Any:
+    """Parse JSON without duplicate names in objects or unpaired surrogates in strings.
 
     Raises:
-        DamageError: for anything else.
+        DamageError: ``content`` is invalid JSON, nested too deeply, or has a duplicate name or an unpaired
+            surrogate.
     """
     try:
-        found = json.loads(content, object_pairs_hook=_unique)
+        value = json.loads(content, object_pairs_hook=_unique)
         if _SURROGATE.search(content):
-            # Half of a pair, such as "\ud800" alone, is JSON, but would fail where the text is written.
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            # An unpaired surrogate such as "\ud800" is valid JSON, but fails when written as UTF-8.
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
-        raise DamageError(f"{what} is not JSON ({error})") from error
+        raise DamageError(f"{name} is not JSON ({error})") from error
 
 
-def integer(value: Any, what: str, low: int = 0, high: int = _LARGEST) -> int:
-    """Check that a value is a whole number in ``[low, high]``, and return it."""
+def integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
+    """Check that a JSON value is an integer in ``[low, high]``, and return it.
+
+    Args:
+        value: value to check.
+        name: field name in messages.
+        low: minimum.
+        high: maximum.
+
+    Raises:
+        DamageError: ``value`` is out of range or not an integer (a bool is not).
+    """
     if type(value) is not int or not low <= value <= high:
-        raise DamageError(f"{what} is {_short(value)}; a whole number in [{low}, {high}] was expected")
+        raise DamageError(f"{name} is {_short(value)}; a whole number in [{low}, {high}] was expected")
     return value
 
 
-def text(value: Any, what: str, *, allowed: Sequence[str] | None = None) -> str:
-    """Check that a value is text, one of those ``allowed``, and return it."""
+def text(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
+    """Check that a JSON value is a string, in ``allowed`` if given, and return it.
+
+    Args:
+        value: value to check.
+        name: field name in messages.
+        allowed: allowed strings; None: any.
+
+    Raises:
+        DamageError: ``value`` is not a string, or not an allowed string.
+    """
     if not isinstance(value, str) or (allowed is not None and value not in allowed):
         expected = "text" if allowed is None else f"one of {list(allowed)}"
-        raise DamageError(f"{what} is {_short(value)}; {expected} was expected")
+        raise DamageError(f"{name} is {_short(value)}; {expected} was expected")
     return value
 
 
-def items(value: Any, what: str, length: int | None = None) -> list[Any]:
-    """Check that a value is a list, of this length, and return it."""
+def items(value: Any, name: str, length: int | None = None) -> list[Any]:
+    """Check that a JSON value is a list, with ``length`` items if given, and return it.
+
+    Args:
+        value: value to check.
+        name: field name in messages.
+        length: required length; None: any.
+
+    Raises:
+        DamageError: ``value`` is not a list, or has another length.
+    """
     if not isinstance(value, list) or (length is not None and len(value) != length):
         expected = "a list" if length is None else f"a list of {length}"
-        raise DamageError(f"{what} is {_short(value)}; {expected} was expected")
+        raise DamageError(f"{name} is {_short(value)}; {expected} was expected")
     return value
 
 
-def texts(value: Any, what: str) -> list[str]:
-    """Check that a value is a list of texts that all differ, and return it."""
-    found = [text(each, f"a part of {what}") for each in items(value, what)]
-    if len(set(found)) != len(found):
-        raise DamageError(f"{what} names something twice: {_short(found)}")
-    return found
+def texts(value: Any, name: str) -> list[str]:
+    """Check that a JSON value is a list of distinct strings, and return it. Raises DamageError otherwise."""
+    strings = [text(item, f"a part of {name}") for item in items(value, name)]
+    if len(set(strings)) != len(strings):
+        raise DamageError(f"{name} names something twice: {_short(strings)}")
+    return strings
 
 
-def integers(value: Any, what: str, length: int | None = None) -> tuple[int, ...]:
-    """Check that a value is a list of whole numbers from 0 on, and return them."""
-    return tuple(integer(each, f"a part of {what}") for each in items(value, what, length))
+def integers(value: Any, name: str, length: int | None = None) -> tuple[int, ...]:
+    """Check that a JSON value is a list of nonnegative int64 integers, and return them as a tuple.
+
+    Args:
+        value: value to check.
+        name: field name in messages.
+        length: required length; None: any.
+
+    Raises:
+        DamageError: ``value`` is not such a list, or has another length.
+    """
+    return tuple(integer(item, f"a part of {name}") for item in items(value, name, length))
 
 
-def fields(value: Any, what: str, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Check that a value is an object with these fields and no others, and return it."""
+def fields(value: Any, name: str, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+    """Check that a JSON value is an object with all required and no unknown fields, and return it.
+
+    Args:
+        value: value to check.
+        name: field name in messages.
+        names: required fields.
+        optional: optional fields.
+
+    Raises:
+        DamageError: ``value`` is not an object, a required field is missing, or a field is unknown.
+    """
     if not isinstance(value, dict):
-        raise DamageError(f"{what} is {_short(value)}; an object was expected")
+        raise DamageError(f"{name} is {_short(value)}; an object was expected")
     missing = [name for name in names if name not in value]
     unknown = [name for name in value if name not in names and name not in optional]
     if missing or unknown:
-        raise DamageError(f"{what} lacks {_short(missing)} and has the unknown {_short(unknown)}")
+        raise DamageError(f"{name} lacks {_short(missing)} and has the unknown {_short(unknown)}")
     return value
 
 
-def mapping(value: Any, what: str) -> dict[str, Any]:
-    """Check that a value is an object, and return it."""
+def mapping(value: Any, name: str) -> dict[str, Any]:
+    """Check that a JSON value is an object, with any fields, and return it. Raises DamageError otherwise."""
     if not isinstance(value, dict):
-        raise DamageError(f"{what} is {_short(value)}; an object was expected")
+        raise DamageError(f"{name} is {_short(value)}; an object was expected")
     return value
 
 
-def _checksum(said: Mapping[str, Any]) -> int:
-    """Return a CRC-32 of the object that does not depend on spaces or the order of fields."""
-    return zlib.crc32(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
+def _checksum(fields: Mapping[str, Any]) -> int:
+    """Return the object's CRC-32, independent of whitespace and field order."""
+    # Canonical form, so that reformatting the file keeps the checksum valid.
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("an object has a name twice, and each must be there once")
-    return found
+    return mapping
 
 
 def _short(value: Any) -> str:
-    said = repr(value)
-    return said if len(said) <= 80 else f"{said[:77]}..."
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

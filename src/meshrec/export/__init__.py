@@ -1,4 +1,4 @@
-"""Packages that answer requests without the code that trained the model: from C++, or from Python."""
+"""Packages: exported models which answer requests from C++ or Python without the training code."""
 
 from typing import TYPE_CHECKING
 
@@ -24,5 +24,5 @@ __all__ = [
     "sign_package",
 ]
 
-# A server reads packages, and never makes one.
+# Lazy: a server reads packages and never writes one.
 __getattr__ = importer(__name__, {"meshrec.export.package": ["compile_anew", "export"]})

@@ -1,6 +1,6 @@
-"""The programs of a package: compiled ones, and exported ones, which are read without loading a pickle.
+"""Programs of a package: compiled ones, and exported ones, which are read without unpickling.
 
-This does not make them safe to read. A compiled program is a library, and ``torch.export.load`` evaluates
+Reading them is still not safe. A compiled program is a shared library, and ``torch.export.load`` evaluates
 expressions in an exported program. Both can execute code: see "Packages" in docs/guides/security.md.
 """
 
@@ -8,8 +8,8 @@ import contextlib
 import hashlib
 import importlib
 import json
+import os
 import re
-import shutil
 import threading
 import zipfile
 import zlib
@@ -18,46 +18,48 @@ from typing import Any
 
 import torch
 
+from meshrec.durable import Created
 from meshrec.lazy import uncollected
 from meshrec.ops import library
 
 _EXTRACTED = re.compile(r" (/.*/aotinductor_\w+)/(?:program|shared)/data/aotinductor/model/")
+# Held while loading: the extracted folder is identified by comparing before and after.
 _loading = threading.Lock()
 _READERS = ("torch.export.pt2_archive._package", "torch._export.serde.serialize", "torch.export._trace")
-"""The modules that torch imports when it reads an exported program."""
+"""Modules which torch imports to read an exported program."""
 
 
 class PackageError(RuntimeError):
-    """A package cannot be used: it is damaged, unfinished, or made for something else."""
+    """A package is damaged, incomplete, or made for another environment."""
 
 
 def load_compiled(path: Path) -> Any:
-    """Load a program that AOTInductor compiled; only from a package that you trust, since it executes code.
+    """Load a program compiled by AOTInductor. It executes code, so only load trusted packages.
 
-    torch extracts the library into a folder for temporary files, which a process that gets SIGKILL would
-    leave there. The folder is removed as soon as the library is loaded, which keeps the library in memory.
+    torch extracts the library to a temporary folder, which a process killed by SIGKILL would leave behind.
+    The folder is removed once the library is loaded; the loaded library stays in memory.
     """
     with _loading:
-        before = _extracted()
-        # Not torch._inductor.aoti_load_package: that imports the compiler, which takes seconds.
+        parent = Path(os.environ.get("TMPDIR", "/tmp"))
+        before = _extracted() | {str(path) for path in parent.iterdir()}
+        # torch._inductor.aoti_load_package would import the compiler, which takes seconds.
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         for folder in _extracted() - before:
-            shutil.rmtree(folder, ignore_errors=True)
+            Created.at(Path(folder)).remove_tree()
     return loader
 
 
 def load_exported(path: Path) -> "torch.export.ExportedProgram":
-    """Load a program that `export` saved; only from a package that you trust, since it can execute code.
+    """Load an exported program. It can execute code, so only load trusted packages.
 
     Raises:
-        PackageError: it holds pickles, calls operators that this version does not have, or was saved by
-            another torch.
+        PackageError: the program has pickles, calls unknown operators, or was saved by another torch version.
     """
     try:
         pickles = _pickles(path)
         if pickles:
             raise PackageError(
-                f"{path} holds pickles, which are never loaded: {pickles[0]}. Export the model again."
+                f"{path} contains pickles, which are never loaded: {pickles[0]}. Export the model again."
             )
         return torch.export.load(path)
     except PackageError:
@@ -70,25 +72,33 @@ def load_exported(path: Path) -> "torch.export.ExportedProgram":
 
 
 def prepare_for_exported() -> None:
-    """Import what `load_exported` would, so that processes forked from this one start without it.
+    """Import the torch modules which `load_exported` needs. Call before forking.
 
-    torch imports its exporter with the first program, which takes over a second.
+    Otherwise torch imports them when it loads the first program, which takes over a second per process.
     """
-    with uncollected(), contextlib.suppress(ImportError):  # another torch may have other modules
+    with uncollected(), contextlib.suppress(ImportError):  # module names differ between torch versions
         for name in _READERS:
             importlib.import_module(name)
 
 
 def extra_file(path: Path, name: str, most: int) -> bytes | None:
-    """Read a file that was saved beside an exported program; return None if the archive has no such file.
+    """Read a file stored next to an exported program.
+
+    Args:
+        path: program archive.
+        name: file name.
+        most: maximum size in bytes.
+
+    Returns:
+        Content; None if the archive has no such file.
 
     Raises:
-        PackageError: for what is not an archive, and a file of more than ``most`` bytes.
+        PackageError: not an archive, or a file of more than ``most`` bytes.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            found = [each for each in archive.namelist() if each.endswith(f"/extra/{name}")]
-            content = archive.open(found[0]).read(most + 1) if found else None
+            entries = [entry for entry in archive.namelist() if entry.endswith(f"/extra/{name}")]
+            content = archive.open(entries[0]).read(most + 1) if entries else None
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as error:
         raise PackageError(f"{path} cannot be read ({error}). Export the model again.") from error
     if content is not None and len(content) > most:
@@ -97,35 +107,37 @@ def extra_file(path: Path, name: str, most: int) -> bytes | None:
 
 
 def _extracted() -> set[str]:
-    """Return the folders that this process has loaded compiled programs of packages from, on Linux."""
-    found = None
+    """Return the folders from which this process has loaded compiled programs (Linux only)."""
+    maps = None
     with contextlib.suppress(OSError):
-        found = Path("/proc/self/maps").read_text(errors="surrogateescape")
-    return set(_EXTRACTED.findall(found or ""))
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
+    return set(_EXTRACTED.findall(maps or ""))
 
 
 def _pickles(path: Path) -> list[str]:
-    """List what torch.export.load would unpickle: example inputs, objects, and tensors marked as pickles."""
-    found = []
+    """List entries which torch.export.load would unpickle: example inputs, objects, and tensors marked as
+    pickles.
+    """
+    pickles = []
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             folder, _, name = entry.filename.rpartition("/")
             if folder.endswith("data/sample_inputs") and entry.file_size:
-                found.append(entry.filename)
+                pickles.append(entry.filename)
             elif folder.endswith(("data/constants", "data/weights")):
                 if name.endswith("_config.json"):
                     records = json.loads(archive.read(entry))["config"]
-                    found += [each for each, record in records.items() if record["use_pickle"]]
+                    pickles += [tensor for tensor, record in records.items() if record["use_pickle"]]
                 elif not name.startswith(("tensor_", "weight_")):
-                    found.append(entry.filename)
-    return found
+                    pickles.append(entry.filename)
+    return pickles
 
 
 def isa() -> str:
-    """Return the instruction set that a program compiled here may use."""
+    """Return the instruction set which programs compiled here may use."""
     return str(torch.backends.cpu.get_cpu_capability())
 
 
 def operators() -> str:
-    """Return a digest of the operators' schemas, which a compiled program depends on."""
+    """Return a digest of the operator schemas, on which compiled programs depend."""
     return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Calls of a model with other weights than its own."""
+"""Call a model with other weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 
 def call_with(model: nn.Module, weights: Mapping[str, Tensor], *arguments: Any) -> Any:
-    """Call a model with other values for its parameters and buffers.
+    """Call a model with replaced parameters and buffers.
 
-    ``torch.func.functional_call`` does the same by attributes, and so fails for a table called ``items``,
-    which is a method of the module that holds it.
+    ``torch.func.functional_call`` sets attributes, so it fails for a table named ``items``, a method of the
+    module which holds the table.
 
     Args:
-        model: the model.
-        weights: the values by name, which modules that share a parameter take together.
-        arguments: the arguments of the model.
+        model: model.
+        weights: replacement values by name; modules sharing a parameter all get the value.
+        arguments: model arguments.
     """
     with _weights_of(model, weights):
         return model(*arguments)
@@ -26,16 +26,16 @@ def call_with(model: nn.Module, weights: Mapping[str, Tensor], *arguments: Any) 
 @contextmanager
 def _weights_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    others = {id(own): weights[name] for name, own in named if name in weights}
+    replacements = {id(original): weights[name] for name, original in named if name in weights}
     swapped: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in model.modules():
-            for own in cast(list[dict[str, Any]], [module._parameters, module._buffers]):
-                for name, value in own.items():
-                    if id(value) in others:
-                        swapped.append((own, name, value))
-                        own[name] = others[id(value)]
+            for original in cast(list[dict[str, Any]], [module._parameters, module._buffers]):
+                for name, value in original.items():
+                    if id(value) in replacements:
+                        swapped.append((original, name, value))
+                        original[name] = replacements[id(value)]
         yield
     finally:
-        for own, name, value in swapped:
-            own[name] = value
+        for original, name, value in swapped:
+            original[name] = value

@@ -1,8 +1,7 @@
-"""Queries of histories from kept keys and values, computed in Python with the weights of a package.
+"""Queries from cached keys and values, computed in Python with a package's weights.
 
-A package's compiled program takes whole histories. So the package also describes the form of its model, if
-that model can continue from kept keys and values, and a process with Python builds the model again around the
-package's weights.
+A package's compiled program takes whole histories. For models which can continue from cached keys and values,
+the package also describes the model architecture, and Python rebuilds the model around the package's weights.
 """
 
 import json
@@ -25,68 +24,76 @@ from meshrec.models import (
 from meshrec.modules import DataType, EmbeddingCollection, EmbeddingConfig
 from meshrec.sparse import KeyedJaggedTensor
 
-# B samples, N items of all histories
+# B samples, N items in all histories
 
 
 class Encoder(NamedTuple):
-    """The form of a next-item model that continues from kept keys and values."""
+    """Architecture of a next-item model which continues from cached keys and values.
+
+    Attributes:
+        kind: model class name.
+        features: model feature names.
+        table: item table name, rows and width.
+        sizes: other constructor arguments which determine weight shapes.
+        scores_new_users: whether an empty history has query 0; see `HistoryModel`.
+        has_repeats: whether the model has `meshrec.models.repeats.RepeatScores`, which queries do not read.
+    """
 
     kind: str
-    """The name of the model's class."""
     features: HistoryFeatures
-    """The names of the model's features."""
     table: tuple[str, int, int]
-    """The name of the item table, its number of rows, and their width."""
     sizes: dict[str, int]
-    """The other arguments of the class that decide the shapes of its weights."""
+    scores_new_users: bool = False
+    has_repeats: bool = False
 
     @staticmethod
     def of(model: nn.Module) -> "Encoder | None":
-        """Return the form of a model; None if it keeps nothing, or its table is not one of float32 rows."""
+        """Describe a model; return None if it has no cache, or its table is not a plain float32 table."""
         if not isinstance(model, HSTU):
             return None
         ((config, _),) = model.embedding_collection.tables().values()
         if config.storage is not None or config.keys is not None or config.data_type is not DataType.FP32:
             return None
         table = (config.name, config.num_embeddings, config.embedding_dim)
-        return Encoder(HSTU.__name__, model.features, table, model.sizes)
+        has_repeats = model.repeats is not None
+        return Encoder(HSTU.__name__, model.features, table, model.sizes, model.scores_new_users, has_repeats)
 
     def to_json(self) -> str:
-        """Return a text that `from_json` takes."""
+        """Serialize for `from_json`."""
         return json.dumps(self._asdict() | {"features": self.features._asdict()})
 
     @staticmethod
     def from_json(text: str | bytes) -> "Encoder":
-        """Return the form that `to_json` wrote.
+        """Parse `to_json` output.
 
         Raises:
-            PackageError: the text describes no model of this version.
+            PackageError: not a model of this version.
         """
         try:
-            said: dict[str, Any] = json.loads(text)
-            found = Encoder(**{**said, "features": HistoryFeatures(**said["features"])})
+            values: dict[str, Any] = json.loads(text)
+            encoder = Encoder(**{**values, "features": HistoryFeatures(**values["features"])})
         except (ValueError, TypeError, KeyError) as error:
             raise PackageError(
-                f"the package describes its encoder wrongly ({error}). Export it again."
+                f"the package's encoder description is invalid ({error}). Export it again."
             ) from error
-        if found.kind != HSTU.__name__:
+        if encoder.kind != HSTU.__name__:
             raise PackageError(
-                f"the package's encoder is of the kind {found.kind!r}, which this version does not know. "
+                f"the package's encoder is a {encoder.kind!r}, which this version does not support. "
                 "Export it again."
             )
-        return found
+        return encoder
 
 
 class IncrementalQueries:
-    """The queries of histories whose first tokens were encoded before.
+    """Queries for histories with previously encoded prefixes.
 
     Args:
-        encoder: the form of the model.
-        weights: the weights of the package by name. They are read in every call, so that changes count.
+        encoder: model architecture.
+        weights: package weights by name, read on every call, so that changes apply.
         normalise: whether queries are scaled to length 1.
 
     Raises:
-        PackageError: the weights are not those of such a model.
+        PackageError: the weights do not match the architecture.
     """
 
     def __init__(self, encoder: Encoder, weights: Mapping[str, Tensor], *, normalise: bool) -> None:
@@ -98,42 +105,49 @@ class IncrementalQueries:
         model = HSTU(
             EmbeddingCollection(tables=[config], device=meta),
             names,
-            softmax=SampledSoftmax(similarity="cosine" if normalise else "dot"),
-            items=ItemCatalogue(torch.zeros(1, dtype=torch.int64)),
+            softmax=SampledSoftmax(similarity="cosine" if normalise else "dot", repeats=encoder.has_repeats),
+            items=ItemCatalogue(
+                torch.zeros(1, dtype=torch.int64),
+                new_user_scores_I=torch.zeros(1) if encoder.scores_new_users else None,
+            ),
             device=meta,
             **encoder.sizes,
         )
+        # Only training uses the sampler, and packages do not store it.
         del model.draws
+        if encoder.scores_new_users:
+            del model.new_user_scores
         self._caller, self._weights = _Caller(model).eval(), weights
-        shapes = {name: each.shape for name, each in self._caller.named_parameters()}
-        if shapes != {name: each.shape for name, each in weights.items()}:
+        state = (*self._caller.named_parameters(), *self._caller.named_buffers())
+        shapes = {name: tensor.shape for name, tensor in state}
+        if shapes != {name: weight.shape for name, weight in weights.items()}:
             raise PackageError(
-                "the package describes an encoder whose weights are not those in it. Export it again."
+                "the package's encoder description does not match its weights. Export it again."
             )
         self.features = [names.history, *([] if names.times is None else [names.times])]
         self.kept_shape = model.kept_shape
 
     @torch.inference_mode()
     def __call__(self, values: list[Tensor], lengths: list[Tensor], kept: KeptTokens) -> AdvancedHistories:
-        """Return the queries of histories, and what can be kept of them; see `HSTU.advance`.
+        """Compute queries, and the keys and values to cache; see `HSTU.advance`.
 
         Args:
-            values: the values [N] of each of ``features``, sample by sample.
-            lengths: the number of values of each sample, int64 [B], for each feature.
-            kept: what was kept of the beginnings of these histories, with these weights.
+            values: values [N] per feature in ``features``, sample by sample.
+            lengths: values per sample, int64 [B], per feature.
+            kept: cached prefix per history, computed with the current weights.
 
         Raises:
-            ValueError: a history is too long, or an ID lies outside the table.
+            ValueError: a history is too long, or an ID is outside the table.
         """
         sparse = KeyedJaggedTensor(
             self.features, torch.cat(values), lengths=torch.cat(lengths), stride=len(kept.lengths_B)
         )
-        found: AdvancedHistories = call_with(self._caller, self._weights, sparse, kept)
-        return found
+        advanced: AdvancedHistories = call_with(self._caller, self._weights, sparse, kept)
+        return advanced
 
 
 class _Caller(nn.Module):
-    """A module whose forward is the model's ``advance``, with the names that packages give weights."""
+    """Wraps ``advance`` as forward, with the weight names of packages."""
 
     def __init__(self, model: HSTU) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Next-item models in packages: the query of a history, and the items that it is compared with."""
+"""Next-item models in packages: the query encoder, and the items to rank."""
 
 import copy
 from pathlib import Path
@@ -12,137 +12,215 @@ from meshrec.data.faults import needs
 from meshrec.data.samples import Floats, Ints
 from meshrec.export.incremental import Encoder
 from meshrec.models import DotProduct, HistoryModel
-from meshrec.sparse import KeyedJaggedTensor
+from meshrec.models.next_item import with_repeats
+from meshrec.models.repeats import RepeatedItems, repeated_items
+from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
-# B samples, I items, K recommendations, V width of vectors
+# B samples, I items, K recommendations, V vector width
 
 ITEMS = "items.arrow"
-"""The file of a package that lists the items."""
+"""Package file which lists the items."""
 _WEIGHT, _NORMALISE, _SCALE, _ENCODER = b"weight", b"normalise", b"scale", b"encoder"
+_KEEP_SEEN, _REPEATS = b"keep_seen", b"repeats"
 
 
 class NextItemQuery(nn.Module):
-    """The part of a next-item model that encodes histories; it shares the memory of the whole model.
+    """A next-item model's history encoder, sharing memory with the whole model.
 
     Args:
-        model: the model.
+        model: model.
 
     Raises:
-        ValueError: its score is no dot product of two vectors.
+        ValueError: the score is not a dot product of two vectors.
     """
 
     def __init__(self, model: HistoryModel) -> None:
         super().__init__()
         if not isinstance(model.similarity, DotProduct):
             raise ValueError(
-                f"the scores of this model are a {type(model.similarity).__name__}, and a package gives one "
-                "vector for each history. Train with the similarity dot or cosine."
+                f"the scores of this model are a {type(model.similarity).__name__}, but a package returns a "
+                "vector per history. Train with the similarity dot or cosine."
             )
         self.similarity = model.similarity
         self._encoder = Encoder.of(model)
         self.model = copy.copy(model)
-        self.model._modules = {name: each for name, each in model._modules.items() if name != "draws"}
+        # Not needed for queries: the training sampler, and scores stored with the items.
+        left_out = ("draws", "new_user_scores")
+        self.model._modules = {name: child for name, child in model._modules.items() if name not in left_out}
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Return the query of each history, [B, V]; ``dense`` is ignored."""
+        """Compute a query per history, [B, V]; ``dense`` is ignored."""
         return self.model.query_vectors(sparse, check=False)
 
     @property
     def reads_times(self) -> bool:
-        """Whether the model reads the times of the items."""
+        """Whether the model uses item times."""
         return self.model.features.times is not None
 
     @property
     def encoder(self) -> Encoder | None:
-        """The form of the model, if it continues from kept keys and values."""
+        """Model architecture, if the model can continue from cached keys and values."""
         return self._encoder
 
     def table(self) -> str:
-        """Return the name of the weight with the rows of the items."""
+        """Return the item table's weight name."""
         ((_, weight),) = self.model.embedding_collection.tables().values()
-        return next(name for name, each in self.named_parameters() if each is weight)
+        return next(name for name, parameter in self.named_parameters() if parameter is weight)
+
+    def repeats(self) -> str | None:
+        """Return the name of the model's `meshrec.models.repeats.RepeatScores`; None if there is none."""
+        names = (name for name, child in self.named_modules() if child is self.model.repeats)
+        return None if self.model.repeats is None else next(names)
 
 
 class Recommended(NamedTuple):
-    """The best items of each sample, best first; fewer than K where no more were left."""
+    """Best items per sample, best first; fewer than K if too few items remain."""
 
     items: list[list[Any]]
     scores: list[list[float]]
 
 
 class RankedItems(NamedTuple):
-    """The items that a package recommends."""
+    """Items which a package recommends.
+
+    Attributes:
+        ids_I: item rows in the table, ascending.
+        values: item values, as an Arrow array.
+        weight: the item table's weight name.
+        normalise: whether rows are scaled to length 1.
+        scale: factor from dot product to score.
+        encoder: model architecture, if the model can continue from cached keys and values.
+        new_user_scores_I: scores for users without a history, whose query is 0.
+        keep_seen: whether items that a user has had are recommended unless a request says otherwise.
+        repeats: module whose weights score history items, see [Note: repeated items]; None: none.
+    """
 
     ids_I: Ints
-    """Their rows in the table, ascending."""
     values: Any
-    """The value of each item, as an Arrow array."""
     weight: str
-    """Name of the weight with the table."""
     normalise: bool
-    """Whether rows are scaled to length 1."""
     scale: float
-    """Factor that makes scores of dot products."""
     encoder: Encoder | None = None
-    """The form of the model, if it continues from kept keys and values."""
+    new_user_scores_I: Floats | None = None
+    keep_seen: bool = False
+    repeats: str | None = None
 
     @staticmethod
-    def of(query: NextItemQuery, ids_I: Ints, values: Any) -> "RankedItems":
-        """Return the items of a model."""
+    def of(
+        query: NextItemQuery,
+        ids_I: Ints,
+        values: Any,
+        *,
+        new_user_scores_I: Floats | None = None,
+        keep_seen: bool = False,
+    ) -> "RankedItems":
+        """Return a model's items.
+
+        Args:
+            query: the model's exported part.
+            ids_I: item rows in the table, ascending.
+            values: item values, as an Arrow array.
+            new_user_scores_I: scores for users without a history.
+        """
         normalise, temperature = query.similarity.options
-        return RankedItems(ids_I, values, query.table(), normalise, 1 / temperature, query.encoder)
+        return RankedItems(
+            ids_I,
+            values,
+            query.table(),
+            normalise,
+            1 / temperature,
+            query.encoder,
+            new_user_scores_I,
+            keep_seen,
+            query.repeats(),
+        )
 
     def vectors(self, weights: dict[str, Tensor]) -> Tensor:
-        """Return the vectors [I, V] of the items by the weights of a package."""
+        """Compute item vectors [I, V] from package weights."""
         rows = weights[self.weight][torch.from_numpy(self.ids_I)].float()
         return nn.functional.normalize(rows, dim=1) if self.normalise else rows
 
-    def best(
-        self, queries_BV: Floats, vectors_IV: Tensor, k: int, hidden: list[tuple[Ints, Ints]]
-    ) -> Recommended:
-        """Return the K best items of each query, exactly.
+    def repeated(self, weights: dict[str, Tensor], values_N: Ints, lengths_B: Ints) -> RepeatedItems | None:
+        """Return the scores of history items by the weights of a package, if ``repeats`` names any.
 
         Args:
-            queries_BV: the queries.
-            vectors_IV: the items' vectors.
-            k: the number of items.
-            hidden: rows of items that must not be recommended, with the number of them for each sample.
+            weights: weights by name.
+            values_N: rows of the items in all histories, int64.
+            lengths_B: number of items in each history, int64.
+        """
+        if self.repeats is None:
+            return None
+        history = JaggedTensor(torch.from_numpy(values_N), lengths=torch.from_numpy(lengths_B))
+        weight_F, chosen = (weights[f"{self.repeats}.{name}"] for name in ("weight", "chosen"))
+        return repeated_items(weight_F, chosen, history)
+
+    def best(
+        self,
+        queries_BV: Floats,
+        vectors_IV: Tensor,
+        k: int,
+        hidden: list[tuple[Ints, Ints]],
+        *,
+        repeated: RepeatedItems | None = None,
+    ) -> Recommended:
+        """Return the exact K best items per query.
+
+        Args:
+            queries_BV: queries.
+            vectors_IV: item vectors.
+            k: item count.
+            hidden: item rows not to recommend, with their count per sample.
+            repeated: result of `repeated`.
         """
         scores_BI = torch.from_numpy(queries_BV) @ vectors_IV.T * self.scale
+        if self.new_user_scores_I is not None:
+            is_new_B = torch.from_numpy(~queries_BV.any(1))
+            scores_BI[is_new_B] = torch.from_numpy(self.new_user_scores_I)
+        if repeated is not None:
+            scores_BI = with_repeats(scores_BI, torch.from_numpy(self.ids_I), repeated)
         for rows, lengths in hidden:
             at = np.searchsorted(self.ids_I, rows).clip(max=len(self.ids_I) - 1)
             is_item = self.ids_I[at] == rows
             of = np.repeat(np.arange(len(lengths)), lengths)
             scores_BI[torch.from_numpy(of[is_item]), torch.from_numpy(at[is_item])] = float("-inf")
-        best, places = scores_BI.topk(min(k, len(self.ids_I)), dim=1)
-        kept = best > float("-inf")
+        best, indices = scores_BI.topk(min(k, len(self.ids_I)), dim=1)
+        is_finite = best > float("-inf")
         return Recommended(
             [
                 self.values.take(row[is_left].numpy()).to_pylist()
-                for row, is_left in zip(places, kept, strict=True)
+                for row, is_left in zip(indices, is_finite, strict=True)
             ],
-            [row[is_left].tolist() for row, is_left in zip(best, kept, strict=True)],
+            [row[is_left].tolist() for row, is_left in zip(best, is_finite, strict=True)],
         )
 
     def save(self, folder: Path) -> None:
-        """Write the items into a package."""
+        """Write the items to a package."""
         pa, feather = needs("pyarrow", "data"), needs("pyarrow.feather", "data")
         about = {_WEIGHT: self.weight, _NORMALISE: str(int(self.normalise)), _SCALE: repr(self.scale)}
+        about[_KEEP_SEEN] = str(int(self.keep_seen))
+        if self.repeats is not None:
+            about[_REPEATS] = self.repeats
         if self.encoder is not None:
             about[_ENCODER] = self.encoder.to_json()
-        table = pa.table({"id": self.ids_I, "value": self.values}).replace_schema_metadata(about)
+        columns = {"id": self.ids_I, "value": self.values}
+        if self.new_user_scores_I is not None:
+            columns["new_user_score"] = self.new_user_scores_I
+        table = pa.table(columns).replace_schema_metadata(about)
         feather.write_feather(table, str(folder / ITEMS), compression="uncompressed")
 
     @staticmethod
     def load(folder: Path) -> "RankedItems":
-        """Read what `save` wrote."""
+        """Read `save` output."""
         table = needs("pyarrow.feather", "data").read_table(str(folder / ITEMS), memory_map=False)
         about = table.schema.metadata
         return RankedItems(
-            table["id"].to_numpy().copy(),  # torch wants it writable
+            table["id"].to_numpy().copy(),  # torch warns about read-only memory
             table["value"].combine_chunks(),
             about[_WEIGHT].decode(),
             about[_NORMALISE] == b"1",
             float(about[_SCALE]),
             Encoder.from_json(about[_ENCODER]) if _ENCODER in about else None,
+            table["new_user_score"].to_numpy().copy() if "new_user_score" in table.column_names else None,
+            about.get(_KEEP_SEEN) == b"1",
+            about[_REPEATS].decode() if _REPEATS in about else None,
         )

@@ -1,17 +1,13 @@
-"""A package: a folder with a compiled program, the program it was compiled from, and the weights in one file.
+"""Package: a folder with a compiled program, the exported program it was compiled from, and a weights file.
 
-``manifest.json`` says what the package contains and how it was made. C++ reads a part of that from
-``layout.txt``:
+``manifest.json`` describes the content and how it was built. C++ reads a subset from ``layout.txt``:
 
-    meshrec-package 2
-    torch 2.13.0                      what the program was compiled with
-    isa AVX512                        the instructions it needs
-    dense 13                          columns of the dense input
-    feature user                      one line for each feature, in their order
-    weight float32 2 1000 64 4096 t.weight   dtype, dimensions, shape, offset in weights.bin, name
+    meshrec-package 2 torch 2.13.0 version which compiled the program isa AVX512 required instruction set
+    dense 13 dense input columns feature user a line per feature, in order weight float32 2 1000 64 4096
+    t.weight dtype, dimensions, shape, offset in weights.bin, name
 
-``digests.txt`` has the size and checksums of every file (`meshrec.durable`). A package is written into a
-scratch folder and renamed at the end, so that a folder with a manifest is complete.
+``digests.txt`` has size and checksums of every file (`meshrec.durable`). A package is written to a scratch
+folder and renamed at the end, so a folder with a manifest is complete.
 """
 
 import json
@@ -26,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshrec.data.raw_values import DENSE, RawValues
 from meshrec.durable import durable_folder, sha256_of, write_digests
 from meshrec.export.archive import isa, load_exported, operators
 from meshrec.export.manifest import (
@@ -46,8 +43,7 @@ from meshrec.export.manifest import (
     layout_of,
 )
 from meshrec.export.next_items import RankedItems
-from meshrec.export.program import DENSE, Program, example_inputs, exported
-from meshrec.export.raw_values import RawValues
+from meshrec.export.program import Program, example_inputs, exported
 from meshrec.export.signing import read_private_key, sign_package
 from meshrec.export.torchscript import write_torchscript
 from meshrec.export.weights import Weights
@@ -62,6 +58,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TORCHSCRIPT = "torchscript.pt"
+# Bytes per write of a weight.
 _BLOCK = 1 << 24
 
 
@@ -81,37 +78,37 @@ def export(
     torchscript: bool = False,
     sign: str | Path | None = None,
 ) -> Path:
-    """Write a package of a model that gives one number for each sample, or one vector.
+    """Write a package for a model with one score, or one vector, per sample.
 
-    The current weights are written, each once; no copy of all of them is made in memory. Tables may be
-    quantised.
+    Current weights are written once each, without a full copy in memory. Tables may be quantized.
 
     Args:
-        model: called as ``model(dense [B, num_dense], sparse)`` it gives logits, [B] or [B, 1]. In evaluation
-            mode it must be a function of its input: what torch.export takes. Tables that are sharded in this
-            process, also over several devices, are put together.
-        folder: the new package, which must not exist yet.
-        features: the keys of ``sparse``, in the order in which requests give them.
-        num_dense: columns of the dense input.
-        scores: maps logits [B] to the scores that requests get; the default gives probabilities. With None,
-            the model gives vectors [B, V], as a tower does, and so does the package.
-        shared: features of a user, or "dense", that many items are ranked for: a second program looks them up
-            once a request. The scores are those of the same features repeated for each item.
-        raw: turns raw values into ids and dense values; requests may then contain raw values.
-        items: the items to recommend by the vectors that the model gives; servers then answer ``/recommend``.
-        rounding: how quantised tables were rounded (`meshrec.quant.Rounding`): deltas are rounded alike.
-        about: what the manifest shall say of the weights, such as their run and step.
-        compile: compile the program for this machine (needs a C++ compiler); without it, or where no compiler
-            is found, the package is served from Python.
-        torchscript: write ``torchscript.pt`` as well, with the weights in it; see `write_torchscript`.
-        sign: PEM file of the ed25519 private key to sign the package with.
+        model: called as ``model(dense [B, num_dense], sparse)``; returns logits, [B] or [B, 1]. In evaluation
+            mode it must be a pure function which torch.export supports. Tables sharded in this process, also
+            over several devices, are merged.
+        folder: new package folder.
+        features: ``sparse`` keys, in request order.
+        num_dense: dense input columns.
+        scores: maps logits [B] to returned scores; default: probabilities. None: the model returns vectors
+            [B, V], like a tower, and so does the package.
+        shared: user features (or "dense") for which many items are ranked: a second program looks them up
+            once per request. Scores equal those with the features repeated per item.
+        raw: converts raw values to IDs and dense values; requests may then contain raw values.
+        items: items to recommend with the model's vectors; servers then answer ``/recommend``.
+        rounding: quantized tables' rounding (`meshrec.quant.Rounding`), applied to deltas as well.
+        about: information about the weights for the manifest, such as run and step.
+        compile: compile the program for this machine (needs a C++ compiler). Without compilation, or if there
+            is no compiler, Python serves the package.
+        torchscript: also write ``torchscript.pt``, including weights; see `write_torchscript`.
+        sign: PEM file with the ed25519 private key to sign with.
 
-    Returns: the folder.
+    Returns:
+        The package folder.
 
     Raises:
-        ValueError: the folder exists, the model lacks a feature or has several outputs, a weight has a dtype
-            that packages do not support, torch.export does not take the model, or the key is not one.
-        ModuleNotFoundError: a key is given, and the package cryptography is missing.
+        ValueError: existing folder, a missing feature, several outputs, an unsupported weight dtype, a model
+            which torch.export does not support, or an invalid key.
+        ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
     folder = Path(folder)
     if folder.exists():
@@ -145,7 +142,7 @@ def export(
             )
             for compiled_name, exported_name, given_once in kinds:
                 program = Program(model, list(state), features, scores, given_once)
-                found = _exported(
+                exported_program = _exported(
                     program,
                     model,
                     [t.detach() for t in state.values()],
@@ -154,17 +151,19 @@ def export(
                     shared=given_once,
                     growing=[name in real for name in state],
                 )
-                why_not = compile_program(found, parts / compiled_name) if compile else "compile=False"
-                found._example_inputs = None  # the weights were among them
+                why_not = (
+                    compile_program(exported_program, parts / compiled_name) if compile else "compile=False"
+                )
+                exported_program._example_inputs = None  # they include the weights
                 torch.export.save(
-                    found, parts / exported_name, extra_files={INTERFACE: interface_of(manifest)}
+                    exported_program, parts / exported_name, extra_files={INTERFACE: interface_of(manifest)}
                 )
                 if torchscript and not given_once:
-                    write_torchscript(found, _in_memory(contents), parts / TORCHSCRIPT)
+                    write_torchscript(exported_program, _in_memory(contents), parts / TORCHSCRIPT)
         finally:
             model.train(was_training)
         if why_not is not None:
-            _log.warning("the package %s holds no compiled program (%s): Python serves it", folder, why_not)
+            _log.warning("the package %s has no compiled program (%s): Python serves it", folder, why_not)
         if raw is not None:
             raw.save(parts)
         if items is not None:
@@ -181,41 +180,41 @@ def compile_anew(
     sign: str | Path | None = None,
     public_key: str | Path | None = None,
 ) -> Path:
-    """Compile a package that was made for another machine or torch for this one, into a new package.
+    """Compile a package from another machine or torch version for this one, as a new package.
 
-    The weights are linked if both packages are on one file system, and copied otherwise.
+    Weights are linked if both packages are on the same file system, otherwise copied.
 
     Args:
-        package: a folder with an exported program.
-        folder: the new package, which must not exist yet.
-        sign: PEM file of the ed25519 private key to sign the new package with.
-        public_key: PEM file of the ed25519 public key that must have signed the package.
+        package: folder with an exported program.
+        folder: new package folder.
+        sign: PEM file with the ed25519 private key to sign the new package with.
+        public_key: PEM file with the ed25519 public key which must have signed ``package``.
 
-    Returns: the folder.
+    Returns:
+        The new folder.
 
     Raises:
-        PackageError: the folder is not a package, is damaged or not signed by the key, or its program needs
-            another version.
-        ValueError: the new folder exists, nothing can be compiled here, or a key is not one.
-        ModuleNotFoundError: a key is given, and the package cryptography is missing.
+        PackageError: not a package, damaged, not signed by the key, or the program needs another version.
+        ValueError: existing folder, compilation is not possible here, or an invalid key.
+        ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} exists already. Name another folder, or remove it.")
     key = None if sign is None else read_private_key(sign)
     package, manifest, _, _ = check_package(package, public_key=public_key)
-    weights = Weights(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]]).tensors
+    weights = Weights(package / WEIGHTS, [WeightRecord(**record) for record in manifest["weights"]]).tensors
     with durable_folder(folder) as parts:
         for name in manifest["sha256"]:
             if name not in (COMPILED, SHARED, LAYOUT):
                 link(package / name, parts / name)
         for compiled_name, exported_name in ((COMPILED, EXPORTED), (SHARED, SHARED_EXPORTED)):
             if (package / exported_name).is_file():
-                found = load_exported(package / exported_name)
+                exported_program = load_exported(package / exported_name)
                 shared = manifest["shared"] if exported_name == SHARED_EXPORTED else []
                 inputs = example_inputs(weights, manifest["num_dense"], manifest["features"], shared)
-                found._example_inputs = inputs, {}
-                why_not = compile_program(found, parts / compiled_name)
+                exported_program._example_inputs = inputs, {}
+                why_not = compile_program(exported_program, parts / compiled_name)
                 if why_not is not None:
                     raise ValueError(f"{package} cannot be compiled here: {why_not}. Serve it from Python.")
         finish(parts, {**manifest, "compiled": True}, key)
@@ -223,34 +222,34 @@ def compile_anew(
 
 
 def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> str | None:
-    """Compile a program for this machine with AOTInductor; return why that is impossible, or None."""
+    """Compile a program for this machine with AOTInductor; return None, or why that is not possible."""
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
-        return f"no C++ compiler: {compiler!r} was not found; set CXX"
-    if " " in torch.__file__:  # its compiler splits its commands there
-        return f"torch compiles nothing below a folder with a space: {Path(torch.__file__).parent}"
+        return f"no C++ compiler: {compiler!r} is not installed; set CXX"
+    if " " in torch.__file__:  # inductor splits its compiler commands at spaces
+        return f"torch cannot compile from a folder with a space in its path: {Path(torch.__file__).parent}"
     with warnings.catch_warnings():
-        # Torch's compiler copies tree specs, whose class warns of its own deprecation.
+        # Inductor uses a deprecated tree spec class.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
         torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
     return None
 
 
 def rows_of(model: nn.Module) -> dict[str, int]:
-    """Return the number of IDs that each feature allows, for tables that report other IDs as errors."""
-    found: dict[str, int] = {}
+    """Return the exclusive ID limit by feature, for tables which report other IDs as errors."""
+    limits: dict[str, int] = {}
     for child in model.modules():
         if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:
             for config, _ in child.tables().values():
-                if config.keys is not None:  # no ID is outside
+                if config.keys is not None:  # hashed: every ID is valid
                     continue
                 for feature in config.feature_names:
-                    found[feature] = min(config.num_embeddings, found.get(feature, config.num_embeddings))
-    return found
+                    limits[feature] = min(config.num_embeddings, limits.get(feature, config.num_embeddings))
+    return limits
 
 
 def _read_raw(model: nn.Module) -> set[str]:
-    """Return the features that hashed tables alone read: every int64 is an ID of theirs."""
+    """Return the features read only by hashed tables, for which every int64 is a valid ID."""
     readers: dict[str, list[bool]] = {}
     for child in model.modules():
         if isinstance(child, TableCollection):
@@ -270,29 +269,29 @@ def _check(
     for name, tensor in state.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{name} is {tensor.dtype}; a package holds {', '.join(DTYPES.values())}. Convert it first."
+                f"{name} is {tensor.dtype}; packages support {', '.join(DTYPES.values())}. Convert it first."
             )
-    known = [*features, *([DENSE] if num_dense else [])]
-    unknown = [name for name in shared if name not in known]
-    if unknown or (shared and set(known) <= set(shared)):
+    inputs = [*features, *([DENSE] if num_dense else [])]
+    unknown = [name for name in shared if name not in inputs]
+    if unknown or (shared and set(inputs) <= set(shared)):
         raise ValueError(
-            f"shared must name some of {known}, not all of them, got {list(shared)}. "
+            f"shared must name some of {inputs}, not all of them, got {list(shared)}. "
             "Name what belongs to the user."
         )
     if raw is not None and (raw.keys != list(features) or raw.num_dense != num_dense):
         raise ValueError(
-            f"the raw values make {raw.keys} and {raw.num_dense} dense values, and the model reads "
-            f"{list(features)} and {num_dense}. Give the features that it was trained on."
+            f"the raw values have features {raw.keys} and {raw.num_dense} dense values, but the model reads "
+            f"{list(features)} and {num_dense}. Pass the features used in training."
         )
 
 
 def _hashed(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the formulas of keys and first rows of hashed tables, by the name of the weight."""
-    found = {}
+    """Return key and initial row parameters of hashed tables by weight name."""
+    formulas = {}
     for path, child in model.named_modules():
         if isinstance(child, ServedTable):
             first, storage = first_rows_of(child.storage), child.storage
-            found[f"{path}.weight"] = {
+            formulas[f"{path}.weight"] = {
                 "seed": storage.keys.seed,
                 "max_rows": storage.max_rows,
                 "dim": storage.dim,
@@ -300,18 +299,18 @@ def _hashed(model: nn.Module) -> dict[str, dict[str, Any]]:
                 "low": first.low,
                 "high": first.high,
             }
-    return found
+    return formulas
 
 
 def _types_of(model: nn.Module) -> dict[str, str]:
-    """Return the data types of quantised tables, by the name of the weight."""
-    found = {}
+    """Return data types of quantized tables by weight name."""
+    types = {}
     for path, child in model.named_modules():
         if isinstance(child, TableCollection):
             for name, (config, _) in child.tables().items():
                 if config.data_type.bits:
-                    found[f"{path}.{name}" if path else name] = str(config.data_type)
-    return found
+                    types[f"{path}.{name}" if path else name] = str(config.data_type)
+    return types
 
 
 def _exported(
@@ -329,13 +328,13 @@ def _exported(
     except Exception as error:
         several = f" with the shared features {list(shared)}" if shared else ""
         raise ValueError(
-            f"{type(model).__name__} cannot be exported{several}: {error}. Give it a forward that "
-            f"torch.export takes, and the features that it reads (given: {list(features)})."
+            f"{type(model).__name__} cannot be exported{several}: {error}. Its forward must be one "
+            f"which torch.export supports. Pass the features it reads (given: {list(features)})."
         ) from error
 
 
 def link(source: Path, target: Path) -> None:
-    """Make a hard link to a file, or copy it to another file system."""
+    """Hard-link a file, or copy it to another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -344,13 +343,13 @@ def link(source: Path, target: Path) -> None:
 
 def _in_memory(contents: Mapping[str, Tensor | ServedRows]) -> dict[str, Tensor]:
     return {
-        name: each if isinstance(each, Tensor) else torch.cat([each.empty(), *each.blocks()])
-        for name, each in contents.items()
+        name: content if isinstance(content, Tensor) else torch.cat([content.empty(), *content.blocks()])
+        for name, content in contents.items()
     }
 
 
 def _records(state: Mapping[str, Tensor | ServedRows]) -> list[WeightRecord]:
-    """Assign each tensor its position in ``weights.bin``."""
+    """Assign positions in ``weights.bin``."""
     records, end = [], 0
     for name, tensor in state.items():
         record = WeightRecord(name, DTYPES[tensor.dtype], list(tensor.shape), end + -end % ALIGNMENT)
@@ -363,9 +362,9 @@ def _write_weights(
     path: Path, state: Mapping[str, Tensor | ServedRows], records: Sequence[WeightRecord]
 ) -> None:
     with path.open("wb") as file:
-        for each, record in zip(state.values(), records, strict=True):
+        for content, record in zip(state.values(), records, strict=True):
             file.write(b"\0" * (record.offset - file.tell()))
-            for tensor in [each] if isinstance(each, Tensor) else each.blocks():
+            for tensor in [content] if isinstance(content, Tensor) else content.blocks():
                 if tensor.numel():
                     flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
                     for block in flat.split(_BLOCK):
@@ -374,9 +373,15 @@ def _write_weights(
 
 
 def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | None" = None) -> None:
-    """Write the files that describe a package, and its signature, last of all."""
-    made_by = {"format": FORMAT, "torch": _torch(), "isa": isa(), "operators": operators()}
-    manifest = {**manifest, **made_by}
+    """Write the descriptive files of a package, and finally the signature.
+
+    Args:
+        parts: folder with all other files.
+        manifest: model-specific manifest fields.
+        key: private key to sign with; None: no signature.
+    """
+    built_with = {"format": FORMAT, "torch": _torch(), "isa": isa(), "operators": operators()}
+    manifest = {**manifest, **built_with}
     (parts / LAYOUT).write_text(layout_of(manifest))
     files = {path.name: sha256_of(path) for path in sorted(parts.iterdir())}
     with (parts / MANIFEST).open("w") as file:

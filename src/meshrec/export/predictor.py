@@ -1,9 +1,8 @@
-"""A package served from Python: the compiled program, or the exported one where that does not fit."""
+"""Serve a package from Python with the compiled program, or with the exported one if that does not fit."""
 
 import contextlib
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the operators must exist
+from meshrec.data.raw_values import DENSE, FITTED, RawValues
 from meshrec.export.archive import PackageError, isa, load_compiled, load_exported, operators
 from meshrec.export.incremental import IncrementalQueries
 from meshrec.export.manifest import (
@@ -26,55 +26,53 @@ from meshrec.export.manifest import (
     read_manifest,
 )
 from meshrec.export.next_items import ITEMS, RankedItems
-from meshrec.export.program import DENSE
-from meshrec.export.raw_values import FITTED, RawValues
 from meshrec.export.weights import Weights
 from meshrec.models import AdvancedHistories, KeptTokens
+from meshrec.ops.operators import InputError, translated
 
 _log = logging.getLogger(__name__)
 
-# B samples, R rows that samples share, N ids, V width of vectors
+# B samples, R shared rows, N IDs, V vector width
 
 _Program = Callable[..., Tensor]
 
 
 class Predictor:
-    """The scores (or vectors) of a package's model. Its weights are mapped: processes share them.
-
-    Safe to call from several threads.
+    """Computes a package's scores or vectors. Weights are mapped, so processes share them. Thread-safe.
 
     Args:
-        package: the folder that `meshrec.export.export` wrote, or what `check_package` returned, which is not
-            checked again.
-        verify: compare every file with its checksum before any of it is used, which reads all of them. With
-            False, loading takes milliseconds, and a damaged file gives wrong scores or ends the process.
-        public_key: PEM file of the ed25519 public key that must have signed the package.
-        copy_weights: copy the weights into memory of this process instead of mapping the file. What happens
-            to the file afterwards does not matter then.
-        larger_than_memory: whether the weights do not fit into memory, so that lookups should request all
-            their rows from the disk before they read the first. None: compare the file with the memory that
-            this process may use.
+        package: folder written by `meshrec.export.export`, or `check_package` result, which is not
+            verified again.
+        verify: compare every file with the checksum first, reading all of them. With False, loading takes
+            milliseconds, and a damaged file gives wrong scores or a crash.
+        public_key: PEM file with the ed25519 public key which must have signed the package.
+        copy_weights: copy weights to memory instead of mapping the file, so later changes to the file have no
+            effect.
+        larger_than_memory: whether weights exceed memory, so that lookups should request all rows from disk
+            before reading the first. None: compare the file size with this process's memory limit.
 
     Attributes:
-        folder: the package.
-        features, num_dense: what a request must have.
-        outputs: ``scores``, or ``vectors`` of a tower.
-        shared: features (or "dense") that samples may have in common.
-        rows: rows of the table of each feature; a feature without tables that check ids is not in it.
-        version: tells packages apart: a digest of all that is in it.
-        weights: by name. Writing to them, or replacing one, changes the scores of this predictor, and never
-            the package.
-        any_ids: features of which every int64 is an ID: those that hashed tables alone read.
-        hashed: the formulas of keys and first rows of hashed tables, by the name of the weight.
-        is_compiled: whether the compiled program serves; otherwise a log line says why not.
-        quantised: the data types of quantised weights, by name, and ``rounding`` how they were rounded.
-        about: what the exporter wrote down.
+        folder: package folder.
+        features: features which a request must have.
+        num_dense: dense columns which a request must have.
+        outputs: ``scores``, or ``vectors`` from a tower.
+        shared: features (or "dense") which samples may share.
+        rows: exclusive ID limit by feature; features without checked tables are missing.
+        version: package content digest.
+        weights: weights by name. Writing to or replacing them changes this predictor's scores, never the
+            package.
+        any_ids: features for which every int64 is a valid ID: read only by hashed tables.
+        hashed: key and initial row parameters of hashed tables by weight name.
+        is_compiled: whether the compiled program is used; otherwise the log says why not.
+        quantised: quantized weights' data types by name.
+        rounding: quantized weights' rounding.
+        about: exporter's information about the weights.
 
     Raises:
-        PackageError: the folder is not a package, is damaged or of a newer format, is not signed by the key,
-            or is replaced while it is read.
-        ValueError: the key cannot be read, or is given together with ``verify=False``.
-        ModuleNotFoundError: a key is given, and the package cryptography is missing.
+        PackageError: not a package, damaged, a newer format, not signed by the key, or replaced while being
+            read.
+        ValueError: unreadable key, or a key together with ``verify=False``.
+        ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
 
     def __init__(
@@ -112,30 +110,30 @@ class Predictor:
         reason = _why_not_compiled(manifest)
         self.is_compiled = reason is None
         if reason is not None:
-            _log.warning("%s: the exported program serves, as %s", self.folder, reason)
+            _log.warning("%s: using the exported program, because %s", self.folder, reason)
         self._program = self._load(COMPILED, EXPORTED)
         self._shared_program = self._load(SHARED, SHARED_EXPORTED) if self.shared else None
         self._check_same()
 
     @functools.cached_property
     def raw(self) -> RawValues | None:
-        """The conversion of raw values to ids and dense values; None if the package has none."""
-        found = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
+        """Conversion of raw values to IDs and dense values; None if the package has none."""
+        raw = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
         self._check_same()
-        return found
+        return raw
 
     @functools.cached_property
     def items(self) -> RankedItems | None:
-        """The items that the package recommends; None if it recommends none."""
-        found = RankedItems.load(self.folder) if ITEMS in self._manifest["sha256"] else None
+        """Items which the package recommends; None if it has none."""
+        items = RankedItems.load(self.folder) if ITEMS in self._manifest["sha256"] else None
         self._check_same()
-        return found
+        return items
 
     @functools.cached_property
     def incremental(self) -> IncrementalQueries | None:
-        """The queries of histories from kept keys and values; None if the package's model keeps none.
+        """Queries from cached keys and values; None if the model does not support them.
 
-        Python computes them. The compiled program, and so C++, always encodes whole histories.
+        Computed in Python. The compiled program, and so C++, always encodes whole histories.
         """
         items = self.items
         if items is None or items.encoder is None:
@@ -143,22 +141,27 @@ class Predictor:
         return IncrementalQueries(items.encoder, self.weights, normalise=items.normalise)
 
     def advance(self, values: list[Tensor], lengths: list[Tensor], kept: KeptTokens) -> AdvancedHistories:
-        """Return the queries of histories from what is kept of their beginnings; see `IncrementalQueries`.
+        """Compute queries from cached prefixes; see `IncrementalQueries`.
+
+        Args:
+            values: values [N] per feature.
+            lengths: values per sample, int64 [B], per feature.
+            kept: cached prefixes.
 
         Raises:
-            ValueError: a history is too long, or an ID lies outside its table.
-            PackageError: the file of the weights was cut short meanwhile.
+            ValueError: a history is too long, or an ID is outside the table.
+            PackageError: the weights file was truncated.
         """
         assert self.incremental is not None
-        found = self.incremental(values, lengths, kept)
+        advanced = self.incremental(values, lengths, kept)
         self._weights.check()
-        return found
+        return advanced
 
     def _check_same(self) -> None:
         with contextlib.suppress(PackageError):
             if read_manifest(self.folder) == self._manifest:
                 return
-        raise PackageError(f"{self.folder} became another package while it was read. Load it again.")
+        raise PackageError(f"{self.folder} was replaced while it was read. Load it again.")
 
     def _load(self, compiled: str, exported: str) -> _Program:
         if not self.is_compiled:
@@ -167,12 +170,12 @@ class Predictor:
         return lambda *inputs: loader.boxed_run(list(_flat(inputs)))[0]
 
     def check_weights(self) -> None:
-        """Check that the file of the weights has not changed since it was mapped.
+        """Check that the weights file has not changed since it was mapped.
 
-        Takes a microsecond if nothing wrote to it, and otherwise as long as comparing it with its checksums.
+        Takes a microsecond if nothing wrote to the file; otherwise the file is verified again.
 
         Raises:
-            PackageError: the file was cut short, or holds something else by now: scores may be wrong.
+            PackageError: the file was truncated or changed, so scores may be wrong.
         """
         self._weights.look_again()
 
@@ -184,20 +187,20 @@ class Predictor:
         *,
         group: Tensor | None = None,
     ) -> Tensor:
-        """Compute scores [B] float32, or vectors [B, V].
+        """Compute scores [B] or vectors [B, V], float32.
 
         Args:
             dense: [B, num_dense] float32.
-            values: per feature ids [N] int64, those of the first sample first.
-            lengths: per feature [B] int64, ids of each sample.
-            group: [B] int64, for samples that share features: each sample's row of the shared values. Lengths
-                of ``shared`` features are then [R], and so is dense ([R, num_dense]) if it is shared.
+            values: IDs [N] int64 by feature, sample by sample.
+            lengths: IDs per sample, [B] int64, by feature.
+            group: [B] int64, for samples which share features: row of each sample in the shared values.
+                Lengths of ``shared`` features are then [R], and so is dense ([R, num_dense]) if shared.
 
         Raises:
-            ValueError: a feature is missing, shapes or dtypes are wrong, lengths do not sum to the number of
-                ids, a value is NaN or infinite, an id lies outside its table, or there is a group and the
-                package shares nothing.
-            PackageError: the file of the weights was cut short meanwhile.
+            ValueError: missing feature, wrong shape or dtype, lengths which do not sum to the number of IDs,
+                a NaN or infinite value, an ID outside the table, or a group for a package without shared
+                features.
+            PackageError: the weights file was truncated.
         """
         self._check(dense, values, lengths, group)
         values_F, lengths_F = ([given[name] for name in self.features] for given in (values, lengths))
@@ -207,11 +210,17 @@ class Predictor:
     def run(
         self, dense: Tensor, values: list[Tensor], lengths: list[Tensor], group: Tensor | None = None
     ) -> Tensor:
-        """Score a request that was checked, with ids and lengths in the order of ``features``.
+        """Score a checked request.
+
+        Args:
+            dense: [B, num_dense] float32.
+            values: IDs [N] int64, in the order of ``features``.
+            lengths: IDs per sample, [B] int64, in the order of ``features``.
+            group: see `__call__`.
 
         Raises:
-            ValueError: an id lies outside its table.
-            PackageError: the file of the weights was cut short meanwhile.
+            ValueError: an ID is outside the table.
+            PackageError: the weights file was truncated.
         """
         weights = list(self.weights.values())
         try:
@@ -220,12 +229,13 @@ class Predictor:
             else:
                 assert self._shared_program is not None
                 scores = self._shared_program(weights, dense, values, lengths, group)
-        except RuntimeError as error:
-            # The compiled program puts the place of the call around the operator's message about ids.
-            said = re.match(r"(?:ValueError: )?(table '.*)", str(error))
-            if said is None:
+        except (ValueError, RuntimeError) as error:
+            cause = translated(error)
+            if not isinstance(cause, InputError):
                 raise
-            raise ValueError(said[1]) from error
+            # The first line is the operator's message; compiled programs append the call site.
+            raise InputError(str(cause).partition("\n")[0]) from error
+        # After computing: scores from lost pages are wrong.
         self._weights.check()
         return scores
 
@@ -238,8 +248,8 @@ class Predictor:
     ) -> None:
         if group is not None and not self.shared:
             raise ValueError(
-                f"{self.folder} shares no features, and a group was given. Export with shared=[...], or "
-                "repeat them for each sample."
+                f"{self.folder} has no shared features, but a group was given. Export with shared=[...], or "
+                "repeat the features per sample."
             )
         if dense.dtype != torch.float32 or dense.dim() != 2 or dense.shape[1] != self.num_dense:
             raise ValueError(
@@ -265,38 +275,38 @@ class Predictor:
             _check_jagged(feature, values[feature], lengths[feature], batch)
 
     def _check_group(self, group: Tensor, dense: Tensor, lengths: Mapping[str, Tensor]) -> int:
-        """Check a group, and return the number of rows that it chooses from."""
+        """Check a group, and return the shared row count."""
         num_rows = len(dense) if DENSE in self.shared else len(lengths[min(self.shared)])
         if group.dtype != torch.int64 or group.dim() != 1:
             raise ValueError(f"group must be [batch] int64, got {list(group.shape)} {group.dtype}.")
         if len(group) and not 0 <= int(group.min()) <= int(group.max()) < num_rows:
             raise ValueError(
-                f"group has rows from {int(group.min())} to {int(group.max())}, and {num_rows} are given. "
-                "Number the rows of what is shared from 0."
+                f"group has rows from {int(group.min())} to {int(group.max())}, but {num_rows} are given. "
+                "Number shared rows from 0."
             )
         if DENSE not in self.shared and len(dense) != len(group):
-            raise ValueError(f"dense has {len(dense)} rows for {len(group)} samples; give one for each.")
+            raise ValueError(f"dense has {len(dense)} rows for {len(group)} samples; give one per sample.")
         return num_rows
 
 
 def _flat(inputs: Iterable[Any]) -> Iterator[Tensor]:
-    for each in inputs:
-        if isinstance(each, Tensor):
-            yield each
+    for item in inputs:
+        if isinstance(item, Tensor):
+            yield item
         else:
-            yield from each
+            yield from item
 
 
 def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> None:
-    for what, tensor in (("ids", values), ("lengths", lengths)):
+    for part, tensor in (("ids", values), ("lengths", lengths)):
         if tensor.dtype != torch.int64 or tensor.dim() != 1:
             raise ValueError(
-                f"feature {feature!r}: {what} must be a vector of int64, "
+                f"feature {feature!r}: {part} must be a vector of int64, "
                 f"got {list(tensor.shape)} {tensor.dtype}."
             )
     if len(lengths) != batch:
         raise ValueError(
-            f"feature {feature!r}: {len(lengths)} lengths for {batch} samples; give one for each."
+            f"feature {feature!r}: {len(lengths)} lengths for {batch} samples; give one per sample."
         )
     if len(lengths) and int(lengths.min()) < 0:
         raise ValueError(f"feature {feature!r}: a length is {int(lengths.min())}; it must be 0 or more.")
@@ -310,11 +320,11 @@ def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> 
 def _why_not_compiled(manifest: Mapping[str, Any]) -> str | None:
     version = torch.__version__.split("+")[0]
     if not manifest["compiled"]:
-        return "the package has no compiled one"
+        return "the package has no compiled program"
     if manifest["torch"] != version:
-        return f"the compiled one is for torch {manifest['torch']} and this is {version}"
+        return f"the compiled program is for torch {manifest['torch']}, but this is {version}"
     if manifest["operators"] != operators():
-        return "the compiled one calls other versions of the operators"
+        return "the compiled program calls other operator versions"
     if manifest["isa"] != isa():
-        return f"the compiled one is for {manifest['isa']} and this machine has {isa()}"
+        return f"the compiled program is for {manifest['isa']}, but this machine has {isa()}"
     return None

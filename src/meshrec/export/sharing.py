@@ -1,15 +1,15 @@
-"""A rewrite of exported programs that computes what samples share once.
+"""Rewrite exported programs to compute shared values once.
 
-A program that takes ``group`` [B] repeats the shared rows, by ``x.index_select(0, group)``, where its model
-joins them with rows of the samples. The model was written for samples that share nothing, so it continues
-with the repeated rows. This rewrite follows the graph from there on. It tracks for each value which of its
-columns depend on the group alone and which are the samples' own (`SharedColumns`). Then
+A program with ``group`` [B] repeats shared rows, by ``x.index_select(0, group)``, where the model joins them
+with per-sample rows. The model was written for samples which share nothing, so it continues with repeated
+rows. This rewrite follows the graph from there. For each value, it tracks which columns depend only on the
+group and which are per-sample (`SharedColumns`). Then
 
-- layers over columns of the group alone run on its R rows, and the result is repeated;
-- a linear layer over both kinds is the sum of two: ``x W = own W_own + (shared W_shared)[group]``;
-- dot products of two vectors of the group are taken on its R rows.
+- layers over group-only columns run on the R group rows, and the result is repeated;
+- a linear layer over both kinds becomes a sum of two: ``x W = own W_own + (shared W_shared)[group]``;
+- dot products of two group-only vectors are computed on the R group rows.
 
-The rewrite changes the order of sums, so results agree up to rounding.
+The rewrite changes the order of summation, so results agree up to rounding.
 """
 
 import operator
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-# B samples, R rows that they share, C columns, D width of vectors
+# B samples, R shared rows, C columns, D vector width
 
 _aten = torch.ops.aten
 _SELECT = _aten.index_select.default
@@ -35,10 +35,10 @@ _BY_VALUE = {
     _aten.tanh.default,
     _aten.dropout.default,
 }
-"""Operators that map each number of their first argument by itself."""
+"""Operators which are elementwise in their first argument."""
 _OF_TWO = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor}
 _BY_ROW = {_LINEAR, _aten.layer_norm.default}
-"""Operators that map each row of their first argument by itself."""
+"""Operators which map rows of their first argument independently."""
 _SPLITS = {_aten.split_with_sizes.default, _aten.split.Tensor, _aten.chunk.default}
 _SHAPES = {
     _aten.view.default,
@@ -47,37 +47,41 @@ _SHAPES = {
     _aten.unsqueeze.default,
 }
 _LEAST_SHARED = 0.2
-"""The least share of a linear layer's columns that is worth splitting off: the extra sum has its cost."""
+"""Minimum shared column fraction for which splitting a linear layer pays off: the extra sum has a cost.
+"""
 
 
 class SharedColumns(NamedTuple):
-    """A value [B, C] or [B, C, D], by its columns.
+    """Value [B, C] or [B, C, D], described column by column.
 
     Attributes:
-        own: a value with a row for each sample; None where it is not needed.
-        shared: a value with a row for each of the group's; None where nothing is shared.
-        places: for each column whether it is ``shared``, and which column of that (or of ``own``) it is.
+        per_sample: node with a row per sample; None if not needed.
+        shared: node with a row per group row; None if nothing is shared.
+        sources: for each column, whether it is in ``shared``, and its index there (or in ``per_sample``).
     """
 
-    own: Node | None
+    per_sample: Node | None
     shared: Node | None
-    places: tuple[tuple[bool, int], ...]
+    sources: tuple[tuple[bool, int], ...]
 
     def of(self, is_shared: bool) -> list[int]:
-        """Return the columns that are shared, or those that are not."""
-        return [column for column, (kind, _) in enumerate(self.places) if kind is is_shared]
+        """Return the columns which are shared, or those which are not."""
+        return [column for column, (kind, _) in enumerate(self.sources) if kind is is_shared]
 
 
 def compute_once(graph: Graph, group: Node) -> None:
-    """Rewrite a program so that it computes what depends on ``group`` alone once per row of the group."""
+    """Rewrite a program to compute values which depend only on ``group`` once per group row."""
     _Sharing(graph, group).run()
 
 
 class _Sharing:
     def __init__(self, graph: Graph, group: Node) -> None:
         self._graph, self._group = graph, group
-        self._known: dict[Node, SharedColumns] = {}
+        # Columns of every value which depends on the group, filled in graph order.
+        self._columns_of: dict[Node, SharedColumns] = {}
+        # Nodes created or replaced here, erased at the end if unused.
         self._touched: set[Node] = set()
+        # Node being rewritten: new nodes are inserted before it and take its metadata.
         self._at: Node = group
 
     def run(self) -> None:
@@ -93,12 +97,12 @@ class _Sharing:
                 columns = rule(node)
                 if columns is None:
                     continue
-                if columns.own is None and node.target is not _SELECT:
+                if columns.per_sample is None and node.target is not _SELECT:
                     rows = self._picked(columns, True)
                     late = self._call(_SELECT, rows, 0, self._group)
                     self._replace(node, late)
-                    self._known[late] = columns
-                self._known[node] = columns
+                    self._columns_of[late] = columns
+                self._columns_of[node] = columns
                 self._touched.add(node)
         for node in reversed(list(self._graph.nodes)):
             if node in self._touched and not node.users:
@@ -111,7 +115,7 @@ class _Sharing:
             return self._repeated
         if node.target is operator.getitem:
             return self._part
-        if not any(each in self._known for each in node.all_input_nodes):
+        if not any(argument in self._columns_of for argument in node.all_input_nodes):
             return None
         for targets, rule in (
             ({_aten.cat.default}, self._joined),
@@ -126,7 +130,7 @@ class _Sharing:
                 return rule
         return None
 
-    # Each rule returns the columns of a node, or None if it cannot tell.
+    # Rules return the columns of a node, or None if unknown.
 
     def _repeated(self, node: Node) -> SharedColumns | None:
         rows, dim, index = node.args
@@ -141,42 +145,44 @@ class _Sharing:
         dim: Any = node.args[1] if len(node.args) > 1 else 0
         if dim % dims != 1 or dims > 3:
             return None
-        sources: dict[bool, list[Node]] = {False: [], True: []}
+        nodes: dict[bool, list[Node]] = {False: [], True: []}
         widths = {False: 0, True: 0}
-        places: list[tuple[bool, int]] = []
-        for each in map(self._columns, given):
+        sources: list[tuple[bool, int]] = []
+        for columns in map(self._columns, given):
             starts = dict(widths)
-            for is_shared, source in ((False, each.own), (True, each.shared)):
+            for is_shared, source in ((False, columns.per_sample), (True, columns.shared)):
                 if source is not None:
-                    sources[is_shared].append(source)
+                    nodes[is_shared].append(source)
                     widths[is_shared] += _shape(source)[1]
-            places += [(is_shared, starts[is_shared] + place) for is_shared, place in each.places]
-        own, shared = (self._cat(each) if each else None for each in sources.values())
-        return SharedColumns(own, shared, tuple(places))
+            sources += [(is_shared, starts[is_shared] + column) for is_shared, column in columns.sources]
+        per_sample, shared = (self._cat(columns) if columns else None for columns in nodes.values())
+        return SharedColumns(per_sample, shared, tuple(sources))
 
     def _slice(self, node: Node) -> SharedColumns | None:
         source, dim, *span = node.args
-        width = len(self._columns(source).places)
+        width = len(self._columns(source).sources)
         if dim != 1 or (len(span) > 2 and span[2] != 1):
             return None
         return self._between(source, *slice(*span).indices(width)[:2])
 
     def _part(self, node: Node) -> SharedColumns | None:
-        """Return the columns of one part of a value that was split."""
+        """Return the columns of a part of a split value."""
         split: Any = node.args[0]
-        if split.target not in _SPLITS or split.args[0] not in self._known:
+        if split.target not in _SPLITS or split.args[0] not in self._columns_of:
             return None
         if len(split.args) < 3 or split.args[2] % len(_shape(split.args[0])) != 1:
             return None
         number: Any = node.args[1]
-        widths = [each.shape[1] for each in split.meta["val"]]
+        widths = [part.shape[1] for part in split.meta["val"]]
         return self._between(split.args[0], sum(widths[:number]), sum(widths[: number + 1]))
 
     def _between(self, source: Any, start: int, end: int) -> SharedColumns:
-        own, shared, all_places = self._columns(source)
-        places = all_places[start:end]
-        kinds = {kind for kind, _ in places}
-        return SharedColumns(own if False in kinds else None, shared if True in kinds else None, places)
+        per_sample, shared, all_sources = self._columns(source)
+        sources = all_sources[start:end]
+        kinds = {kind for kind, _ in sources}
+        return SharedColumns(
+            per_sample if False in kinds else None, shared if True in kinds else None, sources
+        )
 
     def _reshaped(self, node: Node) -> SharedColumns | None:
         """Follow a reshape between [B, C * D] and [B, C, D]."""
@@ -184,68 +190,74 @@ class _Sharing:
         before, after = _shape(node.args[0]), _shape(node)
         if len(before) == 2 and len(after) == 3 and before[1] == after[1] * after[2]:
             width = after[2]
-            places = columns.places[::width]
+            sources = columns.sources[::width]
             firsts = [
-                (kind, place + at) for kind, place in places for at in range(width) if place % width == 0
+                (kind, column + at) for kind, column in sources for at in range(width) if column % width == 0
             ]
             shapes = [-1, width]
-            if tuple(firsts) != columns.places:
+            if tuple(firsts) != columns.sources:
                 return None
-            places = tuple((kind, place // width) for kind, place in places)
+            sources = tuple((kind, column // width) for kind, column in sources)
         elif len(before) == 3 and len(after) == 2 and before[1] * before[2] == after[1]:
             width, shapes = before[2], []
-            places = tuple(
-                (kind, place * width + at) for kind, place in columns.places for at in range(width)
+            sources = tuple(
+                (kind, column * width + at) for kind, column in columns.sources for at in range(width)
             )
         else:
             return None
-        sources: list[Node | None] = []
-        for source in (columns.own, columns.shared):
+        nodes: list[Node | None] = []
+        for source in (columns.per_sample, columns.shared):
             if source is None:
-                sources.append(None)
+                nodes.append(None)
                 continue
             size = _shape(source)[1]
             if shapes and size % width:
                 return None
             shape = [-1, size // width, width] if shapes else [-1, size * width]
-            sources.append(self._call(_aten.reshape.default, source, shape))
-        return SharedColumns(sources[0], sources[1], places)
+            nodes.append(self._call(_aten.reshape.default, source, shape))
+        return SharedColumns(nodes[0], nodes[1], sources)
 
     def _by_value(self, node: Node) -> SharedColumns:
         columns = self._columns(node.args[0])
-        own, shared = (
+        per_sample, shared = (
             source if source is None else self._call(node.target, source, *node.args[1:], **node.kwargs)
             for source in columns[:2]
         )
-        return SharedColumns(own, shared, columns.places)
+        return SharedColumns(per_sample, shared, columns.sources)
 
     def _by_row(self, node: Node) -> SharedColumns | None:
         return self._on_rows(node, node.args[:1])
 
     def _of_two(self, node: Node) -> SharedColumns | None:
-        if any(isinstance(each, Node) and len(_shape(each)) != len(_shape(node)) for each in node.args):
+        if any(
+            isinstance(argument, Node) and len(_shape(argument)) != len(_shape(node))
+            for argument in node.args
+        ):
             return None
-        return self._on_rows(node, [each for each in node.args if isinstance(each, Node)])
+        return self._on_rows(node, [argument for argument in node.args if isinstance(argument, Node)])
 
     def _on_rows(self, node: Node, repeated: Sequence[Any]) -> SharedColumns | None:
-        """Apply an operator on the group's rows, if all its arguments with rows depend on the group alone."""
+        """Apply an operator to group rows, if all arguments with rows depend only on the group."""
         given: dict[Any, Node] = {}
-        for each in repeated:
-            columns = self._known.get(each)
-            if columns is None or columns.own is not None:
+        for argument in repeated:
+            columns = self._columns_of.get(argument)
+            if columns is None or columns.per_sample is not None:
                 return None
-            given[each] = self._picked(columns, True)
-        arguments = [given.get(each, each) if isinstance(each, Node) else each for each in node.args]
+            given[argument] = self._picked(columns, True)
+        arguments = [
+            given.get(argument, argument) if isinstance(argument, Node) else argument
+            for argument in node.args
+        ]
         shared = self._call(node.target, *arguments, **node.kwargs)
         return SharedColumns(None, shared, tuple((True, column) for column in range(_shape(shared)[1])))
 
     def _dots(self, node: Node) -> SharedColumns | None:
-        """Compute dot products of two shared vectors once per row of the group, and all others per sample."""
-        dense, sparse = (self._columns(each) for each in node.args)
-        kinds = {is_shared for is_shared, _ in dense.places}
+        """Compute dot products of two shared vectors once per group row, and all others per sample."""
+        dense, sparse = (self._columns(argument) for argument in node.args)
+        kinds = {is_shared for is_shared, _ in dense.sources}
         if len(kinds) != 1:
             return None
-        is_shared = [kinds.pop(), *(kind for kind, _ in sparse.places)]
+        is_shared = [kinds.pop(), *(kind for kind, _ in sparse.sources)]
         if sum(is_shared) < 2:
             return None
         vectors = self._picked(sparse, True)
@@ -256,21 +268,21 @@ class _Sharing:
             vectors = self._call(_aten.slice.Tensor, vectors, 1, 1, _shape(vectors)[1])
         shared = self._call(_DOTS, first, vectors)
         width = _shape(node.args[0])[1]
-        places = [(is_shared[0], column) for column in range(width)]
+        sources = [(is_shared[0], column) for column in range(width)]
         num_shared, num_all = width, width
         for one, other in combinations(is_shared, 2):
             both = one and other
-            places.append((True, num_shared) if both else (False, num_all))
+            sources.append((True, num_shared) if both else (False, num_all))
             num_shared += both
             num_all += 1
-        return SharedColumns(node, shared, tuple(places))
+        return SharedColumns(node, shared, tuple(sources))
 
     def _split(self, node: Node) -> Node | None:
-        """Write a linear layer over both kinds of columns as the sum of two."""
+        """Split a linear layer over both kinds of columns into a sum of two."""
         columns, weight = self._columns(node.args[0]), node.args[1]
         num_shared = len(columns.of(True))
-        least = _LEAST_SHARED * len(columns.places)
-        if len(_shape(node)) != 2 or not least < num_shared < len(columns.places):
+        least = _LEAST_SHARED * len(columns.sources)
+        if len(_shape(node)) != 2 or not least < num_shared < len(columns.sources):
             return None
         assert isinstance(weight, Node)
         parts = []
@@ -281,26 +293,26 @@ class _Sharing:
         return self._call(_aten.add.Tensor, parts[0], self._call(_SELECT, parts[1], 0, self._group))
 
     def _columns(self, node: Any) -> SharedColumns:
-        found = self._known.get(node)
-        if found is None:
-            found = SharedColumns(node, None, tuple((False, column) for column in range(_shape(node)[1])))
-        return found
+        columns = self._columns_of.get(node)
+        if columns is None:
+            columns = SharedColumns(node, None, tuple((False, column) for column in range(_shape(node)[1])))
+        return columns
 
     def _picked(self, columns: SharedColumns, is_shared: bool) -> Node:
-        """Return the shared columns on the group's rows, or the columns that are not shared."""
-        source = columns.shared if is_shared else columns.own
+        """Return the shared columns on group rows, or the per-sample columns."""
+        source = columns.shared if is_shared else columns.per_sample
         assert source is not None
-        return self._slices(source, [place for kind, place in columns.places if kind is is_shared])
+        return self._slices(source, [column for kind, column in columns.sources if kind is is_shared])
 
-    def _slices(self, source: Node, places: Sequence[int]) -> Node:
-        if list(places) == list(range(_shape(source)[1])):
+    def _slices(self, source: Node, columns: Sequence[int]) -> Node:
+        if list(columns) == list(range(_shape(source)[1])):
             return source
         runs: list[list[int]] = []
-        for place in places:
-            if runs and runs[-1][1] == place:
+        for column in columns:
+            if runs and runs[-1][1] == column:
                 runs[-1][1] += 1
             else:
-                runs.append([place, place + 1])
+                runs.append([column, column + 1])
         return self._cat([self._call(_aten.slice.Tensor, source, 1, *run) for run in runs])
 
     def _cat(self, parts: Sequence[Node]) -> Node:
@@ -308,7 +320,7 @@ class _Sharing:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         node: Node = self._graph.call_function(target, args, kwargs)
-        values: Any = torch.fx.map_arg(args, lambda each: each.meta["val"])
+        values: Any = torch.fx.map_arg(args, lambda argument: argument.meta["val"])
         node.meta = {**self._at.meta, "val": target(*values, **kwargs)}
         self._touched.add(node)
         return node
@@ -319,12 +331,12 @@ class _Sharing:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """Return the shape of a node's value, whose first size may be a symbol."""
+    """Return a node's value shape; the first size may be symbolic."""
     return tuple(node.meta["val"].shape)
 
 
 def _origin(index: Any) -> Any:
-    """Return the node that an index comes from, through operators that do not change it."""
+    """Return the node from which an index originates, through operators which do not change it."""
     while isinstance(index, Node):
         source: Any = index.args[0] if index.args else None
         if index.target in _SAME and isinstance(source, Node):

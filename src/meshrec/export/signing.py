@@ -1,13 +1,12 @@
-"""Signatures of packages: who exported a package, and that no file has changed since.
+"""Package signatures: prove who exported a package, and that no file has changed since.
 
-``signature.txt`` states the size and a hash of every file of the package, in lines that C++ reads as well:
+``signature.txt`` has size and hash of every file, in a format which C++ also reads:
 
-    meshrec-signature 1
-    file 4194305 <tree hash, see meshrec.durable.tree_hash_of> weights.bin
-    ed25519 <signature of everything before this line, 128 hexadecimal digits>
+    meshrec-signature 1 file 4194305 <tree hash, see meshrec.durable.tree_hash_of> weights.bin ed25519
+    <signature of everything before this line, 128 hexadecimal digits>
 
-The keys are those of OpenSSL: ``openssl genpkey -algorithm ed25519 -out key.pem`` makes a private key, and
-``openssl pkey -in key.pem -pubout -out key.pub`` writes the public one.
+Keys are OpenSSL's: ``openssl genpkey -algorithm ed25519 -out key.pem`` creates a private key, and ``openssl
+pkey -in key.pem -pubout -out key.pub`` writes the public key.
 """
 
 import os
@@ -32,14 +31,14 @@ _MOST_BYTES = 1 << 24
 
 
 def read_private_key(path: str | Path) -> "Ed25519PrivateKey":
-    """Read the key that signs packages.
+    """Read a key for signing packages.
 
     Args:
-        path: a PEM file with an ed25519 private key and no password.
+        path: PEM file with an ed25519 private key without password.
 
     Raises:
-        ModuleNotFoundError: the package cryptography is missing.
-        ValueError: the file cannot be read, or holds something else.
+        ModuleNotFoundError: the cryptography package is missing.
+        ValueError: the file is unreadable or not such a key.
     """
     serialization = needs("cryptography.hazmat.primitives.serialization", "sign")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -53,21 +52,21 @@ def read_private_key(path: str | Path) -> "Ed25519PrivateKey":
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise ValueError(
-            f"{path} is a key of another kind than ed25519. Make one with "
+            f"{path} is not an ed25519 key. Create one with "
             "`openssl genpkey -algorithm ed25519 -out key.pem`."
         )
     return key
 
 
 def read_public_key(path: str | Path) -> "Ed25519PublicKey":
-    """Read the key that a package's signature is checked with.
+    """Read a key for verifying package signatures.
 
     Args:
-        path: a PEM file with an ed25519 public key.
+        path: PEM file with an ed25519 public key.
 
     Raises:
-        ModuleNotFoundError: the package cryptography is missing.
-        ValueError: the file cannot be read, or holds something else.
+        ModuleNotFoundError: the cryptography package is missing.
+        ValueError: the file is unreadable or not such a key.
     """
     serialization = needs("cryptography.hazmat.primitives.serialization", "sign")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -78,16 +77,16 @@ def read_public_key(path: str | Path) -> "Ed25519PublicKey":
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is not a public key ({error}). {advice}") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise ValueError(f"{path} is a key of another kind than ed25519. {advice}")
+        raise ValueError(f"{path} is not an ed25519 key. {advice}")
     return key
 
 
 def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
-    """Write `SIGNATURE` into a package that is complete.
+    """Write `SIGNATURE` to a complete package.
 
     Args:
-        folder: the package.
-        key: what `read_private_key` read.
+        folder: package.
+        key: `read_private_key` result.
 
     Raises:
         OSError: a file cannot be read, or the signature cannot be written.
@@ -103,15 +102,15 @@ def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
 
 
 def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey") -> None:
-    """Check that a key signed these files of a package as they are.
+    """Check that a key signed the current files of a package.
 
     Args:
-        folder: the package.
-        names: every file that will be used.
-        key: what `read_public_key` read.
+        folder: package.
+        names: all files which will be used.
+        key: `read_public_key` result.
 
     Raises:
-        PackageError: the package is not signed, not by this key, or a file differs from what was signed.
+        PackageError: not signed, signed by another key, or a file differs from the signed one.
     """
     from cryptography.exceptions import InvalidSignature
 
@@ -124,15 +123,15 @@ def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey"
             "Export the model with --sign KEY."
         ) from error
     statement, last = content[:-_LENGTH_OF_LAST_LINE], content[-_LENGTH_OF_LAST_LINE:]
-    found = _LAST_LINE.fullmatch(last)
+    match = _LAST_LINE.fullmatch(last)
     try:
-        if found is None:
+        if match is None:
             raise InvalidSignature
-        key.verify(bytes.fromhex(found[1].decode()), statement)
+        key.verify(bytes.fromhex(match[1].decode()), statement)
     except InvalidSignature as error:
         raise PackageError(
-            f"{path} was not made by the private key of the public key that is required. Serve a package "
-            "that its owner signed, or name the owner's public key."
+            f"{path} was not created with the private key of the required public key. Serve a package "
+            "signed by its owner, or pass the owner's public key."
         ) from error
     signed = _parse(statement, path)
     for name in names:
@@ -147,7 +146,7 @@ def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey"
 
 
 def _line_of(path: Path) -> str:
-    """Return the size, the hash and the name of a file."""
+    """Return a file's size, hash and name."""
     with open_regular(path) as descriptor:
         num_bytes = os.fstat(descriptor).st_size
         return f"{num_bytes} {tree_hash_of(descriptor, num_bytes, path.name)} {path.name}"
@@ -155,15 +154,15 @@ def _line_of(path: Path) -> str:
 
 def _compare(path: Path, num_bytes: int, tree_hash: str) -> None:
     with open_regular(path) as descriptor:
-        size = os.fstat(descriptor).st_size  # first: a file with holes may seem to have no end
+        size = os.fstat(descriptor).st_size  # compare first: hashing a huge sparse file takes forever
         if size != num_bytes or tree_hash_of(descriptor, num_bytes, path.name) != tree_hash:
-            raise DamageError(f"{path} is not the file that was signed")
+            raise DamageError(f"{path} differs from the signed file")
 
 
 def _parse(statement: bytes, path: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and the hash that were signed, by the file's name."""
+    """Return the signed size and hash by file name."""
     first, *lines = statement.decode(errors="replace").split("\n")
     matches = [_FILE_LINE.fullmatch(line) for line in lines[:-1]]
     if first != _FIRST_LINE or lines[-1:] != [""] or None in matches:
-        raise PackageError(f"{path} is of another format than this version reads. Export the model again.")
-    return {each[3]: (int(each[1]), each[2]) for each in matches if each is not None}
+        raise PackageError(f"{path} has a format which this version does not read. Export the model again.")
+    return {match[3]: (int(match[1]), match[2]) for match in matches if match is not None}

@@ -1,4 +1,4 @@
-"""An exported program as TorchScript, for those who still load it; torch calls it deprecated."""
+"""Write an exported program as TorchScript, for existing users; torch has deprecated it."""
 
 import logging
 import warnings
@@ -10,7 +10,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-# Checks of sizes; the operators make them, too.
+# Size checks, which the operators repeat.
 _LEFT_OUT = {
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_tensor_metadata.default,
@@ -21,15 +21,15 @@ _LEFT_OUT = {
 def write_torchscript(
     exported: "torch.export.ExportedProgram", weights: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Write a TorchScript file of a `Program`, with the weights in it.
+    """Write a TorchScript file of a `Program`, including weights.
 
-    Its ``forward`` takes dense [B, num_dense], then the ids of each feature, then the lengths of each, in the
-    order of the package's features; ``libmeshrec.so`` must be loaded before it.
+    ``forward`` takes dense [B, num_dense], then IDs per feature, then lengths per feature, in package order.
+    Load ``libmeshrec.so`` before it.
 
     Args:
-        exported: the program.
-        weights: its first arguments, by name.
-        path: the file.
+        exported: program.
+        weights: the program's first arguments, by name.
+        path: output file.
 
     Raises:
         ValueError: TorchScript does not support an operation of the program.
@@ -38,7 +38,7 @@ def write_torchscript(
     graph = module.graph
     graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    # Named by number, since names of weights contain dots.
+    # Numbered, because weight names contain dots, which buffers do not allow.
     for number, (node, weight) in enumerate(zip(placeholders, weights.values(), strict=False)):
         module.register_buffer(f"weight_{number}", weight.detach())
         with graph.inserting_before(node):
@@ -58,11 +58,12 @@ def write_torchscript(
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     plain = torch.fx.GraphModule(module, graph)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
+        # DeprecationWarning up to torch 2.14, then FutureWarning; logged below instead.
+        warnings.filterwarnings("ignore", message=".*torch.jit.*")
         try:
             torch.jit.script(plain).save(path)
         except (RuntimeError, torch.jit.frontend.NotSupportedError) as error:
             raise ValueError(
-                f"the program cannot be written as TorchScript: {error}. Leave it out."
+                f"the program cannot be written as TorchScript: {error}. Use torchscript=False."
             ) from error
     _log.info("wrote %s: torch calls TorchScript deprecated", path)

@@ -1,4 +1,4 @@
-"""A model repository with which the Python backend of NVIDIA's Triton server answers from a package."""
+"""Write a model repository for NVIDIA Triton's Python backend."""
 
 import shutil
 from pathlib import Path
@@ -9,28 +9,29 @@ from meshrec.export.manifest import read_manifest
 from meshrec.export.package import link
 
 PACKAGE = "package"
-"""Name of the package's folder in the folder of the model's version."""
+"""Folder of the package within the model version's folder."""
 _MODEL = """# Answers with the package beside it.
 from meshrec.export.triton_backend import TritonPythonModel
 """
 
 
 def write_triton(package: str | Path, repository: str | Path, *, name: str) -> Path:
-    """Write ``NAME/config.pbtxt``, ``NAME/1/model.py`` and ``NAME/1/package`` into a model repository.
+    """Write ``NAME/config.pbtxt``, ``NAME/1/model.py`` and ``NAME/1/package`` to a model repository.
 
-    The package is linked if it is on the same file system, and copied otherwise. The server's Python must
-    have MeshRec.
+    The package is linked if it is on the same file system, otherwise copied. The server's Python needs
+    MeshRec.
 
     Args:
-        package: what `export` wrote.
-        repository: the folder of all models; it may exist already.
-        name: the name of the model.
+        package: `export` output.
+        repository: model repository folder; may exist.
+        name: model name.
 
-    Returns: the model's folder.
+    Returns:
+        The model folder.
 
     Raises:
-        ValueError: the repository has a model of that name.
-        PackageError: the folder is not a package.
+        ValueError: the repository already has a model with this name.
+        PackageError: not a package.
     """
     package, folder = Path(package), Path(repository) / name
     manifest = read_manifest(package)
@@ -56,13 +57,13 @@ def _config(name: str, manifest: dict[str, Any]) -> str:
     lines = [
         f'name: "{_quoted(name)}"',
         'backend: "python"',
-        "# ids of all samples lie end to end: no dim is B",
+        "# ids of all samples are concatenated: no dimension is the batch",
     ]
     lines.append("max_batch_size: 0")
-    for what, tensors in (("input", inputs), ("output", outputs)):
+    for kind_of_tensor, tensors in (("input", inputs), ("output", outputs)):
         for tensor, kind, dims in tensors:
             lines += [
-                f"{what} [",
+                f"{kind_of_tensor} [",
                 "  {",
                 f'    name: "{_quoted(tensor)}"',
                 f"    data_type: TYPE_{kind}",

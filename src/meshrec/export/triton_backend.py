@@ -1,4 +1,6 @@
-"""The class that Triton's Python backend calls. Only Triton has the module that this file imports."""
+"""Class called by Triton's Python backend; the imported ``triton_python_backend_utils`` only exists in
+Triton.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,15 +15,15 @@ from meshrec.export.triton import PACKAGE
 
 
 class TritonPythonModel:
-    """A model of Triton that answers requests with a package's scores."""
+    """Triton model which answers requests with a package's scores."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the package beside ``model.py``."""
+        """Open the package next to ``model.py``."""
         folder = Path(args["model_repository"]) / args["model_version"] / PACKAGE
         self._predictor = Predictor(folder)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return one response for each request. A bad request gets an error, and the others get scores."""
+        """Return a response per request. An invalid request gets an error; others are still scored."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
@@ -34,8 +36,8 @@ class TritonPythonModel:
             lengths = {feature: tensor(f"{feature}.lengths").long() for feature in predictor.features}
             num_samples = len(lengths[predictor.features[0]])
             dense = tensor("dense") if predictor.num_dense else torch.empty(num_samples, 0)
-            found = predictor(dense, values, lengths).numpy()
+            outputs = predictor(dense, values, lengths).numpy()
         except ValueError as error:
             return utils.InferenceResponse(output_tensors=[], error=utils.TritonError(str(error)))
-        output = utils.Tensor(predictor.outputs, found.astype(np.float32, copy=False))
+        output = utils.Tensor(predictor.outputs, outputs.astype(np.float32, copy=False))
         return utils.InferenceResponse(output_tensors=[output])

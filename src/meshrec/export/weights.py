@@ -1,4 +1,4 @@
-"""The weights of a package in memory, and the watch over the file that they are mapped from."""
+"""A package's weights in memory, and change detection for the mapped file."""
 
 import logging
 import os
@@ -22,25 +22,24 @@ _log = logging.getLogger(__name__)
 
 
 class Weights:
-    """The weights of a package, mapped from ``weights.bin`` or copied into memory.
+    """A package's weights, mapped from ``weights.bin`` or copied to memory.
 
-    A mapped page shows what the file holds when the page is first read. So the file may only change by being
-    replaced: a file that is written to or cut short damages the weights. `check` and `look_again` detect
-    that.
+    A mapped page has the file content at the time of its first read. So the file must only change by being
+    replaced: writing to it or truncating it damages the weights. `check` and `look_again` detect that.
 
     Args:
         path: ``weights.bin``.
-        records: the tensors in it.
-        private: copy the file into memory of this process instead of mapping it.
+        records: tensors in the file.
+        private: copy the file to memory instead of mapping it.
         larger_than_memory: whether lookups will miss pages; see ``ops.mapping.expect_misses``. None: if the
-            file has more bytes than this process may use.
-        digest: what the file must hold, if that is known.
+            file exceeds this process's memory limit.
+        digest: expected file content, if known.
 
     Attributes:
-        tensors: the weights, in the order of ``records``.
+        tensors: weights in the order of ``records``.
 
     Raises:
-        PackageError: the file is too short, cannot be read, or its copy differs from the digest.
+        PackageError: the file is too short or unreadable, or the copy does not match the digest.
     """
 
     def __init__(
@@ -54,9 +53,10 @@ class Weights:
     ) -> None:
         self._path, self._digest, self._mapping = path, digest, None
         with open_regular(path) as descriptor:
-            # Kept open: another file may get the path, and what is mapped is this one.
+            # Keep this file open: the path may be replaced by another file, but this one is mapped.
             self._descriptor = os.dup(descriptor)
         weakref.finalize(self, os.close, self._descriptor)
+        # Size and modification time at the last verification.
         self._stamp = _stamp(self._descriptor)
         self._num_bytes = self._stamp[0]
         memory = torch.empty(0, dtype=torch.uint8)
@@ -64,7 +64,7 @@ class Weights:
             memory = self._copied()
         elif self._num_bytes:
             if not has_kernels:
-                _log.info("%s is mapped without the kernels: do not cut it short while it is in use", path)
+                _log.info("%s is mapped without the kernels: do not truncate it while it is in use", path)
             try:
                 self._mapping = map_file(self._descriptor, self._num_bytes)
             except (OSError, RuntimeError) as error:
@@ -78,27 +78,27 @@ class Weights:
         self.tensors = [_tensor(memory, record, path) for record in records]
 
     def check(self) -> None:
-        """Check that the file still has all its bytes; takes a microsecond.
+        """Check that the file still has all bytes; takes a microsecond.
 
-        Call it after computing: what was computed from lost pages is wrong.
+        Call after computing: results from lost pages are wrong.
 
         Raises:
-            PackageError: the file was cut short.
+            PackageError: the file was truncated.
         """
         if self._mapping is None:
             return
         size = os.fstat(self._descriptor).st_size
         if size < self._num_bytes or lost_pages(self._mapping):
             raise PackageError(
-                f"{self._path} was cut short while it was in use: it had {self._num_bytes:,} bytes and has "
-                f"{size:,}. Copy the package again, and load it; never write into a package that is served."
+                f"{self._path} was truncated while in use: it had {self._num_bytes:,} bytes and has "
+                f"{size:,}. Copy the package again, and load it; never write to a served package."
             )
 
     def look_again(self) -> None:
-        """Check the file as `check` does, and compare its content with the digest if it was written to.
+        """Check the file as in `check`, and verify the content if the file was written to.
 
         Raises:
-            PackageError: the file was cut short, or holds something else than before.
+            PackageError: the file was truncated or changed.
         """
         self.check()
         stamp = _stamp(self._descriptor)
@@ -109,15 +109,15 @@ class Weights:
                 verify_file(self._descriptor, self._digest, self._path)
             except DamageError as error:
                 raise PackageError(
-                    f"{error}: it was written to while it was in use. Copy the package again, and load it; "
-                    "never write into a package that is served."
+                    f"{error}: it was written to while in use. Copy the package again, and load it; "
+                    "never write to a served package."
                 ) from error
         else:
-            _log.warning("%s was written to while it was in use: scores may be wrong", self._path)
+            _log.warning("%s was written to while in use: scores may be wrong", self._path)
         self._stamp = stamp
 
     def _copied(self) -> Tensor:
-        """Read the file into memory, and compare the copy itself with the digest."""
+        """Read the file to memory, and verify the copy."""
         memory = torch.empty(self._num_bytes, dtype=torch.uint8)
         view = memory.numpy().data
         try:
@@ -142,7 +142,7 @@ def _tensor(memory: Tensor, record: WeightRecord, path: Path) -> Tensor:
         raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")
     try:
         return memory[record.offset : end].view(getattr(torch, record.dtype)).view(record.shape)
-    except RuntimeError as error:  # sizes whose product is 0, or too large for torch
+    except RuntimeError as error:  # sizes with product 0, or too large for torch
         raise PackageError(
             f"{record.name!r} cannot have the shape {record.shape} ({error}). Export the model again."
         ) from error

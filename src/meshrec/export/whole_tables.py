@@ -1,6 +1,5 @@
-"""The form of a model that torch.export can trace: whole tables, and hashed ones that only read."""
+"""Convert a model to a form which torch.export can trace: whole tables, and read-only hashed tables."""
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.distributed import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from meshrec.durable import scratch_folder
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules import BaseEmbeddingConfig
 from meshrec.modules.embedding_modules import TableCollection
@@ -22,10 +22,10 @@ _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 
 def with_whole_tables(model: nn.Module) -> nn.Module:
-    """Return the model itself, or if its tables are sharded, a copy with each table in one piece on the CPU.
+    """Return the model, or if tables are sharded, a copy with whole tables on the CPU.
 
     Raises:
-        ValueError: the tables are split over several processes.
+        ValueError: tables are split over several processes.
     """
     inner = model.module if isinstance(model, DistributedModelParallel) else model
     sharded = [module for module in inner.modules() if isinstance(module, _SHARDED)]
@@ -35,34 +35,35 @@ def with_whole_tables(model: nn.Module) -> nn.Module:
         world = module.built.env.world
         if world.group is not None and world.size > 1:
             raise ValueError(
-                f"the tables are split over {world.size} processes, and one process writes a package. Save a "
-                "checkpoint, and export from it: `meshrec export`, or load it into the unsharded model."
+                f"the tables are split over {world.size} processes, but one process writes a package. Save "
+                "a checkpoint, and export from it: `meshrec export`, or load it into the unsharded model."
             )
     whole: dict[int, nn.Module] = {id(module): _whole(module) for module in sharded}
-    made = whole.get(id(inner)) or copied_but_for(inner, whole)
-    return made.to("cpu").train(model.training)
+    result = whole.get(id(inner)) or copied_but_for(inner, whole)
+    return result.to("cpu").train(model.training)
 
 
 def _whole(module: Any) -> TableCollection:
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     types = {config.name: config.data_type for config in configs()}
     options = module.built.options
-    made = empty_like(module, types, options.bounds_check, options.output_dtype)
-    give_rows(made, configs())
+    collection = empty_like(module, types, options.bounds_check, options.output_dtype)
+    give_rows(collection, configs())
     state = module.state_dict()
-    made.load_state_dict(
+    collection.load_state_dict(
         {
-            name: each if isinstance(each, StreamedPart) else getattr(each, "full_tensor", each.clone)()
-            for name, each in state.items()
+            name: value if isinstance(value, StreamedPart) else getattr(value, "full_tensor", value.clone)()
+            for name, value in state.items()
         }
     )
-    return made
+    return collection
 
 
 def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRows | Tensor]]:
-    """Return the model with its hashed tables as a package has them, and their real tensors by name.
+    """Return the model with hashed tables in package form, and their actual tensors by name.
 
-    Without hashed tables it is the model itself; otherwise a copy, whose hashed tables have example tensors.
+    Without hashed tables, this is the model itself; otherwise a copy in which hashed tables have example
+    tensors.
     """
     memo: dict[int, nn.Module] = {}
     real: dict[str, ServedRows | Tensor] = {}
@@ -70,9 +71,9 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
         if not isinstance(child, TableCollection) or not (hashed := child.hashed_tables()):
             continue
         types = {config.name: config.data_type for config, _ in child.tables().values()}
-        memo[id(child)] = made = empty_like(child, types, child.bounds_check, child.output_dtype)
-        made.serve()
-        prefix, holders = made.table_holders()
+        memo[id(child)] = served = empty_like(child, types, child.bounds_check, child.output_dtype)
+        served.serve()
+        prefix, holders = served.table_holders()
         for config, weight in child.tables().values():
             if config.name not in hashed:
                 holders._modules[config.name].weight = weight
@@ -80,22 +81,21 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
             rows = ServedRows(hashed[config.name])
             tensors: dict[str, ServedRows | Tensor] = {"weight": rows, **rows.index()}
             where = f"{path}." if path else ""
-            real |= {f"{where}{prefix}.{config.name}.{name}": each for name, each in tensors.items()}
+            real |= {f"{where}{prefix}.{config.name}.{name}": tensor for name, tensor in tensors.items()}
     return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model), real
 
 
-def give_rows(made: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:
-    """Allocate uninitialised rows on the CPU for the tables of a collection on ``meta``.
+def give_rows(collection: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:
+    """Allocate uninitialized CPU rows for the tables of a collection on ``meta``.
 
-    A table whose configuration keeps its rows in a file has them in a mapped file without a name, in the same
-    folder: it may be larger than memory.
+    A table stored in a file gets a mapped, unnamed file in the same folder: it may exceed memory.
     """
-    holders = made.table_holders()[1]._modules
+    holders = collection.table_holders()[1]._modules
     for config in configs:
-        if config.keys is not None:  # its rows come as they are loaded
+        if config.keys is not None:  # hashed tables grow while being loaded
             holders[config.name].to_empty(device="cpu")
             continue
-        data_type = made.tables()[f"{made.table_holders()[0]}.{config.name}.weight"][0].data_type
+        data_type = collection.tables()[f"{collection.table_holders()[0]}.{config.name}.weight"][0].data_type
         storage = storage_for(data_type)
         shape = (config.num_embeddings, storage.columns(config.embedding_dim))
         if config.storage is None:
@@ -107,6 +107,6 @@ def give_rows(made: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> 
 
 def _mapped(folder: Path, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        rows = torch.from_file(f"{place}/rows", shared=True, size=shape[0] * shape[1], dtype=dtype)
+    with scratch_folder("rows", folder) as scratch:
+        rows = torch.from_file(f"{scratch}/rows", shared=True, size=shape[0] * shape[1], dtype=dtype)
     return rows.view(shape)

@@ -1,40 +1,58 @@
-"""Metrics of labels that are one of several classes."""
+"""Multi-class classification metrics."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshrec.metrics.binary import area_under_curve
-from meshrec.metrics.gathering import gathered
+from meshrec.metrics.areas import areas_within
+from meshrec.metrics.gathering import counted, gathered, stacked
 
 
 def class_metrics(
-    outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    outputs: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``auc``, ``loss`` and ``accuracy`` over the samples of all ranks.
+    """Compute ``auc``, ``loss`` and ``accuracy`` over all ranks' samples.
 
-    ``auc`` is the mean over classes of the AUC of that class against all others (Hand and Till call it
-    one-versus-rest); classes that do not occur are left out. ``loss`` is the softmax cross-entropy. The
-    result is empty without samples. Collective if a process group is initialized.
+    ``auc`` is the mean one-versus-rest AUC (Hand and Till) over occurring classes. ``loss`` is the softmax
+    cross-entropy. Among equal logits, ``accuracy`` predicts the first class. The result is empty without
+    samples, and NaN if a probability is NaN. Collective if a process group is initialized.
 
     Args:
         outputs: logits [n, C].
-        labels: numbers of the true classes [n].
-        group: process group of the ranks; None: all ranks.
-        gather: whether to include the samples of other ranks.
+        labels: class indices [n].
+        weights: sample weights [n]; None: 1.
+        group: process group; None: all ranks.
+        gather: whether to include samples from other ranks.
+
+    Raises:
+        ValueError: sizes differ, a label is not a class index, or a weight is not allowed.
     """
-    columns = torch.cat([outputs.double().T, labels.double()[None]])
-    if gather:
-        columns = gathered(columns, group)
-    logits, truth = columns[:-1].T, columns[-1].long()
-    if not len(truth):
+    num_classes = outputs.shape[1]
+    columns = stacked(*outputs.unbind(1), labels, weights=weights)
+    columns = gathered(columns, group) if gather else columns
+    classes = torch.arange(num_classes, device=columns.device)
+    allowed = torch.isin(columns[-2], classes.double())
+    columns = counted(columns, allowed, f"integers in [0, {num_classes})").cpu()
+    logits, classes_n, weights = columns[:-2].T, columns[-2].long(), columns[-1]
+    if not len(classes_n):
         return {}
-    loss = float(nn.functional.cross_entropy(logits, truth))
-    accuracy = float((logits.argmax(1) == truth).double().mean())
+    logs = torch.log_softmax(logits, 1)
+    shares = weights / weights.sum()
+    metrics = {
+        "loss": float(-logs.gather(1, classes_n[:, None])[:, 0] @ shares),
+        "accuracy": float((logits.argmax(1) == classes_n).double() @ shares),
+    }
+    # Infinite logits give NaN in softmax.
+    if bool(logs.isnan().any()):
+        return dict.fromkeys(["auc", *metrics], float("nan"))
     areas = [
-        area
-        for each, scores in enumerate(torch.log_softmax(logits, 1).unbind(1))
-        if (area := area_under_curve(scores, (truth == each).double())) is not None
+        areas_within(scores.numpy(), (classes_n == number).double().numpy(), weights.numpy(), None)[0]
+        for number, scores in enumerate(logs.unbind(1))
     ]
-    found = {"auc": sum(areas) / len(areas)} if areas else {}
-    return {**found, "loss": loss, "accuracy": accuracy}
+    return metrics if np.isnan(areas).all() else {"auc": float(np.nanmean(areas)), **metrics}

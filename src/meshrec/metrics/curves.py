@@ -1,4 +1,4 @@
-"""The ROC curve and the calibration of binary classification, from histograms that ranks can add up."""
+"""ROC and calibration curves for binary classification, from histograms that ranks can sum."""
 
 import math
 from typing import Any
@@ -17,27 +17,48 @@ _NORMAL_95 = 1.96
 # n samples, H bins
 
 
-def score_histograms(logits_n: Tensor, labels_n: Tensor) -> Tensor:
-    """Return sums per bin of the logit, [3, H] float64: positive labels, negative labels and predictions.
+def score_histograms(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor | None = None) -> Tensor:
+    """Return sums per logit bin, [5, H] float64.
 
-    Logits beyond +-12 are in the first and the last bin: probabilities of less than 1e-5.
+    Rows: weight of positive labels, of negative labels, of predictions; squared weight of positive labels, of
+    negative labels. Logits beyond +-12, probabilities below 1e-5 or above 1 - 1e-5, fall into the first or
+    last bin.
+
+    Args:
+        logits_n: [n].
+        labels_n: in [0, 1].
+        weights_n: sample weights; None: 1.
     """
     logits, labels = logits_n.double(), labels_n.double()
-    bins = ((logits + _LIMIT) * (_BINS / (2 * _LIMIT))).long().clamp(0, _BINS - 1)
-    return torch.stack(
-        [torch.bincount(bins, each, _BINS) for each in (labels, 1 - labels, torch.sigmoid(logits))]
-    )
+    weights = torch.ones_like(logits) if weights_n is None else weights_n.double()
+    counts = weights > 0
+    logits, labels, weights = logits[counts], labels[counts], weights[counts]
+    bins = ((logits + _LIMIT) * (_BINS / (2 * _LIMIT))).clamp(0, _BINS - 1).long()
+    sums = (labels, 1 - labels, torch.sigmoid(logits), labels * weights, (1 - labels) * weights)
+    return torch.stack([torch.bincount(bins, weights * values, _BINS) for values in sums])
+
+
+def effective_sizes(histograms_5H: Tensor) -> tuple[float, float]:
+    """Return the effective numbers of positive and negative samples, from `score_histograms`.
+
+    The squared sum of weights divided by the sum of squared weights: the number of samples if all weights are
+    equal. Kish, "Survey sampling" (1965).
+    """
+    sums = histograms_5H.sum(1)
+    positive, negative = (sums[:2].square() / sums[3:].clamp(min=1e-300)).tolist()
+    return positive, negative
 
 
 def auc_interval(auc: float, positive: float, negative: float) -> Interval:
-    """Return the 95 % interval of an AUC.
+    """Return an AUC's 95 % confidence interval.
 
     Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic (ROC) curve"
     (1982).
 
     Args:
-        auc: The AUC.
-        positive, negative: The number of positive and of negative samples, both above 0.
+        auc: the AUC.
+        positive: (effective) positive samples, above 0.
+        negative: (effective) negative samples, above 0.
     """
     squared = auc * auc
     variance = auc * (1 - auc)
@@ -48,25 +69,38 @@ def auc_interval(auc: float, positive: float, negative: float) -> Interval:
     return Interval(max(0.0, auc - margin), min(1.0, auc + margin))
 
 
-def curves_of(histograms_3H: Tensor) -> dict[str, Any]:
-    """Return the curves of a report page, as plain numbers.
+def curves_of(histograms_5H: Tensor) -> dict[str, Any]:
+    """Return the curves for a report page, as plain Python values.
 
     Returns:
-        ``positive`` and ``negative``: numbers of samples. ``roc``: points (false positive rate, true positive
-        rate). ``calibration``: groups of about equally many samples, from low to high scores, each with its
-        mean prediction, its share of positive samples and its size. Both lists are empty if one class has
-        no sample.
+        ``positive`` and ``negative``: `effective_sizes`. ``roc``: points (false positive rate, true positive
+            rate). ``precision_recall``: points (recall, precision) at the same thresholds. ``gains``: points
+            (share of all samples, share of positive samples) among the highest scores; the lift is their
+            ratio. ``calibration``: groups with about equal weight, by rising score: mean prediction, positive
+            rate and weight. All lists are empty if a class has no sample.
     """
-    positive, negative, predicted = histograms_3H
-    found: dict[str, Any] = {"positive": float(positive.sum()), "negative": float(negative.sum())}
-    if not found["positive"] or not found["negative"]:
-        return {**found, "roc": [], "calibration": []}
-    rates = [each.flip(0).cumsum(0) / each.sum() for each in (negative, positive)]
-    moved = (rates[0] + rates[1]) * _POINTS / 2
-    kept = torch.nonzero(torch.diff(moved.floor(), prepend=moved.new_zeros(1)) > 0).flatten()
-    roc = [[0.0, 0.0], *torch.stack(rates, 1)[kept].tolist()]
+    positive, negative, predicted = histograms_5H[:3]
+    sizes: dict[str, Any] = dict(zip(("positive", "negative"), effective_sizes(histograms_5H), strict=True))
+    if not sizes["positive"] or not sizes["negative"]:
+        return {**sizes, "roc": [], "precision_recall": [], "gains": [], "calibration": []}
+    rates = [counts.flip(0).cumsum(0) / counts.sum() for counts in (negative, positive)]
+    # Keep about 100 points, evenly spaced along the curve.
+    progress = (rates[0] + rates[1]) * _POINTS / 2
+    corners = torch.nonzero(torch.diff(progress.floor(), prepend=progress.new_zeros(1)) > 0).flatten()
+    kept = torch.stack(rates, 1)[corners]
     count = positive + negative
+    # Weight of negative and positive samples at or above each threshold, from the highest one.
+    above = kept * torch.stack([negative.sum(), positive.sum()])
+    points = {
+        "roc": torch.cat([kept.new_zeros(1, 2), kept]),
+        "precision_recall": torch.stack([kept[:, 1], above[:, 1] / above.sum(1)], 1),
+        "gains": torch.cat([kept.new_zeros(1, 2), torch.stack([above.sum(1) / count.sum(), kept[:, 1]], 1)]),
+    }
     group = (count.cumsum(0) * _GROUPS / count.sum()).ceil().long().clamp(1, _GROUPS) - 1
-    sums = [torch.bincount(group, each, _GROUPS).tolist() for each in (predicted, positive, count)]
+    sums = [torch.bincount(group, values, _GROUPS).tolist() for values in (predicted, positive, count)]
     calibration = [[p / n, y / n, n] for p, y, n in zip(*sums, strict=True) if n]
-    return {**found, "roc": [[round(each, 5) for each in point] for point in roc], "calibration": calibration}
+    rounded = {
+        name: [[round(rate, 5) for rate in point] for point in curve.tolist()]
+        for name, curve in points.items()
+    }
+    return {**sizes, **rounded, "calibration": calibration}

@@ -1,23 +1,24 @@
-"""The one table of metrics: what people call each, whether more is better, and which one leads.
+"""Metric registry: display name, direction, and which metric selects the best weights.
 
-Trainers, commands and pages read it, so that they agree.
+Shared by trainers, commands and pages.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """A metric, as people see it."""
+    """Metric display properties."""
 
     title: str
-    """Its name for people."""
+    """Display name."""
     better: int
-    """1 if more is better, -1 if less is better, 0 if neither."""
+    """1 if higher is better, -1 if lower is better, 0 if neither."""
     leads: bool = False
-    """Whether it selects the best weights where it is there."""
+    """Whether it selects the best weights when present."""
     is_curve: bool = False
-    """Whether a run's page draws it over the steps."""
+    """Whether a run's page plots it over steps."""
 
 
 METRICS: dict[str, Metric] = {
@@ -33,50 +34,54 @@ METRICS: dict[str, Metric] = {
     "mae": Metric("MAE", -1),
     "r2": Metric("R2", 1),
 }
-"""All metrics by name. Metrics of the first k items, such as ``ndcg@10``, have the key before the ``@``."""
+"""All metrics by name. Metrics of the first k items, such as ``ndcg@10``, use the part before ``@``."""
 
 CLICKS = ("auc", "loss", "normalized_entropy", "calibration")
 RANKING = ("recall@10", "mrr", "loss")
-NUMBERS = ("loss", "rmse", "mae", "r2")
+REGRESSION = ("loss", "rmse", "mae", "r2")
 
 
 def metric_of(name: str) -> Metric:
-    """Return the entry of a metric. A metric of yours gets an entry with its name as the title."""
+    """Return a metric's entry. Unknown metrics get an entry titled by their name."""
     return METRICS.get(name.partition("@")[0], Metric(name, 0))
 
 
 def title_of(name: str) -> str:
-    """Return the name of a metric as people write it: AUC, NDCG@10, loss."""
+    """Return a metric's display name: AUC, NDCG@10, loss."""
     _, at, k = name.partition("@")
     title = metric_of(name).title
     return title if title == name else f"{title}{at}{k}"
 
 
 def leading_metric(metrics: Mapping[str, float]) -> str | None:
-    """Return the name of the metric that selects the best weights, AUC or NDCG, if there is one."""
+    """Return the metric that selects the best weights, AUC or NDCG, if present."""
     return next((name for name in metrics if metric_of(name).leads), None)
 
 
 def leading_text(metrics: Mapping[str, float]) -> str:
-    """Return the metric that selects the best weights with its value, such as "AUC 0.7906" or "loss 0.5"."""
+    """Format the leading metric and its value, such as "AUC 0.7906" or "loss 0.5000"."""
     name = leading_metric(metrics) or ("loss" if "loss" in metrics else None)
     return "-" if name is None else f"{title_of(name)} {metrics[name]:.4f}"
 
 
 def quality(metrics: Mapping[str, float]) -> float | None:
-    """Return the value that selects the best weights: AUC, NDCG, or for numbers the negative loss.
+    """Return the value that selects the best weights: AUC, NDCG, or the negative regression loss.
 
-    Larger is better. None: no metric selects weights.
+    Higher is better; NaN becomes -inf. None: no metric selects weights.
     """
     name = leading_metric(metrics)
     if name is not None:
-        return metrics[name]
-    return -metrics["loss"] if "loss" in metrics and "rmse" in metrics else None
+        value = metrics[name]
+    elif "loss" in metrics and "rmse" in metrics:
+        value = -metrics["loss"]
+    else:
+        return None
+    return -math.inf if math.isnan(value) else value
 
 
 def shown(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the names of the metrics that a table of results has columns for; the leading one is first."""
+    """Return the metrics shown as result table columns, leading metric first."""
     leading = leading_metric(metrics)
     if "rmse" in metrics:
-        return NUMBERS
+        return REGRESSION
     return CLICKS if leading in ("auc", None) else (leading, *RANKING)

@@ -1,35 +1,47 @@
-"""Metrics of regression models."""
+"""Regression metrics."""
 
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.binary import checked
-from meshrec.metrics.gathering import gathered
+from meshrec.metrics.gathering import counted, gathered, stacked
 
 
 def number_metrics(
-    values: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    values: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``loss`` (mean squared error), ``rmse``, ``mae`` and ``r2`` over the samples of all ranks.
+    """Compute ``loss`` (mean squared error), ``rmse``, ``mae`` and ``r2`` over all ranks' samples.
 
-    ``r2`` is the share of the labels' variance that the model explains; it is left out if the variance is 0.
-    The result is empty without samples. Collective if a process group is initialized.
+    ``r2`` is the explained share of label variance; omitted if all labels are equal or the variance
+    underflows in float64. Empty without samples. Collective if a process group is initialized.
 
     Args:
-        values, labels: tensors [n] or [n, 1]. Ranks may have different numbers of samples.
-        group: process group of the ranks; None: all ranks.
-        gather: whether to include the samples of other ranks. If False, nothing is collective.
+        values: predictions [n] or [n, 1]. n may differ between ranks.
+        labels: same size, finite.
+        weights: sample weights [n]; None: 1.
+        group: process group; None: all ranks.
+        gather: whether to include samples from other ranks. If False, not collective.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: sizes differ, or a label or weight is not allowed.
     """
-    columns = checked(values, labels, None)
-    if gather:
-        columns = gathered(columns, group)
-    said, truth = columns[0], columns[1]
-    if not len(truth):
+    columns = stacked(values, labels, weights=weights)
+    columns = gathered(columns, group) if gather else columns
+    values, labels, weights = counted(columns, columns[-2].isfinite(), "finite")
+    if not len(labels):
         return {}
-    error = float((said - truth).square().mean())
-    found = {"loss": error, "rmse": error**0.5, "mae": float((said - truth).abs().mean())}
-    variance = float((truth - truth.mean()).square().mean())
-    return {**found, "r2": 1 - error / variance} if variance > 0 else found
+    shares = weights / weights.sum()
+    error = float((values - labels).square() @ shares)
+    metrics = {"loss": error, "rmse": error**0.5, "mae": float((values - labels).abs() @ shares)}
+    if bool((labels == labels[0]).all()):
+        return metrics
+    # Subtract a label before the mean, which avoids cancellation for a large common offset.
+    deviations = labels - labels[0]
+    deviations -= deviations @ shares
+    scale = deviations.abs().max()  # avoid underflow and overflow in squares
+    error, variance = (float((x / scale).square() @ shares) for x in (values - labels, deviations))
+    return {**metrics, "r2": 1 - error / variance} if variance > 0 else metrics

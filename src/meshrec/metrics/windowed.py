@@ -1,4 +1,4 @@
-"""Sums over all ranks, for the current window and since the start."""
+"""Sums over all ranks, for the current window and the whole run."""
 
 from typing import Any, NamedTuple
 
@@ -8,39 +8,41 @@ from torch import Tensor
 
 
 class Computed(NamedTuple):
-    """Metrics of the current window, and since the start."""
+    """Metrics for the current window and the whole run."""
 
     window: dict[str, float]
     lifetime: dict[str, float]
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks, of the current window and since the start."""
+    """Sums over all ranks, for the current window and the whole run."""
 
     window: Tensor
     lifetime: Tensor
 
 
 class WindowedSum:
-    """A vector of sums that starts a new window whenever it is read.
+    """Sum vector that starts a new window whenever it is read.
 
-    This is not a torchmetrics metric, because the state of those belongs to a rank. These sums can be saved
-    on some ranks and loaded on any number of them, and they need one collective instead of three per state.
+    Unlike torchmetrics metrics, whose state belongs to a rank, these sums can be saved on some ranks and
+    loaded on any number of ranks, and need one collective instead of three per state.
 
     Args:
-        size: number of sums.
-        device: device of the sums.
-        group: process group of the ranks; None: all ranks, if a process group is initialized.
+        size: number of sums in the vector.
+        device: where the sums are.
+        group: process group; None: all ranks, if a process group is initialized.
     """
 
     def __init__(self, size: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._group = group
+        # This rank's sums since the last take().
         self._window = torch.zeros(size, dtype=torch.float64, device=device)
+        # Sums over all ranks until the last take(), equal on all ranks.
         self._lifetime = torch.zeros_like(self._window)
 
     @property
     def window(self) -> Tensor:
-        """This rank's sums in the current window. Add to it in place."""
+        """This rank's sums in the current window. Add in place."""
         return self._window
 
     def take(self) -> Totals:
@@ -48,16 +50,17 @@ class WindowedSum:
         window = self._window
         self._window = torch.zeros_like(window)
         if dist.is_available() and dist.is_initialized():
+            # float64 sums of all ranks in one collective, instead of one per metric.
             dist.all_reduce(window, group=self._group)
         self._lifetime += window
         return Totals(window, self._lifetime)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lifetime sums, which are the same on every rank and load on any number of ranks."""
+        """Return the lifetime sums. Equal on all ranks, and loadable on any number of ranks."""
         return {"lifetime": self._lifetime.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the lifetime sums, and empty the window.
+        """Restore the lifetime sums, and clear the window.
 
         Raises:
             ValueError: the state belongs to another configuration.

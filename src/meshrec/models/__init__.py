@@ -1,4 +1,4 @@
-"""Recommender models over an EmbeddingBagCollection or an EmbeddingCollection, sharded or not."""
+"""Recommender models over an EmbeddingBagCollection or EmbeddingCollection, sharded or not."""
 
 from meshrec.models.bert4rec import BERT4Rec
 from meshrec.models.deepfm import DeepFMModel, FMInteractionArch

@@ -3,19 +3,21 @@
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules.linear import Linear
+
 # B samples, L positions, D embedding width
 
 
 class AttentionBlock(nn.Module):
-    """Transformer block: self-attention and an MLP, each with a layer norm and a residual connection.
+    """Pre-norm transformer block: self-attention and an MLP with residual connections.
 
     Args:
-        width: the width D.
-        num_heads: number of attention heads; must divide D.
-        dropout: share of values dropped during training.
-        hidden: width of the MLP's hidden layer; by default D.
-        activation: class of the MLP's activation.
-        device: device of the parameters.
+        width: Embedding width D.
+        num_heads: Attention heads; must divide D.
+        dropout: Dropout probability.
+        hidden: MLP hidden width; D if None.
+        activation: MLP activation class.
+        device: Parameter device.
     """
 
     def __init__(
@@ -31,14 +33,15 @@ class AttentionBlock(nn.Module):
         super().__init__()
         self._num_heads, self._dropout = num_heads, dropout
         self.attention_norm = nn.LayerNorm(width, device=device)
-        self.projections = nn.Linear(width, 3 * width, device=device)
-        self.output = nn.Linear(width, width, device=device)
+        self.projections = Linear(width, 3 * width, device=device)
+        self.output = Linear(width, width, device=device)
+        # Pre-norm: residual connections bypass the norms, which trains stably without warmup.
         self.mlp_norm = nn.LayerNorm(width, device=device)
         self.mlp = nn.Sequential(
-            nn.Linear(width, hidden or width, device=device),
+            Linear(width, hidden or width, device=device),
             activation(),
             nn.Dropout(dropout),
-            nn.Linear(hidden or width, width, device=device),
+            Linear(hidden or width, width, device=device),
         )
         self.drop = nn.Dropout(dropout)
 
@@ -46,17 +49,19 @@ class AttentionBlock(nn.Module):
         """Map [B, L, D] to [B, L, D].
 
         Args:
-            values_BLD: the values.
-            keys_BL: the positions that every position attends to. None: a position attends to itself and to
-                earlier positions.
+            values_BLD: Input vectors.
+            keys_BL: Bool mask: positions that all positions attend to. None: causal attention.
         """
+        # [B, L, 3, H, D / H]
         heads = self.projections(self.attention_norm(values_BLD)).unflatten(-1, (3, self._num_heads, -1))
+        # [B, H, L, D / H] each, as scaled_dot_product_attention expects.
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=None if keys_BL is None else keys_BL[:, None, None, :],
+            # The functional form has no train/eval mode.
             dropout_p=self._dropout if self.training else 0.0,
             is_causal=keys_BL is None,
         )
@@ -66,7 +71,16 @@ class AttentionBlock(nn.Module):
 
 
 def check_heads(width: int, num_heads: int, num_blocks: int) -> None:
-    """Raise ValueError unless the heads divide the width and there is a block."""
+    """Check the sizes of a stack of attention blocks.
+
+    Args:
+        width: Embedding width.
+        num_heads: Attention heads.
+        num_blocks: Blocks.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``width``, or a number is below 1.
+    """
     if num_heads < 1 or width % num_heads or num_blocks < 1:
         raise ValueError(
             f"num_heads {num_heads} must divide the table's width {width}, and num_blocks {num_blocks} must "

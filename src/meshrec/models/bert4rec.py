@@ -1,8 +1,8 @@
-"""BERT4Rec: bidirectional self-attention over a user's items that fills in hidden ones.
+"""BERT4Rec: bidirectional self-attention over a user's history that predicts masked items.
 
 Sun et al., "BERT4Rec: sequential recommendation with bidirectional encoder representations from transformer"
-(2019). The next item is one more hidden item at the end, in training as in evaluation; the paper hides it in
-some samples only. Loss: a sampled softmax, see `meshrec.models.sasrec`.
+(2019). The next item is an additional masked item at the end, in training as in evaluation; the paper masks
+it in some samples only. Loss: a sampled softmax, see `meshrec.models.sasrec`.
 """
 
 import torch
@@ -16,18 +16,24 @@ from meshrec.modules import EmbeddingCollection
 
 
 class BERT4Rec(HistoryModel):
-    """Next-item model of bidirectional self-attention, trained to predict hidden items.
+    """Next-item model with bidirectional self-attention, trained to predict masked items.
 
-    Positions are counted from the end of a history.
+    Positions are counted from the end of the history.
 
     Args:
-        embedding_collection, features, max_length, softmax, items, device: see `HistoryModel`.
-        num_blocks: the number of blocks, whose MLPs are four times as wide as the table.
-        num_heads, dropout: see `AttentionBlock`.
-        hidden: the share of a history's items that training hides.
+        embedding_collection: As in `HistoryModel`.
+        features: As in `HistoryModel`.
+        max_length: Maximum history length.
+        num_blocks: Blocks. The MLP hidden width is four times the embedding width.
+        num_heads: Attention heads.
+        dropout: Dropout probability.
+        hidden: Fraction of history items masked in training.
+        softmax: As in `HistoryModel`.
+        items: As in `HistoryModel`.
+        device: Device for everything except the table.
 
     Raises:
-        ValueError: the two features do not share exactly one table, or the sizes do not fit.
+        ValueError: The two features do not share exactly one table, or the sizes are invalid.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class BERT4Rec(HistoryModel):
             device=device,
         )
         check_heads(self.width, num_heads, num_blocks)
+        # max_length items and the masked next item.
         self.positions = nn.Embedding(max_length + 1, self.width, device=device)
         for table in (self.positions.weight, self.start):
             nn.init.normal_(table, std=0.02)
@@ -68,11 +75,15 @@ class BERT4Rec(HistoryModel):
 
     @override
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
-        whole = torch.cat([rows, rows.new_zeros(lengths.shape[0], 1, self.width)], dim=1)
-        from_end = lengths[:, None] - torch.arange(whole.shape[1], device=lengths.device)
-        whole = torch.where((from_end == 0)[:, :, None], self.start, whole)
-        whole = self.drop(whole + self.positions(from_end.clamp(min=0)))
+        inputs = torch.cat([rows, rows.new_zeros(lengths.shape[0], 1, self.width)], dim=1)
+        # Distance to the next item, which has 0; negative for padding. Recent items get the same positions in
+        # short and long histories.
+        from_end = lengths[:, None] - torch.arange(inputs.shape[1], device=lengths.device)
+        # The next item's slot holds the mask vector, as masked items do.
+        inputs = torch.where((from_end == 0)[:, :, None], self.start, inputs)
+        inputs = self.drop(inputs + self.positions(from_end.clamp(min=0)))
         for block in self.blocks:
-            whole = block(whole, from_end >= 0)
-        encoded: Tensor = self.norm(whole)
+            # Mask out padding. Masked items are attended to: their vectors carry position only.
+            inputs = block(inputs, from_end >= 0)
+        encoded: Tensor = self.norm(inputs)
         return encoded

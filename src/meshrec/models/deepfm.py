@@ -1,4 +1,4 @@
-"""DeepFM: linear terms, a factorization machine and an MLP over the same embeddings.
+"""DeepFM: linear terms, a factorization machine and an MLP over shared embeddings.
 
 Guo et al.: "DeepFM: a factorization-machine based neural network for CTR prediction" (2017).
 """
@@ -10,38 +10,40 @@ from torch import Tensor, nn
 
 from meshrec.models.dlrm import DenseArch, OverArch, SparseArch, check_widths
 from meshrec.modules import EmbeddingBagCollection
+from meshrec.modules.linear import LogitLinear
 from meshrec.sparse import KeyedJaggedTensor
 
 # B batch, F sparse features, D embedding width
 
 
 class FMInteractionArch(nn.Module):
-    """Factorization machine: the sum of the dot products of all pairs of vectors.
+    """Factorization machine: the sum of dot products over all pairs of vectors.
 
-    Computed per column as half of (sum squared - sum of squares), which takes F steps and not F squared.
+    Computed per column as half of (squared sum - sum of squares), which is linear in F.
     """
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Map vectors [B, F, D] to their pairwise term [B, 1]."""
+        """Map vectors [B, F, D] to the pairwise term [B, 1]."""
+        # Per column: (sum of vectors)^2 - sum of squares counts every pair twice.
         pairs = vectors.sum(1).square() - vectors.square().sum(1)
         return 0.5 * pairs.sum(1, keepdim=True)
 
 
 class DeepFMModel(nn.Module):
-    """DeepFM: the sum of a linear, a factorization-machine and an MLP logit over the same embeddings.
+    """DeepFM: the sum of a linear, a factorization-machine and an MLP logit over shared embeddings.
 
-    The dense input becomes one more vector of width D. The paper's linear term has a weight for each ID; here
-    it is a linear function of the embeddings, so that one set of tables is enough.
+    The dense input becomes another vector with width D. The paper's linear term has a weight per ID; here it
+    is a linear function of the embeddings, so that a single set of tables is enough.
 
     Args:
-        embedding_bag_collection: the tables, all of one width D.
-        dense_in_features: number of columns of the dense input.
-        dense_arch_layer_sizes: layer sizes of the MLP over the dense input; the last size must be D.
-        deep_layer_sizes: layer sizes of the MLP over all vectors; the last size must be 1.
-        dense_device: device of the dense parameters.
+        embedding_bag_collection: Tables with equal width D.
+        dense_in_features: Dense input columns.
+        dense_arch_layer_sizes: MLP layer sizes for the dense input; the last must be D.
+        deep_layer_sizes: MLP layer sizes for all vectors; the last must be 1.
+        dense_device: Device for dense parameters.
 
     Raises:
-        ValueError: the tables differ in width, or the last layer sizes are not D and 1.
+        ValueError: Table widths differ, or the last layer sizes are not D and 1.
     """
 
     def __init__(
@@ -57,16 +59,22 @@ class DeepFMModel(nn.Module):
         check_widths(self.sparse_arch, dense_arch_layer_sizes)
         if deep_layer_sizes[-1] != 1:
             raise ValueError(f"the last of deep_layer_sizes must be 1, got {list(deep_layer_sizes)}.")
+        # All embeddings and the dense vector.
         width = (self.sparse_arch.F + 1) * self.sparse_arch.D
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
-        self.linear = nn.Linear(width, 1, device=dense_device)
+        self.linear = LogitLinear(width, 1, device=dense_device)
         self.inter_arch = FMInteractionArch()
         self.over_arch = OverArch(width, deep_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits [B, 1] for dense values [B, dense_in_features] and the IDs of all features."""
+        """Return logits [B, 1].
+
+        Args:
+            dense_features: Dense values, [B, dense_in_features].
+            sparse_features: IDs for all features.
+        """
         arch = self.sparse_arch
-        # Asked for first and read last: sharded tables send embeddings while the dense MLP runs.
+        # Lookup first, read last: sharded tables exchange embeddings while the dense MLP runs.
         embeddings = arch.embedding_bag_collection(sparse_features)
         dense = self.dense_arch(dense_features).unsqueeze(1)
         vectors = torch.cat([dense, embeddings.values().view(-1, arch.F, arch.D)], dim=1)

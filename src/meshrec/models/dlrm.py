@@ -1,7 +1,7 @@
-"""DLRM and DLRM-DCN, from parts that can be recombined.
+"""DLRM and DLRM-DCN, from reusable parts.
 
-Naumov et al.: "Deep learning recommendation model for personalization and recommendation systems" (2019);
-with a cross network in place of dot products: Wang et al.: "DCN V2" (2021), as in the MLPerf training
+Naumov et al.: "Deep learning recommendation model for personalization and recommendation systems" (2019).
+With a cross network instead of dot products: Wang et al., "DCN V2" (2021), as in the MLPerf training
 benchmark.
 """
 
@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from meshrec.modules import EmbeddingBagCollection
 from meshrec.modules.crossnet import LowRankCrossNet
 from meshrec.modules.interaction import DotInteraction
+from meshrec.modules.linear import LogitLinear
 from meshrec.modules.mlp import MLP
+from meshrec.modules.precision import as_activations
 from meshrec.sparse import KeyedJaggedTensor
 
 # B batch, F sparse features, D embedding width
 
 
 class ClickBatch(Protocol):
-    """The fields of a batch that DLRMTrain reads."""
+    """Batch fields that DLRMTrain reads."""
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
@@ -30,7 +32,7 @@ class ClickBatch(Protocol):
 
 
 class TrainOutputs(NamedTuple):
-    """Detached values for metrics: the loss, logits [B] and labels [B]."""
+    """Detached values for metrics: loss, logits [B] and labels [B]."""
 
     loss: Tensor
     logits: Tensor
@@ -38,10 +40,10 @@ class TrainOutputs(NamedTuple):
 
 
 class SparseArch(nn.Module):
-    """Embeddings of all features, which must have one width.
+    """Pooled embeddings for all features, with equal table widths.
 
     Raises:
-        ValueError: the tables differ in width.
+        ValueError: Table widths differ.
     """
 
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
@@ -55,23 +57,24 @@ class SparseArch(nn.Module):
                 f"{[config.name for config in configs]}. Give all tables the same width."
             )
         self.D: int = dims.pop()
+        # Tables with several features count once per feature.
         self.F: int = sum(len(config.feature_names) for config in configs)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Look up the pooled embeddings, [B, F, D]."""
+        """Return pooled embeddings, [B, F, D]."""
         values: Tensor = self.embedding_bag_collection(features).values()
         return values.view(-1, self.F, self.D)
 
 
 class DenseArch(nn.Module):
-    """An MLP over the dense features."""
+    """MLP over the dense features."""
 
     def __init__(
         self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
     ) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            # Without dense values the first layer has no inputs, only a bias, and torch warns of it.
+            # Without dense features the first layer has only a bias, and torch warns about its empty weight.
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")
             self.model = MLP(in_features, layer_sizes, device=device)
 
@@ -82,20 +85,20 @@ class DenseArch(nn.Module):
 
 
 class InteractionArch(nn.Module):
-    """Dot products of all pairs of features."""
+    """Pairwise dot products among the dense vector and all embeddings."""
 
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
         self.model = DotInteraction(num_sparse_features)
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Join dense [B, D] and sparse [B, F, D] vectors into [B, D + F (F + 1) / 2]."""
+        """Map dense [B, D] and sparse [B, F, D] vectors to [B, D + F (F + 1) / 2]."""
         out: Tensor = self.model(dense_features, sparse_features)
         return out
 
 
 class InteractionDCNArch(nn.Module):
-    """A cross network over the concatenated vectors of all features."""
+    """Cross network over the concatenated vectors."""
 
     def __init__(self, num_sparse_features: int, crossnet: nn.Module) -> None:
         super().__init__()
@@ -103,13 +106,15 @@ class InteractionDCNArch(nn.Module):
         self.crossnet = crossnet
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Join dense [B, D] and sparse [B, F, D] vectors into [B, (F + 1) D]."""
-        out: Tensor = self.crossnet(torch.cat([dense_features, sparse_features.flatten(1)], dim=1))
+        """Map dense [B, D] and sparse [B, F, D] vectors to [B, (F + 1) D]."""
+        # The dense vector counts as feature 0.
+        vectors = [as_activations(dense_features), as_activations(sparse_features.flatten(1))]
+        out: Tensor = self.crossnet(torch.cat(vectors, dim=1))
         return out
 
 
 class OverArch(nn.Module):
-    """An MLP whose last layer is linear."""
+    """MLP with a linear last layer."""
 
     def __init__(
         self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
@@ -119,7 +124,7 @@ class OverArch(nn.Module):
             raise ValueError(f"over_arch_layer_sizes needs 2 sizes or more, got {list(layer_sizes)}.")
         self.model = nn.Sequential(
             MLP(in_features, layer_sizes[:-1], device=device),
-            nn.Linear(layer_sizes[-2], layer_sizes[-1], device=device),
+            LogitLinear(layer_sizes[-2], layer_sizes[-1], device=device),
         )
 
     def forward(self, features: Tensor) -> Tensor:
@@ -129,17 +134,26 @@ class OverArch(nn.Module):
 
 
 class DLRM(nn.Module):
-    """DLRM: embeddings and a dense vector, the dot products of all pairs, and an MLP over the result.
+    """DLRM: embeddings and a dense vector, pairwise dot products, and an MLP.
 
     Args:
-        embedding_bag_collection: the tables, all of one width D.
-        dense_in_features: number of columns of the dense input.
-        dense_arch_layer_sizes: layer sizes of the MLP over the dense input; the last size must be D.
-        over_arch_layer_sizes: layer sizes of the final MLP; the last size is the number of logits.
-        dense_device: device of the dense parameters.
+        embedding_bag_collection: Tables with equal width D.
+        dense_in_features: Dense input columns.
+        dense_arch_layer_sizes: MLP layer sizes for the dense input; the last must be D.
+        over_arch_layer_sizes: Final MLP layer sizes; the last is the number of logits.
+        dense_device: Device for dense parameters.
 
     Raises:
-        ValueError: the tables differ in width, or the layer sizes do not fit them.
+        ValueError: Table widths differ, or the layer sizes do not match them.
+
+    Example::
+
+        >>> from meshrec.modules import EmbeddingBagConfig
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=8, feature_names=["item"])
+        >>> model = DLRM(EmbeddingBagCollection([table]), 3, [16, 8], [16, 1])
+        >>> ids = KeyedJaggedTensor(["item"], torch.tensor([5, 7]), lengths=torch.tensor([1, 1]))
+        >>> model(torch.rand(2, 3), ids).shape
+        torch.Size([2, 1])
     """
 
     def __init__(
@@ -159,8 +173,13 @@ class DLRM(nn.Module):
         self.over_arch = OverArch(over_in, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits [B, over_arch_layer_sizes[-1]] for dense values [B, dense_in_features] and IDs."""
-        # The embeddings are asked for first and read last: sharded tables send them while the dense MLP runs.
+        """Return logits [B, over_arch_layer_sizes[-1]].
+
+        Args:
+            dense_features: Dense values, [B, dense_in_features].
+            sparse_features: IDs for all features.
+        """
+        # Lookup first, read last: sharded tables exchange embeddings while the dense MLP runs.
         embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
         dense = self.dense_arch(dense_features)
         sparse = embeddings.values().view(-1, self.sparse_arch.F, self.sparse_arch.D)
@@ -169,13 +188,19 @@ class DLRM(nn.Module):
 
 
 class DLRM_DCN(nn.Module):
-    """DLRM with a low-rank cross network in place of the dot products.
+    """DLRM with a low-rank cross network instead of dot products.
 
     Args:
-        dcn_num_layers: number of cross layers.
-        dcn_low_rank_dim: number of columns inside a cross layer.
+        embedding_bag_collection: Tables with equal width D.
+        dense_in_features: Dense input columns.
+        dense_arch_layer_sizes: MLP layer sizes for the dense input; the last must be D.
+        over_arch_layer_sizes: Final MLP layer sizes; the last is the number of logits.
+        dcn_num_layers: Cross layer count.
+        dcn_low_rank_dim: Rank of the cross layers.
+        dense_device: Device for dense parameters.
 
-    The other arguments are those of `DLRM`.
+    Raises:
+        ValueError: Table widths differ, or the layer sizes do not match them.
     """
 
     def __init__(
@@ -198,8 +223,13 @@ class DLRM_DCN(nn.Module):
         self.over_arch = OverArch(width, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits [B, over_arch_layer_sizes[-1]] for dense values [B, dense_in_features] and IDs."""
-        # The embeddings are asked for first and read last: sharded tables send them while the dense MLP runs.
+        """Return logits [B, over_arch_layer_sizes[-1]].
+
+        Args:
+            dense_features: Dense values, [B, dense_in_features].
+            sparse_features: IDs for all features.
+        """
+        # Lookup first, read last: sharded tables exchange embeddings while the dense MLP runs.
         embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
         dense = self.dense_arch(dense_features)
         sparse = embeddings.values().view(-1, self.sparse_arch.F, self.sparse_arch.D)
@@ -208,7 +238,7 @@ class DLRM_DCN(nn.Module):
 
 
 class DLRMTrain(nn.Module):
-    """A model with its loss: binary cross-entropy of logits [B, 1] and labels [B]."""
+    """A model with binary cross-entropy of logits [B, 1] and labels [B]."""
 
     def __init__(self, dlrm_module: nn.Module) -> None:
         super().__init__()
@@ -222,7 +252,7 @@ class DLRMTrain(nn.Module):
 
 
 def check_widths(sparse_arch: SparseArch, dense_arch_layer_sizes: Sequence[int]) -> None:
-    """Raise ValueError unless the dense vector is as wide as an embedding."""
+    """Raise ValueError unless the dense vector has the embedding width."""
     if dense_arch_layer_sizes[-1] != sparse_arch.D:
         raise ValueError(
             f"the last of dense_arch_layer_sizes {list(dense_arch_layer_sizes)} must be the embedding_dim "

@@ -1,7 +1,7 @@
-"""GRU4Rec: a recurrent network over a user's items that predicts the next one.
+"""GRU4Rec: a recurrent network over a user's history that predicts the next item.
 
 Hidasi et al., "Session-based recommendations with recurrent neural networks" (2016). Loss: a sampled softmax,
-as Hidasi and Karatzoglou found better in "Recurrent neural networks with top-k gains for session-based
+which Hidasi and Karatzoglou found better in "Recurrent neural networks with top-k gains for session-based
 recommendations" (2018).
 """
 
@@ -15,16 +15,21 @@ from meshrec.modules import EmbeddingCollection
 
 
 class GRU4Rec(HistoryModel):
-    """Next-item model of gated recurrent units.
+    """Next-item model with gated recurrent units.
 
     Args:
-        embedding_collection, features, max_length, softmax, items, device: see `HistoryModel`.
-        num_layers: the number of recurrent layers.
-        hidden_dim: the width of the recurrent state; by default that of the table.
-        dropout: the share of values that are dropped from the items' vectors and between layers.
+        embedding_collection: As in `HistoryModel`.
+        features: As in `HistoryModel`.
+        max_length: Maximum history length.
+        num_layers: Recurrent layers.
+        hidden_dim: Width of the recurrent state; the embedding width if None.
+        dropout: Dropout probability for item vectors and between layers.
+        softmax: As in `HistoryModel`.
+        items: As in `HistoryModel`.
+        device: Device for everything except the table.
 
     Raises:
-        ValueError: the two features do not share exactly one table, or a size is below 1.
+        ValueError: The two features do not share exactly one table, or a size is below 1.
     """
 
     def __init__(
@@ -60,13 +65,16 @@ class GRU4Rec(HistoryModel):
             dropout=dropout if num_layers > 1 else 0.0,
             device=device,
         )
+        # Back to embedding width, where scores are computed.
         self.output = nn.Linear(hidden_dim, self.width, device=device)
 
     @override
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
-        whole = self.drop(torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1))
+        # The start token predicts the first item.
+        inputs = self.drop(torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1))
+        # nn.GRU rejects an empty batch.
         states = (
-            self.recurrent(whole)[0] if lengths.shape[0] else whole.new_zeros(0, 1, self.output.in_features)
+            self.recurrent(inputs)[0] if lengths.shape[0] else inputs.new_zeros(0, 1, self.output.in_features)
         )
         encoded: Tensor = self.output(states)
         return encoded

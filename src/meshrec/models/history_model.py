@@ -1,4 +1,4 @@
-"""The part that all next-item models over histories share: lookups, training losses and evaluation."""
+"""Base class for next-item models over histories: lookups, training losses and evaluation."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -11,6 +11,9 @@ from meshrec.models.next_item import (
     NO_ITEM,
     ItemChunk,
     NegativeDraws,
+    NewUsers,
+    NewUserScores,
+    OwnItems,
     SampledSoftmax,
     TopItems,
     judge_targets,
@@ -18,79 +21,83 @@ from meshrec.models.next_item import (
     sampled_softmax,
     top_items,
 )
+from meshrec.models.repeats import RepeatedItems, RepeatScores, prefix_items, repeated_items
 from meshrec.modules import EmbeddingCollection, EmbeddingConfig
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
-# B samples, L items of a history, N items of all histories, T targets, D embedding width, I items
+# B samples, L items in a history, N items in all histories, T targets, D embedding width, I catalogue items
 
-_BLOCK = 256
-_FEW_ITEMS = 16
-"""The padding that every sample may have: another bucket would take longer than it does."""
+_BLOCK = 256  # samples; evaluation rounds batches up to whole blocks
+_FREE_PADDING = 16
+"""Padding positions that cost less than another bucket would."""
 
 
 class HistoryFeatures(NamedTuple):
-    """The features that a next-item model reads. The first two share one table.
+    """Feature names for a next-item model. ``history`` and ``item`` share a table.
 
-    In training ``item`` holds the items that followed the last items of the history, one for each; in
-    evaluation it holds one item.
+    In training ``item`` has the items that followed the last history items, one per item; in evaluation it
+    has a single item.
     """
 
     history: str
-    """The items of a user, oldest first."""
+    """The user's items, oldest first."""
     item: str
-    """The targets, in the table of ``history``."""
+    """Targets."""
     seen: str | None = None
     """Items that must not be recommended again. None: all items are ranked."""
     times: str | None = None
-    """The times of the items of ``history`` in seconds, one for each. No table reads them."""
+    """History item times in seconds. Not looked up in a table."""
 
 
 class ItemCatalogue(NamedTuple):
-    """The items that a next-item model ranks."""
+    """Items that a next-item model ranks."""
 
     ids_I: Tensor
-    """Their IDs in the table, ascending, int64."""
+    """IDs in the table, ascending, int64."""
     counts_I: Tensor | None = None
-    """The number of times that each is a target in the training data, if it is known."""
+    """Training targets per item, if known."""
+    new_user_scores_I: Tensor | None = None
+    """The score of each for a user without a history, float32. None: the model encodes an empty history."""
 
 
 class EncodedHistories(NamedTuple):
-    """The encoded histories of B samples."""
+    """Encoded histories for B samples."""
 
     vectors: Tensor
-    """[n, D]: for each sample one vector for each item, one for the next item, and maybe padding. Vector
+    """[n, D]: per sample a vector per history item, a vector for the next item, and possibly padding. Vector
     ``l`` predicts item ``l``.
     """
     first_B: Tensor
-    """The position of each sample's first vector."""
+    """Index of the first vector per sample."""
 
 
 class _Targets(NamedTuple):
-    """Targets of a training step: their IDs, samples, and positions among the vectors of a sample."""
+    """Training step targets: IDs, samples, and positions within the sample."""
 
     ids_T: Tensor
     sample_T: Tensor
-    place_T: Tensor
+    position_T: Tensor
 
 
 class HistoryModel(nn.Module):
-    """A next-item model: the score of an item is its similarity to the encoded history.
+    """Base class for next-item models: an item's score is its similarity to the encoded history.
 
-    A subclass encodes histories in ``_encode_bucket`` if it pads them, or else in ``_encode``.
+    A subclass implements ``_encode_bucket`` if it pads histories, otherwise ``_encode``.
 
     Args:
-        embedding_collection: a collection with one table that the features ``history`` and ``item`` read.
-        features: names of the features.
-        max_length: maximum length of a history.
-        softmax: the loss of training.
-        items: the items to rank; None: all rows of the table.
-        hidden: None for a model whose vector ``l`` depends on the items before item ``l`` only. Otherwise
-            the share of a history's items that training hides, and predicts from all others: ``start`` takes
-            their place, and that of the next item, which is always predicted.
-        device: device of everything except the table.
+        embedding_collection: Collection with a table that the features ``history`` and ``item`` read.
+        features: Feature names.
+        max_length: Maximum history length.
+        softmax: Training loss.
+        items: Items to rank; None: all rows of the table.
+        hidden: None if vector ``l`` depends only on items before item ``l``. Otherwise the fraction of
+            history items masked in training and predicted from all other items: ``start`` replaces them, and
+            also the next item, which is always predicted.
+        device: Device for everything except the table.
 
     Raises:
-        ValueError: the two features do not share exactly one table, or a size is below 1.
+        ValueError: The two features do not share exactly one table, a size is below 1, or ``softmax.repeats``
+            meets a feature with seen items, which are not ranked.
     """
 
     def __init__(
@@ -113,161 +120,286 @@ class HistoryModel(nn.Module):
                 f"max_length {max_length} and the number of items {len(items.ids_I)} must be at least 1, and "
                 f"the share of hidden items {hidden} in [0, 1)."
             )
+        if softmax.repeats and features.seen is not None:
+            raise ValueError(
+                f"softmax.repeats=True scores history items, and items of feature {features.seen!r} are "
+                "not ranked. Set exclude_seen=False in the data, or repeats=False."
+            )
         self.embedding_collection = embedding_collection
         self.width: int = table.embedding_dim
         self.features, self._max_length, self._hidden = features, max_length, hidden
+        # Precedes every history, and replaces masked items. Trained.
         self.start = nn.Parameter(torch.zeros(self.width, device=device))
-        self.similarity = softmax.scores(self.width, device)
+        self.similarity = softmax.build_similarity(self.width, device)
+        # Training never predicts a user's first item, so the query of an empty history is untrained.
+        self.scores_new_users = items.new_user_scores_I is not None
+        if items.new_user_scores_I is not None:
+            self.new_user_scores = NewUserScores(items.ids_I, items.new_user_scores_I.to(device))
+        num_items = len(items.ids_I)
+        self.repeats = RepeatScores(num_items, max_length, device=device) if softmax.repeats else None
+        # Also holds the catalogue that is ranked.
         self.draws = NegativeDraws(items.ids_I, softmax, counts_I=items.counts_I, device=device)
 
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        """Encode histories. Vector ``l`` of a sample depends on its first ``l`` items only.
+        """Encode histories. A sample's vector ``l`` depends on the first ``l`` items only.
 
         Args:
-            history: the rows of the items, values [N, D].
-            times: the times of the items, int64 [N]; None: the model has no ``times`` feature.
+            history: Item rows, values [N, D].
+            times: Item times, int64 [N]; None: the model has no ``times`` feature.
         """
-        return encoded_in_buckets(history, self._max_length, self._encode_bucket)
+        return encode_in_buckets(history, self._max_length, self._encode_bucket)
 
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
-        """Encode histories of similar lengths, as `encoded_in_buckets` asks."""
+        """Encode histories with similar lengths; see `encode_in_buckets`."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot encode histories. Write _encode or _encode_bucket in the subclass."
         )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the loss and the rank of each target, [B, 2]; see `meshrec.models.next_item`.
-
-        ``dense_features`` is ignored.
-        """
-        items = sparse_features[self.features.item]
-        return self._losses(sparse_features, items) if self.training else self._places(sparse_features, items)
-
-    def query_vectors(self, sparse_features: KeyedJaggedTensor, *, check: bool = True) -> Tensor:
-        """Return a query for each history, [B, D]. If the similarity is a dot product or a cosine, the dot
-        product of a query with one of `item_vectors` is the score times the temperature.
-
-        ``check``: whether to check the lengths of histories, which an exported program cannot.
-        """
-        return self._last(sparse_features, self._look_up(sparse_features, None)[0], check=check)
-
-    def item_vectors(self) -> Tensor:
-        """Return the vectors of all items, [I, D], as the similarity prepares them."""
-        return torch.cat([each.vectors_CD for each in self._chunks()])
-
-    def recommend(self, sparse_features: KeyedJaggedTensor, k: int, *, keep_seen: bool = False) -> TopItems:
-        """Return the K best items for each history. Collective, as the lookups of sharded tables are.
+        """Return the loss per sample and 0, [B, 2]; in evaluation `judge_targets`, [B, 3].
 
         Args:
-            sparse_features: the features, of which ``item`` may be empty.
-            k: the number of items K.
-            keep_seen: whether items that the user has seen are recommended, too.
+            dense_features: Ignored.
+            sparse_features: IDs for all features.
         """
-        seen = None if self.features.seen is None or keep_seen else sparse_features[self.features.seen]
+        items = sparse_features[self.features.item]
+        return self._losses(sparse_features, items) if self.training else self._judge(sparse_features, items)
+
+    def query_vectors(self, sparse_features: KeyedJaggedTensor, *, check: bool = True) -> Tensor:
+        """Return a query per history, [B, D].
+
+        For a dot product or cosine, the dot product of a query and a row of `item_vectors` is the score times
+        the temperature.
+
+        Args:
+            sparse_features: IDs; ``item`` may be empty.
+            check: Check history lengths; exported programs cannot.
+        """
+        history = self._look_up(sparse_features, None)[0]
+        query_BD = self._last_queries(sparse_features, history, check=check)
+        return query_BD * (history.lengths() > 0)[:, None] if self.scores_new_users else query_BD
+
+    def item_vectors(self) -> Tensor:
+        """Return all item vectors, converted by ``similarity.items``, [I, D]."""
+        return torch.cat([chunk.vectors_CD for chunk in self._chunks()])
+
+    def recommend(
+        self, sparse_features: KeyedJaggedTensor, k: int, *, keep_seen: bool = False, seen: str | None = None
+    ) -> TopItems:
+        """Return the K best items per history. Collective if tables are sharded.
+
+        Args:
+            sparse_features: IDs; ``item`` may be empty.
+            k: Item count K.
+            keep_seen: Also recommend items the user has seen.
+            seen: Feature with the seen items; None: the model's, if any.
+        """
+        name = self.features.seen if seen is None else seen
+        hidden = None if name is None or keep_seen else sparse_features[name]
         query = self.query_vectors(sparse_features)
-        return top_items(query, self._chunks(), k, seen=seen, similarity=self.similarity)
+        new_users = self._new_users(sparse_features[self.features.history].lengths())
+        return top_items(
+            query,
+            self._chunks(),
+            k,
+            seen=hidden,
+            similarity=self.similarity,
+            new_users=new_users,
+            repeated=self._repeated(sparse_features[self.features.history]),
+        )
+
+    def _repeated(self, history: JaggedTensor) -> RepeatedItems | None:
+        """Return the scores of history items, if the model scores them apart."""
+        if self.repeats is None:
+            return None
+        return repeated_items(self.repeats.weight, self.repeats.chosen, history)
+
+    def _new_users(self, lengths_B: Tensor) -> NewUsers | None:
+        """Return the samples without a history, if the model has scores for them."""
+        return NewUsers(lengths_B == 0, self.new_user_scores) if self.scores_new_users else None
 
     def _losses(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
+        """Return the mean loss over the targets of every sample and 0, [B, 2]."""
+        # Targets per sample; the loss is averaged over them.
         counts_B, device = items.lengths(), items.values().device
-        found = self._targets(features[self.features.history], items)
-        negatives = self.draws(found.ids_T)
-        history, vectors = self._look_up(features, torch.cat([found.ids_T, negatives.ids_N]))
-        if not len(found.ids_T):
-            # Lookups are collective: ranks that have targets wait for this one.
-            nothing = history.values().new_zeros(len(counts_B), 2)
-            return (self._checked(features, history).vectors.sum() + vectors.sum()) * nothing
+        targets = self._targets(features[self.features.history], items)
+        # Before the lookup, so that histories, targets and negatives share a single collective.
+        negatives = self.draws(targets.ids_T)
+        history, vectors = self._look_up(features, torch.cat([targets.ids_T, negatives.ids_N]))
+        if not len(targets.ids_T):
+            # Lookups and their backward are collective: other ranks wait for this rank.
+            zeros_B2 = history.values().new_zeros(len(counts_B), 2)
+            used = self._encode_rows(features, history).vectors.sum() + vectors.sum()
+            if self.repeats is not None:
+                used = used + self.repeats.weight.sum()
+            return used * zeros_B2
+        item_rows = history.values()
         if self._hidden is not None:
-            history = self._without_hidden(history, found)
-        encoded, vectors = self._checked(features, history), self.similarity.items(vectors)
+            history = self._without_hidden(history, targets)
+        encoded, vectors = self._encode_rows(features, history), self.similarity.items(vectors)
+        queries_T = self.similarity.queries(
+            encoded.vectors[encoded.first_B[targets.sample_T] + targets.position_T]
+        )
+        own = None
+        if self.repeats is not None:
+            weight_F, ids = self.repeats.weight, features[self.features.history]
+            own = self._own_items(
+                weight_F, ids, item_rows, targets=targets, queries_T=queries_T, drawn_N=negatives.ids_N
+            )
         losses_T = sampled_softmax(
-            self.similarity.queries(encoded.vectors[encoded.first_B[found.sample_T] + found.place_T]),
-            vectors[: len(found.ids_T)],
-            vectors[len(found.ids_T) :],
-            target_T=found.ids_T,
+            queries_T,
+            vectors[: len(targets.ids_T)],
+            vectors[len(targets.ids_T) :],
+            target_T=targets.ids_T,
             drawn_N=negatives.ids_N,
             log_expected_N=negatives.log_expected_N,
             similarity=self.similarity,
+            own=own,
         )
-        sums_B = losses_T.new_zeros(len(counts_B)).index_add(0, found.sample_T, losses_T)
+        sums_B = losses_T.new_zeros(len(counts_B)).index_add(0, targets.sample_T, losses_T)
         nums_B = torch.zeros(len(counts_B), device=device).index_add(
-            0, found.sample_T, torch.ones_like(losses_T)
+            0, targets.sample_T, torch.ones_like(losses_T)
         )
+        # The clamp avoids 0 / 0 for samples without a target.
         return torch.stack([sums_B / nums_B.clamp(min=1), torch.zeros_like(sums_B)], dim=1)
 
+    def _own_items(
+        self,
+        weight_F: Tensor,
+        history: JaggedTensor,
+        item_rows: Tensor,
+        *,
+        targets: _Targets,
+        queries_T: Tensor,
+        drawn_N: Tensor,
+    ) -> OwnItems:
+        """Score the items of every target's history; see [Note: repeated items].
+
+        Args:
+            weight_F: Weights of `RepeatScores`.
+            history: Item IDs.
+            item_rows: Table rows of the history items.
+            targets: Targets.
+            queries_T: Converted query per target.
+            drawn_N: Sampled IDs.
+        """
+        lengths_B, sample_T, position_T = history.lengths(), targets.sample_T, targets.position_T
+        stops_P = torch.arange(int(lengths_B.max()) + 1, device=drawn_N.device)
+        items = prefix_items(weight_F, history, stops_P.expand(len(lengths_B), -1))
+        vectors = JaggedTensor(self.similarity.items(item_rows), lengths=lengths_B)
+        vectors_BLV = vectors.to_padded_dense(items.ids_BL.shape[1])
+        # Every sample has at most one target per position.
+        queries_BPV = queries_T.new_zeros(len(lengths_B), len(stops_P), queries_T.shape[1])
+        queries_BPV = queries_BPV.index_put((sample_T, position_T), queries_T)
+        scores_TL = self.similarity.bags(queries_BPV, vectors_BLV)[sample_T, position_T]
+        additions_TL = items.scores_BPL[sample_T, position_T]
+        is_last_TL = items.is_last_BPL[sample_T, position_T]
+        is_target_TL = is_last_TL & (items.ids_BL[sample_T] == targets.ids_T[:, None])
+        is_drawn_BLN = items.ids_BL[:, :, None] == drawn_N
+        first_BN = torch.where(is_drawn_BLN.any(1), is_drawn_BLN.int().argmax(1), len(stops_P))
+        return OwnItems(
+            torch.where(is_target_TL.any(1), weight_F[0], 1.0),
+            (additions_TL * is_target_TL).sum(1),
+            (scores_TL * weight_F[0] + additions_TL).masked_fill(~is_last_TL | is_target_TL, float("-inf")),
+            first_BN[sample_T] < position_T[:, None],
+        )
+
     def _targets(self, history: JaggedTensor, items: JaggedTensor) -> _Targets:
-        """Return the targets of a training step."""
+        """Return the training step's targets.
+
+        Raises:
+            ValueError: A sample has more targets than history items plus one.
+        """
         counts_B, lengths_B = items.lengths(), history.lengths()
-        sample_T = _samples_of(items)
-        # The last target follows the last item.
-        place_T = (lengths_B - counts_B + 1)[sample_T]
-        place_T = place_T + torch.arange(len(sample_T), device=place_T.device) - items.offsets()[sample_T]
-        if len(place_T) and int(place_T.min()) < 0:
-            sample = int(sample_T[place_T.argmin()])
+        sample_T = _sample_indices(items)
+        # Aligned at the end: the last target follows the last item.
+        position_T = (lengths_B - counts_B + 1)[sample_T]
+        position_T = (
+            position_T + torch.arange(len(sample_T), device=position_T.device) - items.offsets()[sample_T]
+        )
+        if len(position_T) and int(position_T.min()) < 0:
+            sample = int(sample_T[position_T.argmin()])
             raise ValueError(
                 f"sample {sample} has {int(counts_B[sample])} ids in feature {self.features.item!r} and a "
                 f"history of {int(lengths_B[sample])}: each id must follow an item of the history, "
                 "or be its first one. Give fewer ids."
             )
-        found = _Targets(items.values().long(), sample_T, place_T)
+        targets = _Targets(items.values().long(), sample_T, position_T)
         if self._hidden is None:
-            return found
-        is_next = place_T == lengths_B[sample_T]
-        ids_N, sample_N = history.values().long(), _samples_of(history)
-        place_N = torch.arange(len(ids_N), device=ids_N.device) - history.offsets()[sample_N]
-        # A function of the sample alone, so that it does not matter which rank has it.
-        of_sample_B = torch.zeros_like(lengths_B, dtype=torch.int64).index_add(0, sample_N, ids_N)
-        is_hidden = self.draws.bits((of_sample_B[sample_N] << 10) + place_N) < self._hidden
+            return targets
+        is_next = position_T == lengths_B[sample_T]
+        ids_N, sample_N = history.values().long(), _sample_indices(history)
+        position_N = torch.arange(len(ids_N), device=ids_N.device) - history.offsets()[sample_N]
+        # The mask depends on the sample's IDs only, so the rank and position in the batch do not matter.
+        id_sums_B = torch.zeros_like(lengths_B, dtype=torch.int64).index_add(0, sample_N, ids_N)
+        is_hidden = self.draws.uniform((id_sums_B[sample_N] << 10) + position_N) < self._hidden
         return _Targets(
-            torch.cat([ids_N[is_hidden], found.ids_T[is_next]]),
+            torch.cat([ids_N[is_hidden], targets.ids_T[is_next]]),
             torch.cat([sample_N[is_hidden], sample_T[is_next]]),
-            torch.cat([place_N[is_hidden], place_T[is_next]]),
+            torch.cat([position_N[is_hidden], position_T[is_next]]),
         )
 
     def _without_hidden(self, history: JaggedTensor, targets: _Targets) -> JaggedTensor:
-        """Replace the rows of the hidden items by ``start``."""
+        """Replace masked items' rows by ``start``."""
         lengths_B, rows = history.lengths(), history.values()
-        is_item = targets.place_T < lengths_B[targets.sample_T]
-        at = (history.offsets()[targets.sample_T] + targets.place_T)[is_item]
-        rows = rows.index_copy(0, at, self.start.expand(len(at), -1).to(rows.dtype))
+        is_item = targets.position_T < lengths_B[targets.sample_T]
+        index = (history.offsets()[targets.sample_T] + targets.position_T)[is_item]
+        rows = rows.index_copy(0, index, self.start.expand(len(index), -1).to(rows.dtype))
         return JaggedTensor(rows, lengths=lengths_B)
 
-    def _places(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
+    def _judge(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
+        """Return `judge_targets` for the last target per sample."""
         target_B = last_ids(items)
-        found = target_B != NO_ITEM
-        history, vectors = self._look_up(features, target_B[found])
+        has_target = target_B != NO_ITEM
+        history, vectors = self._look_up(features, target_B[has_target])
+        # Samples without a target keep a zero row: judge_targets masks their result.
         target_BD = vectors.new_zeros(len(target_B), vectors.shape[1])
-        target_BD[found] = vectors
+        target_BD[has_target] = vectors
         seen = None if self.features.seen is None else features[self.features.seen]
-        # Samples without a target, which fill up the last batch, are left out. What remains is rounded up to
-        # whole blocks: sums over a block have one order, whatever the batch.
-        last = int(found.nonzero()[-1]) + 1 if bool(found.any()) else 0
+        # Skip trailing samples without a target, which pad the last batch. Whole blocks keep the summation
+        # order, and thus the result, independent of the batch size.
+        last = int(has_target.nonzero()[-1]) + 1 if bool(has_target.any()) else 0
         size = min(-(-last // _BLOCK) * _BLOCK, len(target_B))
-        places = judge_targets(
-            self._last(features, _first_bags(history, size)),
+        judged = _first_bags(history, size)
+        results = judge_targets(
+            self._last_queries(features, judged),
             self.similarity.items(target_BD[:size]),
             target_B[:size],
             self._chunks(),
             seen=None if seen is None else _first_bags(seen, size),
             similarity=self.similarity,
+            new_users=self._new_users(judged.lengths()),
+            repeated=self._repeated(_first_bags(features[self.features.history], size)),
         )
-        return nn.functional.pad(places, (0, 0, 0, len(target_B) - size))
+        return nn.functional.pad(results, (0, 0, 0, len(target_B) - size))
 
-    def _last(self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True) -> Tensor:
-        """Encode the histories and return the query of each, [B, D]."""
-        encoded = self._checked(features, history, check=check)
+    def _last_queries(
+        self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True
+    ) -> Tensor:
+        """Return the query after the last item per history, [B, D]."""
+        encoded = self._encode_rows(features, history, check=check)
         return self.similarity.queries(encoded.vectors[encoded.first_B + history.lengths()])
 
-    def _checked(
+    def _encode_rows(
         self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True
     ) -> EncodedHistories:
-        """Encode the rows of histories, which may be those of the first samples only, after checking them."""
+        """Check and encode histories, which may be those of the first samples only."""
         return self._encode(history, self._times_of(features, history.lengths(), check=check))
 
     def _times_of(
         self, features: KeyedJaggedTensor, lengths: Tensor, *, check: bool = True
     ) -> JaggedTensor | None:
-        """Check the histories of the first samples, given by their lengths, and return their times."""
-        # Sizes are read from shapes: `len` would make them constants of an exported program.
+        """Check the histories of the first samples, and return their times.
+
+        Args:
+            features: IDs and times.
+            lengths: History lengths of the first samples.
+            check: Check lengths; exported programs cannot.
+
+        Raises:
+            ValueError: A history is too long, or has a different number of times.
+        """
+        # Read sizes from shapes: `len` would make them constants in an exported program.
         times = None
         if self.features.times is not None:
             times = _first_bags(features[self.features.times], lengths.shape[0])
@@ -289,75 +421,87 @@ class HistoryModel(nn.Module):
         return times
 
     def _chunks(self) -> Iterator[ItemChunk]:
-        """Look all items up in chunks. The lookups are collective, so all ranks must run this together."""
+        """Look up all items in chunks. Collective if tables are sharded: all ranks must iterate together."""
         for ids in self.draws.catalogue_I.split(CHUNK):
+            # A single bag with the whole chunk; the history feature is empty.
             none = ids.new_zeros(1)
             features = KeyedJaggedTensor(
                 [*self.features[:2]], ids, lengths=torch.cat([none, none + len(ids)]), stride=1
             )
-            found = self.embedding_collection(features)[self.features.item].values()
-            yield ItemChunk(ids, self.similarity.items(found))
+            rows = self.embedding_collection(features)[self.features.item].values()
+            yield ItemChunk(ids, self.similarity.items(rows))
 
-    def _look_up(self, features: KeyedJaggedTensor, more: Tensor | None) -> tuple[JaggedTensor, Tensor]:
-        """Look up the rows of the histories, and the rows of more IDs: one lookup serves both."""
+    def _look_up(self, features: KeyedJaggedTensor, extra_ids: Tensor | None) -> tuple[JaggedTensor, Tensor]:
+        """Look up the histories, and extra IDs in the same collective lookup.
+
+        Returns:
+            Rows of the histories, and rows of ``extra_ids``.
+        """
         history = features[self.features.history]
         ids, lengths = history.values(), history.lengths()
         lengths_of_item = torch.zeros_like(lengths)
-        if more is not None and lengths.shape[0]:
-            lengths_of_item[-1] += more.shape[0]
-            ids = torch.cat([ids, more.to(ids.dtype)])
-        wanted = KeyedJaggedTensor(
+        if extra_ids is not None and lengths.shape[0]:
+            # All extra IDs go to the last sample's bag, because every sample must have a bag.
+            lengths_of_item[-1] += extra_ids.shape[0]
+            ids = torch.cat([ids, extra_ids.to(ids.dtype)])
+        requested = KeyedJaggedTensor(
             [*self.features[:2]], ids, lengths=torch.cat([lengths, lengths_of_item]), stride=lengths.shape[0]
         )
-        found = self.embedding_collection(wanted)
-        return found[self.features.history], found[self.features.item].values()
+        rows_by_feature = self.embedding_collection(requested)
+        return rows_by_feature[self.features.history], rows_by_feature[self.features.item].values()
 
 
-def encoded_in_buckets(
+def encode_in_buckets(
     history: JaggedTensor, max_length: int, encode: Callable[[Tensor, Tensor], Tensor]
 ) -> EncodedHistories:
-    """Encode histories of similar lengths together, padded to the longest of their bucket.
+    """Encode histories in buckets of similar lengths, padded to the longest in the bucket.
 
     Args:
-        history: the rows of the items.
-        max_length: the length to which an exported program, which has one bucket, pads histories.
-        encode: maps the lengths [B] of a bucket and its rows [B, L, D], padded at the end, to vectors
-            [B, L + 1, D].
+        history: Item rows.
+        max_length: Length to which an exported program pads all histories, in a single bucket.
+        encode: Maps lengths [B] and padded rows [B, L, D] of a bucket to vectors [B, L + 1, D].
     """
     lengths_B, offsets = history.lengths(), history.offsets()
+    # Bucket sizes depend on the data, which an exported program cannot branch on.
     if torch.compiler.is_exporting():
         parts = [encode(lengths_B, history.to_padded_dense(max_length))]
         order_B = torch.arange(lengths_B.shape[0], device=lengths_B.device)
     else:
+        # Sort the samples by length and permute the rows accordingly, so that buckets are contiguous.
         order_B = lengths_B.argsort(descending=True, stable=True)
-        falling_B = lengths_B[order_B]
-        moved_B = offsets[:-1][order_B] - falling_B.cumsum(0) + falling_B
-        places = moved_B.repeat_interleave(falling_B)
-        rows = history.values().index_select(0, places + torch.arange(len(places), device=places.device))
-        lengths = falling_B.tolist()
-        buckets = falling_B.split(_bucket_sizes(lengths))
-        parts, first, begin = [], 0, 0
-        for own_B in buckets:
-            own = lengths[first : first + len(own_B)]
-            first, end = first + len(own), begin + sum(own)
-            bucket = JaggedTensor(rows[begin:end], lengths=own_B)
-            parts.append(encode(own_B, bucket.to_padded_dense(max(own, default=0))))
-            begin = end
+        sorted_B = lengths_B[order_B]
+        shift_B = offsets[:-1][order_B] - sorted_B.cumsum(0) + sorted_B
+        shift_N = shift_B.repeat_interleave(sorted_B)
+        rows = history.values().index_select(0, shift_N + torch.arange(len(shift_N), device=shift_N.device))
+        lengths = sorted_B.tolist()
+        buckets = sorted_B.split(_bucket_sizes(lengths))
+        parts, first, start = [], 0, 0
+        for bucket_lengths_B in buckets:
+            bucket_lengths = lengths[first : first + len(bucket_lengths_B)]
+            first, end = first + len(bucket_lengths), start + sum(bucket_lengths)
+            bucket = JaggedTensor(rows[start:end], lengths=bucket_lengths_B)
+            parts.append(encode(bucket_lengths_B, bucket.to_padded_dense(max(bucket_lengths, default=0))))
+            start = end
+    # Vectors per sample in its padded bucket.
     widths = torch.cat([part.new_full(part.shape[:1], part.shape[1], dtype=torch.int64) for part in parts])
+    # Back to batch order.
     first_B = torch.empty_like(widths).scatter(0, order_B, widths.cumsum(0) - widths)
     return EncodedHistories(torch.cat([part.flatten(0, 1) for part in parts]), first_B)
 
 
 def _bucket_sizes(lengths: list[int]) -> list[int]:
-    """Return the number of samples of each bucket. No sample is shorter than half of the longest one of its
-    bucket, give or take `_FEW_ITEMS`.
+    """Return the number of samples per bucket.
+
+    A bucket pads its samples to the longest. A sample of length L starts a new bucket if the longest has more
+    than ``2 * L + _FREE_PADDING`` positions.
 
     Args:
-        lengths: the lengths of the samples, the longest first.
+        lengths: Sample lengths, descending.
     """
+    # Lengths descend, so a new bucket starts when a sample is too short for the current one.
     sizes, longest = [0], lengths[0] if lengths else 0
     for length in lengths:
-        if 2 * length + _FEW_ITEMS < longest:
+        if 2 * length + _FREE_PADDING < longest:
             sizes.append(0)
             longest = length
         sizes[-1] += 1
@@ -365,8 +509,15 @@ def _bucket_sizes(lengths: list[int]) -> list[int]:
 
 
 def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) -> EmbeddingConfig:
+    """Return the table that both features read.
+
+    Raises:
+        ValueError: There is not exactly one.
+    """
     history, item = features.history, features.item
-    tables = [each for each in collection.embedding_configs() if {history, item} <= {*each.feature_names}]
+    tables = [
+        config for config in collection.embedding_configs() if {history, item} <= {*config.feature_names}
+    ]
     if len(tables) != 1:
         raise ValueError(
             f"the features {history!r} and {item!r} must share one table: {len(tables)} have both. Give "
@@ -375,8 +526,8 @@ def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) ->
     return tables[0]
 
 
-def _samples_of(bags: JaggedTensor) -> Tensor:
-    """Return the sample of each ID."""
+def _sample_indices(bags: JaggedTensor) -> Tensor:
+    """Return the sample index per ID, [N]."""
     lengths = bags.lengths()
     return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
 

@@ -1,8 +1,8 @@
-"""HSTU: gated attention over a user's items that predicts the next one.
+"""HSTU: gated attention over a user's history that predicts the next item.
 
 Architecture and defaults: Zhai et al., "Actions speak louder than words: trillion-parameter sequential
 transducers for generative recommendations" (2024), and the public configurations for MovieLens: learned
-positions, layers without padding, vectors of length 1, and a sampled softmax with a temperature.
+positions, layers without padding, unit-length vectors, and a sampled softmax with a temperature.
 """
 
 import math
@@ -17,50 +17,56 @@ from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all, kept_shape
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
-# B samples, N items of all histories, D embedding width, V width of queries
+# B samples, N items in all histories, D embedding width, V query width
 
 
 class KeptTokens(NamedTuple):
-    """The keys and values of the first tokens of B histories: of the start, and then of items."""
+    """KV cache: keys and values of the first tokens (the start, then items) of B histories."""
 
     rows: Tensor
-    """Keys and values [L, K, S] of K tokens in L layers. The tokens of the first sample come first. Those of
-    a single sample may have room after them, which `HSTU.advance` fills instead of copying the rows.
+    """Keys and values [L, K, S] of K tokens in L layers, sample by sample. A single sample may have spare
+    capacity at the end, which `HSTU.advance` fills instead of copying.
     """
     lengths_B: Tensor
-    """The number of kept tokens of each sample, int64; at most the number of its items."""
+    """Cached tokens per sample, int64; at most the number of history items."""
 
     @staticmethod
     def none(shape: tuple[int, int], num_samples: int) -> "KeptTokens":
-        """Return no tokens; ``shape``: the number of layers L and the width S."""
+        """Return an empty cache for ``num_samples``; ``shape``: number of layers L and width S."""
         num_layers, width = shape
         return KeptTokens(torch.zeros(num_layers, 0, width), torch.zeros(num_samples, dtype=torch.int64))
 
 
 class AdvancedHistories(NamedTuple):
-    """The queries of B histories, and what can be kept of them."""
+    """Queries for B histories, and the updated cache."""
 
     query_BV: Tensor
     kept: KeptTokens
-    """All tokens but the last of each history, whose result changes with the time of the next item. The rows
-    of a single sample have room after them.
+    """All tokens except the last per history, whose result depends on the time of the next item. A single
+    sample has spare capacity at the end.
     """
 
 
 class HSTU(HistoryModel):
-    """Next-item model of HSTU layers. By default the score of an item is a cosine.
+    """Next-item model with HSTU layers. By default the item score is a cosine.
 
-    Histories are not padded: the layers work on the tokens of all samples together.
+    Histories are not padded: the layers process the tokens of all samples together.
 
     Args:
-        embedding_collection, max_length, softmax, items, device: see `HistoryModel`.
-        features: names of the features; without ``times`` the layers have no time bias.
-        num_blocks: the number of layers.
-        num_heads, attention_dim, hidden_dim, dropout: see `HSTUBlock`. The widths are by default those of
-            the table divided by ``num_heads``.
+        embedding_collection: As in `HistoryModel`.
+        features: Feature names; without ``times`` the layers have no time bias.
+        max_length: Maximum history length.
+        num_blocks: Layers.
+        num_heads: Attention heads.
+        attention_dim: Width of queries and keys per head; embedding width / ``num_heads`` if None.
+        hidden_dim: Width of values and gates per head; embedding width / ``num_heads`` if None.
+        dropout: Dropout probability.
+        softmax: As in `HistoryModel`.
+        items: As in `HistoryModel`.
+        device: Device for everything except the table.
 
     Raises:
-        ValueError: the two features do not share exactly one table, or a size is below 1.
+        ValueError: The two features do not share exactly one table, or a size is below 1.
     """
 
     def __init__(
@@ -110,12 +116,13 @@ class HSTU(HistoryModel):
 
     @property
     def kept_shape(self) -> tuple[int, int]:
-        """The number of layers, and the width of a token's keys and values in one of them."""
+        """Layer count, and width of a token's cached keys and values per layer."""
         return kept_shape(self.blocks)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The arguments that, with the table and the features, decide the shapes of the weights."""
+        """Arguments that, with the table and the features, determine all weight shapes."""
+        # All blocks have equal sizes.
         block = self.blocks[0]
         assert isinstance(block, HSTUBlock)
         num_heads, hidden_dim, attention_dim = block.heads
@@ -128,59 +135,65 @@ class HSTU(HistoryModel):
         }
 
     def advance(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> AdvancedHistories:
-        """Return a query for each history, from what was kept of its first tokens; equal to `query_vectors`.
+        """Return a query per history, given a cache of the first tokens, without gradients.
 
-        Only items that are not kept are looked up and encoded. There are no gradients.
+        The result equals `query_vectors`. Only items that are not cached are looked up and encoded.
 
         Args:
-            sparse_features: the features, with whole histories.
-            kept: what `AdvancedHistories.kept` returned for these samples, whose histories then had the same
-                first items, at the same times. The room of a single sample's rows is written to, so only the
-                newest result that came from them is valid beyond their own tokens.
+            sparse_features: Whole histories.
+            kept: `AdvancedHistories.kept` from an earlier call for the same samples, whose histories had the
+                same first items at the same times. Spare capacity of a single sample is overwritten, so that
+                only the newest result derived from a cache is valid beyond its own tokens.
 
         Raises:
-            ValueError: more tokens are kept than a history has items, or a history is too long.
+            ValueError: More tokens are cached than a history has items, or a history is too long.
         """
         history = sparse_features[self.features.history]
-        lengths_B, kept_B = history.lengths().long(), kept.lengths_B
-        too_many = kept_B > lengths_B
-        if bool(too_many.any()):
-            sample = int(too_many.nonzero()[0])
+        lengths_B, cached_B = history.lengths().long(), kept.lengths_B
+        # A cache longer than the history belongs to another history.
+        exceeds = cached_B > lengths_B
+        if bool(exceeds.any()):
+            sample = int(exceeds.nonzero()[0])
             raise ValueError(
-                f"sample {sample} keeps {int(kept_B[sample])} tokens of a history of "
+                f"sample {sample} caches {int(cached_B[sample])} tokens of a history of "
                 f"{int(lengths_B[sample])} items: allowed are as many as it has items. Start without kept "
                 "tokens where a history is another one."
             )
-        new_B = lengths_B + 1 - kept_B
-        items_B = new_B - (kept_B == 0).long()
-        ids = _last_values(history, items_B)
-        given = self._times_of(sparse_features, history.lengths())
-        times = self._times(lengths_B, given, history.values().shape[0])
+        new_B = lengths_B + 1 - cached_B
+        # A sample without cached tokens also encodes the start token, which is not looked up.
+        items_B = new_B - (cached_B == 0).long()
+        ids = _tail_values(history, items_B)
+        times_given = self._times_of(sparse_features, history.lengths())
+        times = self._times(lengths_B, times_given, history.values().shape[0])
         none = torch.zeros_like(items_B)
-        wanted = KeyedJaggedTensor(
+        requested = KeyedJaggedTensor(
             [*self.features[:2]], ids, lengths=torch.cat([items_B, none]), stride=len(items_B)
         )
-        rows = self.embedding_collection(wanted)[self.features.history]
-        tokens = Tokens.after(kept_B, new_B)._replace(timestamps_N=times)
-        values = self._tokens(rows, kept_B, int((kept_B == 0).sum()))
-        num_tokens, is_alone = int(tokens.offsets_B1[-1]), len(kept_B) == 1
-        if is_alone:
-            every = _with_room(kept.rows, num_tokens - len(values), num_tokens)
+        rows = self.embedding_collection(requested)[self.features.history]
+        tokens = Tokens.after(cached_B, new_B)._replace(timestamps_N=times)
+        values = self._tokens(rows, cached_B, int((cached_B == 0).sum()))
+        num_tokens, is_single = int(tokens.offsets_B1[-1]), len(cached_B) == 1
+        if is_single:
+            all_LNS = _reserve(kept.rows, num_tokens - len(values), num_tokens)
         else:
-            every = tokens.joined(kept.rows, len(values))
-        encoded = extend_all(self.blocks, values, every[:, :num_tokens], tokens)
-        if not is_alone:
-            is_kept_N = torch.ones(num_tokens, dtype=torch.bool, device=every.device)
-            is_kept_N[tokens.offsets_B1[1:] - 1] = False
-            every = every[:, is_kept_N]
+            all_LNS = tokens.extend_cache(kept.rows, len(values))
+        encoded = extend_all(self.blocks, values, all_LNS[:, :num_tokens], tokens)
+        if not is_single:
+            is_cached_N = torch.ones(num_tokens, dtype=torch.bool, device=all_LNS.device)
+            # Drop the last token per sample; it is encoded again with the next item's time.
+            is_cached_N[tokens.offsets_B1[1:] - 1] = False
+            all_LNS = all_LNS[:, is_cached_N]
         assert tokens.new_offsets_B1 is not None
         query_BV = self.similarity.queries(encoded[tokens.new_offsets_B1[1:] - 1])
-        return AdvancedHistories(query_BV, KeptTokens(every, lengths_B))
+        if self.scores_new_users:
+            query_BV = query_BV * (lengths_B > 0)[:, None]
+        return AdvancedHistories(query_BV, KeptTokens(all_LNS, lengths_B))
 
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
         lengths_B = history.lengths().long()
         num_samples = lengths_B.shape[0]
+        # Every history gets a start token in front.
         first_B = history.offsets()[:-1].long() + torch.arange(num_samples, device=lengths_B.device)
         num_tokens = history.values().shape[0] + num_samples
         offsets_B1 = torch.cat([first_B, first_B.new_full((1,), num_tokens)])
@@ -190,62 +203,77 @@ class HSTU(HistoryModel):
             tokens = block(tokens, offsets_B1, times_of_tokens)
         return EncodedHistories(tokens, first_B)
 
-    def _tokens(self, rows: JaggedTensor, kept_B: Tensor, num_starts: int) -> Tensor:
-        """Return the new tokens of samples of which some tokens are kept: the start, if it is new, and items.
+    def _tokens(self, rows: JaggedTensor, cached_B: Tensor, num_starts: int) -> Tensor:
+        """Return the new tokens of partially cached samples: the start, if not cached, and items.
 
         Args:
-            rows: the rows of the new items.
-            kept_B: the numbers of kept tokens.
-            num_starts: the number of samples without kept tokens.
+            rows: Rows of the new items.
+            cached_B: Cached tokens per sample.
+            num_starts: Samples without cached tokens.
         """
-        lengths_B, num_items, device = rows.lengths().long(), rows.values().shape[0], kept_B.device
-        samples = torch.arange(kept_B.shape[0], device=device)
-        starts_B = (kept_B == 0).long()
+        lengths_B, num_items, device = rows.lengths().long(), rows.values().shape[0], cached_B.device
+        samples = torch.arange(cached_B.shape[0], device=device)
+        starts_B = (cached_B == 0).long()
         num_tokens = num_items + num_starts
         sample_of_item = torch.repeat_interleave(samples, lengths_B, output_size=num_items)
-        of_item = torch.arange(num_items, device=device) + starts_B.cumsum(0)[sample_of_item]
-        tokens = self.start.expand(num_tokens, -1).index_copy(0, of_item, rows.values() * self.width**0.5)
+        item_index = torch.arange(num_items, device=device) + starts_B.cumsum(0)[sample_of_item]
+        tokens = self.start.expand(num_tokens, -1).index_copy(0, item_index, rows.values() * self.width**0.5)
         new_B = lengths_B + starts_B
-        shift_B = kept_B - (new_B.cumsum(0) - new_B)
-        place = torch.arange(num_tokens, device=device)
-        place = place + torch.repeat_interleave(shift_B, new_B, output_size=num_tokens)
-        moved: Tensor = self.drop(tokens + self.positions(place))
-        return moved
+        shift_B = cached_B - (new_B.cumsum(0) - new_B)
+        position = torch.arange(num_tokens, device=device)
+        position = position + torch.repeat_interleave(shift_B, new_B, output_size=num_tokens)
+        embedded: Tensor = self.drop(tokens + self.positions(position))
+        return embedded
 
     def _times(self, lengths_B: Tensor, times: JaggedTensor | None, num_items: int) -> Tensor | None:
-        """Return the times of all tokens. The start has that of the first item, before which nothing is
-        known.
+        """Return all token times. The start has the time of the first item.
+
+        Args:
+            lengths_B: History lengths.
+            times: Item times; None: no time bias.
+            num_items: Items in all histories.
         """
         if times is None:
             return None
-        # An exported program knows the number of items from the histories alone.
+        # Derived from the histories only: an exported program cannot relate the two shapes.
         values, num_samples = times.values().long(), lengths_B.shape[0]
         num_tokens = num_items + num_samples
         sample = torch.repeat_interleave(
             torch.arange(num_samples, device=lengths_B.device), lengths_B + 1, output_size=num_tokens
         )
-        # The place of a token among the items: one less for each start up to its own.
-        at = torch.arange(num_tokens, device=lengths_B.device) - sample - 1
-        known = torch.cat([values, lengths_B.new_zeros(1)])
-        return known[torch.maximum(at, times.offsets()[:-1].long()[sample]).clamp(max=known.shape[0] - 1)]
+        # Index among all items: subtract a start token per sample up to this sample.
+        index = torch.arange(num_tokens, device=lengths_B.device) - sample - 1
+        padded_times = torch.cat([values, lengths_B.new_zeros(1)])
+        return padded_times[
+            torch.maximum(index, times.offsets()[:-1].long()[sample]).clamp(max=padded_times.shape[0] - 1)
+        ]
 
 
-def _last_values(bags: JaggedTensor, nums_B: Tensor) -> Tensor:
-    """Return the last values of each bag, by their numbers."""
+def _tail_values(bags: JaggedTensor, nums_B: Tensor) -> Tensor:
+    """Return the last ``nums_B[b]`` values of every bag."""
     lengths_B, values = bags.lengths().long(), bags.values()
+    # The only bag is the whole tensor: slice instead of building a mask.
     if len(lengths_B) == 1:
         return values[len(values) - int(nums_B[0]) :]
-    of_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=values.device), lengths_B)
-    place_N = torch.arange(len(of_N), device=values.device) - bags.offsets()[of_N]
-    return values[place_N >= (lengths_B - nums_B)[of_N]]
+    sample_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=values.device), lengths_B)
+    position_N = torch.arange(len(sample_N), device=values.device) - bags.offsets()[sample_N]
+    return values[position_N >= (lengths_B - nums_B)[sample_N]]
 
 
-def _with_room(rows: Tensor, num_kept: int, num_tokens: int) -> Tensor:
-    """Return the keys and values of a sample's kept tokens, with room for all of its tokens: in place, or
-    else copied to where more will fit.
+def _reserve(rows: Tensor, num_cached: int, num_tokens: int) -> Tensor:
+    """Return a single sample's cached keys and values with capacity for all tokens.
+
+    Reallocates with 1/8 spare capacity if needed, so that appending has amortized constant cost.
+
+    Args:
+        rows: Keys and values with spare capacity.
+        num_cached: Valid tokens.
+        num_tokens: Required capacity.
     """
+    # In place: the caller's rows share the memory.
     if rows.shape[1] >= num_tokens:
         return rows
+    # 1/8 more than required, and at least 8 tokens: appending copies rarely, and memory stays bounded.
     wider = rows.new_empty(rows.shape[0], num_tokens + num_tokens // 8 + 8, rows.shape[2])
-    wider[:, :num_kept] = rows[:, :num_kept]
+    wider[:, :num_cached] = rows[:, :num_cached]
     return wider

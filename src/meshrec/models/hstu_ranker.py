@@ -1,10 +1,9 @@
-"""HSTU as a ranker: how likely is each candidate to be clicked, bought, ...? The model of MLPerf's DLRM-v3
-and v4.
+"""HSTU as a ranker for candidates: the model of MLPerf's DLRM-v3 and v4.
 
 Architecture: Zhai et al., "Actions speak louder than words: trillion-parameter sequential transducers for
-generative recommendations" (2024), and the public reference of the benchmark: the attributes of a user are
-contextual tokens, each earlier item is a token that also knows what the user did, candidates are targets that
-see the history and themselves only, and a small network reads the targets.
+generative recommendations" (2024), and the benchmark's public reference. User attributes are contextual
+tokens. Every history item is a token that includes the user's action. Candidates are targets that attend to
+the history and themselves only, and a small MLP maps targets to logits.
 """
 
 from typing import NamedTuple
@@ -17,50 +16,52 @@ from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all, 
 from meshrec.ops.attention import Mask
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
-# B samples, N items of all histories, M candidates of all samples, C contextual features, D width of rows, E
-# width of tokens, S width of kept keys and values, L labels
+# B samples, N items of all histories, M candidates of all samples, C contextual features, D row width,
+# E token width, S width of cached keys and values, L labels
 
 
 class RankerFeatures(NamedTuple):
-    """The features that `HSTURanker` reads."""
+    """Feature names for `HSTURanker`."""
 
     contextual: tuple[str, ...]
-    """Attributes of the user: one ID in every sample."""
+    """User attributes, with a single ID per sample."""
     history: tuple[str, ...]
-    """Descriptions of the items of the history, oldest first; all of one length."""
+    """Item attributes of the history, oldest first; all have the same length."""
     candidates: tuple[str, ...]
-    """Descriptions of the candidates, in the order and with the tables of ``history``. A sample may have
-    several candidates."""
+    """Item attributes of the candidates, in the same order and with the same tables as ``history``. A sample
+    may have several candidates."""
     actions: tuple[str, ...] = ()
-    """Actions of the user on the items of the history."""
+    """User actions on the history items."""
     times: str | None = None
-    """The times of the history's items, and then of the candidates, in seconds. No table reads them."""
+    """History item times, then of the candidates, in seconds. Not looked up in a table."""
 
 
-class _Most(NamedTuple):
-    """The largest numbers of items in a history, and of candidates of a sample."""
+class _Limits(NamedTuple):
+    """Maximum history length, and of candidates, per sample."""
 
     items: int
     candidates: int
 
 
 class HSTURanker(nn.Module):
-    """Model of logits for candidates, given a user's attributes and history.
+    """Model that returns logits for candidates, given a user's attributes and history.
 
     Args:
-        embedding_collection: the tables of all features but the times.
-        features: the names of the features.
-        num_labels: the number L of labels.
-        max_length: the largest number of items in a history.
-        max_candidates: the largest number of candidates of a sample.
-        width: the width E of tokens.
-        num_blocks: the number of layers.
-        num_heads, attention_dim, hidden_dim, dropout: see `HSTUBlock`. The widths are by default ``width``
-            divided by ``num_heads``.
-        device: device of everything but the tables.
+        embedding_collection: Tables for all features except times.
+        features: Feature names.
+        num_labels: Labels L.
+        max_length: Maximum history length.
+        max_candidates: Maximum candidates per sample.
+        width: Token width E.
+        num_blocks: Layers.
+        num_heads: Attention heads.
+        attention_dim: Width of queries and keys per head; ``width / num_heads`` if None.
+        hidden_dim: Width of values and gates per head; ``width / num_heads`` if None.
+        dropout: Dropout probability.
+        device: Device for everything except the tables.
 
     Raises:
-        ValueError: a table of a feature is missing, or candidates and history do not fit each other.
+        ValueError: A feature has no table, or candidates and history do not match.
     """
 
     def __init__(
@@ -80,19 +81,22 @@ class HSTURanker(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        widths = _checked_widths(embedding_collection, features)
+        widths = _feature_widths(embedding_collection, features)
         self.embedding_collection = embedding_collection
-        self.features, self._most = features, _Most(max_length, max_candidates)
+        self.features, self._limits = features, _Limits(max_length, max_candidates)
+        # All features of all tables: a lookup needs a bag for every one of them.
         self._keys = [
-            name for each in embedding_collection.embedding_configs() for name in each.feature_names
+            name for config in embedding_collection.embedding_configs() for name in config.feature_names
         ]
         self.contextual = nn.ModuleList(
             nn.Linear(widths[name], width, device=device) for name in features.contextual
         )
         self.content = nn.Linear(sum(widths[name] for name in features.history), width, device=device)
+        # At least one column: torch warns about layers without inputs.
         self.action = nn.Linear(max(1, sum(widths[name] for name in features.actions)), width, device=device)
         self.positions = nn.Embedding(max_length, width, device=device)
         nn.init.normal_(self.positions.weight, std=0.02)
+        # Marks candidate tokens: without it they would look like history items without an action.
         self.target = nn.Parameter(torch.zeros(width, device=device))
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
@@ -105,6 +109,8 @@ class HSTURanker(nn.Module):
                 num_time_buckets=0 if features.times is None else 129,
                 dropout=dropout,
                 mask=Mask(num_contextual=len(features.contextual)),
+                # Without a position bias, a candidate's logit does not depend on its position among the
+                # candidates.
                 position_bias=False,
                 device=device,
             )
@@ -118,168 +124,194 @@ class HSTURanker(nn.Module):
         )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the logits of each sample's last candidate, [B, L], and zeros for a sample without one;
-        ``dense_features`` is ignored.
+        """Return the logits of the last candidate per sample, [B, L]; zeros without candidates.
+
+        Args:
+            dense_features: Ignored.
+            sparse_features: IDs for all features, and times.
         """
         logits_ML = self.logits(sparse_features)
-        after_B = sparse_features[self.features.candidates[0]].lengths().long()
-        has_any = (after_B > 0).nonzero()[:, 0]
-        last = (after_B.cumsum(0) - 1)[has_any]
-        return logits_ML.new_zeros(len(after_B), logits_ML.shape[1]).index_copy(0, has_any, logits_ML[last])
+        targets_B = sparse_features[self.features.candidates[0]].lengths().long()
+        nonempty = (targets_B > 0).nonzero()[:, 0]
+        # Candidates are stored sample by sample.
+        last = (targets_B.cumsum(0) - 1)[nonempty]
+        return logits_ML.new_zeros(len(targets_B), logits_ML.shape[1]).index_copy(
+            0, nonempty, logits_ML[last]
+        )
 
     def logits(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the logits of all candidates, [M, L]."""
-        found = self._look_up(sparse_features, self._keys)
-        before_B = self._before(found)
-        candidates, after_B = self._candidates(found)
-        before = self._history(found, before_B)
-        tokens = Tokens.after(before_B, after_B)._replace(
-            timestamps_N=self._times(sparse_features, before_B, after_B), num_targets_B=after_B
+        """Return logits for all candidates, [M, L]."""
+        rows_by_feature = self._look_up(sparse_features, self._keys)
+        prefix_B = self._prefix_lengths(rows_by_feature)
+        candidates, targets_B = self._candidate_tokens(rows_by_feature)
+        prefix = self._prefix_tokens(rows_by_feature, prefix_B)
+        tokens = Tokens.after(prefix_B, targets_B)._replace(
+            timestamps_N=self._times(sparse_features, prefix_B, targets_B), num_targets_B=targets_B
         )
-        is_candidate_N = tokens.in_order(before.new_zeros(len(before)), before.new_ones(len(candidates)))
-        values = tokens.in_order(before, candidates)
+        is_candidate_N = tokens.in_order(prefix.new_zeros(len(prefix)), prefix.new_ones(len(candidates)))
+        values = tokens.in_order(prefix, candidates)
         for block in self.blocks:
             values = block(values, tokens.offsets_B1, tokens.timestamps_N, tokens.num_targets_B)
         logits: Tensor = self.over(values[is_candidate_N.bool()])
         return logits
 
     def keep(self, sparse_features: KeyedJaggedTensor) -> KeptTokens:
-        """Encode the users and their histories once, for `score`. No candidate is read."""
+        """Encode users and histories once, for `score`. Candidates are not read."""
         names = [name for name in self._keys if name not in self.features.candidates]
-        found = self._look_up(sparse_features, names)
-        before_B = self._before(found)
-        times = self._times(sparse_features, before_B, None)
-        tokens = Tokens.after(torch.zeros_like(before_B), before_B)._replace(timestamps_N=times)
-        values = self._history(found, before_B)
-        every = values.new_empty(len(self.blocks), len(values), kept_shape(self.blocks)[1])
-        extend_all(self.blocks, values, every, tokens)
-        return KeptTokens(every, before_B)
+        rows_by_feature = self._look_up(sparse_features, names)
+        prefix_B = self._prefix_lengths(rows_by_feature)
+        times = self._times(sparse_features, prefix_B, None)
+        tokens = Tokens.after(torch.zeros_like(prefix_B), prefix_B)._replace(timestamps_N=times)
+        values = self._prefix_tokens(rows_by_feature, prefix_B)
+        all_LNS = values.new_empty(len(self.blocks), len(values), kept_shape(self.blocks)[1])
+        extend_all(self.blocks, values, all_LNS, tokens)
+        return KeptTokens(all_LNS, prefix_B)
 
     def score(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> Tensor:
-        """Return the logits of all candidates, [M, L], for users who were encoded by `keep`.
+        """Return logits for all candidates, [M, L], for users encoded by `keep`.
 
-        Equal to `logits`. All candidates of a user are scored together after the kept prefix (M-FALCON in
-        the paper), so that the cost of a history does not grow with the number of candidates. Of the history,
-        only times are read.
+        Equal to `logits`. All candidates of a user are scored together after the cached prefix (M-FALCON in
+        the paper), so that the history is encoded once for any number of candidates. Only the times of the
+        history are read.
+
+        Args:
+            sparse_features: Candidates, and times.
+            kept: Keys and values returned by `keep`.
         """
-        found = self._look_up(sparse_features, list(self.features.candidates))
-        candidates, after_B = self._candidates(found)
-        tokens = Tokens.after(kept.lengths_B, after_B)._replace(
-            timestamps_N=self._times(sparse_features, kept.lengths_B, after_B), num_targets_B=after_B
+        rows_by_feature = self._look_up(sparse_features, list(self.features.candidates))
+        candidates, targets_B = self._candidate_tokens(rows_by_feature)
+        tokens = Tokens.after(kept.lengths_B, targets_B)._replace(
+            timestamps_N=self._times(sparse_features, kept.lengths_B, targets_B), num_targets_B=targets_B
         )
-        every = tokens.joined(kept.rows, len(candidates))
-        logits: Tensor = self.over(extend_all(self.blocks, candidates, every, tokens))
+        all_LNS = tokens.extend_cache(kept.rows, len(candidates))
+        logits: Tensor = self.over(extend_all(self.blocks, candidates, all_LNS, tokens))
         return logits
 
     def _look_up(self, features: KeyedJaggedTensor, names: list[str]) -> dict[str, JaggedTensor]:
-        """Look up the rows of some features; the other features of the tables get empty bags."""
+        """Look up some features; the other features of the tables get empty bags."""
         stride = features.stride()
         none = torch.zeros(stride, dtype=features.lengths().dtype, device=features.device())
         bags = {name: features[name] for name in names}
-        wanted = KeyedJaggedTensor(
+        requested = KeyedJaggedTensor(
             self._keys,
             torch.cat([bags[name].values() for name in self._keys if name in bags]),
             lengths=torch.cat([bags[name].lengths() if name in bags else none for name in self._keys]),
             stride=stride,
         )
-        found: dict[str, JaggedTensor] = self.embedding_collection(wanted)
-        return found
+        rows_by_feature: dict[str, JaggedTensor] = self.embedding_collection(requested)
+        return rows_by_feature
 
-    def _before(self, found: dict[str, JaggedTensor]) -> Tensor:
-        """Check contextual features and histories, and return their number of tokens, [B].
+    def _prefix_lengths(self, rows_by_feature: dict[str, JaggedTensor]) -> Tensor:
+        """Check contextual features and histories, and return the number of prefix tokens, [B].
 
         Raises:
-            ValueError: a sample has no ID of a contextual feature, or several, or a history that is too long
-                or whose features differ in length. A sample without a history may also lack contextual IDs:
-                batches are filled up with such samples.
+            ValueError: A sample lacks an ID of a contextual feature or has several, or the history is too
+                long or its features differ in length. A sample without a history may lack contextual IDs:
+                such samples pad the last batch.
         """
-        lengths_B = found[self.features.history[0]].lengths().long()
+        lengths_B = rows_by_feature[self.features.history[0]].lengths().long()
         context_B = torch.ones_like(lengths_B)
         if self.features.contextual:
-            context_B = ((found[self.features.contextual[0]].lengths() > 0) | (lengths_B > 0)).long()
+            context_B = (
+                (rows_by_feature[self.features.contextual[0]].lengths() > 0) | (lengths_B > 0)
+            ).long()
         expected = {
             **dict.fromkeys(self.features.contextual, context_B),
             **dict.fromkeys([*self.features.history, *self.features.actions], lengths_B),
         }
-        _check_lengths(found, expected)
-        if len(lengths_B) and int(lengths_B.max()) > self._most.items:
+        _check_lengths(rows_by_feature, expected)
+        if len(lengths_B) and int(lengths_B.max()) > self._limits.items:
             raise ValueError(
                 f"sample {int(lengths_B.argmax())} has a history of {int(lengths_B.max())} items, and "
-                f"max_length is {self._most.items}. Cut histories where they are read, or raise max_length."
+                f"max_length is {self._limits.items}. Cut histories where they are read, or raise max_length."
             )
         return lengths_B + context_B * len(self.features.contextual)
 
-    def _history(self, found: dict[str, JaggedTensor], before_B: Tensor) -> Tensor:
-        """Return the tokens of users and histories, sample by sample, [B C + N, E]. The places of items are
-        counted from the end of the history.
-        """
+    def _prefix_tokens(self, rows_by_feature: dict[str, JaggedTensor], prefix_B: Tensor) -> Tensor:
+        """Return user and history tokens, sample by sample, [B C + N, E]."""
         contextual = [
-            project(found[name].values())
+            project(rows_by_feature[name].values())
             for project, name in zip(self.contextual, self.features.contextual, strict=True)
         ]
-        items = self.content(torch.cat([found[name].values() for name in self.features.history], dim=1))
+        items = self.content(
+            torch.cat([rows_by_feature[name].values() for name in self.features.history], dim=1)
+        )
         if self.features.actions:
             items = items + self.action(
-                torch.cat([found[name].values() for name in self.features.actions], dim=1)
+                torch.cat([rows_by_feature[name].values() for name in self.features.actions], dim=1)
             )
-        lengths_B = found[self.features.history[0]].lengths().long()
+        lengths_B = rows_by_feature[self.features.history[0]].lengths().long()
+        # Positions are counted from the end of the history, so that recent items share embeddings across
+        # lengths.
         ends_N = torch.repeat_interleave(lengths_B.cumsum(0), lengths_B)
         items = items + self.positions(ends_N - 1 - torch.arange(len(items), device=items.device))
+        # [B, C, E] -> [B C, E]
         users = torch.stack(contextual, dim=1).flatten(0, 1) if contextual else items[:0]
-        tokens: Tensor = self.drop(Tokens.after(before_B - lengths_B, lengths_B).in_order(users, items))
+        tokens: Tensor = self.drop(Tokens.after(prefix_B - lengths_B, lengths_B).in_order(users, items))
         return tokens
 
-    def _candidates(self, found: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
-        """Return the tokens of the candidates, [M, E], and their number in each sample.
+    def _candidate_tokens(self, rows_by_feature: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
+        """Return candidate tokens, [M, E], and their number per sample, [B].
 
         Raises:
-            ValueError: a sample has too many candidates, or their features differ in number.
+            ValueError: A sample has too many candidates, or their features differ in number.
         """
-        after_B = found[self.features.candidates[0]].lengths().long()
-        _check_lengths(found, dict.fromkeys(self.features.candidates, after_B))
-        if len(after_B) and int(after_B.max()) > self._most.candidates:
+        targets_B = rows_by_feature[self.features.candidates[0]].lengths().long()
+        _check_lengths(rows_by_feature, dict.fromkeys(self.features.candidates, targets_B))
+        if len(targets_B) and int(targets_B.max()) > self._limits.candidates:
             raise ValueError(
-                f"sample {int(after_B.argmax())} has {int(after_B.max())} candidates, and max_candidates is "
-                f"{self._most.candidates}. Give fewer, or raise max_candidates."
+                f"sample {int(targets_B.argmax())} has {int(targets_B.max())} candidates, and max_candidates "
+                "is "
+                f"{self._limits.candidates}. Give fewer, or raise max_candidates."
             )
-        rows = torch.cat([found[name].values() for name in self.features.candidates], dim=1)
+        rows = torch.cat([rows_by_feature[name].values() for name in self.features.candidates], dim=1)
         tokens: Tensor = self.drop(self.content(rows) + self.target)
-        return tokens, after_B
+        return tokens, targets_B
 
-    def _times(self, features: KeyedJaggedTensor, before_B: Tensor, after_B: Tensor | None) -> Tensor | None:
-        """Return the times of all tokens. Contextual tokens have that of the first item of the history, or 0.
+    def _times(
+        self, features: KeyedJaggedTensor, prefix_B: Tensor, targets_B: Tensor | None
+    ) -> Tensor | None:
+        """Return all token times. Contextual tokens have the time of the first history item, or 0.
 
         Args:
-            features: the features of a batch.
-            before_B: the number of tokens of user and history.
-            after_B: the number of candidates; None: those of the batch are left out.
+            features: Features of a batch.
+            prefix_B: Contextual and history tokens per sample.
+            targets_B: Candidates per sample; None: without candidates.
+
+        Raises:
+            ValueError: The number of times differs from the number of items and candidates.
         """
         if self.features.times is None:
             return None
-        given = features[self.features.times]
-        context_B = before_B.clamp(max=len(self.features.contextual))
-        history_B, offsets = before_B - context_B, given.offsets().long()
-        last_B = history_B if after_B is None else history_B + after_B
-        too_few = given.lengths() < history_B if after_B is None else given.lengths() != last_B
+        times = features[self.features.times]
+        context_B = prefix_B.clamp(max=len(self.features.contextual))
+        history_B, offsets = prefix_B - context_B, times.offsets().long()
+        last_B = history_B if targets_B is None else history_B + targets_B
+        too_few = times.lengths() < history_B if targets_B is None else times.lengths() != last_B
         if bool(too_few.any()):
             sample = int(too_few.nonzero()[0])
             raise ValueError(
-                f"sample {sample} has {int(given.lengths()[sample])} times in feature "
+                f"sample {sample} has {int(times.lengths()[sample])} times in feature "
                 f"{self.features.times!r}, a history of {int(history_B[sample])} items and "
                 f"{int(last_B[sample] - history_B[sample])} candidates. Give each its time, candidates last."
             )
         all_B, samples = last_B + context_B, torch.arange(len(last_B), device=last_B.device)
         sample_N = torch.repeat_interleave(samples, all_B)
-        place_N = torch.arange(len(sample_N), device=last_B.device)
-        place_N = place_N - (all_B.cumsum(0) - last_B)[sample_N]  # of the first item: 0
-        at_N = offsets[sample_N] + place_N.clamp(min=0)
-        values = torch.cat([given.values().long(), offsets.new_zeros(1)])
-        has_time = (place_N >= 0) | (history_B[sample_N] > 0)
-        return torch.where(has_time, values[at_N.clamp(max=len(values) - 1)], 0)
+        position_N = torch.arange(len(sample_N), device=last_B.device)
+        # Position within history and candidates; negative for contextual tokens.
+        position_N = position_N - (all_B.cumsum(0) - last_B)[sample_N]
+        index_N = offsets[sample_N] + position_N.clamp(min=0)
+        values = torch.cat([times.values().long(), offsets.new_zeros(1)])
+        has_time = (position_N >= 0) | (history_B[sample_N] > 0)
+        return torch.where(has_time, values[index_N.clamp(max=len(values) - 1)], 0)
 
 
-def _checked_widths(embedding_collection: EmbeddingCollection, features: RankerFeatures) -> dict[str, int]:
-    """Check that tables and features fit each other, and return the widths of the rows of each feature."""
+def _feature_widths(embedding_collection: EmbeddingCollection, features: RankerFeatures) -> dict[str, int]:
+    """Return the row width by feature.
+
+    Raises:
+        ValueError: A feature has no table, or history and candidates differ in width.
+    """
     widths = {
         feature: config.embedding_dim
         for config in embedding_collection.embedding_configs()
@@ -297,9 +329,15 @@ def _checked_widths(embedding_collection: EmbeddingCollection, features: RankerF
     return widths
 
 
-def _check_lengths(found: dict[str, JaggedTensor], expected: dict[str, Tensor]) -> None:
+def _check_lengths(rows_by_feature: dict[str, JaggedTensor], expected: dict[str, Tensor]) -> None:
+    """Raise ValueError unless every feature has the expected number of IDs per sample.
+
+    Args:
+        rows_by_feature: Rows by feature.
+        expected: IDs per sample by feature, [B].
+    """
     for name, lengths_B in expected.items():
-        given = found[name].lengths()
+        given = rows_by_feature[name].lengths()
         if not torch.equal(given.to(lengths_B.dtype), lengths_B):
             sample = int((given != lengths_B).nonzero()[0])
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Streaming estimate of how often each item occurs in the data.
+"""Streaming estimate of item frequencies.
 
 After Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations" (2019),
-algorithm 2, with one counter per item where the paper hashes items into buckets.
+algorithm 2, with a counter per item where the paper hashes items into buckets.
 """
 
 import torch
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 
 class ItemFrequency(nn.Module):
-    """Share of the samples that belong to each item, estimated from the distance between its occurrences.
+    """Estimated share of samples per item, from the interval between occurrences.
 
-    The distance is the plain mean of an item's first occurrences and a moving mean afterwards, so that the
-    estimate follows data that changes. An item that was never seen counts as if it came next.
+    The interval is the plain mean of the first occurrences and a moving mean afterwards, so that the estimate
+    follows changing data. An unseen item counts as if it occurred next.
 
     Args:
-        num_items: number of items I; IDs lie in [0, I).
-        rate: weight of the newest distance in the moving mean, in (0, 1]; the paper's alpha.
-        device: device of the estimates, which take 20 bytes per item.
+        num_items: Number of items I; IDs are in [0, I).
+        rate: Newest interval's weight in the moving mean, in (0, 1]; the paper's alpha.
+        device: Device for the estimates, which need 20 bytes per item.
 
     Raises:
-        ValueError: there is no item, or the rate is not in (0, 1].
+        ValueError: ``num_items`` is below 1, or the rate is not in (0, 1].
     """
 
-    num_samples: Tensor
-    last_seen: Tensor
-    num_seen: Tensor
-    distance: Tensor
+    num_samples: Tensor  # samples so far, int64
+    last_seen: Tensor  # num_samples at the last occurrence, int64 [I]
+    num_seen: Tensor  # batches with the item, int32 [I]
+    distance: Tensor  # mean interval between occurrences in samples, float64 [I]
 
     def __init__(self, num_items: int, *, rate: float = 0.01, device: torch.device | None = None) -> None:
         super().__init__()
@@ -44,21 +44,23 @@ class ItemFrequency(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids_B: Tensor) -> Tensor:
-        """Return the log of each item's share of the samples, [B] in float32. In training mode, count the
-        batch first.
-        """
+        """Return the log share of samples per item, float32 [B]. Updates the estimates in training mode."""
         if self.training:
-            self._see(ids_B)
+            self._update(ids_B)
+        # Interval of an unseen item: as if it came next.
         share = torch.where(self.num_seen[ids_B] > 0, self.distance[ids_B], self.num_samples + 1.0)
         return -share.log().float()
 
-    def _see(self, ids_B: Tensor) -> None:
+    def _update(self, ids_B: Tensor) -> None:
+        """Update the intervals of all items in the batch."""
         self.num_samples += len(ids_B)
+        # Unique items, because assignment by duplicate index is nondeterministic.
         items, counts = ids_B.unique(return_counts=True)
-        # An item that is in a batch k times came k times since the last batch that had it.
-        newest = (self.num_samples - self.last_seen[items]).double() / counts
-        seen = self.num_seen[items] + 1
-        weight = (1.0 / seen).clamp(min=self._rate)
-        self.distance[items] = torch.lerp(self.distance[items], newest, weight.double())
+        # k occurrences in this batch divide the time since the item's last batch into k intervals.
+        interval = (self.num_samples - self.last_seen[items]).double() / counts
+        num_seen = self.num_seen[items] + 1
+        # 1 / n gives the plain mean until n reaches 1 / rate.
+        weight = (1.0 / num_seen).clamp(min=self._rate)
+        self.distance[items] = torch.lerp(self.distance[items], interval, weight.double())
         self.last_seen[items] = self.num_samples
-        self.num_seen[items] = seen
+        self.num_seen[items] = num_seen

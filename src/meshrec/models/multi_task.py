@@ -1,4 +1,4 @@
-"""Models for several labels: a shared bottom, or experts that each task mixes with its own gate.
+"""Multi-task models: a shared bottom, or experts mixed by a gate per task.
 
 Ma et al.: "Modeling task relationships in multi-task learning with multi-gate mixture-of-experts" (2018);
 Tang et al.: "Progressive layered extraction (PLE): a novel multi-task learning model for personalized
@@ -19,20 +19,20 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class Mixture(nn.Module, ABC):
-    """The part of a multi-task model that turns one shared input into a vector for each task."""
+    """Base class for the part of a multi-task model that maps a shared input to a vector per task."""
 
     @abstractmethod
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
-        """Map the shared input [B, I] to a list of T vectors [B, H]."""
+        """Map the shared input [B, I] to T vectors [B, H]."""
 
 
 class SharedBottom(Mixture):
-    """One MLP whose output all tasks share.
+    """An MLP with an output that all tasks share.
 
     Args:
-        in_features: number of input columns I.
-        layer_sizes: layer sizes of the MLP; the last size is H.
-        num_tasks: number of tasks T.
+        in_features: Input columns I.
+        layer_sizes: Layer sizes; the last is H.
+        num_tasks: Tasks T.
     """
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], num_tasks: int) -> None:
@@ -41,17 +41,18 @@ class SharedBottom(Mixture):
         self._num_tasks = num_tasks
 
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
+        # A single forward pass; all tasks get the same tensor.
         return [self.bottom(shared_BI)] * self._num_tasks
 
 
 class MMoE(Mixture):
-    """Multi-gate mixture of experts: each task mixes all experts with the softmax of its own gate.
+    """Multi-gate mixture of experts: every task mixes all experts with the softmax of a gate.
 
     Args:
-        in_features: number of input columns I.
-        layer_sizes: layer sizes of each expert; the last size is H.
-        num_tasks: number of tasks T.
-        num_experts: number of experts E.
+        in_features: Input columns I.
+        layer_sizes: Layer sizes per expert; the last is H.
+        num_tasks: Tasks T.
+        num_experts: Experts E.
     """
 
     def __init__(
@@ -63,21 +64,21 @@ class MMoE(Mixture):
 
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
         experts = [expert(shared_BI) for expert in self.experts]
-        return [_mixed(gate(shared_BI), experts) for gate in self.gates]
+        return [_mix_experts(gate(shared_BI), experts) for gate in self.gates]
 
 
 class PLE(Mixture):
-    """Progressive layered extraction: layers of shared experts and of experts that belong to one task.
+    """Progressive layered extraction: layers of shared and task-specific experts.
 
-    Each task mixes the shared experts with its own.
+    Every task mixes the shared experts with its task-specific experts.
 
     Args:
-        in_features: number of input columns I.
-        layer_sizes: layer sizes of each expert in each layer; the last size is H.
-        num_tasks: number of tasks T.
-        num_shared: number of shared experts in each layer.
-        num_own: number of experts that each task owns in each layer.
-        num_layers: number of layers. Between two layers the shared vector mixes all experts.
+        in_features: Input columns I.
+        layer_sizes: Layer sizes per expert; the last is H.
+        num_tasks: Tasks T.
+        num_shared: Shared experts per layer.
+        num_own: Task-specific experts per task and layer.
+        num_layers: Layers. Between layers the shared vector mixes all experts.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PLE(Mixture):
         num_layers: int = 2,
     ) -> None:
         super().__init__()
+        # Layers after the first read expert outputs.
         widths = [in_features] + [layer_sizes[-1]] * (num_layers - 1)
         self.layers = nn.ModuleList(
             _Extraction(width, layer_sizes, num_tasks, num_shared, num_own, is_last=number == num_layers - 1)
@@ -99,6 +101,7 @@ class PLE(Mixture):
         self._num_tasks = num_tasks
 
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
+        # The first layer reads the same input for all tasks and as the shared vector.
         vectors = [shared_BI] * (self._num_tasks + 1)
         for layer in self.layers:
             vectors = layer(vectors)
@@ -106,7 +109,7 @@ class PLE(Mixture):
 
 
 class _Extraction(nn.Module):
-    """One layer of PLE. Its vectors are those of all tasks, followed by the shared one."""
+    """A PLE layer. Inputs and outputs are T task vectors, followed by the shared vector."""
 
     def __init__(
         self,
@@ -127,33 +130,39 @@ class _Extraction(nn.Module):
         self.own = nn.ModuleList(experts(num_own) for _ in range(num_tasks))
         self.gates = nn.ModuleList(nn.Linear(in_features, num_own + num_shared) for _ in range(num_tasks))
         all_experts = num_tasks * num_own + num_shared
+        # The last layer's shared vector would not be used.
         self.shared_gate = None if is_last else nn.Linear(in_features, all_experts)
 
     def forward(self, vectors: list[Tensor]) -> list[Tensor]:
-        *tasks, common = vectors
-        shared = [expert(common) for expert in self.shared]
-        own = [
+        *tasks, shared_input = vectors
+        shared = [expert(shared_input) for expert in self.shared]
+        task_outputs = [
             [expert(vector) for expert in experts]  # type: ignore[attr-defined]
             for vector, experts in zip(tasks, self.own, strict=True)
         ]
-        found = [
-            _mixed(gate(vector), [*mine, *shared])
-            for gate, vector, mine in zip(self.gates, tasks, own, strict=True)
+        mixed = [
+            _mix_experts(gate(vector), [*task_experts, *shared])
+            for gate, vector, task_experts in zip(self.gates, tasks, task_outputs, strict=True)
         ]
         if self.shared_gate is not None:
-            found.append(_mixed(self.shared_gate(common), [each for mine in own for each in mine] + shared))
-        return found
+            mixed.append(
+                _mix_experts(
+                    self.shared_gate(shared_input),
+                    [output for task_experts in task_outputs for output in task_experts] + shared,
+                )
+            )
+        return mixed
 
 
 class MultiTask(nn.Module):
-    """Multi-task model: embeddings and dense values, a mixture, and a tower for each task.
+    """Multi-task model: embeddings and dense values, a mixture, and a tower per task.
 
     Args:
-        embedding_bag_collection: the tables; their widths may differ.
-        mixture: maps all embedding and dense columns to H columns for each task.
-        tower_layer_sizes: hidden layers of each task's tower.
-        num_tasks: number of tasks T.
-        mixture_out: number of columns H that the mixture gives each task.
+        embedding_bag_collection: Tables; their widths may differ.
+        mixture: Maps all embedding and dense columns to H columns per task.
+        tower_layer_sizes: Hidden layers of a tower.
+        num_tasks: Tasks T.
+        mixture_out: Number of columns H per task.
     """
 
     def __init__(
@@ -170,13 +179,18 @@ class MultiTask(nn.Module):
         self.towers = nn.ModuleList(OverArch(mixture_out, [*tower_layer_sizes, 1]) for _ in range(num_tasks))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return outputs [B, T] for dense values [B, columns] and the IDs."""
+        """Return outputs [B, T].
+
+        Args:
+            dense_features: Dense values, [B, columns].
+            sparse_features: IDs for all features.
+        """
         embeddings = self.embedding_bag_collection(sparse_features).values()
         vectors = self.mixture(torch.cat([dense_features, embeddings], dim=1))
-        return torch.cat([tower(each) for tower, each in zip(self.towers, vectors, strict=True)], dim=1)
+        return torch.cat([tower(vector) for tower, vector in zip(self.towers, vectors, strict=True)], dim=1)
 
 
-def _mixed(scores_BE: Tensor, experts: list[Tensor]) -> Tensor:
-    """Mix the experts' vectors with the softmax of the scores; returns [B, H]."""
+def _mix_experts(scores_BE: Tensor, experts: list[Tensor]) -> Tensor:
+    """Mix expert outputs with the softmax of the scores; returns [B, H]."""
     weights_BE = torch.softmax(scores_BE, dim=1)
     return torch.einsum("be,beh->bh", weights_BE, torch.stack(experts, dim=1))

@@ -1,7 +1,8 @@
-"""Loss, evaluation and recommendations of next-item models.
+"""Loss, evaluation and recommendations for next-item models.
 
-A model of this kind returns two values per sample, [B, 2]: the loss, and the rank of the target item among
-all items, counted from 1. The rank is 0 during training, and for samples without a target.
+In evaluation a next-item model returns, per sample, the loss, the rank of the target item among all items,
+counted from 1, and the number of other items with the target's score, [B, 3]. The rank is 0 for samples
+without a target. In training it returns the loss and 0, [B, 2].
 """
 
 import math
@@ -12,42 +13,44 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshrec.models.repeats import RepeatedItems
 from meshrec.models.similarity import DotProduct, MixtureOfLogits, Similarity
 from meshrec.models.step_samples import StepSamples
 from meshrec.ops.index import mix
 from meshrec.sparse import JaggedTensor
 
-# B samples, T targets, N negatives, I items of the catalogue, C items of a chunk, D vector width
+# B samples, T targets, N negatives, I catalogue items, C items in a chunk, D vector width, L history items
 
 CHUNK = 4096
-"""Number of items that are compared with all samples at a time."""
+"""Items compared with all samples at a time."""
 NO_ITEM = -(1 << 63)
-"""The ID that stands for no item; tables with hashed keys give it to missing values."""
+"""ID for a missing item, as in hashed tables."""
 _DOT_PRODUCT = DotProduct()
-_SHARE_BITS = 53
+_SHARE_BITS = 53  # mantissa of a float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSoftmax:
-    """The training loss of a next-item model: a softmax over the target and some other items.
+    """Training loss of a next-item model: a softmax over the target and sampled negatives.
 
     Raises:
-        ValueError: there are no other items, or the temperature is not above 0.
+        ValueError: ``num_negatives`` is below 1, or the temperature is not above 0.
     """
 
     negatives: Literal["uniform", "popular", "in_batch"] = "uniform"
-    """Source of the other items: all items alike, items by their number in the training data, or the other
-    targets of the step on all ranks. The loss is corrected for how often an item is drawn. All targets of a
-    step share the items.
+    """Negative distribution: uniform, proportional to training frequency, or the targets of the step on all
+    ranks. The loss is corrected for the distribution. All targets in a step share the negatives.
     """
     num_negatives: int = 512
-    """Number of other items per step; with in_batch at most so many."""
+    """Number of negatives per step; the maximum number with in_batch."""
     similarity: Literal["dot", "cosine", "mixture"] = "dot"
-    """Score of an item: a dot product, the cosine (dot product of vectors of length 1), or a mixture of the
-    cosines of several components.
-    """
+    """Item score: dot product, cosine, or a mixture of component cosines."""
     temperature: float = 1.0
     """Divisor of the scores."""
+    repeats: bool = False
+    """Whether the scores of history items also depend on how often and how recently the user had them, for
+    logs in which users take items again; see [Note: repeated items].
+    """
 
     def __post_init__(self) -> None:
         if self.num_negatives < 1 or not self.temperature > 0:
@@ -56,50 +59,48 @@ class SampledSoftmax:
                 f"{self.temperature} above 0."
             )
 
-    def scores(self, width: int, device: torch.device | None = None) -> Similarity:
-        """Build the similarity of vectors of a width."""
+    def build_similarity(self, width: int, device: torch.device | None = None) -> Similarity:
+        """Build the similarity for vectors of width ``width``."""
         if self.similarity == "mixture":
             return MixtureOfLogits(width, temperature=self.temperature, device=device)
         return DotProduct(normalise=self.similarity == "cosine", temperature=self.temperature)
 
 
 class ItemChunk(NamedTuple):
-    """Some items of the catalogue: their IDs [C], ascending, and their vectors [C, D]."""
+    """A block of catalogue items: ascending IDs [C] and vectors [C, D]."""
 
     ids_C: Tensor
     vectors_CD: Tensor
 
 
 class Negatives(NamedTuple):
-    """Items that targets are compared with in training."""
+    """Negative items for a training step."""
 
     ids_N: Tensor
     log_expected_N: Tensor
-    """Log of the expected number of times that each item is among the N draws."""
+    """Log of the expected count per item among N draws."""
 
 
 class NegativeDraws(nn.Module):
-    """Draws of items for the training loss.
+    """Negative sampling.
 
-    Draws are a function of the seed of the model's first weights, the number of the step and, within a batch,
-    the targets of all ranks. So all ranks draw the same items, and training does not depend on the number of
-    ranks.
+    Draws are a function of the model's initial seed, the step number and, for in_batch, the targets on all
+    ranks. All ranks therefore draw the same items, and training does not depend on the number of ranks.
 
     Args:
-        catalogue_I: the IDs of all items, ascending, int64.
-        counts_I: the number of times that each is a target in the training data; needed unless draws are
-            uniform.
-        softmax: says how many, and how.
-        device: the device of the draws.
+        catalogue_I: All item IDs, ascending, int64.
+        counts_I: Training targets per item; required unless draws are uniform.
+        softmax: Number and distribution of negatives.
+        device: Device for the draws.
 
     Raises:
-        ValueError: counts are needed and missing.
+        ValueError: ``counts_I`` is required and missing.
     """
 
     constant_buffers = ("catalogue_I", "shares_I")
-    catalogue_I: Tensor
-    num_steps: Tensor
-    shares_I: Tensor
+    catalogue_I: Tensor  # all IDs, ascending
+    num_steps: Tensor  # steps so far; saved, so that a resumed run continues the sequence of draws
+    shares_I: Tensor  # sampling probability per item, float64
 
     def __init__(
         self,
@@ -117,40 +118,85 @@ class NegativeDraws(nn.Module):
             )
         num_items = len(catalogue_I)
         counts = torch.ones(num_items) if counts_I is None or softmax.negatives == "uniform" else counts_I
-        counts = counts.double() + 1e-3  # an item that training never met can still be drawn
+        counts = counts.double() + 1e-3  # items without training targets can still be drawn
+        # The seed of the initial weights, which all ranks share.
         self._softmax, self._seed = softmax, torch.initial_seed()
-        self.samples = StepSamples()
+        self.samples = StepSamples()  # the trainer joins all ranks
         self.register_buffer("catalogue_I", catalogue_I.to(device), persistent=False)
         self.register_buffer("shares_I", (counts / counts.sum()).to(device), persistent=False)
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64, device=device))
 
-    def bits(self, numbers_N: Tensor) -> Tensor:
-        """Return a pseudo-random value in [0, 1) for each number and step, float64 [N]."""
-        mixed = mix(mix(numbers_N.long(), self._seed) + self.num_steps, self._seed)
-        return (mixed & ((1 << _SHARE_BITS) - 1)).double() * 2.0**-_SHARE_BITS
+    def uniform(self, counters_N: Tensor) -> Tensor:
+        """Return pseudo-random values in [0, 1), float64 [N], from the counters, the step and the seed."""
+        hashed = mix(mix(counters_N.long(), self._seed) + self.num_steps, self._seed)
+        return (hashed & ((1 << _SHARE_BITS) - 1)).double() * 2.0**-_SHARE_BITS
 
     def forward(self, targets_T: Tensor) -> Negatives:
-        """Draw the negatives of a step with these targets, and begin the next step."""
-        num, num_items = self._softmax.num_negatives, len(self.catalogue_I)
+        """Draw negatives for the given targets, and advance the step."""
+        num_draws, num_items = self._softmax.num_negatives, len(self.catalogue_I)
         device = targets_T.device
         if self._softmax.negatives == "in_batch":
-            (every,) = self.samples(targets_T).rows
-            num = min(num, len(every))
-            # Evenly from the sorted targets, from a drawn one on: each is taken with the same chance, and
-            # the ranks that have them do not matter.
-            each = torch.arange(num, device=device) + self.bits(targets_T.new_zeros(1))
-            places_N = (each * (len(every) / max(num, 1))).long().clamp(max=len(every) - 1)
-            ids_N = every.sort().values[places_N]
-            at_N = torch.searchsorted(self.catalogue_I, ids_N).clamp(max=num_items - 1)
+            (all_targets,) = self.samples(targets_T).rows
+            num_draws = min(num_draws, len(all_targets))
+            # Systematic sampling: evenly spaced positions in the sorted targets, with a random start. All
+            # targets are equally likely, and their distribution over ranks does not matter.
+            grid = torch.arange(num_draws, device=device) + self.uniform(targets_T.new_zeros(1))
+            points_N = (grid * (len(all_targets) / max(num_draws, 1))).long().clamp(max=len(all_targets) - 1)
+            ids_N = all_targets.sort().values[points_N]
+            index_N = torch.searchsorted(self.catalogue_I, ids_N).clamp(max=num_items - 1)
         else:
-            places_N = self.bits(torch.arange(num, device=device))
+            points_N = self.uniform(torch.arange(num_draws, device=device))
             if self._softmax.negatives == "uniform":
-                at_N = (places_N * num_items).long()
+                index_N = (points_N * num_items).long()
             else:
-                at_N = torch.searchsorted(self.shares_I.cumsum(0), places_N).clamp(max=num_items - 1)
-            ids_N = self.catalogue_I[at_N]
+                # Inverse transform sampling.
+                index_N = torch.searchsorted(self.shares_I.cumsum(0), points_N).clamp(max=num_items - 1)
+            ids_N = self.catalogue_I[index_N]
+        # In place, so that the buffer keeps its identity under compile and in checkpoints.
         self.num_steps += 1
-        return Negatives(ids_N, (self.shares_I[at_N].log() + math.log(max(num, 1))).float())
+        return Negatives(ids_N, (self.shares_I[index_N].log() + math.log(max(num_draws, 1))).float())
+
+
+class NewUserScores(nn.Module):
+    """Item scores for users without a history.
+
+    Args:
+        ids_I: All item IDs, ascending, int64.
+        scores_I: Score per item, float32.
+    """
+
+    constant_buffers = ("ids_I", "scores_I")
+    ids_I: Tensor
+    scores_I: Tensor  # persistent: a log that grows after training must not change a trained model
+
+    def __init__(self, ids_I: Tensor, scores_I: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("ids_I", ids_I.to(scores_I.device), persistent=False)
+        self.register_buffer("scores_I", scores_I)
+
+    def forward(self, ids_N: Tensor) -> Tensor:
+        """Return scores for catalogue items; undefined for other IDs."""
+        return self.scores_I[torch.searchsorted(self.ids_I, ids_N).clamp(max=len(self.ids_I) - 1)]
+
+
+class NewUsers(NamedTuple):
+    """Samples scored by `NewUserScores` instead of a query."""
+
+    is_new_B: Tensor
+    scores: NewUserScores
+
+
+class OwnItems(NamedTuple):
+    """Items of the users' histories, which the training loss contains exactly and not by sampling."""
+
+    target_factors_T: Tensor
+    """Factors of the targets' similarities; 1 for a target that is no item of the history."""
+    target_additions_T: Tensor
+    """Additions to the targets' scores; 0 for such a target."""
+    scores_TL: Tensor
+    """Scores of the other items; -inf for padding."""
+    is_own_TN: Tensor
+    """Which sampled items are among them."""
 
 
 def sampled_softmax(
@@ -162,27 +208,37 @@ def sampled_softmax(
     drawn_N: Tensor,
     log_expected_N: Tensor | float,
     similarity: Similarity = _DOT_PRODUCT,
+    own: OwnItems | None = None,
 ) -> Tensor:
-    """Compute the cross-entropy of each target against drawn items, corrected to estimate the full softmax.
+    """Compute the cross-entropy per target against sampled items, corrected to estimate the full softmax.
 
-    The correction subtracts from each drawn item's logit the log of how often the item is expected among the
-    draws. A draw that equals the target is masked out. Source: Jean et al., "On using very large target
-    vocabulary for neural machine translation" (2015).
+    The correction subtracts the log expected count of a sampled item from its logit. Draws equal to the
+    target are masked out. Source: Jean et al., "On using very large target vocabulary for neural machine
+    translation" (2015).
 
     Args:
-        queries_TD, targets_TD, drawn_ND: queries and items, as the similarity prepares them.
-        target_T, drawn_N: IDs of the items.
-        log_expected_N: log of the expected count of each drawn item: log(N p) for N draws with probability p.
-        similarity: the score of an item.
+        queries_TD: Queries, converted by ``similarity.queries``.
+        targets_TD: Target items, converted by ``similarity.items``.
+        drawn_ND: Sampled items, converted by ``similarity.items``.
+        target_T: Target IDs.
+        drawn_N: Sampled IDs.
+        log_expected_N: Log expected count per sampled item: log(N p) for N draws with probability p.
+        similarity: Item score.
+        own: Further items, which are not sampled.
 
     Returns:
         Losses [T].
     """
-    own_T = similarity.pairs(queries_TD, targets_TD)
+    target_scores_T = similarity.pairs(queries_TD, targets_TD)
     scores_TN = similarity.table(queries_TD, drawn_ND) - log_expected_N
     scores_TN = scores_TN.masked_fill(target_T[:, None] == drawn_N, float("-inf"))
-    logits = torch.cat([own_T[:, None], scores_TN], dim=1)
-    return nn.functional.cross_entropy(logits, torch.zeros_like(target_T), reduction="none")
+    logits = [target_scores_T[:, None], scores_TN]
+    if own is not None:
+        scores_TN = scores_TN.masked_fill(own.is_own_TN, float("-inf"))
+        target_scores_T = target_scores_T * own.target_factors_T + own.target_additions_T
+        logits = [target_scores_T[:, None], scores_TN, own.scores_TL]
+    # The target is class 0.
+    return nn.functional.cross_entropy(torch.cat(logits, dim=1), torch.zeros_like(target_T), reduction="none")
 
 
 def judge_targets(
@@ -193,40 +249,60 @@ def judge_targets(
     *,
     seen: JaggedTensor | None = None,
     similarity: Similarity = _DOT_PRODUCT,
+    new_users: NewUsers | None = None,
+    repeated: RepeatedItems | None = None,
 ) -> Tensor:
-    """Return the loss and the rank of each target among all unseen items, [B, 2].
+    """Return the loss, the rank among all unseen items, and the number of ties per target, [B, 3].
 
-    Items whose score equals the target's count half, so that a model which scores all items alike gets the
-    middle rank and not the best.
+    Ties are other items with the target's score. They count half in the rank, so that a model with equal
+    scores for all items gets the middle rank and not the best.
 
     Args:
-        query_BD, target_BD: queries and items, as the similarity prepares them.
-        target_B: IDs; `NO_ITEM` for samples without a target, whose loss and rank are 0.
-        chunks: all items, chunk by chunk.
+        query_BD: Queries, converted by ``similarity.queries``.
+        target_BD: Target items, converted by ``similarity.items``.
+        target_B: Target IDs; `NO_ITEM` for samples without a target, whose result is 0.
+        chunks: All items, chunk by chunk.
         seen: B bags of IDs that must not be recommended again. The target is ranked even if it is among them.
-        similarity: the score of an item.
+        similarity: Item score.
+        new_users: Samples without a history, and the item scores for them.
+        repeated: Scores of history items.
     """
-    own_B = similarity.pairs(query_BD, target_BD)
-    log_sum_B, place_B = own_B, torch.ones_like(own_B)
-    of_target = torch.arange(len(target_B), device=target_B.device)
+    target_scores_B = similarity.pairs(query_BD, target_BD)
+    if new_users is not None:
+        target_scores_B = torch.where(new_users.is_new_B, new_users.scores(target_B), target_scores_B)
+    if repeated is not None:
+        is_target_N = repeated.ids_N == target_B[repeated.sample_N]
+        sample_N = repeated.sample_N[is_target_N]
+        scores_N = target_scores_B[sample_N] * repeated.factor + repeated.additions_N[is_target_N]
+        target_scores_B = target_scores_B.index_put((sample_N,), scores_N)
+    log_sum_B, rank_B, ties_B = (
+        target_scores_B,
+        torch.ones_like(target_scores_B),
+        torch.zeros_like(target_scores_B),
+    )
+    sample_B = torch.arange(len(target_B), device=target_B.device)
     for ids_C, vectors_CD in chunks:
-        scores_BC = similarity.table(query_BD, vectors_CD)
-        _hide(scores_BC, ids_C, of_target, target_B)
+        scores_BC = _scores(query_BD, ItemChunk(ids_C, vectors_CD), similarity, new_users, repeated)
+        # The target itself was scored above.
+        _mask_scores(scores_BC, ids_C, sample_B, target_B)
         if seen is not None:
-            _hide(scores_BC, ids_C, _samples_of(seen), seen.values())
-        equal = scores_BC == own_B[:, None]
-        above = ~(scores_BC <= own_B[:, None])  # what is not a number stands behind all others
-        place_B = place_B + above.sum(1) + 0.5 * equal.sum(1)
+            _mask_scores(scores_BC, ids_C, _sample_indices(seen), seen.values())
+        equal_B = (scores_BC == target_scores_B[:, None]).sum(1)
+        # Not `>`: with a NaN target score every item counts as above, so that the target ranks last.
+        above = ~(scores_BC <= target_scores_B[:, None])
+        rank_B = rank_B + above.sum(1) + 0.5 * equal_B
+        ties_B = ties_B + equal_B
+        # Streaming log-sum-exp over chunks.
         log_sum_B = torch.logaddexp(log_sum_B, scores_BC.logsumexp(1))
-    found = torch.stack([log_sum_B - own_B, place_B], dim=1)
-    return found * (target_B != NO_ITEM)[:, None]
+    results = torch.stack([log_sum_B - target_scores_B, rank_B, ties_B], dim=1)
+    return results * (target_B != NO_ITEM)[:, None]
 
 
 class TopItems(NamedTuple):
-    """The K best items of each of B samples, best first: IDs, int64 [B, K], and scores, [B, K]."""
+    """The K best items per sample, best first."""
 
     ids_BK: Tensor
-    """IDs; those with a score of -inf are no recommendations: fewer than K items were left."""
+    """IDs, int64. Entries with score -inf are padding: fewer than K items were left."""
     scores_BK: Tensor
 
 
@@ -237,46 +313,101 @@ def top_items(
     *,
     seen: JaggedTensor | None = None,
     similarity: Similarity = _DOT_PRODUCT,
+    new_users: NewUsers | None = None,
+    repeated: RepeatedItems | None = None,
 ) -> TopItems:
-    """Return the K items with the best scores for each sample, exactly.
+    """Return the K items with the highest scores per sample, exactly.
 
     Args:
-        query_BD: queries, as the similarity prepares them.
-        chunks: all items, chunk by chunk.
-        k: the number of items.
+        query_BD: Queries, converted by ``similarity.queries``.
+        chunks: All items, chunk by chunk.
+        k: Item count K.
         seen: B bags of IDs that must not be recommended.
-        similarity: the score of an item.
+        similarity: Item score.
+        new_users: Samples without a history, and the item scores for them.
+        repeated: Scores of history items.
     """
+    # Merged with every chunk, so that memory does not grow with the catalogue.
     best_scores = query_BD.new_full((len(query_BD), k), float("-inf"))
+    # Placeholder IDs with score -inf, replaced as soon as k items were seen.
     best_ids = torch.zeros(len(query_BD), k, dtype=torch.int64, device=query_BD.device)
     for ids_C, vectors_CD in chunks:
-        scores_BC = similarity.table(query_BD, vectors_CD)
+        scores_BC = _scores(query_BD, ItemChunk(ids_C, vectors_CD), similarity, new_users, repeated)
         if seen is not None:
-            _hide(scores_BC, ids_C, _samples_of(seen), seen.values())
-        both = torch.cat([best_scores, scores_BC], dim=1)
-        both_ids = torch.cat([best_ids, ids_C.expand(len(query_BD), -1)], dim=1)
-        best_scores, at = both.topk(k, dim=1)
-        best_ids = both_ids.gather(1, at)
+            _mask_scores(scores_BC, ids_C, _sample_indices(seen), seen.values())
+        candidate_scores = torch.cat([best_scores, scores_BC], dim=1)
+        candidate_ids = torch.cat([best_ids, ids_C.expand(len(query_BD), -1)], dim=1)
+        best_scores, best = candidate_scores.topk(k, dim=1)
+        best_ids = candidate_ids.gather(1, best)
     return TopItems(best_ids, best_scores)
 
 
 def last_ids(items: JaggedTensor) -> Tensor:
-    """Return the last ID of each bag, [B]; `NO_ITEM` for an empty bag."""
+    """Return the last ID per bag, [B]; `NO_ITEM` for an empty bag."""
     lengths, values = items.lengths(), items.values()
     if not len(values):
         return lengths.new_full(lengths.shape, NO_ITEM, dtype=torch.int64)
+    # The clamp only affects empty bags, which torch.where replaces.
     last = (items.offsets()[1:] - 1).clamp(min=0)
     return torch.where(lengths > 0, values[last].long(), NO_ITEM)
 
 
-def _samples_of(bags: JaggedTensor) -> Tensor:
-    """Return the sample of each ID."""
+def _scores(
+    query_BD: Tensor,
+    chunk: ItemChunk,
+    similarity: Similarity,
+    new_users: NewUsers | None,
+    repeated: RepeatedItems | None,
+) -> Tensor:
+    """Return scores for an item chunk per sample, [B, C].
+
+    Args:
+        query_BD: Converted queries.
+        chunk: Items.
+        similarity: Item score.
+        new_users: Samples without a history, and the item scores for them.
+        repeated: Scores of history items.
+    """
+    scores_BC = similarity.table(query_BD, chunk.vectors_CD)
+    if new_users is not None:
+        scores_BC = torch.where(new_users.is_new_B[:, None], new_users.scores(chunk.ids_C), scores_BC)
+    return scores_BC if repeated is None else with_repeats(scores_BC, chunk.ids_C, repeated)
+
+
+def with_repeats(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems) -> Tensor:
+    """Return scores with those of history items in this chunk.
+
+    Args:
+        scores_BC: Scores by similarity.
+        ids_C: IDs in the chunk, ascending.
+        repeated: Scores of history items, also of other chunks.
+    """
+    index_N, is_inside_N = _indices(ids_C, repeated.ids_N)
+    pairs = repeated.sample_N[is_inside_N], index_N[is_inside_N]
+    scores_N = scores_BC[pairs] * repeated.factor + repeated.additions_N[is_inside_N]
+    return scores_BC.index_put(pairs, scores_N.to(scores_BC.dtype))
+
+
+def _sample_indices(bags: JaggedTensor) -> Tensor:
+    """Return the sample index per ID, [N]."""
     lengths = bags.lengths()
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
-def _hide(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tensor) -> None:
-    """Set the scores of the given (sample, item) pairs to -inf, for items of this chunk."""
-    place = torch.searchsorted(ids_C, ids_N.to(ids_C.dtype)).clamp(max=len(ids_C) - 1)
-    inside = ids_C[place] == ids_N
-    scores_BC[sample_N[inside], place[inside]] = float("-inf")
+def _mask_scores(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tensor) -> None:
+    """Set the scores of (sample, item) pairs to -inf, for items in this chunk.
+
+    Args:
+        scores_BC: Scores, changed in place.
+        ids_C: IDs in the chunk, ascending.
+        sample_N: Sample index per pair.
+        ids_N: Item ID per pair.
+    """
+    index, inside = _indices(ids_C, ids_N)
+    scores_BC[sample_N[inside], index[inside]] = float("-inf")
+
+
+def _indices(ids_C: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index of IDs among ascending ones, and which of them are there; both [N]."""
+    index_N = torch.searchsorted(ids_C, ids_N.to(ids_C.dtype)).clamp(max=len(ids_C) - 1)
+    return index_N, ids_C[index_N] == ids_N

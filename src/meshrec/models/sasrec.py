@@ -1,9 +1,9 @@
-"""SASRec: self-attention over a user's items that predicts the next one.
+"""SASRec: causal self-attention over a user's history that predicts the next item.
 
-Architecture: Kang, McAuley, "Self-attentive sequential recommendation" (2018), with its causal attention,
-learned positions and shared item table. Loss: the paper compares each target with one other item; here every
-position learns by a sampled softmax, after Klenitskiy, Vasilev, "Turning dross into gold loss: is BERT4Rec
-really better than SASRec?" (2023).
+Architecture: Kang, McAuley, "Self-attentive sequential recommendation" (2018), with causal attention, learned
+positions and a shared item table. Loss: the paper compares the target with a single negative; here every
+position is trained with a sampled softmax, after Klenitskiy, Vasilev, "Turning dross into gold loss: is
+BERT4Rec really better than SASRec?" (2023).
 """
 
 import torch
@@ -17,19 +17,25 @@ from meshrec.modules import EmbeddingCollection
 
 
 class SASRec(HistoryModel):
-    """Next-item model of causal self-attention.
+    """Next-item model with causal self-attention.
 
-    Histories of similar lengths are padded together, because torch's nested tensors have no causal attention
-    on the CPU. The padding is at the end, where causal attention does not look. Positions are counted from
-    the end of a history.
+    Histories with similar lengths are padded together, because torch's nested tensors lack causal attention
+    on the CPU. Padding is at the end, where causal attention does not look. Positions are counted from the
+    end.
 
     Args:
-        embedding_collection, features, max_length, softmax, items, device: see `HistoryModel`.
-        num_blocks: the number of blocks.
-        num_heads, dropout: see `AttentionBlock`.
+        embedding_collection: As in `HistoryModel`.
+        features: As in `HistoryModel`.
+        max_length: Maximum history length.
+        num_blocks: Blocks.
+        num_heads: Attention heads.
+        dropout: Dropout probability.
+        softmax: As in `HistoryModel`.
+        items: As in `HistoryModel`.
+        device: Device for everything except the table.
 
     Raises:
-        ValueError: the two features do not share exactly one table, or the sizes do not fit.
+        ValueError: The two features do not share exactly one table, or the sizes are invalid.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class SASRec(HistoryModel):
             device=device,
         )
         check_heads(self.width, num_heads, num_blocks)
+        # max_length items and the start token.
         self.positions = nn.Embedding(max_length + 1, self.width, device=device)
         nn.init.normal_(self.positions.weight, std=0.02)
         self.drop = nn.Dropout(dropout)
@@ -64,8 +71,10 @@ class SASRec(HistoryModel):
 
     @override
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
-        whole = torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1)
-        from_end = lengths[:, None] - torch.arange(whole.shape[1], device=lengths.device)
-        whole = self.drop(whole + self.positions(from_end.clamp(min=0)))
-        encoded: Tensor = self.norm(self.blocks(whole))
+        # The start token predicts the first item, so that vector l depends on items before l only.
+        inputs = torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1)
+        # Distance to the next item. Recent items get the same positions in short and long histories.
+        from_end = lengths[:, None] - torch.arange(inputs.shape[1], device=lengths.device)
+        inputs = self.drop(inputs + self.positions(from_end.clamp(min=0)))
+        encoded: Tensor = self.norm(self.blocks(inputs))
         return encoded

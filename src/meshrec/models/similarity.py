@@ -1,4 +1,4 @@
-"""Scores of items for encoded histories: dot products, cosines, or mixtures of several of them."""
+"""Item scores for encoded histories: dot products, cosines, or mixtures of cosines."""
 
 from abc import ABC, abstractmethod
 
@@ -8,35 +8,45 @@ from torch import Tensor, nn
 # T queries, N items, D vector width, Q query components, X item components, V width of a component
 
 _SLICE = 256
-"""Number of queries whose mixtures are computed at a time: a mixture has Q X values for each pair."""
+"""Queries per block of mixtures: a mixture needs Q X values per (query, item) pair."""
 
 
 class Similarity(nn.Module, ABC):
-    """A score for each pair of a query and an item, already divided by the temperature."""
+    """Base class for scores of (query, item) pairs, divided by a temperature."""
 
     @abstractmethod
     def queries(self, vectors_TD: Tensor) -> Tensor:
-        """Convert query vectors [T, D] to the form that `pairs` and `table` take."""
+        """Convert query vectors [T, D] to the input of `pairs` and `table`."""
 
     @abstractmethod
     def items(self, vectors_ND: Tensor) -> Tensor:
-        """Convert item vectors [N, D] to the form that `pairs` and `table` take."""
+        """Convert item vectors [N, D] to the input of `pairs` and `table`."""
 
     @abstractmethod
     def pairs(self, queries: Tensor, items: Tensor) -> Tensor:
-        """Return the scores [T] of prepared queries and as many prepared items."""
+        """Return the score per row of T converted queries and T converted items, [T]."""
 
     @abstractmethod
     def table(self, queries: Tensor, items: Tensor) -> Tensor:
-        """Return the scores [T, N] of all prepared queries and items."""
+        """Return scores for all converted queries and items, [T, N]."""
+
+    def bags(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
+        """Score all P queries of a sample with its L items, for B samples: [B, P, L].
+
+        Args:
+            queries_BPV: Results of `queries`, padded per sample.
+            items_BLV: Results of `items`, padded per sample.
+        """
+        pairs = zip(queries_BPV, items_BLV, strict=True)
+        return torch.stack([self.table(queries, items) for queries, items in pairs])
 
 
 class DotProduct(Similarity):
-    """The dot product of two vectors, or the cosine of their angle, divided by a temperature.
+    """Dot product or cosine, divided by a temperature.
 
     Args:
-        normalise: whether vectors are scaled to length 1 first.
-        temperature: the divisor.
+        normalise: Normalize vectors to length 1 first.
+        temperature: Divisor.
     """
 
     def __init__(self, *, normalise: bool = False, temperature: float = 1.0) -> None:
@@ -45,7 +55,7 @@ class DotProduct(Similarity):
 
     @property
     def options(self) -> tuple[bool, float]:
-        """Whether vectors are scaled to length 1, and the divisor."""
+        """``normalise`` and ``temperature``."""
         return self._normalise, self._temperature
 
     def queries(self, vectors_TD: Tensor) -> Tensor:
@@ -60,21 +70,23 @@ class DotProduct(Similarity):
     def table(self, queries: Tensor, items: Tensor) -> Tensor:
         return queries @ items.T / self._temperature
 
+    def bags(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
+        return queries_BPV @ items_BLV.mT / self._temperature
+
 
 class MixtureOfLogits(Similarity):
-    """A mixture of the cosines between Q components of a query and X components of an item.
+    """A mixture of the cosines between Q query components and X item components.
 
-    The weights of the Q X cosines are a softmax over the sum of three gates: one computed from the query, one
-    from the item, and one from the cosines. Source: Zhai et al., "Revisiting neural retrieval on
-    accelerators" (2023), section 3.
+    The Q X weights are a softmax over the sum of three gates, computed from the query, the item and the
+    cosines. Source: Zhai et al., "Revisiting neural retrieval on accelerators" (2023), section 3.
 
     Args:
-        width: the width D of queries and items.
-        num_query: the number Q of components of a query.
-        num_item: the number X of components of an item.
-        component: the width V of a component.
-        temperature: the divisor of the cosines.
-        device: the device of the parameters.
+        width: Width D of queries and items.
+        num_query: Query components Q.
+        num_item: Item components X.
+        component: Component width V.
+        temperature: Cosine divisor.
+        device: Parameter device.
     """
 
     def __init__(
@@ -89,6 +101,7 @@ class MixtureOfLogits(Similarity):
     ) -> None:
         super().__init__()
         self._sizes, self._temperature = (num_query, num_item, component), temperature
+        # One weight per (query component, item component) pair.
         num_pairs = num_query * num_item
         self.query_components = nn.Linear(width, num_query * component, device=device)
         self.item_components = nn.Linear(width, num_item * component, device=device)
@@ -102,35 +115,51 @@ class MixtureOfLogits(Similarity):
         )
 
     def queries(self, vectors_TD: Tensor) -> Tensor:
-        return self._packed(vectors_TD, self.query_components, self._sizes[0], self.query_gate)
+        return self._pack(vectors_TD, self.query_components, self._sizes[0], self.query_gate)
 
     def items(self, vectors_ND: Tensor) -> Tensor:
-        return self._packed(vectors_ND, self.item_components, self._sizes[1], self.item_gate)
+        return self._pack(vectors_ND, self.item_components, self._sizes[1], self.item_gate)
 
     def pairs(self, queries: Tensor, items: Tensor) -> Tensor:
-        (query, query_gate), (item, item_gate) = self._parts(queries, 0), self._parts(items, 1)
+        (query, query_gate), (item, item_gate) = self._unpack(queries, 0), self._unpack(items, 1)
         cosines = torch.einsum("tqv,txv->tqx", query, item).flatten(1)
-        return self._mixed(cosines, query_gate + item_gate)
+        return self._mix(cosines, query_gate + item_gate)
 
     def table(self, queries: Tensor, items: Tensor) -> Tensor:
-        item, item_gate = self._parts(items, 1)
-        found = []
-        for some in queries.split(_SLICE):
-            query, query_gate = self._parts(some, 0)
+        item, item_gate = self._unpack(items, 1)
+        scores = []
+        # Blocks bound the memory of the [block, N, Q, X] cosines.
+        for block in queries.split(_SLICE):
+            query, query_gate = self._unpack(block, 0)
             cosines = torch.einsum("tqv,nxv->tnqx", query, item).flatten(2)
-            found.append(self._mixed(cosines, query_gate[:, None] + item_gate))
-        return torch.cat(found) if found else queries.new_zeros(0, len(items))
+            scores.append(self._mix(cosines, query_gate[:, None] + item_gate))
+        return torch.cat(scores) if scores else queries.new_zeros(0, len(items))
 
-    def _packed(self, vectors: Tensor, components: nn.Module, number: int, gate: nn.Module) -> Tensor:
-        """Return the components of each vector, followed by its gate."""
-        parts = components(vectors).unflatten(1, (number, -1))
+    def _pack(self, vectors: Tensor, components: nn.Module, num_components: int, gate: nn.Module) -> Tensor:
+        """Concatenate normalized components and the gate per vector.
+
+        Args:
+            vectors: [T, D].
+            components: Linear layer to the components.
+            num_components: Number of components.
+            gate: Gate MLP.
+
+        Returns:
+            [T, components * V + Q X].
+        """
+        parts = components(vectors).unflatten(1, (num_components, -1))
         return torch.cat([nn.functional.normalize(parts, dim=2).flatten(1), gate(vectors)], dim=1)
 
-    def _parts(self, packed: Tensor, side: int) -> tuple[Tensor, Tensor]:
-        number, component = self._sizes[side], self._sizes[2]
-        parts, gate = packed.tensor_split([number * component], dim=1)
-        return parts.unflatten(1, (number, component)), gate
+    def _unpack(self, packed: Tensor, side: int) -> tuple[Tensor, Tensor]:
+        """Split packed vectors into components [T, components, V] and gate [T, Q X].
 
-    def _mixed(self, cosines: Tensor, gate: Tensor) -> Tensor:
+        ``side`` is 0 for queries, 1 for items.
+        """
+        num_components, component = self._sizes[side], self._sizes[2]
+        parts, gate = packed.tensor_split([num_components * component], dim=1)
+        return parts.unflatten(1, (num_components, component)), gate
+
+    # The pair gate depends on the cosines, so it cannot be precomputed in _pack.
+    def _mix(self, cosines: Tensor, gate: Tensor) -> Tensor:
         weights = torch.softmax(gate + self.pair_gate(cosines), dim=-1)
         return (weights * cosines).sum(-1) / self._temperature

@@ -1,4 +1,4 @@
-"""The samples of a step on all ranks, whose items are the negatives of losses within a batch."""
+"""The samples of a training step on all ranks, which in-batch losses use as negatives."""
 
 from typing import Any, NamedTuple
 
@@ -12,56 +12,67 @@ from meshrec.comms.mesh import Axis
 # B samples of this rank, S samples of all ranks, W ranks
 
 
-class OfAllRanks(NamedTuple):
-    """Rows of all ranks, in the order of ranks."""
+class GatheredRows(NamedTuple):
+    """Rows of all ranks, in rank order."""
 
     rows: list[Tensor]
-    """The rows [S, ...] of each tensor."""
+    """Gathered tensors, [S, ...]."""
     first: int
-    """The position of this rank's first row."""
+    """Index of this rank's first row."""
 
 
 class StepSamples(nn.Module):
-    """The samples that are trained on in one step.
+    """Gathers the samples of a training step.
 
-    They are those of this rank alone until `join` names the ranks that take the step together. The trainer
-    does so, so that a loss within the batch does not depend on the number of ranks.
+    Initially these are the samples of this rank only. The trainer calls `join` with the ranks that train
+    together, so that an in-batch loss does not depend on the number of ranks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._axis = Axis()
+        self._axis = Axis()  # a single rank until join() is called
 
     def join(self, axis: Axis) -> None:
-        """Take the samples of all ranks of an axis. From then on every call is collective."""
+        """Gather over all ranks of an axis. From then on every call is collective."""
         self._axis = axis
 
-    def forward(self, *own: Tensor) -> OfAllRanks:
-        """Gather tensors [B, ...], which have one row for each sample; B may differ between ranks.
+    def forward(self, *tensors: Tensor) -> GatheredRows:
+        """Gather tensors [B, ...] with a row per sample; B may differ between ranks.
 
-        Differentiable: a row's gradient is the sum of the gradients that all ranks have for it.
+        Differentiable: a row's gradient is summed over all ranks.
         """
         if self._axis.size == 1:
-            return OfAllRanks(list(own), 0)
-        size = torch.tensor([len(own[0])], device=own[0].device)
+            return GatheredRows(list(tensors), 0)
+        # Sizes differ between ranks: the last batch may be shorter on some.
+        size = torch.tensor([len(tensors[0])], device=tensors[0].device)
         sizes = all_gather(size, self._axis, "sizes of a step's samples").wait().flatten().tolist()
-        rows: list[Tensor] = [_Gathered.apply(each, self._axis, sizes) for each in own]  # type: ignore[no-untyped-call]
-        return OfAllRanks(rows, sum(sizes[: self._axis.rank]))
+        rows: list[Tensor] = [_GatherRows.apply(tensor, self._axis, sizes) for tensor in tensors]  # type: ignore[no-untyped-call]
+        return GatheredRows(rows, sum(sizes[: self._axis.rank]))
 
 
-class _Gathered(torch.autograd.Function):
-    """The rows of all ranks, of which rank r has ``sizes[r]``."""
+class _GatherRows(torch.autograd.Function):
+    """Concatenate the rows of all ranks; rank r has ``sizes[r]`` rows."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: Axis, sizes: list[int]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, axis: Axis, sizes: list[int]) -> Tensor:
+        """Gather rows.
+
+        Args:
+            ctx: Autograd context.
+            local: Rows of this rank.
+            axis: Ranks to gather over.
+            sizes: Number of rows per rank.
+        """
         ctx.axis, ctx.sizes = axis, sizes
-        most = max(sizes)
-        padded = pad(own, (*(0, 0) * (own.dim() - 1), 0, most - len(own)))
-        every = all_gather(padded, axis, "a step's samples").wait()
-        return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)])
+        max_size = max(sizes)
+        # all_gather needs equal shapes.
+        padded = pad(local, (*(0, 0) * (local.dim() - 1), 0, max_size - len(local)))
+        gathered = all_gather(padded, axis, "a step's samples").wait()
+        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
+        # Every rank has a loss for its samples, and all losses depend on the gathered rows.
         all_reduce(total, ctx.axis, "gradients of a step's samples")
         return total.split(ctx.sizes)[ctx.axis.rank], None, None

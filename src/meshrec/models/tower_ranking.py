@@ -1,4 +1,4 @@
-"""Two towers in the form that the trainer needs: in-batch loss for training, ranks for evaluation."""
+"""Two-tower model for the trainer: in-batch loss in training, ranks in evaluation."""
 
 from collections.abc import Iterator
 
@@ -16,20 +16,20 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class TowerRanking(nn.Module):
-    """Two-tower model that returns each sample's in-batch loss and the rank of its item among all items.
+    """Two-tower model that returns the in-batch loss, and the rank of the target among all items.
 
-    The loss compares a sample's item with those of all samples of the step, on all ranks. It is corrected for
-    the frequency of items in batches, see `TwoTowerTrain`.
+    The loss compares the target with the targets of all samples in the step, on all ranks, and is corrected
+    for item frequency; see `TwoTowerTrain`.
 
     Args:
-        two_tower: the towers.
-        item: name of the feature that holds the one item of a sample.
-        catalogue: one sample for each item, with all features of the item tower; the IDs of ``item`` ascend.
-        seen: name of the feature with items that must not be recommended again. None: all items are ranked.
-        temperature: divisor of the dot products.
+        two_tower: The towers.
+        item: Feature with the target item, a single ID per sample.
+        catalogue: A sample per item with all features of the item tower; IDs in ``item`` ascend.
+        seen: Feature with items that must not be recommended again. None: all items are ranked.
+        temperature: Dot product divisor.
 
     Raises:
-        ValueError: the catalogue lacks a feature of the item tower.
+        ValueError: The catalogue lacks a feature of the item tower.
     """
 
     def __init__(
@@ -51,23 +51,30 @@ class TowerRanking(nn.Module):
         self.model = two_tower
         self.similarity = DotProduct(temperature=temperature)
         self._item, self._seen, self._temperature = item, seen, temperature
+        # Plain attributes, not buffers: the catalogue is data, and does not belong in checkpoints.
         self._catalogue, self._ids_I = catalogue, catalogue[item].values().long()
         self.frequency = ItemFrequency(catalogue.stride())
         self.samples = StepSamples()
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the loss and the rank of each sample's item, [B, 2]; see `meshrec.models.next_item`."""
+        """Return the loss and 0 per sample, [B, 2]; in evaluation `judge_targets`, [B, 3].
+
+        Args:
+            dense_features: Dense values, [B, dense_in_features].
+            sparse_features: IDs for all features.
+        """
         query, item = self.model(dense_features, sparse_features)
         ids = last_ids(sparse_features[self._item])
         if self.training:
-            (items, every), first = self.samples(item, ids)
-            at = torch.searchsorted(self._ids_I.to(ids.device), every)
+            (items, all_ids), first = self.samples(item, ids)
+            # Frequencies are kept by catalogue index, not by ID.
+            index = torch.searchsorted(self._ids_I.to(ids.device), all_ids)
             losses = in_batch_losses(
                 query,
                 items,
                 temperature=self._temperature,
-                item_ids_I=every,
-                log_q_I=self.frequency(at),
+                item_ids_I=all_ids,
+                log_q_I=self.frequency(index),
                 first=first,
             )
             return torch.stack([losses, torch.zeros_like(losses)], dim=1)
@@ -76,26 +83,36 @@ class TowerRanking(nn.Module):
             query, item, ids, self._chunks(ids.device), seen=seen, similarity=self.similarity
         )
 
-    def recommend(self, sparse_features: KeyedJaggedTensor, k: int, *, keep_seen: bool = False) -> TopItems:
-        """Return the K best items for each sample; see `HistoryModel.recommend`.
+    def recommend(
+        self, sparse_features: KeyedJaggedTensor, k: int, *, keep_seen: bool = False, seen: str | None = None
+    ) -> TopItems:
+        """Return the K best items per sample; see `HistoryModel.recommend`.
+
+        Args:
+            sparse_features: IDs for the query features.
+            k: Item count K.
+            keep_seen: Also recommend items the user has seen.
+            seen: Feature with the seen items; None: the model's, if any.
 
         Raises:
-            ValueError: the query tower reads dense values.
+            ValueError: The query tower reads dense values.
         """
         if self.model.num_dense:
             raise ValueError(
                 f"the query tower reads {self.model.num_dense} dense values, and recommendations have none. "
                 "Train the towers without numbers."
             )
-        seen = None if self._seen is None or keep_seen else sparse_features[self._seen]
+        name = self._seen if seen is None else seen
+        hidden = None if name is None or keep_seen else sparse_features[name]
+        # The tower has no dense inputs, as checked above.
         dense = sparse_features.values().new_empty(sparse_features.stride(), 0, dtype=torch.float32)
         query = self.model.embed_queries(dense, sparse_features)
         chunks = self._chunks(query.device)
-        return top_items(query, chunks, k, seen=seen, similarity=self.similarity)
+        return top_items(query, chunks, k, seen=hidden, similarity=self.similarity)
 
     def item_vectors(self) -> Tensor:
-        """Return the vectors of all items, [I, V], in the order of the catalogue."""
-        return torch.cat([each.vectors_CD for each in self._chunks(self._ids_I.device)])
+        """Return all item vectors in catalogue order, [I, V]."""
+        return torch.cat([chunk.vectors_CD for chunk in self._chunks(self._ids_I.device)])
 
     def _chunks(self, device: torch.device) -> Iterator[ItemChunk]:
         for first in range(0, self._catalogue.stride(), CHUNK):
@@ -104,12 +121,12 @@ class TowerRanking(nn.Module):
 
 
 def _samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
-    """Return the samples ``[first, last)``."""
+    """Return the samples in ``[first, last)``."""
     parts = [(features[key].offsets(), features[key]) for key in features.keys()]  # noqa: SIM118
     last = min(last, features.stride())
     return KeyedJaggedTensor(
         list(features.keys()),
-        torch.cat([each.values()[int(offsets[first]) : int(offsets[last])] for offsets, each in parts]),
-        lengths=torch.cat([each.lengths()[first:last] for _, each in parts]),
+        torch.cat([bags.values()[int(offsets[first]) : int(offsets[last])] for offsets, bags in parts]),
+        lengths=torch.cat([bags.lengths()[first:last] for _, bags in parts]),
         stride=last - first,
     )

@@ -1,4 +1,4 @@
-"""Retrieval with two towers: queries and items become vectors, and the dot product is the score.
+"""Two-tower retrieval: queries and items become vectors, and the dot product is the score.
 
 Yi et al.: "Sampling-bias-corrected neural modeling for large corpus item recommendations" (2019).
 """
@@ -18,14 +18,14 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 
 class TowerVectors(NamedTuple):
-    """Unit-length vectors of queries and of items, [B, V] each."""
+    """Unit-length query and item vectors, [B, V] each."""
 
     query_BV: Tensor
     item_BV: Tensor
 
 
 class RetrievalOutputs(NamedTuple):
-    """Detached values for metrics: the loss and the vectors of both towers."""
+    """Detached values for metrics: loss, query vectors and item vectors."""
 
     loss: Tensor
     query: Tensor
@@ -33,12 +33,12 @@ class RetrievalOutputs(NamedTuple):
 
 
 class TowerArch(nn.Module):
-    """One tower: an MLP whose output is normalised to length 1.
+    """A tower: an MLP with output normalized to length 1.
 
     Args:
-        in_features: total number of columns of the embeddings and the dense input.
-        layer_sizes: layer sizes of the MLP; the last size is V.
-        device: device of the parameters.
+        in_features: Total number of embedding and dense columns.
+        layer_sizes: Layer sizes; the last is V.
+        device: Parameter device.
     """
 
     def __init__(
@@ -48,22 +48,35 @@ class TowerArch(nn.Module):
         self.model = OverArch(in_features, layer_sizes, device)
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
-        """Join the inputs [B, ...], ``in_features`` columns in all, and map them to [B, V]."""
+        """Concatenate the inputs to [B, in_features], and map them to [B, V]."""
         return nn.functional.normalize(self.model(torch.cat(inputs, dim=1)), dim=1)
 
 
 class TwoTower(nn.Module):
-    """A query tower and an item tower over a shared collection of tables.
+    """A query tower and an item tower over shared tables.
 
     Args:
-        embedding_bag_collection: the tables; their widths may differ.
-        query_features, item_features: names of the features that each tower reads.
-        layer_sizes: layer sizes of both MLPs; the last size is V.
-        dense_in_features: number of columns of the dense input, which the query tower reads.
-        dense_device: device of the dense parameters.
+        embedding_bag_collection: Tables; their widths may differ.
+        query_features: Query tower features.
+        item_features: Item tower features.
+        layer_sizes: Layer sizes for both MLPs; the last is V.
+        dense_in_features: Dense input columns, read by the query tower.
+        dense_device: Device for dense parameters.
 
     Raises:
-        ValueError: a feature has no table, or a tower has no feature.
+        ValueError: A feature has no table, or a tower has no features.
+
+    Example::
+
+        >>> from meshrec.modules import EmbeddingBagConfig
+        >>> tables = [
+        ...     EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=4, feature_names=[name])
+        ...     for name in ("user", "item")
+        ... ]
+        >>> model = TwoTower(EmbeddingBagCollection(tables), ["user"], ["item"], [8, 2])
+        >>> ids = KeyedJaggedTensor(["user", "item"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+        >>> model(torch.zeros(1, 0), ids).query_BV.shape
+        torch.Size([1, 2])
     """
 
     def __init__(
@@ -87,6 +100,7 @@ class TwoTower(nn.Module):
                 f"each tower needs features that have a table; without one: {unknown}, there are "
                 f"{sorted(dims)}; query_features {self.query_features}, item_features {self.item_features}."
             )
+        # Every table feature must be present in a lookup, also those of the other tower.
         self._features = list(dims)
         self._dense_in = dense_in_features
         query_in = sum(dims[name] for name in query_features) + dense_in_features
@@ -95,11 +109,16 @@ class TwoTower(nn.Module):
 
     @property
     def num_dense(self) -> int:
-        """Number of columns of the dense input."""
+        """Dense input columns."""
         return self._dense_in
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> TowerVectors:
-        """Return the vectors of both towers, [B, V], for dense values [B, dense_in_features] and the IDs."""
+        """Return query and item vectors, [B, V] each.
+
+        Args:
+            dense_features: Dense values, [B, dense_in_features].
+            sparse_features: IDs for all features.
+        """
         embeddings = self.embedding_bag_collection(sparse_features).to_dict()
         query = [embeddings[name] for name in self.query_features]
         if self._dense_in:
@@ -108,20 +127,20 @@ class TwoTower(nn.Module):
         return TowerVectors(self.query_arch(query), self.item_arch(item))
 
     def embed_items(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return vectors [I, V] for the IDs of ``item_features`` alone, such as those of a catalogue."""
-        embeddings = self.embedding_bag_collection(self._completed(sparse_features)).to_dict()
+        """Return item vectors [I, V], given only the IDs of ``item_features``."""
+        embeddings = self.embedding_bag_collection(self._add_missing_features(sparse_features)).to_dict()
         vectors: Tensor = self.item_arch([embeddings[name] for name in self.item_features])
         return vectors
 
     def embed_queries(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return vectors [Q, V] for dense values and the IDs of ``query_features`` alone."""
-        embeddings = self.embedding_bag_collection(self._completed(sparse_features)).to_dict()
+        """Return query vectors [Q, V], given dense values and only the IDs of ``query_features``."""
+        embeddings = self.embedding_bag_collection(self._add_missing_features(sparse_features)).to_dict()
         query = [embeddings[name] for name in self.query_features]
         vectors: Tensor = self.query_arch([*query, dense_features] if self._dense_in else query)
         return vectors
 
-    def _completed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Add empty bags for the features that only the other tower reads."""
+    def _add_missing_features(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Add empty bags for features that only the other tower reads."""
         missing = [name for name in self._features if name not in features.keys()]  # noqa: SIM118
         if not missing:
             return features
@@ -136,12 +155,11 @@ class TwoTower(nn.Module):
 
 
 class TwoTowerClicks(nn.Module):
-    """Two towers as a click model: the scaled dot product is the logit, for losses such as binary cross-
-    entropy.
+    """Two towers as a click model, with the scaled dot product as logit.
 
     Args:
-        two_tower: the towers.
-        temperature: divisor of the dot products.
+        two_tower: The towers.
+        temperature: Dot product divisor.
     """
 
     def __init__(self, two_tower: TwoTower, *, temperature: float = 0.1) -> None:
@@ -163,24 +181,26 @@ def in_batch_softmax(
     log_q_B: Tensor | None = None,
     weights_B: Tensor | None = None,
 ) -> Tensor:
-    """Compute the cross-entropy of each query's own item among the items of the batch.
+    """Compute the mean cross-entropy of every query's item among all items in the batch.
 
     Args:
-        query_BV, item_BV: vectors; item b belongs to query b.
-        temperature: divisor of the dot products.
-        item_ids_B: IDs of the items. If given, other occurrences of a query's own item are masked out.
-        log_q_B: log of the probability that an item is in a batch. Frequent items occur more often as
-            negatives; subtracting this value from their logits corrects for it.
-        weights_B: weights of the queries. With labels as weights only clicks count.
+        query_BV: Query vectors.
+        item_BV: Item vectors; item b belongs to query b.
+        temperature: Dot product divisor.
+        item_ids_B: Item IDs. If given, repeated occurrences of the target item are masked out.
+        log_q_B: Log probability that an item is in a batch. Subtracting it from the logits corrects for
+            frequent items, which are negatives more often.
+        weights_B: Query weights. With labels as weights only clicks count.
 
     Returns:
-        The weighted mean; 0 if all weights are 0.
+        Weighted mean; 0 if all weights are 0.
     """
     losses = in_batch_losses(
         query_BV, item_BV, temperature=temperature, item_ids_I=item_ids_B, log_q_I=log_q_B
     )
     if weights_B is None:
         return losses.mean()
+    # The clamp avoids 0 / 0 in batches without clicks.
     return (losses * weights_B).sum() / weights_B.sum().clamp(min=1e-12)
 
 
@@ -195,36 +215,42 @@ def in_batch_losses(
 ) -> Tensor:
     """Return the unreduced losses of `in_batch_softmax`, [B].
 
-    Item ``first + b`` belongs to query b; there may be further items.
+    Args:
+        query_BV: Query vectors.
+        item_IV: Item vectors; item ``first + b`` belongs to query b, others are negatives only.
+        temperature: Dot product divisor.
+        item_ids_I: Item IDs, to mask repeated target items.
+        log_q_I: Log probability that an item is in a batch.
+        first: Index of the first query's item.
     """
     products_BI = query_BV @ item_IV.T / temperature
     if log_q_I is not None:
         products_BI = products_BI - log_q_I
+    # With samples gathered from all ranks, this rank's items start at `first`.
     target_B = first + torch.arange(len(query_BV), device=query_BV.device)
     if item_ids_I is not None:
-        again_BI = item_ids_I[target_B, None] == item_ids_I
-        again_BI = again_BI.scatter(1, target_B[:, None], False)
-        products_BI = products_BI.masked_fill(again_BI, float("-inf"))
+        repeated_BI = item_ids_I[target_B, None] == item_ids_I
+        repeated_BI = repeated_BI.scatter(1, target_B[:, None], False)
+        products_BI = products_BI.masked_fill(repeated_BI, float("-inf"))
     return nn.functional.cross_entropy(products_BI, target_B, reduction="none")
 
 
 class TwoTowerTrain(nn.Module):
-    """A two-tower model with its loss. Samples with label 1 are queries; the items of all samples are
-    candidates.
+    """A two-tower model with its loss. Samples with label 1 are queries, all items are candidates.
 
-    Frequent items are also frequent among the negatives of a batch. Without a correction the model learns to
-    avoid popular items, and retrieves worse than a list of the most popular items. The correction of
+    Frequent items are also frequent among in-batch negatives. Without a correction the model learns to avoid
+    popular items, and retrieves worse than a list of the most popular items. The correction in
     `in_batch_softmax` is therefore the default, with item shares estimated from the batches of rank 0.
 
     Args:
-        two_tower: the model, with an ``embedding_bag_collection``.
-        item_feature: name of the feature with one ID per sample that identifies the item.
-        temperature: see `in_batch_softmax`.
-        log_q: the correction: "estimated" by `ItemFrequency`, known logs of the shares [items], or None for
-            no correction, which is right when negatives are not drawn by popularity.
+        two_tower: Model with an ``embedding_bag_collection``.
+        item_feature: Feature with the item ID, one per sample.
+        temperature: Dot product divisor.
+        log_q: "estimated": estimate shares with `ItemFrequency`. A tensor [items]: known log shares. None: no
+            correction, for negatives not drawn by popularity.
 
     Raises:
-        ValueError: no table of the model reads the item feature, or ``log_q`` is something else.
+        ValueError: No table reads the item feature, or ``log_q`` is invalid.
     """
 
     def __init__(
@@ -238,12 +264,13 @@ class TwoTowerTrain(nn.Module):
         self.model = two_tower
         self._item_feature = item_feature
         self._temperature = temperature
-        known = log_q if isinstance(log_q, Tensor) else None
-        if known is None and log_q not in ("estimated", None):
+        given = log_q if isinstance(log_q, Tensor) else None
+        if given is None and log_q not in ("estimated", None):
             raise ValueError(f'log_q must be "estimated", a tensor or None, got {log_q!r}.')
-        self.register_buffer("log_q", known, persistent=False)
+        # Not persistent: given by the caller again when the model is rebuilt.
+        self.register_buffer("log_q", given, persistent=False)
         self.frequency: ItemFrequency | None = None
-        if log_q == "estimated" and known is None:
+        if log_q == "estimated" and given is None:
             self.frequency = ItemFrequency(_num_items(two_tower, item_feature))
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, RetrievalOutputs]:
@@ -264,12 +291,12 @@ class TwoTowerTrain(nn.Module):
         if self.frequency is not None:
             log_q: Tensor = self.frequency(ids_B)
             return log_q
-        known = self.log_q
-        return None if known is None else known[ids_B]  # type: ignore[index]
+        log_shares = self.log_q
+        return None if log_shares is None else log_shares[ids_B]  # type: ignore[index]
 
 
 def _num_items(two_tower: nn.Module, item_feature: str) -> int:
-    """Return the number of rows of the item feature's table."""
+    """Return the number of rows in the item feature's table."""
     tables = [
         config
         for config in two_tower.embedding_bag_collection.embedding_bag_configs()  # type: ignore[union-attr, operator]
@@ -284,22 +311,28 @@ def _num_items(two_tower: nn.Module, item_feature: str) -> int:
 
 
 class Retrieved(NamedTuple):
-    """The best items of each query, best first: scores and IDs, [Q, k] each."""
+    """Best items per query, best first: scores and IDs, [Q, k] each."""
 
     scores_QK: Tensor
     ids_QK: Tensor
 
 
 class BruteForceIndex:
-    """Exact nearest-item search that compares every query with all items.
+    """Exact retrieval that compares every query with all items.
 
     Args:
-        vectors_IV: vectors of the items.
-        ids_I: IDs of the items; 0, 1, ... if None.
-        chunk: number of items compared at a time. Memory is bounded by Q x (chunk + k) products.
+        vectors_IV: Item vectors.
+        ids_I: Item IDs; 0, 1, ... if None.
+        chunk: Items compared at a time. Memory is bounded by Q x (chunk + k) products.
 
     Raises:
-        ValueError: the number of IDs differs from that of the vectors, or chunk is below 1.
+        ValueError: IDs and vectors differ in number, or chunk is below 1.
+
+    Example::
+
+        >>> index = BruteForceIndex(torch.eye(3))
+        >>> index.search(torch.tensor([[0.0, 2.0, 1.0]]), k=2).ids_QK
+        tensor([[1, 2]])
     """
 
     def __init__(self, vectors_IV: Tensor, ids_I: Tensor | None = None, *, chunk: int = 65536) -> None:
@@ -317,10 +350,10 @@ class BruteForceIndex:
         """Return the ``k`` items with the largest dot products.
 
         Args:
-            query_QV: vectors of the queries.
-            k: number of items to return.
-            exclude: Q bags of item IDs that must not be returned, such as those a user has seen. If fewer
-                than ``k`` items are left, the remaining scores are -inf.
+            query_QV: Query vectors.
+            k: Items to return.
+            exclude: Q bags of item IDs to exclude, such as seen items. If fewer than ``k`` items are left,
+                the remaining scores are -inf.
 
         Raises:
             ValueError: ``k`` is not in [1, number of items].
@@ -330,24 +363,26 @@ class BruteForceIndex:
         scores = query_QV.new_empty(len(query_QV), 0)
         ids = self._ids.new_empty(len(query_QV), 0)
         for start in range(0, len(self._vectors), self._chunk):
-            some = self._ids[start : start + self._chunk]
+            chunk_ids = self._ids[start : start + self._chunk]
             products = query_QV @ self._vectors[start : start + self._chunk].T
             if exclude is not None:
-                products = products.masked_fill(_among(some, exclude), float("-inf"))
+                products = products.masked_fill(_bag_mask(chunk_ids, exclude), float("-inf"))
             scores = torch.cat([scores, products], dim=1)
-            ids = torch.cat([ids, some.expand(len(query_QV), -1)], dim=1)
+            ids = torch.cat([ids, chunk_ids.expand(len(query_QV), -1)], dim=1)
+            # Keep only the best k so far, so that memory does not grow with the number of items.
             best = scores.topk(min(k, scores.shape[1]), dim=1)
             scores, ids = best.values, ids.gather(1, best.indices)
         return Retrieved(scores, ids)
 
 
-def _among(ids_I: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return a mask [Q, I] that is True where an item is in a query's bag."""
+def _bag_mask(ids_I: Tensor, bags: JaggedTensor) -> Tensor:
+    """Return a mask [Q, I] that is True for items in the query's bag."""
     lengths = bags.lengths()
+    # Item IDs may be in any order; searchsorted needs them sorted.
     order = torch.argsort(ids_I)
-    place = torch.searchsorted(ids_I[order], bags.values()).clamp(max=len(ids_I) - 1)
-    found = ids_I[order][place] == bags.values()
+    index = torch.searchsorted(ids_I[order], bags.values()).clamp(max=len(ids_I) - 1)
+    matches = ids_I[order][index] == bags.values()
     query = torch.repeat_interleave(torch.arange(len(lengths), device=ids_I.device), lengths)
     mask = torch.zeros(len(lengths), len(ids_I), dtype=torch.bool, device=ids_I.device)
-    mask[query[found], order[place[found]]] = True
+    mask[query[matches], order[index[matches]]] = True
     return mask

@@ -1,12 +1,11 @@
-"""Wide and deep: a linear term of every value, boosted trees, products of pairs, and MLPs, over one lookup.
+"""Wide and deep: linear terms, boosted trees, pairwise products and MLPs over a single lookup.
 
 Cheng et al.: "Wide & deep learning for recommender systems" (2016); Rendle: "Factorization machines" (2010);
-with the embeddings of numbers and the ensemble of Gorishniy et al. (2022, 2024).
+numeric embeddings and the ensemble from Gorishniy et al. (2022, 2024). He et al.: "Practical lessons from
+predicting clicks on ads at Facebook" (2014) apply boosted trees before a linear model; here they predict its
+residual.
 
-He et al.: "Practical lessons from predicting clicks on ads at Facebook" (2014) put boosted trees before a
-linear model; here they predict its residual.
-
-Shape legend: B batch, F features, N numbers, D width, T outputs, M members.
+Shape legend: B batch, F features, N numeric features, D width, T outputs, M members.
 """
 
 from collections.abc import Sequence
@@ -24,13 +23,20 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class _Shrink(torch.autograd.Function):
-    """Identity whose gradient also pulls the values to 0: that of ``strengths * values ** 2 / 2``.
+    """Identity with an additional gradient towards 0: that of ``strengths * values ** 2 / 2``.
 
-    The loss of a batch is the mean over its samples, so the pull of each is divided by their number.
+    The batch loss is a mean over samples, so the additional gradient is divided by the batch size.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, strengths: Tensor) -> Tensor:
+        """Return ``values``.
+
+        Args:
+            ctx: Autograd context.
+            values: Rows, [B, F, D].
+            strengths: Shrinkage, [F, D].
+        """
         ctx.save_for_backward(values, strengths)
         return values.view_as(values)
 
@@ -41,33 +47,31 @@ class _Shrink(torch.autograd.Function):
 
 
 class WideDeep(nn.Module):
-    """The sum of linear terms, boosted trees, products of pairs, and the MLPs of an ensemble.
+    """The sum of linear terms, boosted trees, and an ensemble of MLPs over embeddings and pairwise products.
 
-    The first T columns of a row are the linear weights of its ID, the others its embedding, so that one set
-    of tables is enough. Numbers have embeddings of the same form. With trees, the column after the linear
-    weights is the ID's score, which only the trees read: they split numbers, and scores of IDs. No gradient
-    reaches scores or trees, so they stay as they were fitted.
+    The first T columns of a row are the ID's linear weights, the remaining columns its embedding, so that a
+    single set of tables is enough. Numeric features have embeddings with the same layout. With trees, the
+    column after the linear weights is the ID's score, read by the trees only: they split numeric features and
+    ID scores. Scores and trees receive no gradient and stay as fitted.
 
     Args:
-        embedding_bag_collection: the tables, all of one width D.
-        edges: the edges of each number's bins, see `meshrec.modules.PiecewiseLinear`.
-        layer_sizes: hidden layer sizes of the MLPs.
-        num_outputs: number of logits T: 1, or one for each class.
-        num_members: number of members M of the ensemble.
-        dropout: share of the hidden values that training drops.
-        id_dropout: share of the IDs' embeddings that training drops: the model learns to do without, as it
-            must for a value that it has never seen.
-        wide_scale: factor of the linear weights of IDs: it multiplies how far an update moves them, where the
-            optimizer's steps do not depend on the scale of gradients, as Adam's do not.
-        shrink: for each feature, how strongly each lookup pulls its row to 0 in training; none: not at all.
-            With the inverse of how often a value of the feature occurs, all rows of all tables together have
-            an L2 penalty, as the weights of a logistic regression do: rare values stay near 0.
-        trees: trees over the numbers [B, N], then the scores of features [B, F]; none: neither trees nor
-            scores.
-        dense_device: device of the dense parameters.
+        embedding_bag_collection: Tables with equal width D.
+        edges: Bin edges per numeric feature; see `meshrec.modules.PiecewiseLinear`.
+        layer_sizes: Hidden layer sizes of the MLPs.
+        num_outputs: Number of logits T: 1, or one per class.
+        num_members: Ensemble members M.
+        dropout: Dropout probability of hidden values.
+        id_dropout: Dropout probability of whole ID embeddings, which prepares the model for unseen IDs.
+        wide_scale: Factor for the linear weights of IDs. With optimizers such as Adam, whose steps do not
+            depend on the gradient scale, it scales how far an update moves the linear term.
+        shrink: Shrinkage per feature, applied to a row at every lookup in training; empty: none. The inverse
+            frequency of the feature's values gives all rows an L2 penalty as in logistic regression: rare
+            values stay near 0.
+        trees: Trees over numeric features [B, N], then ID scores [B, F]; None: neither trees nor scores.
+        dense_device: Device for dense parameters.
 
     Raises:
-        ValueError: the tables differ in width or are too narrow, or trees stand beside several outputs.
+        ValueError: Table widths differ or are too small, or trees are combined with several outputs.
     """
 
     constant_buffers = ("shrink",)
@@ -93,7 +97,7 @@ class WideDeep(nn.Module):
             raise ValueError(
                 f"trees have one output, and num_outputs is {num_outputs}. Take one output, or no trees."
             )
-        # The column where embeddings begin.
+        # First embedding column.
         self.first = num_outputs + (trees is not None)
         if self.first >= self.sparse_arch.D:
             raise ValueError(
@@ -103,7 +107,9 @@ class WideDeep(nn.Module):
         self.num_outputs, self.num_members, self.wide_scale = num_outputs, num_members, wide_scale
         width = self.sparse_arch.D
         scales = torch.ones(width)
+        # The linear term is wide_scale * weight, so a penalty on it scales with the square.
         scales[:num_outputs] = wide_scale**2
+        # Tree scores receive no gradient, so they must not shrink either.
         scales[num_outputs : self.first] = 0.0
         strengths = torch.tensor(list(shrink), dtype=torch.float32)[:, None] * scales
         self.register_buffer("shrink", strengths.to(dense_device), persistent=False)
@@ -122,25 +128,33 @@ class WideDeep(nn.Module):
         )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits for dense values [B, N] and the IDs of all features.
+        """Return logits.
 
-        In training they are those of every member, [B, T, M]; in evaluation their mean, [B, T].
+        Args:
+            dense_features: Dense values, [B, N].
+            sparse_features: IDs for all features.
+
+        Returns:
+            In training the logits of every member, [B, T, M]; in evaluation their mean, [B, T].
         """
         arch, num = self.sparse_arch, self.num_outputs
-        # Asked for first and read last: sharded tables send embeddings while the numbers are encoded.
+        # Lookup first, read last: sharded tables exchange embeddings while numeric features are encoded.
         embeddings = arch.embedding_bag_collection(sparse_features)
-        numbers = self.numbers(dense_features)
+        numeric = self.numbers(dense_features)
         rows = embeddings.values().view(-1, arch.F, arch.D)
         if self.training and self.shrinks:
             rows = _Shrink.apply(rows, self.shrink)  # type: ignore[no-untyped-call]
-        linear = self.wide_scale * rows[:, :, :num].sum(1) + numbers[:, :, :num].sum(1)
-        kept = self.id_dropout(torch.ones_like(rows[:, :, :1])) if self.training else 1.0
-        vectors = torch.cat([rows[:, :, self.first :] * kept, numbers[:, :, num:]], dim=1)
+        # [B, T]
+        linear = self.wide_scale * rows[:, :, :num].sum(1) + numeric[:, :, :num].sum(1)
+        keep_mask = self.id_dropout(torch.ones_like(rows[:, :, :1])) if self.training else 1.0
+        vectors = torch.cat([rows[:, :, self.first :] * keep_mask, numeric[:, :, num:]], dim=1)
         pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1))
         deep = self.mlp(torch.cat([vectors.flatten(1), pairs], dim=1))
         if self.trees is not None:
+            # Detached: trees and scores stay as fitted.
             scores = rows[:, :, num].detach().float()
             linear = linear + self.trees(torch.cat([dense_features.float(), scores], dim=1)).unsqueeze(1)
+        # [B, T, 1] + [B, T, M]: all members share the linear term and the trees.
         logits: Tensor = linear.unsqueeze(2) + deep
         if self.num_members == 1:
             return logits.squeeze(2)

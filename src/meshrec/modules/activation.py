@@ -1,4 +1,4 @@
-"""Activations: one with parameters, and a ReLU that reuses its output buffers."""
+"""Activations: SwishLayerNorm, and a ReLU with reused output buffers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,16 +7,17 @@ import torch
 from torch import Tensor, nn
 
 import meshrec.ops.memory  # noqa: F401 - the op must exist
+from meshrec.ops import operators
 
-_LARGE = 1 << 18  # elements
+_LARGE = 1 << 18  # elements (1 MiB of fp32); smaller results are cheap to allocate
 
 
 class SwishLayerNorm(nn.Module):
     """Swish with a layer norm: ``x * sigmoid(layer_norm(x))``.
 
     Args:
-        input_dims: the size, or sizes, of the last dimensions, over which to normalise.
-        device: device of the parameters.
+        input_dims: Size or sizes of the last dimensions, over which to normalize.
+        device: Parameter device.
     """
 
     def __init__(self, input_dims: int | Sequence[int], device: torch.device | None = None) -> None:
@@ -30,30 +31,32 @@ class SwishLayerNorm(nn.Module):
 
 
 def relu(input: Tensor) -> Tensor:
-    """Compute ``torch.relu``. Large results on the CPU use buffers that training steps reuse.
+    """Compute ``torch.relu``. Large CPU results use buffers reused between training steps.
 
     See ``meshrec.ops.memory.keep_freed_memory``.
     """
-    # TorchScript compiles this function: it skips what is not for it, and stumbles over comments on types.
+    # TorchScript compiles this function. It skips this branch, but parses comments after `type:`.
     if not torch.jit.is_scripting():  # type: ignore
-        if _has_own_relu(input):
-            return _own_relu(input)
+        if _can_reuse_buffer(input):
+            return _buffered_relu(input)
     return torch.relu(input)
 
 
-def _has_own_relu(input: Tensor) -> bool:
+def _can_reuse_buffer(input: Tensor) -> bool:
+    # Subclasses, traced and functorch tensors must go through the dispatcher.
     is_plain = type(input) is Tensor and input.is_cpu and input.numel() >= _LARGE
     return is_plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
-def _own_relu(input: Tensor) -> Tensor:
+def _buffered_relu(input: Tensor) -> Tensor:
     return _Relu.apply(input)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Relu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.meshrec.new_buffer.default(x, x.numel()).view(x.shape)
+        # new_buffer returns memory kept from earlier steps, without page faults.
+        out: Tensor = operators.new_buffer(x, x.numel()).view(x.shape)
         torch.clamp_min(x, 0, out=out)
         ctx.save_for_backward(out)
         ctx.save_for_forward(out)
@@ -63,4 +66,4 @@ class _Relu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return torch.ops.aten.threshold_backward(grads[0], *ctx.saved_tensors, 0)  # type: ignore[no-any-return]
 
-    jvp = backward  # it is its own transpose
+    jvp = backward  # a diagonal Jacobian is its own transpose

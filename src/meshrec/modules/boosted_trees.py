@@ -1,4 +1,4 @@
-"""The sum of boosted regression trees, as a module without parameters.
+"""A sum of boosted regression trees, as a module without parameters.
 
 Shape legend: B batch, X inputs, T trees, L levels.
 """
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 class Leaf(NamedTuple):
-    """A leaf of a tree."""
+    """A tree leaf."""
 
     value: float
 
 
 class Branch(NamedTuple):
-    """A node of a tree: samples go to the left where the input is at most the threshold."""
+    """An inner node. Samples with ``input <= threshold`` go left."""
 
     input: int
     threshold: float
@@ -25,30 +25,31 @@ class Branch(NamedTuple):
 
 
 def scaled(node: Branch | Leaf, factor: float) -> Branch | Leaf:
-    """Return a node, and those below it, with all leaves multiplied by a factor."""
+    """Return a copy of a tree with all leaf values multiplied by ``factor``."""
     if isinstance(node, Leaf):
         return Leaf(node.value * factor)
     return node._replace(left=scaled(node.left, factor), right=scaled(node.right, factor))
 
 
 class BoostedTrees(nn.Module):
-    """T binary trees: the leaves that a sample comes to are summed. New trees add 0 until `grow` sets them.
+    """T binary trees whose leaf values are summed. A tree returns 0 until `grow` sets it.
 
-    Every tree has room for all nodes of L levels, so shapes do not depend on the trees that were fitted. A
-    sample goes down all trees at once, level by level. Trees are buffers: checkpoints and exported programs
-    have them, and optimizers do not.
+    Every tree is stored as a complete binary tree with L levels, so that shapes do not depend on the fitted
+    trees. A batch descends all trees at once, level by level. Trees are buffers: checkpoints and exported
+    programs include them, optimizers do not.
 
     Args:
-        num_trees: number of trees T.
-        num_levels: number of splits L on the way to a leaf, at most.
-        device: device of the buffers.
+        num_trees: Trees T.
+        num_levels: Maximum number of splits L from root to leaf.
+        device: Device for the buffers.
     """
 
+    # Read by export: these buffers may be folded into a program as constants.
     constant_buffers = ("inputs", "thresholds", "values", "roots")
-    inputs: Tensor
-    thresholds: Tensor
-    values: Tensor
-    roots: Tensor
+    inputs: Tensor  # input index per node, level order within a tree, [T * (2^L - 1)]
+    thresholds: Tensor  # [T * (2^L - 1)]
+    values: Tensor  # leaf values, [T * 2^L]
+    roots: Tensor  # tree index, [T]
 
     def __init__(self, num_trees: int, num_levels: int, *, device: torch.device | None = None) -> None:
         super().__init__()
@@ -61,45 +62,57 @@ class BoostedTrees(nn.Module):
         self.register_buffer("roots", roots, persistent=False)
 
     def grow(self, trees: list[Branch | Leaf]) -> None:
-        """Set the trees; those that are missing add 0.
+        """Replace all trees of the module by ``trees``. Unused trees return 0.
 
         Raises:
-            ValueError: there are more than T trees, or one has more than L levels.
+            ValueError: There are more trees than ``num_trees``, or a tree has more levels than
+                ``num_levels``. The module is unchanged.
         """
         if len(trees) > self.num_trees:
             raise ValueError(
                 f"there are {len(trees)} trees, and room for {self.num_trees}. Make the module larger."
             )
         inputs, thresholds = torch.zeros_like(self.inputs), torch.full_like(self.thresholds, torch.inf)
+        # Filled aside and copied at the end, so that an error leaves the trees unchanged.
         values = torch.zeros_like(self.values)
 
-        def place(node: Branch | Leaf, tree: int, at: int, level: int) -> None:
+        def fill(node: Branch | Leaf, tree: int, index: int, level: int) -> None:
+            """Write a subtree whose root is node number ``index`` in its level.
+
+            Args:
+                node: Root of the subtree.
+                tree: Tree index.
+                index: Node number within the level.
+                level: Distance from the tree root.
+            """
             if isinstance(node, Leaf):
-                # No split below: every sample goes on to the left.
-                values[(tree << self.num_levels) + (at << (self.num_levels - level))] = node.value
+                # Threshold inf below a shallow leaf: samples go left down to this leaf's slot.
+                values[(tree << self.num_levels) + (index << (self.num_levels - level))] = node.value
                 return
             if level == self.num_levels:
                 raise ValueError(
                     f"tree {tree} has more than {self.num_levels} levels. Make the module deeper."
                 )
             first = tree * ((1 << self.num_levels) - 1) + (1 << level) - 1
-            inputs[first + at], thresholds[first + at] = node.input, node.threshold
-            place(node.left, tree, 2 * at, level + 1)
-            place(node.right, tree, 2 * at + 1, level + 1)
+            inputs[first + index], thresholds[first + index] = node.input, node.threshold
+            fill(node.left, tree, 2 * index, level + 1)
+            fill(node.right, tree, 2 * index + 1, level + 1)
 
-        for number, tree in enumerate(trees):
-            place(tree, number, 0, 0)
+        for tree_index, tree in enumerate(trees):
+            fill(tree, tree_index, 0, 0)
         self.inputs.copy_(inputs)
         self.thresholds.copy_(thresholds)
         self.values.copy_(values)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the sums [B] for inputs [B, X]. No gradient comes through."""
+        """Return the sums [B] for inputs [B, X], without gradients."""
         splits = self.roots * ((1 << self.num_levels) - 1)
-        at = torch.zeros(inputs.shape[0], self.num_trees, dtype=torch.int64, device=inputs.device)
+        position = torch.zeros(inputs.shape[0], self.num_trees, dtype=torch.int64, device=inputs.device)
+        # Samples in shallow trees continue left below a leaf, so that all trees take L steps without
+        # branches.
         for level in range(self.num_levels):
-            nodes = at + (splits + ((1 << level) - 1))
+            nodes = position + (splits + ((1 << level) - 1))
             goes_right = inputs.gather(1, self.inputs[nodes]) > self.thresholds[nodes]
-            at = 2 * at + goes_right
-        return self.values[at + (self.roots << self.num_levels)].sum(1)
+            position = 2 * position + goes_right
+        return self.values[position + (self.roots << self.num_levels)].sum(1)

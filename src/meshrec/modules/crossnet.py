@@ -1,8 +1,8 @@
-"""Cross networks: products of features, whose degree grows by one with each layer.
+"""Cross networks: polynomial feature interactions whose degree grows by one per layer.
 
-Wang et al.: "Deep & cross network for ad click predictions" (2017) for the vector form, and "DCN V2: Improved
-deep & cross network" (2021), equations 1 to 4, for the others. Parameters have TorchRec's names, so that its
-checkpoints load. Kernels are initialised by Xavier's normal distribution, biases with 0.
+Vector form: Wang et al., "Deep & cross network for ad click predictions" (2017). Other forms: "DCN V2:
+Improved deep & cross network" (2021), equations 1 to 4. Parameters have TorchRec's names, so that its
+checkpoints load. Kernels have Xavier normal initialization, biases are 0.
 """
 
 # B batch, N features, R rank, K experts
@@ -12,16 +12,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules.linear import linear
 from meshrec.modules.parameters import InitializedList
+from meshrec.modules.precision import as_activations
 
 
 class CrossNet(nn.Module):
-    """Cross network with square kernels: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``.
+    """Cross network with full-rank kernels: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``.
 
     Args:
-        in_features: number of columns of input and output.
-        num_layers: number of cross layers.
-        device: device of the parameters.
+        in_features: Input and output columns.
+        num_layers: Cross layer count.
+        device: Parameter device.
+
+    Example::
+
+        >>> CrossNet(in_features=8, num_layers=2)(torch.ones(4, 8)).shape
+        torch.Size([4, 8])
     """
 
     def __init__(self, in_features: int, num_layers: int, device: torch.device | None = None) -> None:
@@ -31,25 +38,24 @@ class CrossNet(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [B, in_features] to [B, in_features]."""
+        input = as_activations(input)
         crossed = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
-            crossed = input * nn.functional.linear(crossed, kernel, bias.squeeze(1)) + crossed
+            crossed = input * linear(crossed, kernel, bias.squeeze(1)) + crossed
         return crossed
 
 
 class LowRankCrossNet(nn.Module):
     """Cross network with low-rank kernels: ``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``.
 
-    V_l maps ``in_features`` columns to ``low_rank``, and W_l maps them back.
-
     Args:
-        in_features: number of columns of input and output.
-        num_layers: number of cross layers.
-        low_rank: number of columns in between.
-        device: device of the parameters.
+        in_features: Input and output columns.
+        num_layers: Cross layer count.
+        low_rank: Rank of the kernels: V_l is [low_rank, in_features], W_l [in_features, low_rank].
+        device: Parameter device.
 
     Raises:
-        ValueError: the rank is below 1.
+        ValueError: The rank is below 1.
     """
 
     def __init__(
@@ -63,20 +69,22 @@ class LowRankCrossNet(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [B, in_features] to [B, in_features]."""
+        input = as_activations(input)
         crossed = input
         for up, down, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
-            narrow = nn.functional.linear(crossed, down)
-            crossed = input * nn.functional.linear(narrow, up, bias) + crossed
+            # [B, low_rank]
+            narrow = linear(crossed, down)
+            crossed = input * linear(narrow, up, bias) + crossed
         return crossed
 
 
 class VectorCrossNet(nn.Module):
-    """Cross network of the first paper, with vectors w_l: ``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l``.
+    """Cross network with kernel vectors w_l: ``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l``.
 
     Args:
-        in_features: number of columns of input and output.
-        num_layers: number of cross layers.
-        device: device of the parameters.
+        in_features: Input and output columns.
+        num_layers: Cross layer count.
+        device: Parameter device.
     """
 
     def __init__(self, in_features: int, num_layers: int, device: torch.device | None = None) -> None:
@@ -93,21 +101,21 @@ class VectorCrossNet(nn.Module):
 
 
 class LowRankMixtureCrossNet(nn.Module):
-    """Low-rank cross network of several experts, mixed by gates that see the input.
+    """Low-rank cross network with a mixture of experts.
 
     ``x_{l+1} = sum over experts k of softmax_k(G_k x_l) * E_lk(x_l) + x_l``, with ``E_lk(x) = x_0 * (U_lk
-    g(C_lk g(V_lk x)) + b_l)``. With one expert there is no gate.
+    g(C_lk g(V_lk x)) + b_l)``. A single expert has no gate.
 
     Args:
-        in_features: number of columns of input and output.
-        num_layers: number of cross layers.
-        num_experts: number of experts per layer. All layers share the gates.
-        low_rank: number of columns inside an expert.
-        activation: the activation g, a function of a tensor or a module.
-        device: device of the parameters.
+        in_features: Input and output columns.
+        num_layers: Cross layer count.
+        num_experts: Experts per layer. All layers share the gates.
+        low_rank: Rank of the expert kernels.
+        activation: Activation g, a tensor function or a module.
+        device: Parameter device.
 
     Raises:
-        ValueError: the rank or the number of experts is below 1.
+        ValueError: The rank or the number of experts is below 1.
     """
 
     def __init__(
@@ -125,12 +133,14 @@ class LowRankMixtureCrossNet(nn.Module):
         self.U_kernels = _kernels(num_layers, (num_experts, in_features, low_rank), device)
         self.V_kernels = _kernels(num_layers, (num_experts, low_rank, in_features), device)
         self.bias = _biases(num_layers, (in_features, 1), device)
+        # A softmax over a single expert is constant.
         self.gates: nn.ModuleList | None = None
         if num_experts > 1:
             self.gates = nn.ModuleList(
                 nn.Linear(in_features, 1, bias=False, device=device) for _ in range(num_experts)
             )
         self._activation = activation
+        # Created last, in TorchRec's order: initialization consumes random numbers in this order.
         self.C_kernels = _kernels(num_layers, (num_experts, low_rank, low_rank), device)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -141,16 +151,18 @@ class LowRankMixtureCrossNet(nn.Module):
             narrow_KBR = self._activation(crossed_BN @ down_KRN.transpose(1, 2))
             narrow_KBR = self._activation(narrow_KBR @ inner_KRR.transpose(1, 2))
             experts_KBN = input * (narrow_KBR @ up_KNR.transpose(1, 2) + bias_N1.squeeze(1))
-            crossed_BN = self._mixed(experts_KBN, crossed_BN) + crossed_BN
+            crossed_BN = self._mix(experts_KBN, crossed_BN) + crossed_BN
         return crossed_BN
 
-    def _mixed(self, experts_KBN: Tensor, crossed_BN: Tensor) -> Tensor:
+    def _mix(self, experts_KBN: Tensor, crossed_BN: Tensor) -> Tensor:
         if self.gates is None:
             return experts_KBN[0]
+        # [K, B, 1]; the softmax runs over experts.
         gates_KB1 = torch.stack([gate(crossed_BN) for gate in self.gates])
         return (experts_KBN * gates_KB1.softmax(0)).sum(0)
 
 
+# InitializedList restores this initialization after to_empty on meta.
 def _kernels(num_layers: int, size: tuple[int, ...], device: torch.device | None) -> InitializedList:
     return InitializedList(
         (torch.empty(size, device=device) for _ in range(num_layers)), nn.init.xavier_normal_

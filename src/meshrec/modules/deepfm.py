@@ -1,20 +1,20 @@
 """The two halves of DeepFM: Guo et al., "DeepFM: a factorization-machine based neural network" (2017).
 
-Both take the same list of embeddings ``[B, num, dim]`` (or ``[B, dim]``) with equal B. Their widths may
-differ.
+Both take the same list of embeddings, [B, num, dim] or [B, dim], with equal B. The widths may differ.
 """
 
 import torch
 from torch import Tensor, nn
 
-torch.fx.wrap("_side_by_side")
+# Traced as a single node: the loop over batch sizes must not be unrolled or evaluated on proxies.
+torch.fx.wrap("_concatenate")
 
 
 class DeepFM(nn.Module):
     """Deep half: concatenated embeddings through ``dense_module``.
 
     Args:
-        dense_module: any module whose input is ``[B, sum of num * dim]``.
+        dense_module: Module with input [B, sum of num * dim].
     """
 
     def __init__(self, dense_module: nn.Module) -> None:
@@ -25,40 +25,40 @@ class DeepFM(nn.Module):
         """Return the output of ``dense_module`` for the flattened embeddings.
 
         Args:
-            embeddings: tensors [B, ...]; flattened and joined, they are as wide as the module's input.
+            embeddings: Tensors [B, ...] whose flattened widths add up to the module's input width.
 
         Raises:
-            ValueError: there are no embeddings, or they have different batch sizes.
+            ValueError: The list is empty, or the batch sizes differ.
         """
-        return self.dense_module(_side_by_side(embeddings))  # type: ignore[no-any-return]
+        return self.dense_module(_concatenate(embeddings))  # type: ignore[no-any-return]
 
 
 class FactorizationMachine(nn.Module):
-    """Second-order half: the products of all pairs of elements, ``((sum x)^2 - sum x^2) / 2``.
+    """Second-order half: the sum of products over all pairs of elements, ``((sum x)^2 - sum x^2) / 2``.
 
-    As in TorchRec, ``x`` runs over all elements of all embeddings, so that widths may differ. Unlike in the
-    paper's sum of dot products, products of different columns count too.
+    As in TorchRec, ``x`` runs over all elements of all embeddings, so that widths may differ. Unlike the
+    paper's sum of dot products, this includes products between different columns.
     """
 
     def forward(self, embeddings: list[Tensor]) -> Tensor:
         """Return the second-order term, [B, 1].
 
         Args:
-            embeddings: tensors [B, ...] of any width.
+            embeddings: Tensors [B, ...] of any width.
 
         Raises:
-            ValueError: there are no embeddings, or they have different batch sizes.
+            ValueError: The list is empty, or the batch sizes differ.
         """
-        elements = _side_by_side(embeddings)
+        elements = _concatenate(embeddings)
         square_of_sum = elements.sum(1, keepdim=True).square()
         sum_of_squares = elements.square().sum(1, keepdim=True)
         return (square_of_sum - sum_of_squares) * 0.5
 
 
-def _side_by_side(embeddings: list[Tensor]) -> Tensor:
+def _concatenate(embeddings: list[Tensor]) -> Tensor:
     if len(embeddings) == 0:
-        raise ValueError("there is nothing to combine. Give at least one embedding [B, num, dim].")
+        raise ValueError("the list of embeddings is empty. Give at least one embedding [B, num, dim].")
     batch_sizes = [embedding.size(0) for embedding in embeddings]
     if max(batch_sizes) > min(batch_sizes):
-        raise ValueError(f"all embeddings must have one batch size, got {batch_sizes}.")
+        raise ValueError(f"all embeddings must have the same batch size, got {batch_sizes}.")
     return torch.cat([embedding.flatten(1) for embedding in embeddings], dim=1)

@@ -1,4 +1,4 @@
-"""Configuration of embedding tables: size, features, pooling and initialisation."""
+"""Embedding table configurations: size, features, pooling and initialization."""
 
 import enum
 import math
@@ -9,66 +9,66 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from meshrec.tables.file_rows import FileRows
-from meshrec.tables.hashed_keys import Hashed
-from meshrec.tables.storage import DenseRows, QuantisedRows
+from meshrec.tables.cached.rows import FileRows
+from meshrec.tables.dense.rows import DenseRows, QuantisedRows
+from meshrec.tables.hashed.keys import Hashed
 
-# What torch assigns to every module; a table is a module inside another one.
+# Attributes of every torch module. A table is a submodule, so its name must not shadow them.
 _TAKEN_NAMES = frozenset(vars(nn.Module()))
 
 
 class PoolingType(enum.Enum):
-    """The pooling of a bag's rows. NONE returns one row per ID (sequence embeddings)."""
+    """How the rows of a bag are pooled. NONE returns a row per ID (sequence embeddings)."""
 
     SUM = "SUM"
     MEAN = "MEAN"
     NONE = "NONE"
 
 
-class _Named(enum.EnumMeta):
-    """Enum type whose error for an unknown name lists the known ones."""
+class _DataTypeMeta(enum.EnumMeta):
+    """Enum type whose error for an unknown member lists the members."""
 
     def __getattr__(cls, name: str) -> Any:
         members = vars(cls).get("_member_map_", {})
         if name in members:
             return members[name]
         if name.startswith("_"):
-            return super().__getattribute__(name)  # says so
-        raise AttributeError(_no_data_type(name, members))
+            return super().__getattribute__(name)  # raises the usual AttributeError
+        raise AttributeError(_unknown_data_type(name, members))
 
 
-def _no_data_type(name: object, members: Iterable[str]) -> str:
+def _unknown_data_type(name: object, members: Iterable[str]) -> str:
     return (
         f"tables have no data type {name}. Choose one of {', '.join(members)}; codes are unsigned, so that "
         "what others call UINT8 is INT8."
     )
 
 
-class DataType(enum.Enum, metaclass=_Named):
-    """Data type of a table's elements."""
+class DataType(enum.Enum, metaclass=_DataTypeMeta):
+    """Data type of table elements."""
 
     FP32 = "FP32"
     FP16 = "FP16"
     BF16 = "BF16"
     INT8 = "INT8"
-    """Quantised, like INT4 and INT2: codes of 8, 4 or 2 bits, for inference only."""
+    """Quantized codes of 8 bits (INT4: 4 bits, INT2: 2 bits), for inference only."""
     INT4 = "INT4"
     INT2 = "INT2"
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
-        raise ValueError(_no_data_type(value, cls.__members__))
+        raise ValueError(_unknown_data_type(value, cls.__members__))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype; uint8 for the memory of quantised rows."""
+        """The torch dtype; uint8 for the packed bytes of quantized rows."""
         return {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}.get(
             self.value, torch.uint8
         )
 
     @property
     def bits(self) -> int:
-        """Bits per code of quantised rows; 0 for floating-point rows."""
+        """Bits per quantized element; 0 for floating-point types."""
         return {"INT8": 8, "INT4": 4, "INT2": 2}.get(self.value, 0)
 
     def __str__(self) -> str:
@@ -76,48 +76,58 @@ class DataType(enum.Enum, metaclass=_Named):
 
 
 class BoundsCheckMode(enum.Enum):
-    """Handling of an ID that is outside its table."""
+    """Handling of IDs outside their table."""
 
     ERROR = "error"
-    """Raise ValueError before anything is looked up. The message names table, feature, sample and ID."""
+    """Raise ValueError before any lookup. The message names table, feature, sample and ID."""
     WARN = "warn"
-    """Replace the ID by 0, count it in ``num_clamped_ids``, and log it once."""
+    """Replace the ID by 0, add it to ``num_clamped_ids``, and log the first occurrence."""
     OFF = "off"
-    """Do not check. Such an ID reads memory outside the table, so the input must be checked elsewhere."""
+    """Do not check. An invalid ID reads memory outside the table, so validate the input elsewhere."""
 
 
 def can_name_table(name: str) -> bool:
-    """Return whether a table can have this name in everything that a model is converted to.
+    """Return whether ``name`` is valid as a table name, including after export.
 
-    The name must not be empty, contain a dot, or be an attribute of modules or of dictionaries of modules:
-    torch.export does not find a table named ``keys``.
+    A valid name is not empty, has no dot, and is not an attribute of ``nn.Module`` or ``nn.ModuleDict``:
+    torch.export cannot resolve a table named ``keys``.
     """
     return bool(name) and "." not in name and name not in _TAKEN_NAMES and not hasattr(nn.ModuleDict, name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseEmbeddingConfig:
-    """A table of ``num_embeddings`` rows of width ``embedding_dim``.
+    """A table [num_embeddings, embedding_dim].
 
     Args:
-        num_embeddings: number of rows; IDs lie in ``[0, num_embeddings)``. It is left out where ``keys`` is
-            given, and then is the number of rows that there may be.
-        embedding_dim: width of a row.
-        name: unique name in the collection. It is part of the parameter's name, so it has no dot.
-        feature_names: features whose IDs are looked up in this table. Several features may share a table, and
-            one feature may read several tables.
-        data_type: data type of the elements.
-        init_fn: fills the new weight ``[num_embeddings, embedding_dim]`` in place. By default the elements
-            are uniform in ``[weight_init_min, weight_init_max]``, which default to
-            ``-sqrt(1/num_embeddings)`` and ``sqrt(1/num_embeddings)``.
-        storage: where the rows of a sharded module are; None: in memory. See ``FileRows``.
-        keys: ``meshrec.Hashed(max_rows=...)`` for a table whose IDs nobody can number: any int64 is an ID,
-            and rows come and go. First rows are a function of (seed, table, ID); ``init_fn`` then fills one
-            row ``[1, embedding_dim]`` at a time, which is slow.
+        num_embeddings: Number of rows; IDs are in ``[0, num_embeddings)``. Omit it if ``keys`` is given: it
+            is then set to the maximum number of rows.
+        embedding_dim: Row width D.
+        name: Unique name in the collection, without dots because it is part of the parameter name.
+        feature_names: Features looked up in this table. Several features may share a table, and a feature may
+            read several tables.
+        data_type: Element type.
+        weight_init_min: Lower bound for uniform initialization; ``-sqrt(1/num_embeddings)`` if None.
+        weight_init_max: Upper bound for uniform initialization; ``sqrt(1/num_embeddings)`` if None.
+        init_fn: Fills a new weight [num_embeddings, embedding_dim] in place, instead of uniform
+            initialization. For hashed tables it is called with a single row [1, embedding_dim] per new ID,
+            which is slow.
+        storage: Where a sharded module stores the rows; None: in memory. See ``FileRows``.
+        keys: ``meshrec.Hashed(max_rows=...)`` for a table with arbitrary int64 IDs, whose rows are admitted
+            and evicted. Initial rows are a function of (seed, table, ID).
+        seed_name: Table name used to seed initial rows; ``name`` if None. ``meshrec.fuse`` and
+            ``DistributedModelParallel`` set it to the full path if several modules have tables with the same
+            name.
 
     Raises:
-        ValueError: a size is below 1, the name is empty or has a dot, features are missing or given twice, or
-            a quantised table has a storage.
+        ValueError: A size is below 1, the name is empty or has a dot, features are missing or repeated, or a
+            quantized table has a storage.
+
+    Example::
+
+        >>> config = EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=8, feature_names=["item"])
+        >>> config.init_bounds
+        (-0.1, 0.1)
     """
 
     num_embeddings: int = 0
@@ -127,9 +137,12 @@ class BaseEmbeddingConfig:
     data_type: DataType = DataType.FP32
     weight_init_min: float | None = None
     weight_init_max: float | None = None
+    # Not compared: two configs with equal lambdas must be equal on all ranks.
     init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
     storage: FileRows | None = None
     keys: Hashed | None = None
+    # Not compared: set after construction, per model.
+    seed_name: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.storage is not None and (not isinstance(self.storage, FileRows) or self.data_type.bits):
@@ -145,6 +158,7 @@ class BaseEmbeddingConfig:
                 "attribute. Choose another name."
             )
         if self.keys is not None:
+            # The dataclass is frozen; this runs once, during construction.
             object.__setattr__(self, "num_embeddings", self._max_rows(self.keys))
         for size in ("num_embeddings", "embedding_dim"):
             value = getattr(self, size)
@@ -155,18 +169,23 @@ class BaseEmbeddingConfig:
                 f"table {self.name!r}: feature_names must be a list with at least one name, "
                 f"got {self.feature_names!r}."
             )
-        twice = sorted({f for f in self.feature_names if list(self.feature_names).count(f) > 1})
-        if twice:
-            raise ValueError(f"table {self.name!r}: features {twice} are given twice. Name each once.")
+        repeated = sorted({f for f in self.feature_names if list(self.feature_names).count(f) > 1})
+        if repeated:
+            raise ValueError(f"table {self.name!r}: features {repeated} are given twice. Name each once.")
 
     def _max_rows(self, keys: Hashed) -> int:
-        """Return the number of rows of a table with hashed keys."""
+        """Return the maximum number of rows for a hashed table.
+
+        Raises:
+            ValueError: ``keys`` is invalid, or ``num_embeddings`` contradicts it.
+        """
         if not isinstance(keys, Hashed):
             raise ValueError(f"table {self.name!r}: keys must be meshrec.Hashed(...) or None, got {keys!r}.")
         if not isinstance(self.embedding_dim, int) or self.embedding_dim < 1:
-            return 1  # the caller says what is wrong
+            return 1  # placeholder: the caller reports the invalid embedding_dim
         try:
             bits = self.data_type.bits
+            # max_rows may be given in bytes, so the row size must be known here.
             form = QuantisedRows(bits) if bits else DenseRows(self.data_type.dtype)
             rows = keys.rows(form.num_bytes(1, self.embedding_dim))
         except ValueError as error:
@@ -180,26 +199,27 @@ class BaseEmbeddingConfig:
 
     @property
     def init_bounds(self) -> tuple[float, float]:
-        """The range [low, high) of initial values, unless ``init_fn`` is given."""
+        """Range [low, high) of uniform initialization, unless ``init_fn`` is given."""
         bound = math.sqrt(1 / self.num_embeddings)
         low = -bound if self.weight_init_min is None else self.weight_init_min
         return low, bound if self.weight_init_max is None else self.weight_init_max
 
     def init_weight(self, weight: Tensor) -> None:
-        """Initialise a weight of this table in place."""
+        """Initialize ``weight`` [rows, embedding_dim] in place."""
         with torch.no_grad():
             if self.init_fn is not None:
                 self.init_fn(weight)
                 return
+            # Same distribution as TorchRec's default.
             weight.uniform_(*self.init_bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingBagConfig(BaseEmbeddingConfig):
-    """A table whose rows are pooled bag by bag; ``pooling`` is SUM or MEAN.
+    """A table with pooled rows; ``pooling`` is SUM or MEAN.
 
     Raises:
-        ValueError: as for `BaseEmbeddingConfig`, or pooling is NONE.
+        ValueError: As for `BaseEmbeddingConfig`, or pooling is NONE.
     """
 
     pooling: PoolingType = PoolingType.SUM
@@ -215,4 +235,28 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig(BaseEmbeddingConfig):
-    """A table that returns one row per ID (sequence embeddings)."""
+    """A table that returns a row per ID (sequence embeddings)."""
+
+
+def check_configs(collection: object, tables: object, kind: type[BaseEmbeddingConfig]) -> None:
+    """Check the ``tables`` argument of a collection.
+
+    Args:
+        collection: Collection for errors.
+        tables: Argument to check.
+        kind: Required config class.
+
+    Raises:
+        TypeError: ``tables`` is not a list of ``kind``.
+    """
+    owner, name = type(collection).__name__, kind.__name__.removeprefix("Base")
+    # A generator would be consumed by the checks.
+    if not isinstance(tables, Sequence) or isinstance(tables, str):
+        given = f"{tables!r:.100}" if isinstance(tables, str) else f"a {type(tables).__name__}"
+        raise TypeError(f"{owner}: tables must be a list of {name}, got {given}. Put the configs in a list.")
+    for table in tables:
+        if not isinstance(table, kind):
+            raise TypeError(
+                f"{owner}: tables must be a list of {name}, got {table!r:.100}. Build every config "
+                f"with meshrec.modules.{name}."
+            )

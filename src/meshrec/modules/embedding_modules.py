@@ -1,10 +1,10 @@
-"""Collections of embedding tables, looked up together: pooled (bags) and as sequences."""
+"""Embedding table collections: pooled (bags) and unpooled (sequences), with a single lookup per batch."""
 
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,30 +17,31 @@ from meshrec.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
+    check_configs,
 )
-from meshrec.modules.hashed_holder import HashedHolder
-from meshrec.modules.input_checks import inverse_rows
-from meshrec.modules.quantised_table import QuantisedTable
+from meshrec.modules.input_checks import check_features, inverse_rows
 from meshrec.modules.served_table import ServedTable
 from meshrec.modules.table_lookup import (
     TableLookup,
     init_weight,
     make_weight,
-    no_room,
     spans,
+    storage_error,
     storage_of,
 )
+from meshrec.optim.table_names import full_names
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.fused import WholeTables
-from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.tables.hashed.admission_eviction import AdmissionEviction
+from meshrec.tables.hashed.table import HashedTable, is_growable
+from meshrec.tables.module import TableModule
 from meshrec.tables.optimizer import FusedOptimizer
-from meshrec.tables.turnover import Turnover
 
 # F features in the order of the tables, B samples, N ids, D width
 
 
 class TableCollection(nn.Module, ABC):
-    """Base class of both collections: named tables, one lookup, and an optional fused optimizer."""
+    """Base class for collections: named tables, a shared lookup, and an optional fused optimizer."""
 
     def __init__(
         self,
@@ -59,40 +60,41 @@ class TableCollection(nn.Module, ABC):
             bounds_check=bounds_check,
             output_dtype=output_dtype,
         )
+        # Set by attach(), for the module's lifetime: gradients go to it instead of to .grad.
         self._updater: WholeTables | None = None
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the name of the ModuleDict that holds the tables, and the ModuleDict."""
+        """Return the ModuleDict that holds the tables, and its attribute name."""
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
-        """Return the configuration and the weight of each table, by the parameter's name."""
+        """Return config and weight by parameter name."""
         prefix, _ = self.table_holders()
         names = [f"{prefix}.{config.name}.weight" for config in self._configs]
         return dict(zip(names, zip(self._configs, self._weights(), strict=True), strict=True))
 
     def embedding_names(self) -> list[str]:
-        """Return the keys of the result."""
+        """Return the output keys."""
         return list(self._lookup.embedding_names)
 
     @property
     def bounds_check(self) -> BoundsCheckMode:
-        """The handling of IDs outside their table."""
+        """Handling of IDs outside their table."""
         return self._lookup.bounds_check
 
     @property
     def output_dtype(self) -> DataType | None:
-        """The dtype of the result; None for the widest dtype of the tables, fp32 if they are quantised."""
+        """Output dtype; None for the widest dtype among the tables, or fp32 if they are quantized."""
         return self._lookup.output_dtype
 
     @property
     def num_clamped_ids(self) -> int:
-        """Number of IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
+        """Number of IDs replaced by ``BoundsCheckMode.WARN`` so far."""
         return self._lookup.num_clamped_ids
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
+        """Parameter device."""
         return self._weights()[0].device
 
     @property
@@ -102,10 +104,10 @@ class TableCollection(nn.Module, ABC):
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The optimizer that ``meshrec.fuse`` attached.
+        """The optimizer attached by ``meshrec.fuse``.
 
         Raises:
-            ValueError: if the module is not fused.
+            ValueError: The module is not fused.
         """
         if self._updater is None:
             raise ValueError(
@@ -114,7 +116,7 @@ class TableCollection(nn.Module, ABC):
         return self._updater.optimizer
 
     def __prepare_scriptable__(self) -> Any:
-        """Raise ValueError: ``torch.jit.script`` asks for this, and TorchScript cannot follow the lookup."""
+        """Raise ValueError. ``torch.jit.script`` calls this; TorchScript cannot compile the lookup."""
         raise ValueError(
             f"TorchScript cannot compile {type(self).__name__}, whose lookup is a Python operator. Use "
             "torch.export or meshrec.export.export (which also writes TorchScript: torchscript=True), or "
@@ -122,11 +124,25 @@ class TableCollection(nn.Module, ABC):
         )
 
     def attach(self, updater: WholeTables) -> None:
-        """Hand the gradients of lookups to ``updater`` from now on; ``meshrec.fuse`` calls this."""
+        """Send lookup gradients to ``updater`` from now on. Called by ``meshrec.fuse``."""
         self._updater = updater
 
+    def seed_by(self, names: Mapping[str, str]) -> None:
+        """Set ``BaseEmbeddingConfig.seed_name`` for some tables, by table name."""
+        modules = self.table_modules()
+        for index, config in enumerate(self._configs):
+            if config.name not in names:
+                continue
+            # Three copies of the config exist: here, in the lookup and in the table module.
+            self._configs[index] = config = dataclasses.replace(config, seed_name=names[config.name])
+            if index in self._lookup.hashed:
+                self._lookup.hashed[index] = config
+            module = modules.get(config.name)
+            if module is not None and is_growable(module.storage):
+                module.use_storage(dataclasses.replace(module.storage, seed_name=config.seed_name))
+
     def reset_parameters(self) -> None:
-        """Initialise all weights as at construction."""
+        """Initialize all weights again, as in the constructor."""
         holders = self.table_holders()[1]._modules
         for config, weight in self.tables().values():
             if config.keys is None:
@@ -135,63 +151,77 @@ class TableCollection(nn.Module, ABC):
                 holders[config.name].reset_parameters()  # type: ignore[operator]
 
     def _weights(self) -> list[nn.Parameter]:
-        # Read in every forward: what is plain is found without a module's search for attributes.
+        # Called in every forward. Reading _parameters skips nn.Module.__getattr__, which is slow.
         holders = self.table_holders()[1]._modules.values()
         try:
             return [holder._parameters["weight"] for holder in holders]  # type: ignore[misc]
         except KeyError:  # parametrized
             return [holder.weight for holder in holders]  # type: ignore[misc]
 
+    def table_modules(self) -> dict[str, TableModule]:
+        """Return the modules of quantized and hashed tables, by table name."""
+        holders = self.table_holders()[1]._modules
+        return {name: child for name, child in holders.items() if isinstance(child, TableModule)}
+
     def hashed_tables(self) -> dict[str, HashedTable]:
-        """Return the tables with hashed keys, by name; see ``HashedTable``."""
-        numbers = self._hashed_tables()
-        return {self._configs[number].name: table for number, table in numbers.items()}
+        """Return hashed tables by name."""
+        tables = self._hashed_tables()
+        return {self._configs[index].name: table for index, table in tables.items()}
 
     @property
-    def turnovers(self) -> list[Turnover]:
-        """The turnovers of fused tables with hashed keys, which admit IDs and evict rows."""
-        return [] if self._updater is None else self._updater.turnovers
+    def admission_evictions(self) -> list[AdmissionEviction]:
+        """Admission and eviction of fused hashed tables."""
+        return [] if self._updater is None else self._updater.admission_evictions
 
     def _hashed_tables(self) -> dict[int, HashedTable]:
-        """Return the tables with hashed keys, by number."""
-        found = {}
+        """Return hashed tables by table index."""
+        tables = {}
         holders = self.table_holders()[1]._modules
-        for number, config in self._lookup.hashed.items():
-            holder = holders[config.name]
-            if isinstance(holder, HashedHolder):
-                found[number] = holder.table
-        return found
+        for index, config in self._lookup.hashed.items():
+            if isinstance(holder := holders[config.name], TableModule):  # not the form of packages
+                tables[index] = holder.tables[0]
+        return tables
 
     def serve(self) -> None:
-        """Hold tables with hashed keys as a package has them, without their rows; see ``ServedTable``."""
-        holders, served = self.table_holders()[1]._modules, {}
-        for number, config in self._lookup.hashed.items():
-            holder = holders[config.name]
-            assert isinstance(holder, HashedHolder)
-            served[number] = holders[config.name] = ServedTable(holder.storage)
+        """Replace hashed tables by the read-only form in exported packages; see ``ServedTable``."""
+        holders, modules, served = self.table_holders()[1]._modules, self.table_modules(), {}
+        for index, config in self._lookup.hashed.items():
+            storage = modules[config.name].storage
+            assert is_growable(storage)
+            served[index] = holders[config.name] = ServedTable(storage)
         self._lookup.serve(served)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
-        """Return the memory of each table's rows for the kernels.
+        """Return the row memory per table for the kernels.
+
+        Args:
+            weights: Weight per table.
+            hashed: Hashed tables by index.
 
         Raises:
-            ValueError: the gradient of a hashed table would go nowhere.
+            ValueError: A hashed table would receive gradients without a fused optimizer.
         """
         if not hashed:
             return weights
-        plain = range(len(weights)) if self._updater is None else self._updater.plain_tables
-        for number in plain:
-            if number in hashed and torch.is_grad_enabled() and weights[number].requires_grad:
+        unfused = range(len(weights)) if self._updater is None else self._updater.plain_tables
+        for index in unfused:
+            if index in hashed and torch.is_grad_enabled() and weights[index].requires_grad:
                 raise ValueError(
-                    f"table {self._configs[number].name!r} has hashed keys and no fused optimizer: its "
+                    f"table {self._configs[index].name!r} has hashed keys and no fused optimizer: its "
                     "gradients would have nowhere to stay. Call meshrec.fuse(module, optimizer=...), shard "
                     "the module, or look up under torch.no_grad()."
                 )
         return [hashed[n].rows if n in hashed else weight for n, weight in enumerate(weights)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply a move or cast, except where rows or optimizer state could not follow.
+
+        Raises:
+            ValueError: The module is fused, or a table cannot be moved or cast.
+        """
         before = self._weights()
-        if self._updater is not None and any(_is_changed(weight, fn) for weight in before):
+        # Optimizer state lies outside the module, where _apply does not reach.
+        if self._updater is not None and any(_changes_weight(weight, fn) for weight in before):
             raise ValueError(
                 "a fused module cannot be moved or cast: its optimizer state would stay behind. "
                 "Move it first and fuse it afterwards."
@@ -201,14 +231,20 @@ class TableCollection(nn.Module, ABC):
                 config.storage is not None
                 and (moved := fn(weight.detach().new_empty(0)).device).type != "meta"
             ):
-                raise ValueError(no_room(config, moved))
-        for number, config in self._lookup.hashed.items():
-            if not before[number].is_meta and _is_changed(before[number], fn):
+                raise ValueError(storage_error(config, moved))
+            dtype = fn(weight.detach().new_empty(0)).dtype
+            if dtype != weight.dtype and dtype not in _ROW_DTYPES:
+                raise ValueError(
+                    f"table {config.name!r} cannot be cast to {dtype}. Choose float32, float16 or bfloat16."
+                )
+        for index, config in self._lookup.hashed.items():
+            if not before[index].is_meta and _changes_weight(before[index], fn):
                 raise ValueError(
                     f"table {config.name!r} has hashed keys: its rows stay on the CPU, in the data type of "
                     "its configuration. Choose data_type there."
                 )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # torch may create new parameters without the attributes set on the old, such as the optimizer.
         for old, new in zip(before, self._weights(), strict=True):
             vars(new).update(vars(old))
         return self
@@ -217,28 +253,37 @@ class TableCollection(nn.Module, ABC):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        # torch copies a parameter without its attributes; the choice of its optimizer is one.
+        # torch copies a parameter without its attributes, such as the recorded optimizer.
         for old, new in zip(self._weights(), copied._weights(), strict=True):
             vars(new).update(copy.deepcopy(vars(old), memo))
         return copied
 
 
 class EmbeddingBagCollection(TableCollection):
-    """Tables whose rows are pooled bag by bag, all of them in one kernel.
+    """Tables with pooled rows, all looked up by a single kernel.
 
-    The parameters are ``embedding_bags.<table>.weight``. They get ordinary gradients, or are updated in the
-    backward pass after ``meshrec.fuse``.
+    Parameters are named ``embedding_bags.<table>.weight``. They receive ordinary gradients, or are updated in
+    the backward pass after ``meshrec.fuse``.
 
     Args:
-        tables: the tables. Several features may share one; a feature read by several tables gives one result
-            per table, named ``feature@table``.
-        is_weighted: whether each row is scaled by the input's weight of its id.
-        device: device of the parameters; on ``meta`` they are not allocated.
-        bounds_check: what happens to ids outside their table.
-        output_dtype: dtype of the result; None: the widest dtype of the tables, fp32 for quantised tables.
+        tables: Table configs. Several features may share a table. A feature that reads several tables has an
+            output per table, named ``feature@table``.
+        is_weighted: Scale rows by the input's weights.
+        device: Parameter device; ``meta`` allocates nothing.
+        bounds_check: Handling of IDs outside their table.
+        output_dtype: Output dtype; None: the widest dtype among the tables, fp32 for quantized tables.
 
     Raises:
-        ValueError: for no tables, and for a name given to several tables.
+        TypeError: ``tables`` is not a list of EmbeddingBagConfig.
+        ValueError: The list is empty, or several tables have the same name.
+
+    Example::
+
+        >>> config = EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=8, feature_names=["item"])
+        >>> collection = EmbeddingBagCollection([config])
+        >>> ids = KeyedJaggedTensor(["item"], torch.tensor([5, 7, 1]), lengths=torch.tensor([1, 2]))
+        >>> collection(ids)["item"].shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -250,13 +295,13 @@ class EmbeddingBagCollection(TableCollection):
         bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR,
         output_dtype: DataType | None = None,
     ) -> None:
+        check_configs(self, tables, EmbeddingBagConfig)
         super().__init__(
             tables, [config.pooling for config in tables], is_weighted, bounds_check, output_dtype
         )
-        self._bag_configs = list(tables)
         self.embedding_bags = holder_of(
             {
-                config.name: _held(config, device)
+                config.name: _table_module(config, device)
                 or nn.EmbeddingBag(
                     config.num_embeddings,
                     config.embedding_dim,
@@ -269,23 +314,25 @@ class EmbeddingBagCollection(TableCollection):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look up the rows of all IDs, and pool them bag by bag.
+        """Look up all IDs and pool the rows per bag.
 
         Args:
-            features: must have the features of all tables; other keys are ignored. Keys with batch sizes of
-                their own need ``inverse_indices``.
+            features: IDs for the features of all tables; other keys are ignored. Variable strides need
+                ``inverse_indices``.
 
         Returns:
-            ``[B, sum of D]``, one column block per feature, in the order of tables and their features.
+            KeyedTensor [B, sum of D], with a column block per feature, in table order.
 
         Raises:
-            ValueError: for a missing feature, missing weights, input on another device, offsets that do not
-                fit the values, NaN weights, and (``BoundsCheckMode.ERROR``) for ids outside their table.
+            TypeError: The input is not a KeyedJaggedTensor.
+            ValueError: A feature or the weights are missing, the input is on another device, offsets do not
+                match the values, a weight is NaN, or (``BoundsCheckMode.ERROR``) an ID is outside its table.
         """
+        check_features(features)
         weights = self._weights()
         lookup = self._lookup
         if features.variable_stride_per_key():
-            values = self._variable_batch(features, weights)
+            values = self._pool_variable(features, weights)
         else:
             hashed = self._hashed_tables() if lookup.hashed else None
             lookups = lookup.lookups(features, weights, flat=False, hashed=hashed)
@@ -294,7 +341,8 @@ class EmbeddingBagCollection(TableCollection):
             )
         return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
-    def _variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
+    def _pool_variable(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
+        """Look up keys with different strides, and expand every key to the batch by ``inverse_indices``."""
         lookup = self._lookup
         hashed = self._hashed_tables() if lookup.hashed else None
         lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
@@ -309,12 +357,12 @@ class EmbeddingBagCollection(TableCollection):
         return torch.cat(pieces, dim=1)
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the name ``embedding_bags`` and the ModuleDict."""
+        """Return ``"embedding_bags"`` and the ModuleDict."""
         return "embedding_bags", self._modules["embedding_bags"]  # type: ignore[return-value]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Return the configurations of the tables."""
-        return list(self._bag_configs)
+        """Return the table configs."""
+        return list(cast(list[EmbeddingBagConfig], self._configs))
 
     def is_weighted(self) -> bool:
         """Return whether the input's weights scale the rows."""
@@ -322,15 +370,28 @@ class EmbeddingBagCollection(TableCollection):
 
 
 class EmbeddingCollection(TableCollection):
-    """Tables that give one row per id (sequence embeddings), all of them in one kernel.
+    """Tables that return a row per ID (sequence embeddings), all looked up by a single kernel.
 
-    The parameters are ``embeddings.<table>.weight``. They get ordinary gradients, or are updated in the
+    Parameters are named ``embeddings.<table>.weight``. They receive ordinary gradients, or are updated in the
     backward pass after ``meshrec.fuse``.
 
-    Args: see ``EmbeddingBagCollection``.
+    Args:
+        tables: Table configs, as in `EmbeddingBagCollection`.
+        device: Parameter device; ``meta`` allocates nothing.
+        bounds_check: Handling of IDs outside their table.
+        output_dtype: Output dtype, as in `EmbeddingBagCollection`.
 
     Raises:
-        ValueError: for no tables, and for a name given to several tables.
+        TypeError: ``tables`` is not a list of configs.
+        ValueError: The list is empty, or several tables have the same name.
+
+    Example::
+
+        >>> config = EmbeddingConfig(name="t", num_embeddings=100, embedding_dim=8, feature_names=["item"])
+        >>> collection = EmbeddingCollection([config])
+        >>> ids = KeyedJaggedTensor(["item"], torch.tensor([5, 7, 1]), lengths=torch.tensor([1, 2]))
+        >>> collection(ids)["item"].values().shape
+        torch.Size([3, 8])
     """
 
     def __init__(
@@ -341,11 +402,11 @@ class EmbeddingCollection(TableCollection):
         bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR,
         output_dtype: DataType | None = None,
     ) -> None:
+        check_configs(self, tables, EmbeddingConfig)
         super().__init__(tables, [PoolingType.NONE] * len(tables), False, bounds_check, output_dtype)
-        self._sequence_configs = list(tables)
         self.embeddings = holder_of(
             {
-                config.name: _held(config, device)
+                config.name: _table_module(config, device)
                 or nn.Embedding(
                     config.num_embeddings,
                     config.embedding_dim,
@@ -359,15 +420,17 @@ class EmbeddingCollection(TableCollection):
         """Look up every ID.
 
         Args:
-            features: must have the features of all tables; other keys are ignored.
+            features: IDs for the features of all tables; other keys are ignored.
 
         Returns:
-            By feature (``feature@table`` if several tables read it), a JaggedTensor with one row of width D
-            per ID, ``[n, D]``, and the feature's lengths.
+            JaggedTensor by feature (``feature@table`` if several tables read it), with values [N, D] and the
+            feature's lengths.
 
         Raises:
-            ValueError: as in ``EmbeddingBagCollection.forward``.
+            TypeError: As in ``EmbeddingBagCollection.forward``.
+            ValueError: As in ``EmbeddingBagCollection.forward``.
         """
+        check_features(features)
         weights = self._weights()
         lookup = self._lookup
         hashed = self._hashed_tables() if lookup.hashed else None
@@ -375,51 +438,71 @@ class EmbeddingCollection(TableCollection):
         counts = features.length_per_key()
         sizes = [counts[key] * dim for key, dim in zip(lookup.positions(features), lookup.dims, strict=True)]
         flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater, hashed)
+        # Views: lengths and offsets are shared with the input.
         ids_of = features.to_dict()
         result: dict[str, JaggedTensor] = {}
         for name, feature, dim, (start, end) in zip(
             lookup.embedding_names, lookup.features, lookup.dims, spans(sizes), strict=True
         ):
             ids = ids_of[feature]
-            result[name] = JaggedTensor(
-                values=flat[start:end].view(-1, dim), lengths=ids.lengths(), offsets=ids.offsets()
-            )
+            rows = flat[start:end].view(-1, dim)
+            result[name] = JaggedTensor.unchecked(rows, None, ids.lengths(), ids.offsets())
         return result
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the name ``embeddings`` and the ModuleDict."""
+        """Return ``"embeddings"`` and the ModuleDict."""
         return "embeddings", self._modules["embeddings"]  # type: ignore[return-value]
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Return the configurations of the tables."""
-        return list(self._sequence_configs)
+        """Return the table configs."""
+        return list(cast(list[EmbeddingConfig], self._configs))
+
+
+def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
+    """Seed tables that share a name by their full paths.
+
+    Other tables keep their names as seeds. Initial rows are a function of (seed, name, row). Changing a name
+    would also change rows that no checkpoint has, because they were never read.
+    """
+    tables = {
+        path: [config.name for config in collection._configs] for path, collection in collections.items()
+    }
+    names: dict[str, dict[str, str]] = {}
+    for (path, name), full in full_names(tables).items():
+        if full != name:
+            names.setdefault(path, {})[name] = full
+    for path, seed_names in names.items():
+        collections[path].seed_by(seed_names)
 
 
 def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    """Return a ModuleDict of the tables, whose names may also be those of its methods."""
+    """Return a ModuleDict of tables, whose names may also be ModuleDict methods."""
     holder = nn.ModuleDict()
-    # ModuleDict refuses the names of its methods as keys, and a table may well be called "items".
+    # ModuleDict rejects its method names as keys, but "items" is a common table name.
     holder._modules.update(tables)
     return holder
 
 
-def _held(
-    config: BaseEmbeddingConfig, device: torch.device | str | None
-) -> QuantisedTable | HashedHolder | None:
-    """Make the module that holds a quantised or hashed table; return None for other tables."""
+def _table_module(config: BaseEmbeddingConfig, device: torch.device | str | None) -> TableModule | None:
+    """Build the module for a quantized or hashed table; None for ordinary tables."""
     storage = storage_of(config)
-    if isinstance(storage, HashedRows):
-        where = _as_device(device)
-        if storage.file is not None and (where is None or where.type != "meta"):
-            raise ValueError(no_room(config, where))
-        return HashedHolder(dataclasses.replace(storage, file=None), where)  # it has no rows yet
+    if is_growable(storage):
+        target = _as_device(device)
+        if storage.file is not None and (target is None or target.type != "meta"):
+            raise ValueError(storage_error(config, target))
+        return TableModule.hashed(dataclasses.replace(storage, file=None), target)  # no rows yet
     if storage.is_trainable:
         return None
-    return QuantisedTable(storage, config.embedding_dim, make_weight(config, _as_device(device)))
+    size = (config.num_embeddings, config.embedding_dim)
+    return TableModule(config.name, size, storage, make_weight(config, _as_device(device)))
 
 
-def _is_changed(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether ``fn``, which a module applies to its parameters, moves or casts this one."""
+_ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _changes_weight(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether ``fn``, as passed to ``Module._apply``, moves or casts ``weight``."""
+    # An empty tensor costs nothing to move or cast.
     probe = fn(weight.detach().new_empty(0))
     return probe.device != weight.device or probe.dtype != weight.dtype
 

@@ -1,4 +1,4 @@
-"""Weights of IDs that are learned by position, and a collection that uses them in lookups.
+"""Learned position weights, and a collection that applies them in lookups.
 
 Parameters have TorchRec's names, so that its checkpoints load.
 """
@@ -13,34 +13,34 @@ from meshrec.modules.embedding_modules import EmbeddingBagCollection
 from meshrec.modules.parameters import InitializedDict
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-# K keys, B bags of all keys, N ids
+# K keys, B bags of all keys, N IDs
 
 
 class FeatureProcessor(nn.Module, ABC):
-    """Module that changes the bags of one feature before the lookup, and gives weights to their IDs."""
+    """Base class for modules that transform a feature's bags before the lookup and weight their IDs."""
 
     @abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """Return the changed bags."""
+        """Return the transformed, weighted bags."""
 
 
 class FeatureProcessorsCollection(nn.Module, ABC):
-    """Module that changes the bags of many features before the lookup, and gives weights to their IDs."""
+    """Base class for modules that transform many features' bags before the lookup and weight their IDs."""
 
     @abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the changed bags, with the same keys."""
+        """Return the transformed, weighted bags, with the same keys."""
 
 
 class PositionWeightedModule(FeatureProcessor):
-    """Weights by position: the i-th ID of every bag gets the i-th of ``max_feature_length`` learned weights.
+    """Position weights: the i-th ID in a bag gets the i-th of ``max_feature_length`` learned weights.
 
     Args:
-        max_feature_length: maximum number of IDs in a bag.
-        device: device of ``position_weight``, whose initial values are 1.
+        max_feature_length: Maximum bag length.
+        device: Device of ``position_weight``, which is initialized to 1.
 
     Raises:
-        ValueError: the length is below 1.
+        ValueError: The length is below 1.
     """
 
     def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:
@@ -57,25 +57,25 @@ class PositionWeightedModule(FeatureProcessor):
         """Return the same bags with weights.
 
         Raises:
-            ValueError: a bag is too long. Checked in eager mode on the CPU.
+            ValueError: A bag is too long. Checked in eager mode on the CPU.
         """
         offsets, lengths = features.offsets(), features.lengths()
-        if _checks(lengths) and lengths.numel() and int(lengths.max()) > self.position_weight.numel():
+        if _can_check(lengths) and lengths.numel() and int(lengths.max()) > self.position_weight.numel():
             bag = int(lengths.argmax())
             raise ValueError(_too_long(f"bag {bag}", int(lengths[bag]), self.position_weight.numel()))
-        positions = _positions(offsets, _bags(lengths, features.values().size(0)))
+        positions = _positions(offsets, _bag_indices(lengths, features.values().size(0)))
         return JaggedTensor.unchecked(features.values(), self.position_weight[positions], lengths, offsets)
 
 
 class PositionWeightedModuleCollection(FeatureProcessorsCollection):
-    """``PositionWeightedModule`` for many features, with parameters at ``position_weights.<feature>``.
+    """``PositionWeightedModule`` for many features, with parameters ``position_weights.<feature>``.
 
     Args:
-        max_feature_lengths: maximum number of IDs in a bag, by feature.
-        device: device of the weights.
+        max_feature_lengths: Maximum bag length, by feature.
+        device: Device for the weights.
 
     Raises:
-        ValueError: a length is below 1.
+        ValueError: A length is below 1.
     """
 
     def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None) -> None:
@@ -93,12 +93,12 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         self.position_weights.reset_parameters()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the same bags with weights. IDs of keys without learned weights have weight 1.
+        """Return the same bags with weights. Keys without learned weights have weight 1.
 
         Raises:
-            ValueError: a bag is too long. Checked in eager mode on the CPU.
+            ValueError: A bag is too long. Checked in eager mode on the CPU.
         """
-        self._check(features)
+        self._check_bag_lengths(features)
         return KeyedJaggedTensor.unchecked(
             features.keys(),
             features.values(),
@@ -112,30 +112,35 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         )
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return one weight per ID [N]: learned for the processed keys, 1 for other keys."""
+        """Return the weight per ID, [N]: learned for processed keys, 1 for others."""
         learned = dict(self.position_weights.items())
         device = features.values().device
-        known = [learned[key] for key in features.keys() if key in learned]  # noqa: SIM118  not a dict
-        table = torch.cat([torch.ones(1, device=device), *known])
+        key_weights = [learned[key] for key in features.keys() if key in learned]  # noqa: SIM118  not a dict
+        table = torch.cat([torch.ones(1, device=device), *key_weights])
+        # Entry 0 is the constant 1. Keys without learned weights have start 0 and step 0, so that all their
+        # positions read it, and a single gather serves all keys.
         starts_K, steps_K, start = [], [], 1
         for key in features.keys():  # noqa: SIM118
             starts_K.append(start if key in learned else 0)
             steps_K.append(int(key in learned))
             start += learned[key].numel() if key in learned else 0
-        bags_N = _bags(features.lengths(), features.values().size(0))
+        # output_size is passed throughout, so that repeat_interleave need not synchronize.
+        bags_N = _bag_indices(features.lengths(), features.values().size(0))
         strides = features.stride_per_key()
         keys_B = torch.arange(len(strides), device=device).repeat_interleave(
             torch.tensor(strides, dtype=torch.int64, device=device), output_size=sum(strides)
         )
         keys_N = keys_B[bags_N]
-        # Without keys the lists are empty, and torch would take them for floats.
-        starts, steps = (torch.tensor(each, dtype=torch.int64, device=device) for each in (starts_K, steps_K))
+        # The dtype is explicit because torch infers float for an empty list.
+        starts, steps = (
+            torch.tensor(values, dtype=torch.int64, device=device) for values in (starts_K, steps_K)
+        )
         positions_N = _positions(features.offsets(), bags_N) * steps[keys_N]
         return table[starts[keys_N] + positions_N]
 
-    def _check(self, features: KeyedJaggedTensor) -> None:
+    def _check_bag_lengths(self, features: KeyedJaggedTensor) -> None:
         lengths = features.lengths()
-        if not _checks(lengths):
+        if not _can_check(lengths):
             return
         pieces = lengths.split(features.stride_per_key())
         for feature, piece in zip(features.keys(), pieces, strict=True):
@@ -148,14 +153,15 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):
-    """A weighted EmbeddingBagCollection whose weights come from feature processors.
+    """A weighted EmbeddingBagCollection with weights from feature processors.
 
     Args:
-        embedding_bag_collection: the tables, with ``is_weighted=True``. They are sharded like any others.
-        feature_processors: a processor for every feature of the tables, by name; or one module for all.
+        embedding_bag_collection: Tables, with ``is_weighted=True``. They are sharded like any others.
+        feature_processors: Processor by feature name, for all features of the tables; or a module for all
+            features.
 
     Raises:
-        ValueError: the collection is not weighted, or the features and the processors do not match.
+        ValueError: The collection is not weighted, or the features and processors do not match.
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         super().__init__()
         if not embedding_bag_collection.is_weighted():
             raise ValueError(
-                "the collection takes no weights, so the processors' would be lost. Make it with "
+                "the collection ignores weights, so the processors have no effect. Build it with "
                 "is_weighted=True."
             )
         configs = embedding_bag_collection.embedding_bag_configs()
@@ -184,14 +190,14 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
             self._feature_processors = nn.ModuleDict(feature_processors)
 
     def is_weighted(self) -> bool:
-        """Return whether the collection is weighted, which it always is."""
+        """Return True: the constructor requires a weighted collection."""
         return self._embedding_bag_collection.is_weighted()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Process the bags, look them up and pool, as ``EmbeddingBagCollection.forward`` does."""
-        return self._embedding_bag_collection(self._processed(features))  # type: ignore[no-any-return]
+        """Process the bags, then look up and pool as in ``EmbeddingBagCollection.forward``."""
+        return self._embedding_bag_collection(self._process(features))  # type: ignore[no-any-return]
 
-    def _processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def _process(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         processors = self._feature_processors
         if not isinstance(processors, nn.ModuleDict):
             return processors(features)  # type: ignore[no-any-return]
@@ -200,20 +206,20 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         )
 
 
-def _bags(lengths: Tensor, num_ids: int) -> Tensor:
-    """Return the bag of each ID."""
+def _bag_indices(lengths: Tensor, num_ids: int) -> Tensor:
+    """Return the bag index per ID, [N]."""
     return torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
         lengths, output_size=num_ids
     )
 
 
 def _positions(offsets: Tensor, bags: Tensor) -> Tensor:
-    """Return the position of each ID in its bag."""
+    """Return the position within the bag per ID, [N]."""
     return torch.arange(bags.numel(), device=bags.device) - offsets[bags]
 
 
-def _checks(lengths: Tensor) -> bool:
-    # On a GPU this would wait for the device; there the indexing asserts.
+def _can_check(lengths: Tensor) -> bool:
+    # On a GPU the check would synchronize; there the gather asserts instead.
     return lengths.is_cpu and not torch.compiler.is_compiling()
 
 

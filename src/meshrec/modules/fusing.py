@@ -1,12 +1,11 @@
-"""``meshrec.fuse``: optimizers inside the backward pass, for tables on one device."""
+"""``meshrec.fuse``: optimizers in the backward pass, for tables on a single device."""
 
 from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import Tensor, nn
 
-from meshrec.modules.embedding_modules import TableCollection
-from meshrec.modules.hashed_holder import HashedHolder
+from meshrec.modules.embedding_modules import TableCollection, seed_by_path
 from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec
@@ -25,24 +24,34 @@ def fuse(
     update: UpdateMode = "in_backward",
     seed: int = DEFAULT_SEED,
 ) -> _M:
-    """Attaches optimizers to the embedding tables of a module, in place; no process group is needed.
+    """Attach optimizers to the embedding tables in a module, in place. Needs no process group.
 
     Every ``EmbeddingBagCollection`` and ``EmbeddingCollection`` in ``module`` (or ``module`` itself) gets a
-    ``fused_optimizer``; a module that contains several gets a ``fused_optimizer`` that combines theirs.
-    On CPUs the process keeps freed memory from then on, see ``keep_freed_memory``.
+    ``fused_optimizer``. A module with several collections gets a ``fused_optimizer`` that combines theirs. On
+    CPUs the process keeps freed memory from then on; see ``keep_freed_memory``.
 
     Args:
-        module: a collection, or a model that contains some.
-        optimizer: for the tables without a choice of their own (``apply_optimizer_in_backward``); None: those
-            keep ordinary gradients.
-        update: "in_backward" or "on_step", see ``FusedOptimizer``.
-        seed: of the stochastic rounding of fp16 and bf16 tables; 0 rounds to nearest.
+        module: A collection, or a model with collections.
+        optimizer: Spec for tables not marked by ``apply_optimizer_in_backward``. None: those tables keep
+            ordinary gradients.
+        update: "in_backward" or "on_step"; see ``FusedOptimizer``.
+        seed: Stochastic rounding seed for fp16 and bf16 tables; 0 rounds to nearest.
 
-    Returns: the module.
+    Returns:
+        ``module``.
 
     Raises:
-        ValueError: if there are no collections or no optimizer for any table, if one is fused already, is on
-            ``meta``, or shares a table with another, and for an ``update`` or ``seed`` that is not allowed.
+        ValueError: The module has no collection, no table has an optimizer, a collection is already fused
+            or on ``meta``, tables are shared between collections, or ``update`` or ``seed`` is invalid.
+
+    Example::
+
+        >>> from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> from meshrec.optim import RowWiseAdagrad
+        >>> config = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["item"])
+        >>> collection = fuse(EmbeddingBagCollection([config]), optimizer=RowWiseAdagrad(lr=0.02))
+        >>> collection.is_fused
+        True
     """
     if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
         raise ValueError(
@@ -56,31 +65,46 @@ def fuse(
             f"{type(module).__name__} contains no EmbeddingBagCollection and no EmbeddingCollection. "
             "Pass a module that does."
         )
-    planned = {path: _fused_tables(path, child, optimizer) for path, child in collections.items()}
-    if all(table.spec is None for tables in planned.values() for table in tables):
+    trained_tables = {path: _fused_tables(path, child, optimizer) for path, child in collections.items()}
+    if all(table.spec is None for tables in trained_tables.values() for table in tables):
         raise ValueError(
             "no table has an optimizer. Pass optimizer=..., or call apply_optimizer_in_backward first."
         )
-    _check_not_shared(planned)
+    # All checks come before any change, so that an error leaves the module as it was.
+    _check_not_shared(trained_tables)
+    seed_by_path(collections)
     optimizers: dict[str, KeyedOptimizer] = {}
     for path, child in collections.items():
-        if any(table.spec is not None for table in planned[path]):
-            updater = WholeTables(planned[path], update=update, seed=seed)
+        # A collection whose tables all keep ordinary gradients needs no updater.
+        if any(table.spec is not None for table in trained_tables[path]):
+            updater = WholeTables(trained_tables[path], update=update, seed=seed)
             child.attach(updater)
             optimizers[path] = updater.optimizer
     if module not in collections.values():
         module.fused_optimizer = CombinedOptimizer(list(optimizers.items()))  # type: ignore[assignment]
+    # Large gradients and outputs are freed and allocated every step; returning them to the system costs page
+    # faults.
     if any(child.device.type == "cpu" for child in collections.values()):
         keep_freed_memory()
     return module
 
 
 def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | None) -> list[TrainedTable]:
-    where = f"the module at {path!r}" if path else "the module"
+    """Return the tables of a collection with their optimizers.
+
+    Args:
+        path: Module path for errors.
+        child: Collection at the path.
+        optimizer: Spec for unmarked tables, or None.
+
+    Raises:
+        ValueError: The collection is already fused or on ``meta``, or a table is quantized.
+    """
+    owner = f"the module at {path!r}" if path else "the module"
     if child.is_fused:
-        raise ValueError(f"{where} is fused already. A collection takes one fused optimizer.")
+        raise ValueError(f"{owner} is fused already. A collection takes one fused optimizer.")
     if child.device.type == "meta":
-        raise ValueError(f"{where} is on meta. Allocate it first: to_empty(device=...), reset_parameters().")
+        raise ValueError(f"{owner} is on meta. Allocate it first: to_empty(device=...), reset_parameters().")
     tables = child.tables()
     storages = {name: storage_of(config, weight) for name, (config, weight) in tables.items()}
     for name, (config, _) in tables.items():
@@ -89,23 +113,24 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
                 f"table {config.name!r} is quantised ({config.data_type}) and cannot be trained. Fuse the "
                 "model as it was before meshrec.quant.quantize."
             )
-    holders = child.table_holders()[1]._modules
-    found = []
+    modules = child.table_modules()
+    trained_tables = []
     for name, (config, weight) in tables.items():
-        spec, holder = in_backward_spec(weight) or optimizer, holders[config.name]
-        train = holder.train_with if isinstance(holder, HashedHolder) else None
-        found.append(TrainedTable(name, weight, spec, storages[name], train))
-    return found
+        spec = in_backward_spec(weight) or optimizer
+        train = modules[config.name].train_with if storages[name].is_growable else None
+        trained_tables.append(TrainedTable(name, weight, spec, storages[name], train))
+    return trained_tables
 
 
-def _check_not_shared(planned: Mapping[str, list[TrainedTable]]) -> None:
+def _check_not_shared(trained_tables: Mapping[str, list[TrainedTable]]) -> None:
+    """Raise ValueError if two collections share a parameter: both would update it."""
     owner: dict[Tensor, str] = {}
-    for path, tables in planned.items():
+    for path, tables in trained_tables.items():
         for table in tables:
             name = f"{path}.{table.name}" if path else table.name
             if table.weight in owner:
                 raise ValueError(
-                    f"{owner[table.weight]!r} and {name!r} are one parameter. "
+                    f"{owner[table.weight]!r} and {name!r} are the same parameter. "
                     "A fused table belongs to one collection; let its features share the table instead."
                 )
             owner[table.weight] = name

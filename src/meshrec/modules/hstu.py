@@ -1,4 +1,4 @@
-"""HSTU: gated attention over jagged histories, with a pointwise SiLU in place of a softmax."""
+"""HSTU: gated attention over jagged histories, with a pointwise SiLU instead of a softmax."""
 
 import math
 from typing import NamedTuple
@@ -6,81 +6,100 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules.linear import Linear
 from meshrec.ops.attention import Bias, Mask, jagged_attention
 
-# N tokens of all samples, M new ones, K kept ones, B samples, E width of a token, S width of keys and values
+# N tokens of all samples, M new tokens, K cached tokens, B samples, E token width, S width of keys and values
 # of all heads, H heads, P relative positions, T time buckets
 
 
 class Tokens(NamedTuple):
-    """The tokens of all samples: where they lie, and which of them are new."""
+    """Layout of the tokens of all samples, and which of them are new (not in the KV cache)."""
 
     offsets_B1: Tensor
-    """The place where each sample begins, and N; int64 [B + 1]."""
+    """First token per sample, then N; int64 [B + 1]."""
     timestamps_N: Tensor | None = None
-    """The times of the tokens in seconds, int64."""
+    """Token times in seconds, int64."""
     num_targets_B: Tensor | None = None
-    """The number of targets at the end of each sample, int64 [B]; None: no targets."""
+    """Number of targets at the end of every sample, int64 [B]; None: no targets."""
     new_offsets_B1: Tensor | None = None
-    """The places where the new tokens of each sample begin among all new ones, and M. New tokens are the last
-    ones of a sample. None: all tokens are new."""
+    """First new token per sample, counted among new tokens only, then M; int64 [B + 1]. New tokens come last
+    in their sample. None: all tokens are new."""
     order_N: Tensor | None = None
-    """The place of each token among the kept tokens of all samples, followed by the new ones. None: they are
-    in order, as those of a single sample are.
+    """Index per token into the concatenation of all cached tokens and all new tokens. None: identity, as for
+    a single sample.
     """
 
     @staticmethod
-    def after(kept_B: Tensor, new_B: Tensor) -> "Tokens":
-        """Return the places of samples that begin with kept tokens, by the numbers of kept and new ones."""
-        kept_B, new_B = kept_B.long(), new_B.long()
-        if kept_B.shape[0] == 1:
-            ends = torch.cat([new_B.new_zeros(1), kept_B + new_B])
+    def after(cached_B: Tensor, new_B: Tensor) -> "Tokens":
+        """Build the layout for samples with ``cached_B`` cached and ``new_B`` new tokens."""
+        cached_B, new_B = cached_B.long(), new_B.long()
+        # A single sample needs no reordering, so serving avoids the index_select below.
+        if cached_B.shape[0] == 1:
+            ends = torch.cat([new_B.new_zeros(1), cached_B + new_B])
             return Tokens(ends, new_offsets_B1=torch.cat([new_B.new_zeros(1), new_B]))
-        kept_B1, new_B1 = (torch.nn.functional.pad(each.cumsum(0), (1, 0)) for each in (kept_B, new_B))
-        offsets_B1 = kept_B1 + new_B1
-        sample_N = torch.repeat_interleave(torch.arange(len(kept_B), device=kept_B.device), kept_B + new_B)
-        place_N = torch.arange(len(sample_N), device=kept_B.device) - offsets_B1[sample_N]
-        is_new_N = place_N >= kept_B[sample_N]
-        new_N = kept_B1[-1] + new_B1[sample_N] + place_N - kept_B[sample_N]
-        order_N = torch.where(is_new_N, new_N, kept_B1[sample_N] + place_N)
+        cached_B1, new_B1 = (
+            torch.nn.functional.pad(counts.cumsum(0), (1, 0)) for counts in (cached_B, new_B)
+        )
+        offsets_B1 = cached_B1 + new_B1
+        sample_N = torch.repeat_interleave(
+            torch.arange(len(cached_B), device=cached_B.device), cached_B + new_B
+        )
+        position_N = torch.arange(len(sample_N), device=cached_B.device) - offsets_B1[sample_N]
+        # Cached tokens come first within a sample.
+        is_new_N = position_N >= cached_B[sample_N]
+        new_N = cached_B1[-1] + new_B1[sample_N] + position_N - cached_B[sample_N]
+        order_N = torch.where(is_new_N, new_N, cached_B1[sample_N] + position_N)
         return Tokens(offsets_B1, new_offsets_B1=new_B1, order_N=order_N)
 
-    def in_order(self, kept: Tensor, new: Tensor, *, dim: int = 0) -> Tensor:
-        """Join what belongs to kept tokens and to new ones, sample by sample, along a dimension."""
-        both = torch.cat([kept, new], dim)
+    def in_order(self, cached: Tensor, new: Tensor, *, dim: int = 0) -> Tensor:
+        """Merge per-token tensors of cached and new tokens into sample order.
+
+        Args:
+            cached: Values for cached tokens, K along ``dim``.
+            new: Values for new tokens, M along ``dim``.
+            dim: Token dimension.
+        """
+        both = torch.cat([cached, new], dim)
         return both if self.order_N is None else both.index_select(dim, self.order_N)
 
-    def joined(self, kept: Tensor, num_new: int) -> Tensor:
-        """Return the keys and values of kept tokens [layers, K, S] with room for new ones, [layers, N, S]."""
-        num_layers, _, width = kept.shape
-        return self.in_order(kept, kept.new_empty(num_layers, num_new, width), dim=1)
+    def extend_cache(self, cached: Tensor, num_new: int) -> Tensor:
+        """Return cached keys and values [layers, K, S] with space for new tokens, [layers, N, S]."""
+        num_layers, _, width = cached.shape
+        return self.in_order(cached, cached.new_empty(num_layers, num_new, width), dim=1)
 
 
 class HSTUBlock(nn.Module):
-    """One HSTU layer: ``y = x + dropout(W (norm(A v) * u))``, where ``A = SiLU(alpha q k^T + bias) / L``.
+    """An HSTU layer: ``y = x + dropout(W (norm(A v) * u))``, where ``A = SiLU(alpha q k^T + bias) / L``.
 
-    One linear map and a SiLU give u, v, q and k of each token; ``alpha`` is ``1 / sqrt(attention_dim)``, and
+    A linear map and a SiLU compute u, v, q and k per token; ``alpha`` is ``1 / sqrt(attention_dim)``, and
     ``L`` is ``max_length``. Source: Zhai et al., "Actions speak louder than words: trillion-parameter
     sequential transducers for generative recommendations" (2024), equations 1 to 3.
 
     Args:
-        width: the width E of a token.
-        max_length: the largest number of tokens of a sample.
-        num_heads: the number of attention heads H.
-        attention_dim: the width of a head's queries and keys.
-        hidden_dim: the width of a head's values and of its gate.
-        position_bias: whether there is a bias by the distance of two tokens. Without one, a target's result
-            does not depend on its place among the targets.
-        num_time_buckets: the entries T of the time bias; 0: no time bias. See `ops.attention.time_buckets`.
-        dropout: the share of values that are dropped in training.
-        mask: which tokens a token attends to.
-        device: the device of the parameters.
+        width: Token width E.
+        max_length: Maximum number of tokens per sample.
+        num_heads: Attention heads H.
+        attention_dim: Width of queries and keys per head.
+        hidden_dim: Width of values and gates per head.
+        position_bias: Add a bias by token distance. Without it, a target's result does not depend on its
+            position among the targets.
+        num_time_buckets: Number of time bias entries T; 0: no time bias. See `ops.attention.time_buckets`.
+        dropout: Dropout probability.
+        mask: Which tokens a token attends to.
+        device: Parameter device.
 
     Attributes:
         heads: ``num_heads``, ``hidden_dim`` and ``attention_dim``.
 
     Raises:
-        ValueError: a size is below 1, or ``num_time_buckets`` is negative.
+        ValueError: A size is below 1, or ``num_time_buckets`` is negative.
+
+    Example::
+
+        >>> block = HSTUBlock(8, max_length=4, num_time_buckets=0)
+        >>> block(torch.ones(3, 8), torch.tensor([0, 1, 3])).shape
+        torch.Size([3, 8])
     """
 
     def __init__(
@@ -107,18 +126,18 @@ class HSTUBlock(nn.Module):
         self.heads = (num_heads, hidden_dim, attention_dim)
         self._max_length, self._mask = max_length, mask
         self.norm = nn.LayerNorm(width, device=device)
-        self.projections = nn.Linear(
+        self.projections = Linear(
             width, 2 * num_heads * (hidden_dim + attention_dim), bias=False, device=device
         )
         self.attended_norm = nn.LayerNorm(num_heads * hidden_dim, device=device)
-        self.output = nn.Linear(num_heads * hidden_dim, width, device=device)
+        self.output = Linear(num_heads * hidden_dim, width, device=device)
         self.drop = nn.Dropout(dropout)
         self.position_bias = _bias((2 * max_length - 1) * position_bias, device)
         self.time_bias = _bias(num_time_buckets, device)
 
     @property
-    def kept_width(self) -> int:
-        """The width S of a token's keys and values."""
+    def cache_width(self) -> int:
+        """Width S of the cached keys and values of a token."""
         num_heads, hidden_dim, attention_dim = self.heads
         return num_heads * (hidden_dim + attention_dim)
 
@@ -132,48 +151,61 @@ class HSTUBlock(nn.Module):
         """Map the tokens of all samples, [N, E], to [N, E].
 
         Args:
-            tokens_NE: the tokens, sample by sample.
-            offsets_B1, timestamps_N, num_targets_B: see `Tokens`. A time bias needs timestamps.
+            tokens_NE: Tokens, sample by sample.
+            offsets_B1: First token per sample, then N, int64 [B + 1].
+            timestamps_N: Token times in seconds, int64; required for a time bias.
+            num_targets_B: Number of targets at the end of every sample, int64 [B].
 
         Raises:
-            ValueError: a sample is longer than ``max_length``, or timestamps are missing.
+            ValueError: A sample is longer than ``max_length``, or timestamps are missing.
         """
         return self._attend(tokens_NE, Tokens(offsets_B1, timestamps_N, num_targets_B), None)
 
     def extend(self, tokens_ME: Tensor, all_NS: Tensor, new_at: slice | Tensor, tokens: Tokens) -> Tensor:
-        """Map new tokens of samples whose first tokens were mapped before.
+        """Apply the layer to new tokens only, with cached keys and values for the tokens before them.
 
         Args:
-            tokens_ME: the new tokens, sample by sample.
-            all_NS: the keys and values of all tokens. This method writes those of the new tokens.
-            new_at: the places of the new tokens among all.
-            tokens: where all of them lie.
+            tokens_ME: New tokens, sample by sample, [M, E].
+            all_NS: Keys and values for all tokens, [N, S] with S = `cache_width`. Entries for new tokens are
+                written in place.
+            new_at: Positions of the new tokens among all N tokens.
+            tokens: Layout of all tokens.
 
-        Returns: [M, E], which equals `forward` on all tokens if no kept token attends to a new one.
+        Returns:
+            Output for the new tokens, [M, E]. It equals `forward` on all tokens if no cached token attends to
+            a new token.
 
         Raises:
-            ValueError: a sample is longer than ``max_length``, or timestamps are missing.
+            ValueError: A sample is longer than ``max_length``, or timestamps are missing.
         """
         return self._attend(tokens_ME, tokens, (all_NS, new_at))
 
     def _attend(
-        self, tokens_ME: Tensor, tokens: Tokens, extended: tuple[Tensor, slice | Tensor] | None
+        self, tokens_ME: Tensor, tokens: Tokens, cache: tuple[Tensor, slice | Tensor] | None
     ) -> Tensor:
-        """Map tokens; ``extended``: the keys and values of all tokens, and the places of these; None: these
-        are all.
+        """Apply the layer to ``tokens_ME``, with keys and values for all tokens, cached or new.
+
+        Args:
+            tokens_ME: Tokens, sample by sample, [M, E].
+            tokens: Layout of all tokens.
+            cache: Keys and values for all tokens, and the positions of ``tokens_ME`` among them. None:
+                ``tokens_ME`` are all tokens.
         """
         num_heads, hidden_dim, attention_dim = self.heads
+        # Column layout of the projection: gate, value, query, key.
         hidden, inner = num_heads * hidden_dim, num_heads * attention_dim
         mixed = nn.functional.silu(self.projections(self.norm(tokens_ME)))
         gate, value, query, key = mixed.split([hidden, hidden, inner, inner], dim=1)
-        if extended is not None:
-            all_NS, new_at = extended
+        if cache is not None:
+            all_NS, new_at = cache
+            # Written before attention reads it: new tokens attend to each other and themselves.
             all_NS[new_at] = torch.cat([value, key], dim=1)
             value, key = all_NS.split([hidden, inner], dim=1)
+        # The kernel computes in fp32, also under autocast.
         attended = jagged_attention(
-            query.unflatten(1, (num_heads, attention_dim)),
-            key.unflatten(1, (num_heads, attention_dim)),
-            value.unflatten(1, (num_heads, hidden_dim)),
+            query.float().unflatten(1, (num_heads, attention_dim)),
+            key.float().unflatten(1, (num_heads, attention_dim)),
+            value.float().unflatten(1, (num_heads, hidden_dim)),
             tokens.offsets_B1,
             max_length=self._max_length,
             scale=1 / math.sqrt(attention_dim),
@@ -187,33 +219,35 @@ class HSTUBlock(nn.Module):
 
 
 def _bias(size: int, device: torch.device | None) -> nn.Parameter | None:
-    """Return a bias; None for size 0: DDP waits for the gradient of every parameter."""
+    """Create a bias parameter, or None for size 0: DDP waits for a gradient of every parameter."""
     return nn.Parameter(nn.init.normal_(torch.empty(size, device=device), std=0.02)) if size else None
 
 
 def kept_shape(blocks: nn.ModuleList) -> tuple[int, int]:
-    """Return the number of layers, and the width of a token's keys and values in one of them."""
+    """Return the layer count, and the width of a token's cached keys and values per layer."""
     block = blocks[0]
     assert isinstance(block, HSTUBlock)
-    return len(blocks), block.kept_width
+    return len(blocks), block.cache_width
 
 
 @torch.no_grad()
-def extend_all(blocks: nn.ModuleList, tokens_ME: Tensor, every: Tensor, tokens: Tokens) -> Tensor:
-    """Map new tokens through layers, as `HSTUBlock.extend` does, without gradients.
+def extend_all(blocks: nn.ModuleList, tokens_ME: Tensor, all_LNS: Tensor, tokens: Tokens) -> Tensor:
+    """Run all layers on new tokens with a KV cache, without gradients; see `HSTUBlock.extend`.
 
     Args:
-        blocks: the layers.
-        tokens_ME: the new tokens, sample by sample.
-        every: the keys and values of all tokens in all layers, [layers, N, S]. This function writes those of
-            the new tokens.
-        tokens: where all of them lie.
+        blocks: Layers, `HSTUBlock`.
+        tokens_ME: New tokens, sample by sample, [M, E].
+        all_LNS: Keys and values for all tokens, cached and new, [layers, N, S] with S =
+            ``HSTUBlock.cache_width``; see `Tokens.extend_cache`. Entries for new tokens are written in place.
+        tokens: Layout of all tokens.
 
-    Returns: [M, E].
+    Returns:
+        Output of the last layer for the new tokens, [M, E].
     """
-    num_kept, order_N = every.shape[1] - len(tokens_ME), tokens.order_N
-    new_at = slice(num_kept, None) if order_N is None else (order_N >= num_kept).nonzero()[:, 0]
-    for block, all_NS in zip(blocks, every, strict=True):
+    num_cached, order_N = all_LNS.shape[1] - len(tokens_ME), tokens.order_N
+    # Without reordering new tokens are a suffix, and a slice avoids an index copy per layer.
+    new_at = slice(num_cached, None) if order_N is None else (order_N >= num_cached).nonzero()[:, 0]
+    for block, all_NS in zip(blocks, all_LNS, strict=True):
         assert isinstance(block, HSTUBlock)
         tokens_ME = block.extend(tokens_ME, all_NS, new_at, tokens)
     return tokens_ME

@@ -1,4 +1,4 @@
-"""Checks of the input of collections, sharded or not."""
+"""Input validation for collections, sharded or not."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +9,34 @@ from meshrec.ops.index import mix_parts
 from meshrec.sparse import KeyedJaggedTensor
 
 
+def check_features(features: object) -> None:
+    """Check that a collection's input is a KeyedJaggedTensor or acts as one.
+
+    torch.fx proxies and awaitable inputs have the methods without the type.
+
+    Raises:
+        TypeError: The input is something else.
+    """
+    # The attribute identifies stand-ins: proxies answer every attribute, awaitables have this one.
+    if isinstance(features, KeyedJaggedTensor) or hasattr(features, "variable_stride_per_key"):
+        return
+    given = type(features).__name__
+    if isinstance(features, dict):
+        given = f"a dict with the keys {list(features)}"
+    raise TypeError(
+        f"embeddings are looked up for a KeyedJaggedTensor, got {given}. Build it from JaggedTensors "
+        "with KeyedJaggedTensor.from_jt_dict."
+    )
+
+
 def check_device(values: Tensor, table: str, device: torch.device) -> None:
-    """Raise ValueError unless the IDs are on the device of ``table``."""
+    """Raise ValueError unless the IDs are on the same device as ``table``.
+
+    Args:
+        values: IDs.
+        table: Table name for errors.
+        device: Device of the table.
+    """
     if values.device != device:
         raise ValueError(
             f"the input is on {values.device} and table {table!r} on {device}. "
@@ -19,10 +45,10 @@ def check_device(values: Tensor, table: str, device: torch.device) -> None:
 
 
 def sample_weights(features: KeyedJaggedTensor, *, is_weighted: bool) -> Tensor | None:
-    """Return the weights that scale rows, fp32 [N]; None if the collection is not weighted.
+    """Return the input's per-ID weights as fp32 [N]; None if the collection is not weighted.
 
     Raises:
-        ValueError: the collection is weighted, and its input has no weights.
+        ValueError: The collection is weighted, but the input is not.
     """
     if not is_weighted:
         return None
@@ -32,94 +58,113 @@ def sample_weights(features: KeyedJaggedTensor, *, is_weighted: bool) -> Tensor 
             "the collection is weighted (is_weighted=True) but the input has no weights. "
             "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
         )
+    # Kernels multiply in fp32.
     return weights.float()
 
 
 def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[str]) -> list[int]:
-    """Return the position of each feature among the keys. ``tables`` has the name of each feature's table.
+    """Return the key position for every feature.
+
+    Args:
+        keys: Keys of the input.
+        features: Features to look up.
+        tables: Table name per feature, for errors.
 
     Raises:
-        ValueError: a feature is missing from the keys.
+        ValueError: A feature is missing from the keys.
     """
-    place = {key: position for position, key in enumerate(keys)}
-    missing = sorted({feature for feature in features if feature not in place})
+    position_by_key = {key: position for position, key in enumerate(keys)}
+    # Report all missing features at once.
+    missing = sorted({feature for feature in features if feature not in position_by_key})
     if missing:
         readers = {table for table, feature in zip(tables, features, strict=True) if feature in missing}
         raise ValueError(
             f"features {missing} of tables {sorted(readers)} are missing: the input has the keys "
             f"{list(keys)}. Add them to the input, with empty bags where there are no ids."
         )
-    return [place[feature] for feature in features]
+    return [position_by_key[feature] for feature in features]
 
 
-def with_own_keys(
+def with_split_keys(
     features: KeyedJaggedTensor, positions: Sequence[int], uses: Sequence[int]
 ) -> tuple[KeyedJaggedTensor, list[int]]:
-    """Append a copy of the key of each of these uses, whose IDs will be replaced for this use alone.
+    """Give some lookups a private copy of a shared key.
+
+    Lookups of the same feature share a key. A table that replaces IDs, by hashes or slots, needs a copy of
+    the IDs, so that the other lookups still see the originals.
 
     Args:
-        features: the input.
-        positions: the position of each use's key.
-        uses: the uses that get a key of their own.
+        features: Input.
+        positions: Position of the key that a lookup reads, for every lookup.
+        uses: Indices of the lookups that get a copied key.
 
     Returns:
-        The input with the copies at its end, and the position of each use's key in it.
+        The input with a copied key appended per entry of ``uses``, and the updated ``positions``.
     """
     if not uses:
         return features, list(positions)
-    num_keys, found = len(features.keys()), list(positions)
-    for number, use in enumerate(uses):
-        found[use] = num_keys + number
-    return features.permute([*range(num_keys), *(positions[use] for use in uses)]), found
+    num_keys, use_positions = len(features.keys()), list(positions)
+    for copy, use in enumerate(uses):
+        use_positions[use] = num_keys + copy
+    return features.permute([*range(num_keys), *(positions[use] for use in uses)]), use_positions
 
 
-def inverse_rows(features: KeyedJaggedTensor, wanted: Sequence[str]) -> list[Tensor]:
-    """Return for each wanted key the bag of each sample, int64 [B], for keys with different batch sizes.
+def inverse_rows(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[Tensor]:
+    """Return the bag index per sample, int64 [B], for every key in ``keys``.
 
     Raises:
-        ValueError: there are no inverse indices, or they lack a key.
+        ValueError: The input has no inverse indices, or they lack a key.
     """
+    # Without inverse indices, rows with different batch sizes cannot be concatenated per sample.
     inverse = features.inverse_indices_or_none()
     if inverse is None:
         raise ValueError(
-            f"the keys have batch sizes of their own, {features.stride_per_key()}, and one result matrix "
+            f"the keys have different batch sizes, {features.stride_per_key()}, and one result matrix "
             "needs one batch size. Give the KeyedJaggedTensor inverse_indices, or equal batch sizes."
         )
     row_of = {key: row for row, key in enumerate(inverse[0])}
-    missing = sorted(set(wanted) - row_of.keys())
+    missing = sorted(set(keys) - row_of.keys())
     if missing:
         raise ValueError(
             f"inverse_indices has no rows for the features {missing}, only for {inverse[0]}. "
             "Give one row for each key."
         )
-    return [inverse[1][row_of[key]].long() for key in wanted]
+    return [inverse[1][row_of[key]].long() for key in keys]
 
 
 def key_bounds(offsets: Tensor, segments: Tensor | None, num_keys: int) -> list[int]:
-    """Return where the IDs of each key begin, and their number, [K + 1]."""
+    """Return the first ID per key, then N, as K + 1 integers. Synchronizes with the device.
+
+    Args:
+        offsets: Bag boundaries, [B + 1].
+        segments: First bag per key, then B; None: all keys have the same number of bags.
+        num_keys: Number of keys K.
+    """
+    # Equal strides: key boundaries are every step-th offset.
     if segments is None:
         step = (len(offsets) - 1) // max(1, num_keys)
         if step == 0:
             return [0] * (num_keys + 1)
-        chosen = offsets[: num_keys * step + 1 : step]
+        starts = offsets[: num_keys * step + 1 : step]
     else:
-        chosen = offsets[segments]
-    bounds: list[int] = chosen.tolist()
+        starts = offsets[segments]
+    # A single copy to the host for all keys.
+    bounds: list[int] = starts.tolist()
     return bounds
 
 
-def mixed(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> Tensor:
-    """Replace the IDs of some keys by their mix.
+def mix_ids(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> Tensor:
+    """Replace the IDs of some keys by a bijective hash.
 
-    See [Note: the keys of hashed tables] in tables/key_space.py.
+    See [Note: the keys of hashed tables] in tables/hashed/keys.py.
 
     Args:
-        values: the IDs of all keys, int32 or int64 [N].
-        bounds: where the IDs of each key begin, and N.
-        seeds: the seed of the mix, by key.
+        values: IDs of all keys, int32 or int64 [N].
+        bounds: First ID per key, then N.
+        seeds: Hash seed by key position.
 
     Raises:
-        ValueError: the IDs are not integers.
+        ValueError: The IDs are not integers.
     """
     check_integers(values)
     parts = [(bounds[key], bounds[key + 1], seed) for key, seed in sorted(seeds.items())]
@@ -127,7 +172,7 @@ def mixed(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> Te
 
 
 def check_integers(values: Tensor) -> None:
-    """Raise ValueError if the IDs of hashed tables are no integers."""
+    """Raise ValueError unless the IDs for hashed tables are int32 or int64."""
     if values.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"tables with hashed keys take IDs of int32 or int64, got {values.dtype}. Convert the values of "

@@ -5,16 +5,18 @@ from torch import Tensor, nn
 
 from meshrec.ops.interaction import dot_interaction
 
+# Traced as a single node: it dispatches on the device.
 torch.fx.wrap("dot_interaction")
 
 
 class DotInteraction(nn.Module):
-    """The dense vector, followed by the dot products of all pairs among it and F sparse vectors.
+    """Concatenate a dense vector and the pairwise dot products among it and F sparse vectors.
 
-    Naumov et al.: "Deep learning recommendation model for personalization and recommendation systems" (2019).
+    Source: Naumov et al., "Deep learning recommendation model for personalization and recommendation systems"
+    (2019).
 
     Args:
-        num_sparse_features: number of sparse vectors F.
+        num_sparse_features: Number of sparse vectors F.
     """
 
     def __init__(self, num_sparse_features: int) -> None:
@@ -26,7 +28,7 @@ class DotInteraction(nn.Module):
         return dim + self.num_sparse_features * (self.num_sparse_features + 1) // 2
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        """Combine dense [B, D] and sparse [B, F, D] into [B, D + F (F + 1) / 2]."""
+        """Map dense [B, D] and sparse [B, F, D] to [B, D + F (F + 1) / 2]."""
         if self.num_sparse_features == 0:
             return dense
         return dot_interaction(dense, sparse)

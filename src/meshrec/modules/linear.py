@@ -1,4 +1,4 @@
-"""A linear layer that uses the faster of torch's two matrix libraries."""
+"""Linear layers: fp32 with the faster of torch's two CPU matrix libraries, and bf16 with fused ReLU."""
 
 import functools
 from pathlib import Path
@@ -7,27 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules.precision import bf16_copy, bf16_weight, computes_in_bf16, is_autocast
+
+# B batch, I input columns, O output columns
+
 
 class Linear(nn.Linear):
-    """``nn.Linear``, more than twice as fast for fp32 on some CPUs.
+    """``nn.Linear``, more than twice as fast for fp32 on some CPUs, with a fused bf16 path.
 
-    torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. On other
-    processors with AVX-512 this layer uses oneDNN, which is part of torch, forward and backward. Everywhere
-    else, while torch compiles or exports, and under autocast, it is ``nn.Linear``. Parameters and results are
-    the same, up to the order of sums.
+    torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel processors only. On other processors
+    with AVX-512 this layer uses oneDNN, which is part of torch, in forward and backward. Under bf16 autocast
+    on a CPU it is `linear`, see [Note: bf16 dense part]. Otherwise, and under compile or export, it is
+    ``nn.Linear``. Parameters are the same, and results are equal up to summation order.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [..., in_features] to [..., out_features]."""
-        # TorchScript compiles this method: it skips what is not for it, and stumbles over comments on types.
+    def forward(self, input: Tensor, relu: bool = False) -> Tensor:
+        """Map [..., in_features] to [..., out_features], optionally through a ReLU."""
+        # TorchScript compiles this method. It skips this branch, but parses comments after `type:`.
         if not torch.jit.is_scripting():  # type: ignore
-            if not torch.compiler.is_compiling() and _onednn_is_faster() and self._fits(input):
-                return _product(input, self.weight, self.bias)
-        return nn.functional.linear(input, self.weight, self.bias)
+            if computes_in_bf16(input):
+                return linear(input, self.weight, self.bias, relu=relu)
+            if not torch.compiler.is_compiling() and _prefer_onednn() and self._fits(input):
+                out = _onednn_linear(input, self.weight, self.bias)
+                return torch.relu(out) if relu else out
+        out = nn.functional.linear(input, self.weight, self.bias)
+        return torch.relu(out) if relu else out
 
     def _fits(self, input: Tensor) -> bool:
         return (
-            type(input) is Tensor  # first: of a proxy nothing can be asked
+            type(input) is Tensor  # first: proxies fail on the other attributes
             and input.is_cpu
             and input.dtype == self.weight.dtype == torch.float32
             and input.dim() == 2
@@ -37,29 +45,127 @@ class Linear(nn.Linear):
         )
 
 
+class LogitLinear(Linear):
+    """Last layer of a model: a `Linear` that computes in fp32, also under autocast."""
+
+    def forward(self, input: Tensor, relu: bool = False) -> Tensor:
+        """Map [..., in_features] to fp32 [..., out_features], optionally through a ReLU."""
+        # Scripted and exported programs have no autocast.
+        if not torch.jit.is_scripting():  # type: ignore
+            if is_autocast(input):
+                with torch.autocast(input.device.type, enabled=False):
+                    return Linear.forward(self, input.float(), relu)
+            return Linear.forward(self, input, relu)
+        out = nn.functional.linear(input, self.weight, self.bias)  # TorchScript has no base class to call
+        return torch.relu(out) if relu else out
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
+    """Compute ``nn.functional.linear``; in bf16 with a copied weight where `computes_in_bf16`.
+
+    Args:
+        input: [..., I].
+        weight: [O, I].
+        bias: [O] or None.
+        relu: Apply a ReLU, which bf16 on a CPU fuses into the product.
+
+    Returns:
+        [..., O]; bf16 where `computes_in_bf16`.
+    """
+    if not torch.jit.is_scripting():  # type: ignore
+        fits = computes_in_bf16(input) and weight.dtype == torch.float32 and input.numel() > 0
+        if fits and _has_bf16_products():
+            return _bf16_linear(input, weight, bias, relu)
+    out = nn.functional.linear(input, weight, bias)
+    return torch.relu(out) if relu else out
+
+
+def _bf16_linear(input: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    rows = input.to(torch.bfloat16).reshape(-1, input.shape[-1])
+    out: Tensor = _BF16Linear.apply(rows, weight, bias, relu)  # type: ignore[no-untyped-call]
+    return out.view(*input.shape[:-1], -1)
+
+
 @functools.cache
-def _onednn_is_faster() -> bool:
+def _has_bf16_products() -> bool:
+    # Private operators: they may be missing in other torch versions or builds.
+    mkldnn = torch.ops.mkldnn
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    if not (hasattr(mkldnn, "_linear_pointwise") and hasattr(mkldnn, "_is_mkldnn_bf16_supported")):
+        return False
+    return bool(mkldnn._is_mkldnn_bf16_supported())
+
+
+class _BF16Linear(torch.autograd.Function):
+    """Autograd function for bf16 x [B, I] @ fp32 w [O, I]^T + fp32 b [O], with an optional ReLU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, relu: bool) -> Tensor:
+        """Compute the product of bf16 copies with oneDNN.
+
+        Args:
+            ctx: Autograd context.
+            x: [B, I].
+            w: [O, I].
+            b: [O] or None.
+            relu: Apply a ReLU.
+        """
+        ctx.copy = bf16_copy(w)
+        bias, name = None if b is None else bf16_copy(b), "relu" if relu else "none"
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, ctx.copy, bias, name, [], "")
+        ctx.save_for_backward(x, w, *([out] if relu else []))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, w, *outs = ctx.saved_tensors
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+        if outs:
+            grad = torch.ops.aten.threshold_backward(grad, outs[0], 0)
+        # The copy has no graph, which second derivatives need.
+        copy = bf16_weight(w) if torch.is_grad_enabled() else ctx.copy
+        return (
+            grad @ copy if needs_x else None,
+            (grad.t() @ x).float() if needs_w else None,
+            grad.sum(0).float() if needs_b else None,
+            None,
+        )
+
+
+@functools.cache
+def _prefer_onednn() -> bool:
     mkldnn = torch.backends.mkldnn
     if not (torch.backends.mkl.is_available() and mkldnn.is_available() and mkldnn.enabled):
         return False
+    # A private operator: it may be missing in other torch versions or builds.
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     try:
         cpus = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
+    # MKL falls back to AVX2 on processors that are not Intel's.
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and "GenuineIntel" not in cpus
 
 
-def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return _Product.apply(x, w, b)  # type: ignore[no-any-return, no-untyped-call]
+def _onednn_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return _OneDNNLinear.apply(x, w, b)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Product(torch.autograd.Function):
-    """The product of x [B, I] and the transpose of w [O, I], plus b [O]."""
+class _OneDNNLinear(torch.autograd.Function):
+    """Autograd function for x [B, I] @ w [O, I]^T + b [O]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """Compute the product with oneDNN.
+
+        Args:
+            ctx: Autograd context.
+            x: [B, I].
+            w: [O, I].
+            b: [O] or None.
+        """
         ctx.save_for_backward(x, w)
         return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")  # type: ignore[no-any-return]
 
@@ -68,7 +174,8 @@ class _Product(torch.autograd.Function):
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad
         return (
-            _Product.apply(grad, w.t(), None) if needs_x else None,  # type: ignore[no-untyped-call]
-            _Product.apply(grad.t(), x.t(), None) if needs_w else None,  # type: ignore[no-untyped-call]
+            _OneDNNLinear.apply(grad, w.t(), None) if needs_x else None,  # type: ignore[no-untyped-call]
+            _OneDNNLinear.apply(grad.t(), x.t(), None) if needs_w else None,  # type: ignore[no-untyped-call]
+            # The backward is itself differentiable: both products use this function again.
             grad.sum(0) if needs_b else None,
         )

@@ -1,8 +1,8 @@
-"""Ensembles in one pass: members that share their weights, and differ in a scale per column.
+"""Ensembles in a single pass: members share weights and differ in scales per column.
 
 Wen, Tran, Ba: "BatchEnsemble" (2020); Gorishniy, Kotelnikov, Babenko: "TabM" (2024).
 
-Shape legend: B batch, M members, I and O columns.
+Shape legend: B batch, M members, I input columns, O output columns.
 """
 
 import math
@@ -11,17 +11,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules.linear import linear
+from meshrec.modules.precision import bf16_weight, computes_in_bf16
+
 
 class MemberLinear(nn.Module):
-    """A linear layer that M members share: each scales the input's and the output's columns its own way.
+    """Linear layer shared by M members, with input and output scales per member.
 
     Member m computes ``(x * r[m]) @ W.T * s[m] + b[m]``.
 
     Args:
-        in_size, out_size: number of columns of input and output.
-        num_members: number of members M.
-        signs: draw the input's scales as +1 or -1, so that members differ from the start; else they are 1.
-        device: device of the parameters.
+        in_size: Input columns I.
+        out_size: Output columns O.
+        num_members: Members M.
+        signs: Initialize input scales with random signs, so that members differ from the start; otherwise
+            with 1.
+        device: Parameter device.
     """
 
     def __init__(
@@ -40,24 +45,29 @@ class MemberLinear(nn.Module):
         scale = torch.ones(num_members, in_size, device=device)
         if signs and num_members > 1:
             scale = torch.randint(0, 2, (num_members, in_size), device=device) * 2.0 - 1.0
+        # Scales per member are the only weights that differ between members, besides the bias.
         self.in_scale = nn.Parameter(scale)
         self.out_scale = nn.Parameter(torch.ones(num_members, out_size, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, M, I], or [B, 1, I] for one input of all members, to [B, M, O]."""
-        return nn.functional.linear(x * self.in_scale, self.weight) * self.out_scale + self.bias
+        """Map [B, M, I], or [B, 1, I] for an input shared by all members, to [B, M, O]."""
+        parameters: list[Tensor] = [self.in_scale, self.out_scale, self.bias]
+        if computes_in_bf16(x):
+            x, parameters = x.bfloat16(), [bf16_weight(parameter) for parameter in parameters]
+        in_scale, out_scale, bias = parameters
+        return linear(x * in_scale, self.weight) * out_scale + bias
 
 
 class MemberMLP(nn.Module):
-    """An MLP of M members with an output each: `MemberLinear` layers, ReLU, dropout, and a head per member.
+    """An MLP with M members: `MemberLinear` layers with ReLU and dropout, and a head per member.
 
     Args:
-        in_size: number of columns of the input.
-        layer_sizes: number of columns of the hidden layers, at least one.
-        num_outputs: number of outputs of each member.
-        num_members: number of members M.
-        dropout: share of the hidden values that training drops.
-        device: device of the parameters.
+        in_size: Input columns.
+        layer_sizes: Hidden sizes, at least one.
+        num_outputs: Outputs per member.
+        num_members: Members M.
+        dropout: Dropout probability.
+        device: Parameter device.
     """
 
     def __init__(
@@ -72,22 +82,24 @@ class MemberMLP(nn.Module):
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for number, size in enumerate(layer_sizes):
-            before = layer_sizes[number - 1] if number else in_size
+        for index, size in enumerate(layer_sizes):
+            in_columns = layer_sizes[index - 1] if index else in_size
             layers += [
-                MemberLinear(before, size, num_members, signs=number == 0, device=device),
+                # Random signs in the first layer suffice: later layers then see different inputs.
+                MemberLinear(in_columns, size, num_members, signs=index == 0, device=device),
                 nn.ReLU(),
                 nn.Dropout(dropout),
             ]
         self.layers = nn.Sequential(*layers)
-        last = layer_sizes[-1]
-        bound = 1.0 / math.sqrt(last)
-        head = torch.empty(num_members, num_outputs, last, device=device).uniform_(-bound, bound)
+        out_columns = layer_sizes[-1]
+        bound = 1.0 / math.sqrt(out_columns)
+        head = torch.empty(num_members, num_outputs, out_columns, device=device).uniform_(-bound, bound)
         self.head = nn.Parameter(head)
         self.bias = nn.Parameter(torch.zeros(num_members, num_outputs, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, I] to [B, num_outputs, M]."""
+        """Map [B, in_size] to [B, num_outputs, M]."""
         hidden = self.layers(x.unsqueeze(1))
+        # [B, M, num_outputs]; a batched dot product per member, without a [B, M, M] intermediate.
         logits: Tensor = ((hidden.unsqueeze(2) * self.head).sum(-1) + self.bias).transpose(1, 2)
         return logits

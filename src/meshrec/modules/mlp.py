@@ -1,4 +1,4 @@
-"""Stacks of linear layers. Parameters have TorchRec's names, so that its checkpoints load."""
+"""Multilayer perceptrons. Parameters have TorchRec's names, so that its checkpoints load."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshrec.modules.activation import SwishLayerNorm, relu
 from meshrec.modules.linear import Linear
+from meshrec.modules.precision import computes_in_bf16
 
 TensorFunction = Callable[[Tensor], Tensor]
 Activation = str | nn.Module | TensorFunction | Callable[[], nn.Module]
@@ -18,13 +19,15 @@ _SWISH = "swish_layernorm"
 
 
 class Perceptron(nn.Module):
-    """A linear layer and an activation, with parameters at ``_linear``.
+    """Linear layer and activation, with parameters in ``_linear``.
 
     Args:
-        in_size, out_size: number of columns of input and output.
-        bias: whether the layer has a bias.
-        activation: a function of a tensor, or a module.
-        device, dtype: device and dtype of the parameters.
+        in_size: Input columns.
+        out_size: Output columns.
+        bias: Add a bias.
+        activation: Tensor function or module.
+        device: Parameter device.
+        dtype: Parameter dtype.
     """
 
     def __init__(
@@ -38,28 +41,40 @@ class Perceptron(nn.Module):
     ) -> None:
         super().__init__()
         self._linear = Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
+        # torch.relu is the default: use the variant with reused buffers.
         self._activation_fn = relu if activation is torch.relu else activation
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [B, in_size] to [B, out_size]."""
+        # TorchScript compiles this method. It skips this branch, but parses comments after `type:`.
+        if not torch.jit.is_scripting():  # type: ignore
+            # A subclass or replacement of the layer, as quantization makes, has no fused ReLU.
+            fuses = self._activation_fn is relu and type(self._linear) is Linear
+            if fuses and computes_in_bf16(input):
+                return self._linear(input, relu=True)  # type: ignore[no-any-return]
         return self._activation_fn(self._linear(input))
 
 
 class MLP(nn.Module):
-    """Linear layers, each followed by ``activation``, with parameters at ``_mlp.<i>._linear``.
+    """Linear layers with an activation after every layer, with parameters in ``_mlp.<i>._linear``.
 
     Args:
-        in_size: number of columns of the input.
-        layer_sizes: number of columns of each layer's output.
-        bias: whether the layers have a bias.
-        activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a function of a tensor, a module that
-            all layers share, or a class or function without arguments that makes a module for each layer.
-        device, dtype: device and dtype of the parameters.
-        activation_on_last: whether the last layer has an activation.
+        in_size: Input columns.
+        layer_sizes: Output columns per layer.
+        bias: Add a bias to every layer.
+        activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a tensor function, a module shared by
+            all layers, or a class or function without arguments that builds a module per layer.
+        device: Parameter device.
+        dtype: Parameter dtype.
+        activation_on_last: Apply the activation after the last layer.
 
     Raises:
-        ValueError: the name of the activation is unknown, or a function without arguments does not return a
-            module.
+        ValueError: The activation name is unknown, or a function without arguments does not return a module.
+
+    Example::
+
+        >>> MLP(8, [16, 4])(torch.ones(2, 8)).shape
+        torch.Size([2, 4])
     """
 
     def __init__(
@@ -75,10 +90,10 @@ class MLP(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for index, size in enumerate(layer_sizes):
-            before = layer_sizes[index - 1] if index else in_size
+            in_columns = layer_sizes[index - 1] if index else in_size
             is_linear = index == len(layer_sizes) - 1 and not activation_on_last
-            chosen = nn.Identity() if is_linear else _activation(activation, size, device)
-            layers.append(Perceptron(before, size, bias, chosen, device, dtype))
+            layer_activation = nn.Identity() if is_linear else _activation(activation, size, device)
+            layers.append(Perceptron(in_columns, size, bias, layer_activation, device, dtype))
         self._mlp = nn.Sequential(*layers)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -87,6 +102,16 @@ class MLP(nn.Module):
 
 
 def _activation(activation: Activation, size: int, device: torch.device | None) -> nn.Module | TensorFunction:
+    """Resolve an ``activation`` argument for a layer with ``size`` columns.
+
+    Args:
+        activation: As in `MLP`.
+        size: Output columns of the layer.
+        device: Activation parameter device.
+
+    Raises:
+        ValueError: The name is unknown, or the factory does not return a module.
+    """
     if isinstance(activation, str):
         if activation == _SWISH:
             return SwishLayerNorm(size, device=device)
@@ -96,21 +121,21 @@ def _activation(activation: Activation, size: int, device: torch.device | None) 
                 f"activation must be a function, a module or one of {allowed}, got {activation!r}."
             )
         return _NAMED[activation]
-    if isinstance(activation, nn.Module) or not _takes_nothing(activation):
+    if isinstance(activation, nn.Module) or not _is_factory(activation):
         return cast(Any, activation)  # type: ignore[no-any-return]
-    made = cast(Callable[[], object], activation)()
-    if not isinstance(made, nn.Module):
+    module = cast(Callable[[], object], activation)()
+    if not isinstance(module, nn.Module):
         raise ValueError(
-            f"an activation that takes no argument must make a module, got a {type(made).__name__} from "
+            f"an activation without arguments must return a module, got a {type(module).__name__} from "
             f"{activation!r}. Pass a function of a tensor, or one that returns a torch.nn.Module."
         )
-    return made
+    return module
 
 
-def _takes_nothing(function: Callable[..., object]) -> bool:
+def _is_factory(function: Callable[..., object]) -> bool:
     """Return whether ``function`` can be called without arguments.
 
-    Functions of torch's C++ side, whose signature is unknown, count as functions of a tensor.
+    torch's C++ functions have no signature and count as tensor functions.
     """
     try:
         inspect.signature(function).bind()

@@ -1,8 +1,8 @@
-"""Embeddings of numbers: piecewise-linear and periodic.
+"""Embeddings of numeric features: piecewise linear and periodic.
 
 Gorishniy, Rubachev, Babenko: "On embeddings for numerical features in tabular deep learning" (2022).
 
-Shape legend: B batch, N numbers, T bins, K frequencies, D width.
+Shape legend: B batch, N numeric features, T bins, K frequencies, D width.
 """
 
 import itertools
@@ -12,67 +12,76 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules.precision import is_autocast
+
 
 class PiecewiseLinear(nn.Module):
-    """The piecewise-linear encoding of numbers: how far each value reaches into each bin.
+    """Piecewise linear encoding of numeric features.
 
-    Bin t of a number lies between its edges t and t + 1. Its share is 0 for values below the bin, 1 for
-    values above it, and linear in between. A linear function of the shares is a piecewise-linear function of
-    the number. The module has no parameters.
+    Entry t of a feature is 0 for values below bin t, 1 for values above it, and linear in between. A linear
+    function of the entries is a piecewise linear function of the feature. The module has no parameters.
 
     Args:
-        edges: the edges of each number's bins, rising: two or more. A number with fewer edges has one bin,
-            which passes the value on as it is.
-        device: device of the buffers.
+        edges: Increasing bin edges per feature, at least two. A feature with fewer edges is passed through as
+            a single entry.
+        device: Device for the buffers.
 
     Raises:
-        ValueError: edges do not rise.
+        ValueError: Edges do not increase.
+
+    Example::
+
+        >>> PiecewiseLinear([[0.0, 1.0, 3.0]])(torch.tensor([[2.0]]))
+        tensor([[[1.0000, 0.5000]]])
     """
 
     constant_buffers = ("first", "scale", "low", "high")
-    first: Tensor
-    scale: Tensor
-    low: Tensor
-    high: Tensor
+    first: Tensor  # lower bin edge, [N, T]
+    scale: Tensor  # 1 / bin width, [N, T]; 0 for bins a feature does not have
+    low: Tensor  # lower clamp, [N, T]: 0, or -inf for a feature without bins
+    high: Tensor  # upper clamp, [N, T]: 1, or inf for a feature without bins
 
     def __init__(self, edges: Sequence[Sequence[float]], device: torch.device | None = None) -> None:
         super().__init__()
-        for number, each in enumerate(edges):
-            if any(not before < after for before, after in itertools.pairwise(each)):
-                raise ValueError(f"the edges of number {number} must rise, got {list(each)}.")
+        for feature, feature_edges in enumerate(edges):
+            if any(not before < after for before, after in itertools.pairwise(feature_edges)):
+                raise ValueError(f"the edges of number {feature} must rise, got {list(feature_edges)}.")
         self.N = len(edges)
-        self.T = max((max(1, len(each) - 1) for each in edges), default=0)
+        # Common number of bins; features with fewer are padded with scale 0.
+        self.T = max((max(1, len(feature_edges) - 1) for feature_edges in edges), default=0)
         first, scale = torch.zeros(self.N, self.T), torch.zeros(self.N, self.T)
         low, high = torch.zeros(self.N, self.T), torch.ones(self.N, self.T)
-        for number, each in enumerate(edges):
-            if len(each) < 2:
-                scale[number, 0], low[number, 0], high[number, 0] = 1.0, -math.inf, math.inf
+        for feature, feature_edges in enumerate(edges):
+            # Identity: scale 1 and no clamping.
+            if len(feature_edges) < 2:
+                scale[feature, 0], low[feature, 0], high[feature, 0] = 1.0, -math.inf, math.inf
                 continue
-            found = torch.tensor(list(each), dtype=torch.float64)
-            first[number, : len(each) - 1] = found[:-1]
-            scale[number, : len(each) - 1] = 1.0 / found.diff()
+            # float64: the difference of two close edges would lose digits in fp32.
+            edge_values = torch.tensor(list(feature_edges), dtype=torch.float64)
+            first[feature, : len(feature_edges) - 1] = edge_values[:-1]
+            scale[feature, : len(feature_edges) - 1] = 1.0 / edge_values.diff()
         for name, value in (("first", first), ("scale", scale), ("low", low), ("high", high)):
             self.register_buffer(name, value.to(device), persistent=False)
 
     @property
     def widths(self) -> Tensor:
-        """The widths of all bins, [N, T]: 1 for a number without edges, 0 for a bin that a number lacks."""
+        """Bin widths, [N, T]; 1 for a feature without edges, 0 for bins a feature does not have."""
         return torch.where(self.scale > 0, 1.0 / self.scale, 0.0)
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Encode numbers [B, N] as shares [B, N, T]; bins that a number does not have are 0."""
-        reached = (numbers.unsqueeze(-1) - self.first) * self.scale
+    def forward(self, values: Tensor) -> Tensor:
+        """Encode values [B, N] as [B, N, T]. Entries for bins a feature does not have are 0."""
+        reached = (values.unsqueeze(-1) - self.first) * self.scale
         return torch.minimum(torch.maximum(reached, self.low), self.high)
 
 
 class NumberEmbedding(nn.Module):
-    """Embeddings of numbers: a linear function of each number's piecewise-linear encoding.
+    """Numeric feature embeddings: a linear layer per feature over the piecewise linear encoding.
 
     Args:
-        edges: see `PiecewiseLinear`.
-        dim: width D of the embeddings.
-        std: standard deviation of the initial weights.
-        device: device of parameters and buffers.
+        edges: Increasing bin edges per feature; see `PiecewiseLinear`.
+        dim: Embedding width D.
+        std: Standard deviation of the initial weights.
+        device: Parameter and buffer device.
     """
 
     def __init__(
@@ -88,21 +97,31 @@ class NumberEmbedding(nn.Module):
         self.weight = nn.Parameter(std * torch.randn(self.encoding.N, self.encoding.T, dim, device=device))
         self.bias = nn.Parameter(torch.zeros(self.encoding.N, dim, device=device))
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Map numbers [B, N] to embeddings [B, N, D]."""
-        shares_NBT = self.encoding(numbers).transpose(0, 1)
-        return torch.bmm(shares_NBT, self.weight).transpose(0, 1) + self.bias
+    def forward(self, values: Tensor) -> Tensor:
+        """Map values [B, N] to embeddings [B, N, D]."""
+        if is_autocast(values):
+            # fp32: columns may be linear terms of the logits, as in WideDeep.
+            with torch.autocast(values.device.type, enabled=False):
+                return self._embed(values.float())
+        return self._embed(values)
+
+    def _embed(self, values: Tensor) -> Tensor:
+        # A batched matmul per feature.
+        encoded_NBT = self.encoding(values).transpose(0, 1)
+        return torch.bmm(encoded_NBT, self.weight).transpose(0, 1) + self.bias
 
 
 class PeriodicEmbedding(nn.Module):
-    """Embeddings of numbers: a linear function of sines and cosines at learned frequencies, then a ReLU.
+    """Numeric feature embeddings from sines and cosines at learned frequencies.
+
+    A linear layer per feature maps the 2 K waves to D columns, followed by a ReLU.
 
     Args:
-        num_numbers: how many numbers N.
-        dim: width D of the embeddings.
-        num_frequencies: how many frequencies K each number has.
-        std: standard deviation of the initial frequencies. A larger one tells closer numbers apart.
-        device: device of the parameters.
+        num_numbers: Number of features N.
+        dim: Embedding width D.
+        num_frequencies: Frequencies K per feature.
+        std: Standard deviation of the initial frequencies. Larger values separate closer numbers.
+        device: Parameter device.
     """
 
     def __init__(
@@ -116,13 +135,14 @@ class PeriodicEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.frequency = nn.Parameter(std * torch.randn(num_numbers, num_frequencies, device=device))
+        # Uniform initialization as in nn.Linear.
         bound = 1.0 / math.sqrt(2 * num_frequencies)
         weight = torch.empty(num_numbers, 2 * num_frequencies, dim, device=device).uniform_(-bound, bound)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(torch.zeros(num_numbers, dim, device=device))
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Map numbers [B, N] to embeddings [B, N, D]."""
-        angle = 2 * math.pi * numbers.unsqueeze(-1) * self.frequency
+    def forward(self, values: Tensor) -> Tensor:
+        """Map values [B, N] to embeddings [B, N, D]."""
+        angle = 2 * math.pi * values.unsqueeze(-1) * self.frequency
         waves_NBK = torch.cat([angle.sin(), angle.cos()], dim=-1).transpose(0, 1)
         return torch.relu(torch.bmm(waves_NBK, self.weight).transpose(0, 1) + self.bias)

@@ -1,4 +1,4 @@
-"""Module that regroups the embeddings of several KeyedTensors."""
+"""Module that regroups several KeyedTensors."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ class KTRegroupAsDict(nn.Module):
     """``KeyedTensor.regroup_as_dict`` with fixed groups.
 
     Args:
-        groups: features of each group. A feature may be in several groups.
-        keys: name of each group.
-        emb_dtype: data type of the results; None: that of the embeddings.
+        groups: Features per group. A feature may be in several groups.
+        keys: Name per group.
+        emb_dtype: Output data type; None: as the embeddings.
 
     Raises:
-        ValueError: the numbers of groups and keys differ.
+        ValueError: Groups and keys differ in number.
     """
 
     def __init__(
@@ -29,15 +29,16 @@ class KTRegroupAsDict(nn.Module):
         super().__init__()
         if len(groups) != len(keys):
             raise ValueError(f"each group needs a key: got {len(groups)} groups and {len(keys)} keys.")
+        # Copied: the caller may change the lists.
         self._groups = [list(group) for group in groups]
         self._keys = list(keys)
         self._dtype = None if emb_dtype is None else emb_dtype.dtype
 
     def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """Return the groups by name, [B, sum of D] each.
+        """Return a tensor [B, sum of D] per group, by name.
 
         Raises:
-            ValueError: no KeyedTensor has one of the features.
+            ValueError: A feature is not in any KeyedTensor.
         """
         grouped = KeyedTensor.regroup_as_dict(list(keyed_tensors), self._groups, self._keys)
         if self._dtype is None:

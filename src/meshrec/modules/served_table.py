@@ -1,4 +1,4 @@
-"""Module that holds a hashed table which only reads, as an exported program sees it."""
+"""Read-only module for a hashed table in an exported program."""
 
 from collections.abc import Iterator
 from typing import final
@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.ops.index import mix
-from meshrec.ops.keyed import FirstRows, FoundBy, buckets_of
-from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.ops.keyed import KeyIndex, UniformInit, buckets_of
+from meshrec.tables.hashed.table import HashedRows, HashedTable
 
-# n rows, C columns of their memory
+# n rows, C row memory columns
 
 INDEX = ("buckets", "added", "added_rows")
-"""The buffers that find a row; see ``ops.keyed.naive``."""
+"""Buffers of the row index; see ``ops.keyed.naive``."""
 
 
 @final
 class ServedRows:
-    """The rows of a whole hashed table in the order of their keys, read from the table block by block.
+    """Rows of an unsharded hashed table in key order, copied block by block.
 
     Args:
-        table: the table, which must not change meanwhile.
+        table: Table to read, which must not change while this object is used.
     """
 
     def __init__(self, table: HashedTable) -> None:
@@ -30,44 +30,45 @@ class ServedRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the rows' memory."""
+        """Dtype of the row memory."""
         return self._table.rows.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows, and the elements of each."""
+        """Number of rows, and row memory columns."""
         return len(self._keys), self._table.rows.shape[1]
 
     def empty(self) -> Tensor:
-        """Return a tensor without rows, [0, C]."""
+        """Return an empty row tensor, [0, C]."""
         return torch.empty((0, self.shape[1]), dtype=self.dtype)
 
     def blocks(self) -> Iterator[Tensor]:
-        """Yield the rows, some at a time."""
+        """Yield blocks of rows, [block, C]."""
         for slots in self._slots.split(self._table.block_rows):
             yield self._table.rows.detach()[slots]
 
     def index(self) -> dict[str, Tensor]:
-        """Return the tensors that find the rows, by the names of ``INDEX``."""
+        """Return the row index tensors by buffer name (``INDEX``)."""
         tensors = buckets_of(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
         return dict(zip(INDEX, tensors, strict=True))
 
 
 class ServedTable(nn.Module):
-    """A hashed table that only reads: ``weight`` [n, C] in key order, and the buffers of ``INDEX``.
+    """A read-only hashed table: ``weight`` [n, C] in key order, and the index buffers.
 
-    It holds example tensors of the right dtypes, so that a program can be traced. The package has the real
-    ones.
+    It holds example tensors with the right dtypes, so that a program can be traced. The exported package
+    contains the real tensors.
 
     Args:
-        storage: the layout of the rows, and the options of the table.
+        storage: Row layout and table options.
     """
 
     def __init__(self, storage: HashedRows) -> None:
         super().__init__()
         self.storage = storage
         columns = storage.columns(storage.dim)
-        # All sizes differ: torch.export would take equal ones for the same.
+        # All sizes differ: torch.export would treat equal sizes as the same symbol.
+        # Keys are sorted hashes, as the index requires. The values do not matter.
         keys = mix(torch.arange(101), storage.keys.seed).sort().values
         more = mix(torch.arange(200, 203), storage.keys.seed).sort().values
         added = torch.stack([more, torch.arange(3)])
@@ -76,22 +77,22 @@ class ServedTable(nn.Module):
         for name, tensor in zip(INDEX, (buckets_of(keys), added, rows), strict=True):
             self.register_buffer(name, tensor)
 
-    def found_by(self) -> FoundBy:
-        """Return the tensors and the formula by which kernels find the rows."""
+    def found_by(self) -> KeyIndex:
+        """Return the index tensors and the initialization of unknown rows, for the kernels."""
         buckets, added, added_rows = (self.get_buffer(name) for name in INDEX)
         first = first_rows_of(self.storage)
-        return FoundBy(buckets, added, added_rows, self.storage.keys.seed, first)
+        return KeyIndex(buckets, added, added_rows, self.storage.keys.seed, first)
 
 
-def first_rows_of(storage: HashedRows) -> FirstRows:
-    """Return the formula of a table's first rows.
+def first_rows_of(storage: HashedRows) -> UniformInit:
+    """Return the initialization of rows for unknown IDs.
 
     Raises:
-        ValueError: they come from a function in Python.
+        ValueError: The table has a Python ``init_fn``.
     """
     if storage.init_fn is not None:
         raise ValueError(
             f"table {storage.name!r} has an init_fn, which a package cannot contain: an unknown ID would "
             "have no first row. Give weight_init_min and weight_init_max in place of init_fn."
         )
-    return FirstRows(storage.row_seed, *storage.bounds)
+    return UniformInit(storage.row_seed, *storage.bounds)

@@ -1,4 +1,4 @@
-"""The lookup that both collections share: features, their tables, and one kernel call for all of them."""
+"""The lookup shared by both collections: maps features to tables, and runs all in a single kernel call."""
 
 import functools
 import itertools
@@ -21,36 +21,37 @@ from meshrec.modules.input_checks import (
     key_bounds,
     positions_of,
     sample_weights,
-    with_own_keys,
+    with_split_keys,
 )
 from meshrec.modules.served_table import ServedTable
-from meshrec.ops import keyed, tbe
+from meshrec.ops import keyed, operators, tbe
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.tables.file_rows import FileBackedRows
+from meshrec.tables.cached.rows import FileBackedRows
+from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.fused import WholeTables
-from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.tables.hashed.table import HashedRows, HashedTable
 from meshrec.tables.index import Index, KeyReader, pin, pins_of, slots_of
-from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage, lookup_of
+from meshrec.tables.storage import RowStorage, lookup_of
 
-# F features in the order of the tables, B samples, N ids, D width
+# F features in table order, B samples, N IDs, D width
 
-_BLOCK_NUMBERS = 1 << 20
+_BLOCK_ELEMENTS = 1 << 20  # 4 MiB of fp32: bounds the memory of quantized initialization
 
 _POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 
 
 class TableLookup:
-    """Looks up the features of a KeyedJaggedTensor in tables.
+    """Looks up a KeyedJaggedTensor in several tables.
 
     Args:
-        tables: the tables, with unique names.
-        pooling: the pooling of each table.
-        is_weighted: whether the input's weights scale the rows.
-        bounds_check: what happens to ids outside their table.
-        output_dtype: dtype of the result; None: the widest dtype of the tables, fp32 for quantised tables.
+        tables: Table configs with unique names.
+        pooling: Pooling per table.
+        is_weighted: Scale rows by the input's weights.
+        bounds_check: Handling of IDs outside their table.
+        output_dtype: Output dtype; None: the widest dtype among the tables, fp32 for quantized tables.
 
     Raises:
-        ValueError: for no tables, names given twice, and a quantised output_dtype.
+        ValueError: The list is empty, a name is repeated, or output_dtype is quantized.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class TableLookup:
             raise ValueError(f"output_dtype must be FP32, FP16 or BF16, got {output_dtype}.")
         if not tables:
             raise ValueError("tables is empty. Give at least one table.")
-        twice = [name for name, count in Counter(table.name for table in tables).items() if count > 1]
-        if twice:
-            raise ValueError(f"the names {twice} are given to several tables. Names must be unique.")
+        repeated = [name for name, count in Counter(table.name for table in tables).items() if count > 1]
+        if repeated:
+            raise ValueError(f"the names {repeated} are given to several tables. Names must be unique.")
         pairs = [(index, feature) for index, table in enumerate(tables) for feature in table.feature_names]
+        # A lookup is a (table, feature) pair. The lists below have an entry per lookup, in table order.
         self.features = [feature for _, feature in pairs]
         self.tables = [index for index, _ in pairs]
         self.pooling = [_POOLING_CODES[pooling[index]] for index in self.tables]
@@ -80,13 +82,13 @@ class TableLookup:
         self._quantised = any(not storage.is_trainable for storage in storages)
         self._bits = [storage.bits for storage in storages]
         self._look_up = lookup_of(storages)
-        found = [
+        indexes = [
             storage.index(0, table.num_embeddings) for storage, table in zip(storages, tables, strict=True)
         ]
-        self._indexes = {number: index for number, index in enumerate(found) if index is not None}
+        self._indexes = {table_index: index for table_index, index in enumerate(indexes) if index is not None}
         self.hashed = {n: table for n, table in enumerate(tables) if table.keys is not None}
-        """The tables with hashed keys."""
-        self._served: dict[int, ServedTable] = {}
+        """Hashed tables by index."""
+        self._served: dict[int, ServedTable] = {}  # set by serve()
         self.bounds_check = bounds_check
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
         self._checks_ids = bounds_check is BoundsCheckMode.ERROR
@@ -94,7 +96,7 @@ class TableLookup:
         self._table_names = [table.name for table in tables]
         self._num_rows = [table.num_embeddings for table in tables]
         readers = Counter(self.features)
-        self._own_keys = [
+        self._split_keys = [
             use
             for use, (index, feature) in enumerate(pairs)
             if (index in self._indexes or index in self.hashed) and readers[feature] > 1
@@ -103,31 +105,33 @@ class TableLookup:
             f"{feature}@{self._table_names[index]}" if readers[feature] > 1 else feature
             for index, feature in pairs
         ]
+        # Kernels name the table and feature in errors. A tensor, because operators take no string lists.
         lines = "".join(f"{self._table_names[index]}\t{feature}\n" for index, feature in pairs)
         self._names = torch.frombuffer(bytearray(lines.encode()), dtype=torch.uint8)
-        self._known_keys: list[str] = []
+        self._last_keys: list[str] = []  # keys of the last batch, for which _key_indices holds
         self._key_indices: list[int] = []
 
     @property
     def num_clamped_ids(self) -> int:
-        """Number of IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
+        """Number of IDs replaced by ``BoundsCheckMode.WARN`` so far."""
         return int(self._num_clamped)
 
     def serve(self, tables: Mapping[int, ServedTable]) -> None:
-        """Read tables with hashed keys, by number, as they are in a package from now on."""
+        """Read these hashed tables, by index, in the exported read-only form from now on."""
         self._served = dict(tables)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the position of each looked-up feature among the keys of the input.
+        """Return the key position per lookup.
 
         Raises:
-            ValueError: a feature is missing.
+            ValueError: A feature is missing.
         """
         keys = features.keys()
-        if keys != self._known_keys:
+        if keys != self._last_keys:
             readers = [self._table_names[table] for table in self.tables]
             self._key_indices = positions_of(keys, self.features, readers)
-            self._known_keys = list(keys)
+            # Copied: the caller may change its list in place.
+            self._last_keys = list(keys)
         return self._key_indices
 
     def lookups(
@@ -138,17 +142,22 @@ class TableLookup:
         flat: bool,
         hashed: Mapping[int, HashedTable] | None = None,
     ) -> tbe.Lookups:
-        """Return the arguments of the kernels for one batch.
+        """Build the kernel arguments for a batch.
 
-        ``hashed``: the tables with hashed keys, by number.
+        Args:
+            features: IDs and optional weights.
+            weights: Weight per table.
+            flat: Lay out the output lookup after lookup, instead of as [B, sum of D].
+            hashed: Hashed tables by index.
 
         Raises:
-            ValueError: for a missing feature or missing weights, and for input on another device.
+            ValueError: A feature or weights are missing, or the input is on another device.
         """
         check_device(features.values(), self._table_names[0], weights[0].device)
         keys = self.positions(features)
-        if self._own_keys:
-            features, keys = with_own_keys(features, keys, self._own_keys)
+        # Slots are per table: a key that two tables read needs separate copies of its IDs.
+        if self._split_keys:
+            features, keys = with_split_keys(features, keys, self._split_keys)
         lookups = tbe.Lookups(
             values=features.values(),
             offsets=features.offsets(),
@@ -161,13 +170,15 @@ class TableLookup:
             flat=flat,
             dims=self.dims,
         )
-        lookups = self._clamped(lookups) if self._clamps_ids else lookups
+        lookups = self._clamp(lookups) if self._clamps_ids else lookups
         if hashed:
             check_integers(lookups.values)
             lookups = lookups._replace(values=lookups.values.long())
-            if not self._finds_while_reading(hashed):
-                lookups = self._hashed(lookups, hashed)
-        return self._resolved(lookups, self._indexes) if self._indexes else lookups
+            # Training needs slots up front, because the update writes to the same slots after the backward
+            # pass.
+            if not self._can_probe_in_kernel(hashed):
+                lookups = self._resolve_hashed(lookups, hashed)
+        return self._resolve_slots(lookups, self._indexes) if self._indexes else lookups
 
     def run(
         self,
@@ -177,46 +188,65 @@ class TableLookup:
         updater: WholeTables | None,
         hashed: Mapping[int, HashedTable] | None = None,
     ) -> Tensor:
-        """Look up the batch, ``[B, sum of D]`` or flat, given what ``lookups`` returned."""
+        """Look up the batch, given the arguments built by ``lookups``.
+
+        Args:
+            weights: Row memory per table.
+            lookups: Kernel arguments.
+            out_size: Batch size, or the number of output elements if flat.
+            updater: Receives the gradients; None: autograd does.
+            hashed: Hashed tables by index.
+
+        Returns:
+            [B, sum of D], or flat [out_size].
+        """
         dtype = torch.float32 if self.output_dtype is None else self.output_dtype.dtype
+        # Quantized rows are uint8 in memory and decode to fp32.
         if self.output_dtype is None and not self._quantised:
             dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})
         options = tbe.LookupOptions(out_size, dtype, self._checks_ids, self._names)
+        # Without grad mode there is nothing to update, and the plain kernels skip the bookkeeping.
         if updater is not None and torch.is_grad_enabled():
-            plain = [table for table in updater.plain_tables if weights[table].requires_grad]
-            result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)
+            autograd_tables = [table for table in updater.plain_tables if weights[table].requires_grad]
+            result: Tensor = tbe.fused_forward(weights, lookups, updater, autograd_tables, options)
             return result
-        if hashed and self._finds_while_reading(hashed):
+        if hashed and self._can_probe_in_kernel(hashed):
             indexes = {t: (table.slots, table.storage.keys.seed) for t, table in hashed.items()}
-            found = keyed.hashed_forward(self._bits, indexes, weights, lookups, options)
-            if found is not None:
-                return found
-            lookups = self._hashed(lookups, hashed)  # makes rows for the IDs that have none
+            output = keyed.hashed_forward(self._bits, indexes, weights, lookups, options)
+            if output is not None:
+                return output
+            lookups = self._resolve_hashed(lookups, hashed)  # initializes rows for unknown IDs
             weights = [hashed[t].rows if t in hashed else weight for t, weight in enumerate(weights)]
         if self._served:
-            found_by = {number: table.found_by() for number, table in self._served.items()}
+            found_by = {index: table.found_by() for index, table in self._served.items()}
             return keyed.forward(self._bits, found_by, weights, lookups, options)
         return self._look_up(weights, lookups, options)
 
-    def _finds_while_reading(self, tables: Mapping[int, HashedTable]) -> bool:
-        """Return whether the kernel that reads rows also finds them: where none is trained, and all are in
-        memory.
-        """
+    def _can_probe_in_kernel(self, tables: Mapping[int, HashedTable]) -> bool:
+        """Return whether the kernel can resolve hashed IDs: no training, and all rows in memory."""
         if torch.is_grad_enabled() or self._indexes:
             return False
         return all(table.file is None for table in tables.values())
 
-    def _hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
-        """Replace the IDs of tables with hashed keys by slots. The batch pins them."""
-        return self._resolved(lookups, tables, {t: table.storage.keys.seed for t, table in tables.items()})
+    def _resolve_hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
+        """Replace the IDs of hashed tables by slots, which stay pinned as long as the batch."""
+        return self._resolve_slots(
+            lookups, tables, {t: table.storage.keys.seed for t, table in tables.items()}
+        )
 
-    def _resolved(
+    def _resolve_slots(
         self,
         lookups: tbe.Lookups,
         indexes: Mapping[int, Index],
         seeds: Mapping[int, int] = MappingProxyType({}),
     ) -> tbe.Lookups:
-        """Replace the keys of tables with an index by slots; ``seeds`` makes keys of IDs."""
+        """Replace the IDs of indexed tables by slots.
+
+        Args:
+            lookups: Kernel arguments.
+            indexes: Index by table.
+            seeds: Hash seed by table; without a seed IDs are keys already.
+        """
         num_keys = lookups.num_keys
         readers = {
             key: KeyReader([indexes[table]], 0, seeds.get(table))
@@ -228,61 +258,76 @@ class TableLookup:
         values, pins = slots_of(
             lookups.values, bounds, readers, num_keys=num_keys, train=train, at_once=not train
         )
+        # Pins live as long as the values tensor. Eviction must not reuse a slot that a backward still needs.
         pin(values, [*pins_of(lookups.values), *pins])
         return lookups._replace(values=values)
 
-    def _clamped(self, lookups: tbe.Lookups) -> tbe.Lookups:
-        chosen = [i for i, table in enumerate(lookups.tables) if table not in self.hashed]
-        values, counts = torch.ops.meshrec.clamp_ids.default(
+    def _clamp(self, lookups: tbe.Lookups) -> tbe.Lookups:
+        """Replace IDs outside their table by 0, and count them. Hashed tables accept all IDs."""
+        bounded = [i for i, table in enumerate(lookups.tables) if table not in self.hashed]
+        values, counts = operators.clamp_ids(
             lookups.values,
             lookups.offsets,
             lookups.segments,
             lookups.num_keys,
-            [lookups.keys[i] for i in chosen],
-            [lookups.tables[i] for i in chosen],
+            [lookups.keys[i] for i in bounded],
+            [lookups.tables[i] for i in bounded],
             self._num_rows,
         )
         if self.hashed:
-            counts = counts.new_zeros(len(lookups.tables)).index_copy_(0, torch.tensor(chosen), counts)
+            counts = counts.new_zeros(len(lookups.tables)).index_copy_(0, torch.tensor(bounded), counts)
         torch.ops.meshrec_host.report_clamped(self._num_clamped, counts, self._names)
         return lookups._replace(values=values)
 
 
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
-    """Make a weight ``[num_embeddings, embedding_dim]``, or quantised rows. On ``meta`` nothing is filled."""
+    """Allocate and initialize a table weight; on ``meta`` allocate only.
+
+    Returns:
+        [num_embeddings, embedding_dim], or packed quantized rows.
+
+    Raises:
+        ValueError: The table has a file storage, and the device is not ``meta``.
+    """
     storage = storage_of(config)
     if config.storage is not None and (device is None or device.type != "meta"):
-        raise ValueError(no_room(config, device))
+        raise ValueError(storage_error(config, device))
     weight = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), device)
     if not weight.is_meta:
         init_weight(config, weight)
     return nn.Parameter(weight, requires_grad=storage.is_trainable)
 
 
-def no_room(config: BaseEmbeddingConfig, device: torch.device | None) -> str:
-    """Return what is wrong with a table on a device that is not ``meta``, if it has a storage."""
+def storage_error(config: BaseEmbeddingConfig, device: torch.device | None) -> str:
+    """Return the error message for an unsharded table with a file storage on a real device."""
     return (
         f"table {config.name!r} has storage=FileRows(...), and the module was given the device "
-        f"{device or 'cpu'}: an unsharded module would hold the whole table in memory. Make it with "
+        f"{device or 'cpu'}: an unsharded module would hold the whole table in memory. Build it with "
         "device='meta' and shard it, in one process too: DistributedModelParallel(model, "
         "ShardingEnv.single_process(), ...)."
     )
 
 
 def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
-    """Initialise a weight as configured; a quantised one block by block."""
+    """Initialize a weight as configured; quantized weights block by block."""
     storage = storage_of(config)
     if storage.is_trainable:
         return config.init_weight(weight)
-    for rows in weight.detach().split(max(1, _BLOCK_NUMBERS // config.embedding_dim)):
-        numbers = torch.empty(len(rows), config.embedding_dim, device=weight.device)
-        config.init_weight(numbers)
-        rows.copy_(storage.encode(numbers))
+    # The fp32 values of a large quantized table would not fit in memory at once.
+    for rows in weight.detach().split(max(1, _BLOCK_ELEMENTS // config.embedding_dim)):
+        values = torch.empty(len(rows), config.embedding_dim, device=weight.device)
+        config.init_weight(values)
+        rows.copy_(storage.encode(values))
     return None
 
 
 def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
-    """Return the storage of a table. ``weight`` gives the dtype if the module was cast after construction."""
+    """Return the row storage of a table.
+
+    Args:
+        config: Table config.
+        weight: Current weight, which gives the dtype if the module was cast after construction.
+    """
     if config.keys is not None:
         return HashedRows(
             dtype=config.data_type.dtype,
@@ -294,6 +339,7 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
             init_fn=config.init_fn,
             bits=config.data_type.bits,
             file=config.storage,
+            seed_name=config.seed_name,
         )
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype
@@ -305,11 +351,11 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
 
 
 def storage_for(data_type: DataType) -> RowStorage:
-    """Return the storage of rows of a data type."""
+    """Return the in-memory row storage for a data type."""
     return QuantisedRows(data_type.bits) if data_type.bits else DenseRows(data_type.dtype)
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, end) of consecutive pieces of the given sizes."""
+    """Return (start, end) per consecutive piece, given the sizes."""
     ends = list(itertools.accumulate(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))

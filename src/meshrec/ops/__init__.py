@@ -1,3 +1,4 @@
-"""The operators: their schemas, plain torch versions, Triton kernels, gradients and fakes. C++ kernels are in
-csrc.
+"""Operators: schemas, plain torch references, Triton kernels, gradients and fake kernels.
+
+The C++ kernels are in csrc/.
 """

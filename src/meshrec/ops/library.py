@@ -1,8 +1,7 @@
-"""The C++ kernels are loaded here. If nothing was compiled, the same ops are declared for the plain torch
-versions.
+"""Loads the C++ kernels, or declares the operators for the plain torch versions.
 
-The environment variable ``MESHREC_LIBRARY`` names another build of the kernels to load instead of the
-installed one, as the sanitizer run does. If it names no file, the plain torch versions run.
+Set ``MESHREC_LIBRARY`` to load another build, as the sanitizer run does. If that file does not exist, the
+plain torch versions run.
 """
 
 import ctypes
@@ -21,12 +20,13 @@ _KERNELS = Path(os.environ.get("MESHREC_LIBRARY") or _HERE.parent / "libmeshrec.
 
 
 def library_path() -> str:
-    """Return the path of libmeshrec.so, for programs in C++. Without a compiler, the file does not exist."""
+    """Return the path to libmeshrec.so, for programs in C++. Without a compiler, the file does not exist."""
     return str(_KERNELS)
 
 
 def schemas() -> list[str]:
-    """Return the schemas of all ops in the namespace ``meshrec``, from ``schemas.inc``."""
+    """Return all operator schemas in the namespace ``meshrec``, read from ``schemas.inc``."""
+    # The C++ preprocessor reads the same file, so strip comments and join adjacent string literals here.
     text = re.sub(r"//[^\n]*", "", (_HERE / "schemas.inc").read_text())
     calls = re.findall(r"SCHEMA\(((?:\s*\"[^\"]*\")+)\s*\)", text)
     return ["".join(re.findall(r"\"([^\"]*)\"", call)) for call in calls]
@@ -47,23 +47,23 @@ def _load() -> torch.library.Library | None:
     return library
 
 
-# Keep a reference: the ops of a Library end with it.
+# torch.library.Library unregisters the operators when it is garbage collected.
 _library = _load()
 
 has_kernels: bool = _library is None
-"""Whether the compiled CPU kernels are used; otherwise the plain torch versions are."""
+"""Whether the compiled CPU kernels are loaded. Otherwise the plain torch versions run."""
 
 
-# These, too.
+# Kept alive for the same reason.
 _implementations: list[torch.library.Library] = []
 
 
 def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAutograd") -> None:
-    """Register functions as implementations of the ops with their names.
+    """Register functions as implementations of the operators with the same names.
 
     Args:
-        ops: the functions.
-        key: the dispatch key; by default every backend without a kernel of its own.
+        ops: implementations, named after their operators.
+        key: dispatch key. The default serves every backend without a specific kernel.
     """
     library = torch.library.Library("meshrec", "IMPL")
     for op in ops:
@@ -72,5 +72,22 @@ def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAu
 
 
 def c_entry_points() -> ctypes.CDLL | None:
-    """Return the plain C functions, which do not work on tensors; None if nothing was compiled."""
+    """Return the C functions that do not work on tensors, or None without compiled kernels."""
     return ctypes.CDLL(str(_KERNELS)) if has_kernels else None
+
+
+def c_functions(**signatures: tuple[Any, list[Any]]) -> ctypes.CDLL | None:
+    """Return the C library with types set on some functions, or None if any of them is missing.
+
+    A library named by ``MESHREC_LIBRARY`` may be older than this file, and lack functions.
+
+    Args:
+        signatures: result type and argument types, by name without the prefix ``meshrec_``.
+    """
+    library = c_entry_points()
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"meshrec_{name}", None)
+        if function is None:
+            return None
+        function.restype, function.argtypes = result, arguments
+    return library

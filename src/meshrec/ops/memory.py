@@ -1,4 +1,4 @@
-"""Memory for tables, and for the buffers that a training step allocates and frees."""
+"""Memory for tables and for temporary buffers in a training step."""
 
 import contextlib
 import ctypes
@@ -13,9 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.library import c_entry_points
 
-# Keep a reference: the ops of a Library end with it. Without a kernel, huge pages are just not asked for.
+# torch.library.Library unregisters its operators when garbage collected, so keep a reference. Without a
+# kernel, huge pages are not requested.
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("use_huge_pages", lambda memory: None, "CompositeExplicitAutograd")
 _registration.impl("use_huge_pages", lambda memory: None, "Meta")
@@ -24,24 +26,30 @@ _registration.impl("new_buffer", lambda like, size: like.new_empty(size), "Meta"
 
 
 def use_huge_pages(memory: Tensor) -> None:
-    """Ask the system to back a new, untouched CPU tensor with huge pages, so that random rows miss the TLB
-    less often.
+    """Advise the system to back a new, untouched CPU tensor with huge pages.
 
-    It is only advice. Small tensors, and systems without huge pages, are left as they are.
+    Random row reads then miss the TLB less often. Small tensors, and systems without huge pages, are left
+    unchanged.
     """
     if memory.device.type == "cpu":
-        torch.ops.meshrec.use_huge_pages(memory)
+        operators.use_huge_pages(memory)
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return an uninitialised tensor like ``torch.empty``, but let a large CPU tensor begin at a page, a huge
-    one if possible.
+    """Return an uninitialized tensor like ``torch.empty``, page-aligned if it is a large CPU tensor.
 
-    Processors fetch cache lines in pairs. Malloc lets a large tensor begin in the middle of a pair, so that a
-    row of 256 bytes lies in three pairs instead of two, and random rows are read a fifth slower.
+    Processors fetch cache lines in pairs. Malloc may start a large tensor in the middle of a pair, so a row
+    of 256 bytes touches three pairs instead of two, and random row reads take 20 % longer.
+
+    Args:
+        shape: tensor shape.
+        dtype: element type.
+        device: target device, or None for the default device.
     """
+    # A probe: resolves the default device, and detects tensor subclasses under a mode such as FakeTensorMode.
     small = torch.empty(0, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    # Tensors below a huge page stay with malloc, which reuses freed blocks.
     if type(small) is not Tensor or not small.is_cpu or num_bytes < HUGE_PAGE or sys.platform == "win32":
         return torch.empty(shape, dtype=dtype, device=device)
     try:
@@ -54,9 +62,14 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor | None:
-    """Return a tensor of zeros that takes memory only where it is written to; None if that is impossible.
+    """Return a zero tensor that uses memory only where written to, or None if the system cannot do that.
 
-    Only its address space is reserved, which may be larger than the memory of the machine.
+    Only address space is reserved, possibly more than the physical memory.
+
+    Args:
+        shape: tensor shape.
+        dtype: element type.
+        device: target device, or None for the default device.
     """
     small = torch.empty(0, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -72,10 +85,10 @@ def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def take_pages(address: int, num_bytes: int) -> bool:
-    """Take memory for whole pages of reserved addresses now, and not when they are first written to.
+    """Populate whole pages in a reserved address range now, ahead of the first write.
 
     Returns:
-        Whether that is possible: on Linux from 5.14 on, as long as there is memory.
+        Whether the system could: Linux 5.14 or later, with memory left.
     """
     if sys.platform != "linux":
         return False
@@ -85,10 +98,10 @@ def take_pages(address: int, num_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Leave the Python objects that exist now out of garbage collections until the block ends.
+    """Exclude existing Python objects from garbage collection until the block ends.
 
-    torch alone makes a million of them. A full collection visits them all, and takes a tenth of a second, in
-    the middle of a training step or of a request.
+    torch alone creates a million objects. A full collection visits them all and stalls a training step or a
+    request for 100 ms.
     """
     gc.collect()
     gc.freeze()
@@ -105,37 +118,36 @@ _NO_RESERVE: int | None = getattr(
     0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else None,
 )
 HUGE_PAGE = 1 << 21
-"""The bytes of a huge page."""
+"""Bytes per huge page."""
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not name
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
-_KEPT_BYTES, _GROWTH_BYTES, _LARGEST_BYTES = 1 << 28, 1 << 24, 1 << 25
-_USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
+_RETAINED_BYTES, _GROWTH_BYTES, _LARGEST_BYTES = 1 << 28, 1 << 24, 1 << 25
+_USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def keep_freed_memory() -> bool:
-    """Let the process keep up to 256 MiB that a training step frees, for the next step.
+    """Let the process retain up to 256 MiB freed by a training step for the next step.
 
-    By default, glibc returns buffers of a few megabytes to the system as soon as they are free, and every
-    step then waits for thousands of page faults while it gets them again. Blocks above 32 MiB are still
-    returned. The compiled kernels also place their large buffers side by side, apart from malloc's heap, so
-    that the next phase of a step reuses the memory of the last one (with torch 2.11 and later). Up to 256 MiB
-    of these are kept, too. Nothing changes with other C libraries, or if the user has set malloc's
-    environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
+    By default, glibc returns multi-megabyte buffers to the system immediately, and every step waits for
+    thousands of page faults to get them back. Blocks above 32 MiB are still returned. The compiled kernels
+    also place large buffers next to each other, outside malloc's heap, so that the phases of a step reuse the
+    same memory (torch 2.11 or later), and retain up to 256 MiB of them. No effect with other C libraries, or
+    if the user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
 
     Returns:
         Whether the settings were applied.
     """
-    chosen = any(name in os.environ for name in _USERS_CHOICE)
-    if sys.platform != "linux" or chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    set_by_user = any(name in os.environ for name in _USER_SETTINGS)
+    if sys.platform != "linux" or set_by_user or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
         return False
-    wanted = (
+    options = (
         (_M_MMAP_THRESHOLD, _LARGEST_BYTES),
-        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_M_TRIM_THRESHOLD, _RETAINED_BYTES),
         (_M_TOP_PAD, _GROWTH_BYTES),
     )
     if (library := c_entry_points()) is not None:
         library.meshrec_keep_buffers()
-    return all(mallopt(option, value) == 1 for option, value in wanted)
+    return all(mallopt(option, value) == 1 for option, value in options)

@@ -1,6 +1,6 @@
-"""The inner loop of the planner: simulated annealing of the places of pieces of tables.
+"""Inner loop of the planner: simulated annealing of shard placements.
 
-Arrays: T tables, Y types, C candidates, P groups of equal pieces, K phases, N pieces by rank.
+Arrays: T tables, Y table types, C sharding candidates, P groups of equal shards, K phases, N shards by rank.
 `meshrec.planner.problem` defines candidates, groups and amounts.
 """
 
@@ -11,24 +11,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.library import has_kernels
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MOST_PHASES = 8
+MAX_PHASES = 8
 
 
 class AnnealProblem(NamedTuple):
-    """The constant part: the costs of candidates and groups, and the allowed candidates."""
+    """Constant part of the annealing problem: costs per candidate and group, and allowed candidates."""
 
     type_T: Ints
     choice_start_Y: Ints
-    """First of each type's allowed candidates in `choices`; Y + 1 entries."""
+    """First allowed candidate per type in `choices`; Y + 1 entries."""
     choices: Ints
     scope_C: Ints
     uneven_C: Ints
-    """1 if rows may move from any part to any other."""
+    """1 if rows may move between any two shards."""
     piece_start_C: Ints
     count_P: Ints
     load_PK: Floats
@@ -38,31 +39,30 @@ class AnnealProblem(NamedTuple):
     common_C: Floats
     common_bytes_C: Floats
     least_P: Floats
-    """The smallest amount of a piece."""
+    """Smallest shard amount."""
     allowed_YR: Ints
-    """1 for the ranks that a type may use; empty if all types may use all ranks."""
+    """1 for the ranks a type may use; empty if all types may use all ranks."""
     shape_C: Ints
-    """Number of the candidate's shape, from 0. Candidates of one shape split tables with equally many columns
-    alike.
-    """
+    """Candidate shape, from 0. Candidates with equal shapes split tables with equal column counts alike."""
     columns_Y: Ints
-    """Number of columns of a type's tables."""
+    """Columns per table."""
 
 
 class Assignment(NamedTuple):
-    """A plan: the candidate of each table, and its pieces by rank, table by table."""
+    """Sharding plan: the candidate per table, and shards by rank, table by table."""
 
     candidate_T: Ints
     start_T: Ints
-    """First piece of each table; T + 1 entries."""
+    """First shard per table; T + 1 entries."""
     group_N: Ints
     rank_N: Ints
     amount_N: Floats
 
 
 class Annealed(NamedTuple):
-    """The best plan seen, its seconds without latencies, and the work done: the number of rank loads
-    computed.
+    """Annealing result: the best plan, its step time in seconds without latencies, and the work done.
+
+    Work counts rank load computations.
     """
 
     assignment: Assignment
@@ -81,32 +81,36 @@ def anneal(
     seconds: float,
     hot: float = 0.3,
     cold: float = 3e-4,
-    place_share: float = 1.0,
+    placement_share: float = 1.0,
     exponent: int = 4,
     seed: int = 0,
 ) -> Annealed:
-    """Anneal a plan: move, exchange, resize and re-split pieces at a falling temperature.
+    """Anneal a plan: move, exchange, resize and re-split shards at a falling temperature.
 
-    The result is the best plan seen, and never slower than `assignment`. The same input gives the same plan,
-    unless `seconds` run out before `max_work`. Without compiled kernels the plan is returned unchanged.
+    The result is the best plan seen, never slower than `assignment`. Equal input gives an equal plan, unless
+    `seconds` run out before `max_work`. Without compiled kernels the plan is returned unchanged.
 
     Args:
-        problem: the constant part of the problem.
-        assignment: the first plan, which must fit into `memory_cap`.
+        problem: constant part of the problem.
+        assignment: initial plan, which must fit into `memory_cap`.
         num_ranks: number of ranks.
         node_size: ranks per node.
         memory_cap: bytes per rank.
-        max_work: limit of the work, see `Annealed`.
-        seconds: limit of the time.
-        hot: first temperature, in mean loads of a rank.
-        cold: last temperature, in mean loads of a rank.
-        place_share: largest share of the work that considers all ranks, to place or split a table again. The
-            rest moves one piece or exchanges two.
-        exponent: first exponent of the norm over ranks, a power of two up to 64. While the temperature falls,
-            it is doubled up to 16 times its value, at most to 256.
-        seed: seed of the random numbers.
+        max_work: work limit, see `Annealed`.
+        seconds: time limit.
+        hot: initial temperature, in mean loads per rank.
+        cold: final temperature, in mean loads per rank.
+        placement_share: maximum share of work spent on moves that consider all ranks, to place or split a
+            table again. Remaining moves shift one shard or exchange two.
+        exponent: initial exponent of the norm over ranks, a power of two up to 64. It doubles while the
+            temperature falls, up to 16 times the initial value and at most 256.
+        seed: random seed.
+
+    Returns:
+        The best plan seen.
     """
-    result = torch.ops.meshrec.plan_anneal(
+    result = operators.plan_anneal(
+        # The kernel reads raw addresses, so arrays must be contiguous. Contiguous ones are not copied.
         [torch.from_numpy(np.ascontiguousarray(array)) for array in problem],
         *(torch.from_numpy(np.ascontiguousarray(array)) for array in assignment),
         num_ranks,
@@ -116,19 +120,19 @@ def anneal(
         seconds,
         hot,
         cold,
-        place_share,
+        placement_share,
         exponent,
         seed,
     )
-    *arrays, figures = (tensor.numpy() for tensor in result)
-    best, work = figures
+    *arrays, totals = (tensor.numpy() for tensor in result)
+    best, work = totals
     return Annealed(Assignment(*arrays), float(best), int(work))
 
 
 def _unchanged(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
     candidates, starts, groups, ranks, amounts = (a for a in arguments if isinstance(a, Tensor))
-    figures = torch.tensor([float("inf"), 0.0], dtype=torch.float64)
-    return candidates.clone(), starts.clone(), groups.clone(), ranks.clone(), amounts.clone(), figures
+    totals = torch.tensor([float("inf"), 0.0], dtype=torch.float64)
+    return candidates.clone(), starts.clone(), groups.clone(), ranks.clone(), amounts.clone(), totals
 
 
 def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
@@ -139,7 +143,7 @@ def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
 
 
 can_anneal: bool = has_kernels
-"""Whether `anneal` does anything, which needs the compiled kernels."""
+"""Whether `anneal` does anything. Requires the compiled kernels."""
 
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("plan_anneal", _unchanged, "CompositeExplicitAutograd")

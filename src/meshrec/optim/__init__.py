@@ -1,4 +1,4 @@
-"""Optimizers: specs of the fused optimizers, keyed optimizers and gradient clipping."""
+"""Fused optimizer specs, keyed optimizers and gradient clipping."""
 
 from meshrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from meshrec.optim.from_torch import from_torch

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
+from meshrec.optim.keyed import Closure, KeyedOptimizer, run_closure
 from meshrec.optim.parts import part_of
 
 
 @unique
 class GradientClipping(Enum):
-    """The methods of gradient clipping."""
+    """Gradient clipping methods."""
 
     NORM = "norm"
     """Scale all gradients together so that their total norm is at most the limit."""
@@ -24,22 +24,34 @@ class GradientClipping(Enum):
 
 
 class GradientClippingOptimizer(KeyedOptimizer):
-    """Optimizer wrapper that clips the gradients of all parameters before each step.
+    """Optimizer wrapper that clips all gradients before every step.
 
-    The norm is that of ``torch.nn.utils.clip_grad_norm_``: gradients are multiplied by ``min(1, max_gradient
-    / (total_norm + 1e-6))``. The duplicate rows of a sparse gradient are summed, so it is clipped like its
-    dense form. In a sharded model the norm is that of the whole model: shards of all ranks count together,
-    replicated parameters count once, and ``step`` is collective.
+    The norm is computed as in ``torch.nn.utils.clip_grad_norm_``: gradients are multiplied by ``min(1,
+    max_gradient / (total_norm + 1e-6))``. Duplicate rows in a sparse gradient are summed first, so it is
+    clipped like the equivalent dense gradient. For a sharded model the norm covers the whole model: shards
+    are added over ranks, replicated parameters count once, and ``step`` is collective.
 
     Args:
-        optimizer: the optimizer to wrap, which shares its parameters, state and groups.
+        optimizer: Wrapped optimizer. Parameters, state and groups are shared with it.
         clipping: NORM, VALUE or NONE.
-        max_gradient: the limit.
-        norm_type: the p of the p-norm; ``inf`` and ``"inf"`` are allowed.
+        max_gradient: Maximum norm, or maximum absolute value.
+        norm_type: p in the p-norm; ``inf`` and ``"inf"`` are allowed.
 
     Raises:
-        ValueError: the limit or the norm is not above 0, or ``optimizer`` updates parameters during backward,
-            where all gradients are never known at the same time.
+        ValueError: ``max_gradient`` or ``norm_type`` is not above 0, or ``optimizer`` updates parameters in
+            the backward pass, when the total norm is not known yet.
+
+    Example::
+
+        >>> from meshrec.optim import KeyedOptimizerWrapper
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> params = dict(layer.named_parameters())
+        >>> sgd = KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD(p, lr=0.1))
+        >>> optimizer = GradientClippingOptimizer(sgd, GradientClipping.NORM, max_gradient=1.0)
+        >>> layer(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> bool(optimizer.last_total_grad_norm > 1.0)
+        True
     """
 
     def __init__(
@@ -53,6 +65,7 @@ class GradientClippingOptimizer(KeyedOptimizer):
             raise ValueError(
                 f"max_gradient and norm_type must be above 0, got {max_gradient} and {norm_type!r}."
             )
+        # NONE is allowed, so that configurations can share code.
         if clipping is not GradientClipping.NONE and optimizer.updates_in_backward:
             raise ValueError(
                 "gradients of parameters that are updated in backward cannot be clipped: they are used up "
@@ -62,29 +75,28 @@ class GradientClippingOptimizer(KeyedOptimizer):
         self._clipping = clipping
         self._max_gradient = max_gradient
         self._norm_type = float(norm_type)
-        self._last_total_grad_norm: Tensor | None = None
+        self._last_total_grad_norm: Tensor | None = None  # set by every step with NORM clipping
         super().__init__(optimizer.params, optimizer.state, optimizer.param_groups, [("", optimizer)])
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
-        """Total norm before clipping in the last step; None before the first step, and without NORM
-        clipping.
-        """
+        """Total norm before clipping in the last step; None before the first, or without NORM clipping."""
         return self._last_total_grad_norm
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the wrapped optimizer updates parameters during backward."""
+        """Whether the wrapped optimizer updates parameters in the backward pass."""
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Run the closure, clip, and step the wrapped optimizer."""
-        loss = evaluated(closure)
+        """Run the closure, clip all gradients, then step the wrapped optimizer."""
+        loss = run_closure(closure)
         if self._clipping is not GradientClipping.NONE:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             if self._clipping is GradientClipping.VALUE:
                 for parameter in parameters:
                     if parameter.grad is not None:
+                        # Local elements only: value clipping needs no communication.
                         _elements(parameter).clamp_(-self._max_gradient, self._max_gradient)
             else:
                 self._last_total_grad_norm = _clip_norm(parameters, self._max_gradient, self._norm_type)
@@ -101,12 +113,10 @@ class GradientClippingOptimizer(KeyedOptimizer):
 
 
 def _elements(parameter: Tensor) -> Tensor:
-    """Return the elements of a gradient that are here, to be changed in place. A sparse gradient is coalesced
-    first.
-    """
+    """Return the local gradient elements for in-place changes. Coalesces a sparse gradient first."""
     gradient = parameter.grad
     assert gradient is not None
-    if hasattr(gradient, "to_local"):  # a DTensor: imports of its class cost much
+    if hasattr(gradient, "to_local"):  # a DTensor; importing the class is slow
         local: Tensor = gradient.to_local()
         return local
     if not gradient.is_sparse:
@@ -116,11 +126,13 @@ def _elements(parameter: Tensor) -> Tensor:
 
 
 def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+    """Scale all gradients in place, and return the total norm before; None without gradients."""
     norms = _norms(parameters, norm_type)
     if not norms:
         return None
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    # No host synchronization: multiply by 1 instead of branching on the norm.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -130,31 +142,35 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
 
 
 def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return norms of disjoint parts of the whole gradient. Collective if parameters are parts of split
-    ones.
-    """
+    """Return norms of disjoint parts of the whole gradient. Collective if some parameters are sharded."""
     norms: list[Tensor] = []
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         part = part_of(parameter)
         if part is not None:
+            # Before the check for a gradient: every rank must enter the group's all-reduce, or it hangs.
             groups.setdefault(part.group, [])
         if parameter.grad is None:
             continue
+        # Replicated parameters (part.counts False) are equal on all ranks and count once, without a
+        # reduction.
         norm = _norm(parameter, norm_type)
         (groups[part.group] if part is not None and part.counts else norms).append(norm)
-    device = next((each for each in norms), torch.zeros(())).device
-    return norms + [_norm_over(group, own, norm_type, device) for group, own in groups.items()]
+    device = (norms[0] if norms else torch.zeros(())).device
+    return norms + [
+        _norm_over(group, local_norms, norm_type, device) for group, local_norms in groups.items()
+    ]
 
 
 def _norm(parameter: Tensor, norm_type: float) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if hasattr(gradient, "full_tensor"):
-        split: Any = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient))
-        whole: Tensor = split.full_tensor()
-        return whole
+        sharded: Any = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient))
+        full: Tensor = sharded.full_tensor()
+        return full
     elements = _elements(parameter)
+    # A rank may hold an empty shard, and vector_norm rejects empty input for p = inf.
     if elements.numel() == 0:
         return elements.new_zeros((), dtype=_wide(elements))
     norm: Tensor = torch.linalg.vector_norm(elements, norm_type, dtype=_wide(elements))
@@ -162,18 +178,27 @@ def _norm(parameter: Tensor, norm_type: float) -> Tensor:
 
 
 def _norm_over(
-    group: "dist.ProcessGroup", own: Sequence[Tensor], norm_type: float, device: torch.device
+    group: "dist.ProcessGroup", local_norms: Sequence[Tensor], norm_type: float, device: torch.device
 ) -> Tensor:
-    """Return the norm over all ranks of a group."""
-    own = [norm.to(own[0].device) for norm in own] or [torch.zeros((), device=device)]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(own), norm_type)
+    """Combine local norms over the ranks in a group.
+
+    Args:
+        group: Ranks to reduce over.
+        local_norms: Norms of this rank's shards; may be empty.
+        norm_type: p in the p-norm.
+        device: Device for a rank without norms.
+    """
+    local_norms = [norm.to(local_norms[0].device) for norm in local_norms] or [torch.zeros((), device=device)]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(local_norms), norm_type)
     if norm_type == torch.inf:
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
         return norm
+    # Powers add up over ranks, norms do not.
     power = norm.pow_(norm_type)
     dist.all_reduce(power, group=group)
     return power.pow_(1.0 / norm_type)
 
 
 def _wide(gradient: Tensor) -> torch.dtype:
+    # Sums of squares overflow fp16 at 65504.
     return torch.promote_types(gradient.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Choice of the optimizer that the backward pass applies, parameter by parameter."""
+"""Per-parameter choice of the optimizer that the backward pass applies."""
 
 import contextlib
 import logging
@@ -16,12 +16,12 @@ from meshrec.optim.parts import part_of
 
 _logger = logging.getLogger("meshrec")
 
-_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
-_accepts_fused = False
-_hooks: list[Any] = []
-_SPEC = "_meshrec_in_backward"
-_SHARDED = "_meshrec_sharded"
-# Where torch.distributed.optim._apply_optimizer_in_backward records its optimizers.
+_checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers whose first step passed the check
+_accepts_fused = False  # set once per process by accept_fused_parameters
+_hooks: list[Any] = []  # the step hook, registered once, by the first sharded parameter
+_SPEC = "_meshrec_in_backward"  # attribute on a parameter: its OptimizerSpec
+_SHARDED = "_meshrec_sharded"  # attribute on a parameter: True for a shard
+# Attributes in which torch.distributed.optim._apply_optimizer_in_backward records its optimizers.
 _TORCH_OPTIMIZERS = "_in_backward_optimizers"
 _TORCH_CLASSES, _TORCH_ARGUMENTS = "_optimizer_classes", "_optimizer_kwargs"
 
@@ -29,74 +29,100 @@ _TORCH_CLASSES, _TORCH_ARGUMENTS = "_optimizer_classes", "_optimizer_kwargs"
 def apply_optimizer_in_backward(
     optimizer_class: type, params: Iterable[torch.nn.Parameter], optimizer_kwargs: Mapping[str, Any]
 ) -> None:
-    """Record on parameters which optimizer updates them in the backward pass; `fuse` reads the record.
+    """Mark parameters with the optimizer that the backward pass will apply.
+
+    ``meshrec.fuse`` and the sharder read the mark.
 
     Args:
-        optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec of
+        optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec from
             ``meshrec.optim``.
-        params: embedding tables, before they are fused or sharded.
-        optimizer_kwargs: arguments of the class, such as ``{"lr": 0.02}``; see `from_torch`.
+        params: Embedding tables, before they are fused or sharded.
+        optimizer_kwargs: Constructor arguments, such as ``{"lr": 0.02}``; see `from_torch`.
 
     Raises:
-        ValueError: the optimizer has no fused form, or a parameter already has an optimizer. No parameter is
-            changed then.
+        ValueError: The optimizer has no fused equivalent, or a parameter already has an optimizer. No
+            parameter is changed.
+
+    Example::
+
+        >>> table = torch.nn.Parameter(torch.zeros(10, 4))
+        >>> apply_optimizer_in_backward(torch.optim.Adagrad, [table], {"lr": 0.02})
+        >>> in_backward_spec(table).lr
+        0.02
     """
     if isinstance(params, Tensor):
         raise ValueError("params must be an iterable of parameters, got one parameter. Wrap it in a list.")
     spec = from_torch(optimizer_class, optimizer_kwargs)
-    chosen = list(params)
-    for index, parameter in enumerate(chosen):
-        what = f"parameter {index} of shape {list(parameter.shape)}"
-        present = _choices(parameter)
-        if not present and any(parameter is other for other in chosen[:index]):
-            present = [str(spec)]
-        if present:
+    parameters = list(params)
+    # Check all before marking any, so that an error leaves every parameter unchanged.
+    for index, parameter in enumerate(parameters):
+        description = f"parameter {index} of shape {list(parameter.shape)}"
+        existing = _recorded_optimizers(parameter)
+        # The same parameter may be listed twice, before any mark is set.
+        if not existing and any(parameter is earlier for earlier in parameters[:index]):
+            existing = [str(spec)]
+        if existing:
             raise ValueError(
-                f"{what} already has an optimizer in backward, {' and '.join(present)}, and is given {spec}. "
+                f"{description} already has an optimizer in backward, {' and '.join(existing)}, and is given "
+                f"{spec}. "
                 "One parameter takes one; remove one of the choices."
             )
         if hasattr(parameter, _SHARDED):
             raise ValueError(
-                f"{what} belongs to a sharded table, whose optimizer was chosen when it was sharded. Choose "
+                f"{description} belongs to a sharded table, whose optimizer was fixed when it was sharded. "
+                "Choose "
                 "it before sharding, or in the sharder's fused_params."
             )
-    for parameter in chosen:
+    for parameter in parameters:
         mark_in_backward(parameter, spec)
 
 
 def mark_in_backward(parameter: Tensor, spec: OptimizerSpec) -> None:
-    """Record a parameter's optimizer, so that ``in_backward_optimizer_filter`` knows it."""
+    """Record a parameter's optimizer for ``in_backward_spec`` and ``in_backward_optimizer_filter``."""
     setattr(parameter, _SPEC, spec)
 
 
 def mark_sharded(parameter: Tensor) -> None:
-    """Record that a parameter is a rank's part of a sharded table, whose optimizer can no longer be
-    chosen.
-    """
+    """Mark a parameter as a shard, so that its optimizer can no longer be changed."""
     setattr(parameter, _SHARDED, True)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_check_parameters))
 
 
 def accept_fused_parameters() -> None:
-    """Let torch's optimizers hold sharded tables that the backward pass updates, from now on. They then do
-    nothing to these, as TorchRec's programs expect.
+    """Allow torch optimizers to hold fused tables, for the whole process.
+
+    TorchRec programs pass all parameters to the dense optimizer. It does nothing to fused tables, which have
+    no gradient.
     """
     global _accepts_fused
     _accepts_fused = True
 
 
 def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Look at an optimizer's sharded tables at its first step, and not when its state is saved.
+    """Check an optimizer's sharded tables. Registered as a pre-hook for every optimizer's first step.
+
+    The constructor would be too early: programs may build an optimizer only to save its state.
+
+    Args:
+        optimizer: Any torch optimizer.
+        args: Unused; part of torch's hook signature.
+        kwargs: Unused; part of torch's hook signature.
 
     Raises:
-        ValueError: The backward pass updates one of them: the optimizer would never change it.
+        ValueError: The backward pass updates some table, so that the optimizer would never change it.
     """
+    # Keyed optimizers know their fused tables and need no check.
     if optimizer in _checked or hasattr(optimizer, "updates_in_backward"):
         return
     name = type(optimizer).__name__
-    tables = [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _SHARDED)]
-    fused = [each for each in tables if hasattr(each, _SPEC)]
+    tables = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if hasattr(parameter, _SHARDED)
+    ]
+    fused = [parameter for parameter in tables if hasattr(parameter, _SPEC)]
     if fused and not _accepts_fused:
         raise ValueError(
             f"{name} was given a parameter of shape {list(fused[0].shape)} of a sharded table, which "
@@ -104,7 +130,7 @@ def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
             "it the parameters that meshrec.optim.in_backward_optimizer_filter(model.named_parameters()) "
             "yields."
         )
-    if any(part_of(each) is not None for each in tables if not hasattr(each, _SPEC)):
+    if any(part_of(parameter) is not None for parameter in tables if not hasattr(parameter, _SPEC)):
         _logger.warning(
             "%s trains a table that is split over ranks: its state cannot be saved in a checkpoint. Give "
             "the table an optimizer that is fused into the backward pass: the sharder's, or "
@@ -115,49 +141,56 @@ def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
-    """Return the optimizer that was chosen for a parameter.
+    """Return the spec recorded for a parameter, or None.
 
-    It was chosen by ``apply_optimizer_in_backward``, ``fuse``, sharding, or torch's own function
+    The spec may come from ``apply_optimizer_in_backward``, ``fuse``, sharding, or torch's
     ``torch.distributed.optim._apply_optimizer_in_backward``.
 
     Raises:
-        ValueError: two choices differ, or torch's record has an optimizer without a fused form.
+        ValueError: Two recorded optimizers differ, or torch's has no fused equivalent.
     """
     spec: OptimizerSpec | None = getattr(parameter, _SPEC, None)
     classes = getattr(parameter, _TORCH_CLASSES, [])
     if not classes:
         return spec
+    # torch allows several optimizers per parameter; a table has one.
     if len(classes) == 1:
         arguments = getattr(parameter, _TORCH_ARGUMENTS)[0]
         if spec is None:
             return from_torch(classes[0], arguments)
-        with contextlib.suppress(ValueError):  # without a fused form it is another choice
+        with contextlib.suppress(ValueError):  # no fused equivalent: reported as a conflict below
             if spec == from_torch(classes[0], arguments):
                 return spec
-    choices = _choices(parameter)
+    recorded = _recorded_optimizers(parameter)
     raise ValueError(
-        f"a parameter of shape {list(parameter.shape)} has {len(choices)} optimizers in backward, "
-        f"{' and '.join(choices)}. One table takes one; remove the others."
+        f"a parameter of shape {list(parameter.shape)} has {len(recorded)} optimizers in backward, "
+        f"{' and '.join(recorded)}. One table takes one; remove the others."
     )
 
 
-def _choices(parameter: Tensor) -> list[str]:
-    """Return the names of all optimizers that were chosen for a parameter."""
+def _recorded_optimizers(parameter: Tensor) -> list[str]:
+    """Describe all optimizers recorded for a parameter, for errors."""
     spec = getattr(parameter, _SPEC, None)
     if hasattr(parameter, _TORCH_CLASSES):
         pairs = zip(getattr(parameter, _TORCH_CLASSES), getattr(parameter, _TORCH_ARGUMENTS), strict=True)
-        recorded = [f"{optimizer_class.__name__}({dict(kwargs)})" for optimizer_class, kwargs in pairs]
+        torch_optimizers = [
+            f"{optimizer_class.__name__}({dict(kwargs)})" for optimizer_class, kwargs in pairs
+        ]
     else:
-        recorded = [type(optimizer).__name__ for optimizer in getattr(parameter, _TORCH_OPTIMIZERS, [])]
-    return [*([] if spec is None else [str(spec)]), *(f"torch's {words}" for words in recorded)]
+        torch_optimizers = [
+            type(optimizer).__name__ for optimizer in getattr(parameter, _TORCH_OPTIMIZERS, [])
+        ]
+    return [*([] if spec is None else [str(spec)]), *(f"torch's {text}" for text in torch_optimizers)]
 
 
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters without an optimizer in backward; ``include=True``: those with one.
+    """Yield the parameters to pass to a dense optimizer: those without an optimizer in backward.
 
-    Parameters marked by ``torch.distributed.optim._apply_optimizer_in_backward`` count as well.
+    Args:
+        named_parameters: Pairs, as from ``module.named_parameters()``.
+        include: Yield the parameters with an optimizer in backward instead.
     """
     for name, parameter in named_parameters:
         if (hasattr(parameter, _SPEC) or hasattr(parameter, _TORCH_OPTIMIZERS)) == include:

@@ -1,10 +1,10 @@
-"""Optimizers whose state is keyed by parameter names, so that it survives a change of order, groups and
-plan.
-"""
+"""Optimizers with state keyed by parameter name, stable under changes in order, groups and sharding plan."""
 
 import copy
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -18,20 +18,19 @@ Closure = Callable[[], float] | None
 
 
 class KeyedOptimizer(torch.optim.Optimizer, ABC):
-    """A torch optimizer whose state_dict is keyed by parameter names.
+    """A torch optimizer with a state_dict keyed by parameter names.
 
-    To learning-rate schedulers, GradScaler and hooks it is a ``torch.optim.Optimizer``. It keeps the three
-    objects that it is given and not copies, so that a wrapper shares them with the wrapped optimizer.
+    Learning-rate schedulers, GradScaler and hooks accept it as a ``torch.optim.Optimizer``. It stores the
+    given params, state and groups without copying, so that a wrapper shares them with the wrapped optimizer.
 
     Args:
-        params: the parameters by name.
-        state: the state of each parameter, a dict.
-        param_groups: torch's groups, each with ``"params"`` and hyperparameters such as ``"lr"``.
-        parts: the optimizers that this one consists of, each with the prefix of its names. Their hooks see
-            what is loaded.
+        params: Parameters by name.
+        state: State dict per parameter.
+        param_groups: Torch's groups, with ``"params"`` and hyperparameters such as ``"lr"``.
+        parts: Combined or wrapped optimizers, with the prefix for their names. Their load hooks run too.
 
     Raises:
-        ValueError: ``state`` has an entry for something that is not in ``params``.
+        ValueError: ``state`` has a key that is not in ``params``.
     """
 
     def __init__(
@@ -41,65 +40,73 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         param_groups: Sequence[dict[str, Any]],
         parts: Sequence[tuple[str, "KeyedOptimizer"]] = (),
     ) -> None:
-        # torch's constructor would make groups and state of its own; this makes the rest, such as hooks.
+        # torch's constructor would create new groups and state. __setstate__ creates only the hook tables.
         self.__setstate__({"defaults": {}})
+        # Shared with the caller, not copied: CombinedOptimizer passes live views.
         self.params = params
-        # torch declares the types that it makes itself; it and the schedulers only read and iterate.
+        # torch declares dict and list; it and the schedulers only read and iterate, so live views work.
         self.state = cast(Any, state)
         self.param_groups = cast(Any, param_groups)
-        self._saves_param_groups = True
+        self._saves_param_groups = True  # changed by save_param_groups
         self._parts = parts
-        known = set(params.values())
-        strangers = sum(parameter not in known for parameter in state)
-        if strangers:
+        parameters = set(params.values())
+        num_unnamed = sum(parameter not in parameters for parameter in state)
+        if num_unnamed:
             raise ValueError(
-                f"All state keys must be params. {strangers} are not among the {len(params)} parameters: "
+                f"All state keys must be params. {num_unnamed} are not among the {len(params)} parameters: "
                 "give every parameter with state a name."
             )
 
     @property
     @abstractmethod
     def updates_in_backward(self) -> bool:
-        """Whether some parameters are updated during backward, so that nothing else sees their gradients."""
+        """Whether the backward pass updates some parameters and consumes their gradients."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step asks this first; it would pass over parameters whose gradients are used up already.
+        # GradScaler.step reads this first. It would skip parameters whose gradients are already consumed.
         if self.updates_in_backward:
             raise ValueError(
                 "a GradScaler cannot serve tables that are updated in backward: the backward pass has "
                 "already applied the scaled gradients to them, before a scaler could be seen, and their "
-                "weights are of no use now. Make the model anew, or load a checkpoint. "
+                "weights are unusable now. Build the model again, or load a checkpoint. "
                 'Fuse with update="on_step".'
             )
         return False
 
     @abstractmethod
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Update the parameters; return the closure's loss if there is a closure."""
+        """Update the parameters. Returns the closure's loss, or None."""
 
     @abstractmethod
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group whose ``"params"`` maps names to parameters."""
+        """Add a group with ``"params"`` given as a dict from names to parameters."""
 
     @abstractmethod
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create the state of the named parameters as before their first step, if they have none yet.
+        """Create initial state for the named parameters that have none.
 
-        ``sparse_names``: parameters whose gradients are sparse tensors.
+        Args:
+            names: Parameter names.
+            sparse_names: Names of parameters with sparse gradients.
         """
 
+    def drop_state(self, names: Collection[str]) -> None:
+        """Remove the named parameters' state, which undoes ``create_state``."""
+        for name in names:
+            cast(Any, self.state).pop(self.params[name], None)
+
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state of all trained parameters, which torch would create in the first step."""
+        """Create the state of all trained parameters, which torch creates only in the first step."""
         names = [name for name, parameter in self.params.items() if parameter.requires_grad]
         self.create_state(names, sparse_grad_parameter_names or ())
 
     def save_param_groups(self, save: bool) -> None:
-        """Set whether ``state_dict`` contains the groups (the default) or only the state."""
+        """Set whether ``state_dict`` includes the groups (the default) or only the state."""
         self._saves_param_groups = save
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"state": {name: {slot: value}}, "param_groups": [...]}``. Tensors are not copied."""
+        """Return ``{"state": {name: {slot: value}}, "param_groups": [...]}``, without copying tensors."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         name_of = {parameter: name for name, parameter in self.params.items()}
@@ -122,90 +129,134 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy a state_dict of the same parameters into the existing tensors.
+        """Copy a state_dict for the same parameters into the existing tensors.
 
-        State that torch would create in the first step is created. Groups are loaded if the state_dict has
-        them. If anything does not fit, nothing is changed.
+        Missing state is created first. Groups are loaded if present in the state_dict. On error nothing
+        changes.
 
         Raises:
-            ValueError: names, slots, shapes or groups differ; the message has the first difference of each
-                kind.
+            ValueError: Names, slots, shapes or groups differ.
         """
         if "state" not in state_dict:
             raise ValueError(
                 f"an optimizer's state_dict must have the key 'state', got {sorted(state_dict)}."
             )
-        state_dict = self._seen_by_hooks(state_dict)
+        # Hooks first: they may rename or drop entries that the checks would refuse.
+        state_dict = self._apply_load_hooks(state_dict)
         new_state: Mapping[str, Mapping[str, Any]] = state_dict["state"]
         _check_names(new_state, self.params, "the state_dict", "this optimizer")
-        groups = self._matched_groups(state_dict.get("param_groups"))
         present = self._named_state()
-        self.create_state([name for name in new_state if name not in present])
-        state = self._named_state()
-        _check_names(state, new_state, "this optimizer", "the state_dict")
-        for name, slots in state.items():
-            check_slots(name, slots, new_state[name])
-        for name, slots in state.items():
+        # A fresh optimizer has no tensors to copy into.
+        created = [name for name in new_state if name not in present]
+        self.create_state(created)
+        try:
+            groups = self._validate(state_dict)
+        except ValueError:
+            # Undo, so that a failed load leaves no empty state behind.
+            self.drop_state(created)
+            raise
+        for name, slots in self._named_state().items():
             fill_slots(slots, new_state[name])
         for group, values in groups:
+            # Parameters are not loaded: groups already hold the right tensors.
             group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state_dict matches the present state, without loading it.
+
+        Raises:
+            ValueError: Names, slots, shapes or groups differ.
+        """
+        self._validate(self._apply_load_hooks(state_dict))
+
+    def _validate(self, state_dict: Mapping[str, Any]) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+        """Check a state_dict, and return (group, new values) pairs for ``load_state_dict``.
+
+        Raises:
+            ValueError: Names, slots, shapes or groups differ.
+        """
+        state, new_state = self._named_state(), state_dict["state"]
+        _check_names(new_state, self.params, "the state_dict", "this optimizer")
+        # Both directions: missing state would silently restart from zero.
+        _check_names(state, new_state, "this optimizer", "the state_dict")
+        for name, slots in state.items():
+            check_slots(name, slots, new_state[name])
+        return self._match_groups(state_dict.get("param_groups"))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
 
     def __repr__(self) -> str:
-        """Return the groups' hyperparameters, and the parameters' names and shapes."""
+        """List hyperparameters per group, and parameter names and shapes."""
         name_of = {parameter: name for name, parameter in self.params.items()}
         lines = [
             f"{type(self).__name__} of {len(self.param_groups)} groups and {len(self.params)} parameters"
         ]
         for index, group in enumerate(self.param_groups):
-            numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
-            lines.append(f"  group {index}: {numbers}")
-            lines += [f"    {name_of.get(each, '?')} {list(each.shape)}" for each in group["params"]]
+            hyperparameters = ", ".join(
+                f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params"
+            )
+            lines.append(f"  group {index}: {hyperparameters}")
+            lines += [
+                f"    {name_of.get(parameter, '?')} {list(parameter.shape)}" for parameter in group["params"]
+            ]
         return "\n".join(lines)
 
     def _named_state(self) -> dict[str, dict[str, Any]]:
-        found = {name: self.state.get(parameter) for name, parameter in self.params.items()}
-        return {name: slots for name, slots in found.items() if slots}
+        state = {name: self.state.get(parameter) for name, parameter in self.params.items()}
+        return {name: slots for name, slots in state.items() if slots}
 
-    def _seen_by_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Apply the load hooks of this optimizer and of its parts to a state_dict."""
+    def _apply_load_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Apply the load pre-hooks, including those registered on parts, to a state_dict."""
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, cast(Any, state_dict)) or state_dict
         state = dict(state_dict["state"])
         for prefix, part in self._parts:
-            own = {name: full for name in part.params if (full := _prefixed(prefix, name)) in state}
-            seen = part._seen_by_hooks({"state": {name: state[full] for name, full in own.items()}})
-            state.update({_prefixed(prefix, name): slots for name, slots in seen["state"].items()})
+            prefixed = {name: full for name in part.params if (full := _prefixed(prefix, name)) in state}
+            hooked = part._apply_load_hooks({"state": {name: state[full] for name, full in prefixed.items()}})
+            state.update({_prefixed(prefix, name): slots for name, slots in hooked["state"].items()})
         return {**state_dict, "state": state}
 
-    def _matched_groups(
+    def _match_groups(
         self, new_groups: Sequence[Mapping[str, Any]] | None
     ) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+        """Pair every group with the new group for the same parameters, in whatever order they were saved.
+
+        Raises:
+            ValueError: The parameters are grouped differently.
+        """
         if new_groups is None:
             return []
         name_of = {parameter: name for name, parameter in self.params.items()}
-        by_names = {frozenset(group["params"]): group for group in new_groups}
-        own = {frozenset(_names_in(group, name_of)): group for group in self.param_groups}
-        if own.keys() != by_names.keys():
+        new_groups_by_name = {frozenset(group["params"]): group for group in new_groups}
+        # Groups are matched by their parameters, because their order may differ after a plan change.
+        groups_by_name = {frozenset(_names_in(group, name_of)): group for group in self.param_groups}
+        if groups_by_name.keys() != new_groups_by_name.keys():
             raise ValueError(
-                f"the parameters are grouped as {sorted(map(sorted, own))} here and as "
-                f"{sorted(map(sorted, by_names))} in the state_dict. Group them as they were saved, or "
+                f"the parameters are grouped as {sorted(map(sorted, groups_by_name))} here and as "
+                f"{sorted(map(sorted, new_groups_by_name))} in the state_dict. Group them as they were "
+                "saved, or "
                 "delete 'param_groups' from the state_dict."
             )
-        return [(group, by_names[names]) for names, group in own.items()]
+        return [(group, new_groups_by_name[names]) for names, group in groups_by_name.items()]
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """Any torch optimizer, with its state keyed by names.
+    """A torch optimizer with state keyed by parameter names.
 
     Args:
-        params: the parameters by name.
-        optim_factory: makes the optimizer from a list of parameters, such as ``lambda p: torch.optim.Adam(p,
-            lr=0.1)``.
+        params: Parameters by name.
+        optim_factory: Builds the optimizer from a list of parameters.
+
+    Example::
+
+        >>> params = dict(torch.nn.Linear(2, 1).named_parameters())
+        >>> optimizer = KeyedOptimizerWrapper(params, lambda p: torch.optim.Adam(p, lr=0.1))
+        >>> optimizer.init_state()
+        >>> sorted(optimizer.state_dict()["state"])
+        ['bias', 'weight']
     """
 
     def __init__(
@@ -213,6 +264,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         params: Mapping[str, Tensor],
         optim_factory: Callable[[list[Tensor]], torch.optim.Optimizer],
     ) -> None:
+        # Owned: no other code should step it or change its groups.
         self._optimizer = optim_factory(list(params.values()))
         self._params = dict(params)
         super().__init__(self._params, self._optimizer.state, self._optimizer.param_groups)
@@ -220,15 +272,19 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether parameters are updated during backward: never."""
+        """Always False."""
         return False
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Take one step of the torch optimizer."""
+        """Step the torch optimizer."""
         return self._optimizer.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group whose ``"params"`` maps names to parameters."""
+        """Add a group with ``"params"`` given as a dict from names to parameters.
+
+        Raises:
+            ValueError: ``"params"`` is not a dict, or a name already exists.
+        """
         added = param_group["params"]
         if not isinstance(added, Mapping):
             raise ValueError(
@@ -238,25 +294,27 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         for name in added:
             if name in self.params:
                 raise ValueError(f"there is a parameter named {name!r} already. Names must be unique.")
+        # First: torch validates the group, and an error must leave the names unchanged.
         self._optimizer.add_param_group({**param_group, "params": list(added.values())})
         self._params.update(added)
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Let the optimizer step with zero gradients, and undo everything except the creation of state."""
+        """Create initial state by stepping with zero gradients."""
         create_by_step(self, self._optimizer.step, names, sparse_names)
 
 
 class CombinedOptimizer(KeyedOptimizer):
-    """A live view of several keyed optimizers as one.
+    """A live view of several keyed optimizers as a single optimizer.
 
     Args:
-        optims: optimizers, or pairs of a prefix and an optimizer, whose names become ``prefix.name``.
+        optims: Optimizers, or (prefix, optimizer) pairs whose parameters are named ``prefix.name``.
 
     Raises:
-        ValueError: a name or a parameter appears twice.
+        ValueError: A name or a parameter appears twice.
     """
 
     def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
+        # Fixed for this optimizer's lifetime; their params, state and groups may still change.
         self._optims = [("", item) if isinstance(item, KeyedOptimizer) else item for item in optims]
         names: set[str] = set()
         owners: dict[Tensor, str] = {}
@@ -268,6 +326,7 @@ class CombinedOptimizer(KeyedOptimizer):
                         f"two optimizers have a parameter named {full!r}. "
                         "Give one a prefix: (prefix, optimizer)."
                     )
+                # A shared parameter would be updated twice per step.
                 if parameter in owners:
                     raise ValueError(
                         f"{full!r} and {owners[parameter]!r} are the same parameter. "
@@ -275,49 +334,55 @@ class CombinedOptimizer(KeyedOptimizer):
                     )
                 names.add(full)
                 owners[parameter] = full
+        # Views, not copies: an optimizer may get new groups or state later.
         views = _AllParams(self._optims), _AllState(self._optims), _AllGroups(self._optims)
         super().__init__(*views, self._optims)
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
-        """The optimizers with their prefixes."""
+        """(prefix, optimizer) pairs."""
         return self._optims
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether one of the optimizers updates parameters during backward."""
+        """Whether some optimizer updates parameters in the backward pass."""
         return any(optimizer.updates_in_backward for _, optimizer in self._optims)
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Run the closure once, then step every optimizer."""
-        loss = evaluated(closure)
+        loss = run_closure(closure)
         for _, optimizer in self._optims:
             optimizer.step(None)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError, because it is unknown which optimizer takes the group."""
+        """Raise ValueError: the target optimizer is ambiguous."""
         raise ValueError(
             "a CombinedOptimizer cannot know which optimizer takes the group. Add it to one of them."
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Let every optimizer create its part of the state."""
+        """Create state in every optimizer for the parameters it has."""
         for prefix, optimizer in self._optims:
-            own = {_prefixed(prefix, name): name for name in optimizer.params}
+            local_names = {_prefixed(prefix, name): name for name in optimizer.params}
             optimizer.create_state(
-                [own[name] for name in names if name in own],
-                [own[name] for name in sparse_names if name in own],
+                [local_names[name] for name in names if name in local_names],
+                [local_names[name] for name in sparse_names if name in local_names],
             )
+
+    def drop_state(self, names: Collection[str]) -> None:
+        """Remove state in every optimizer for the parameters it has."""
+        for prefix, optimizer in self._optims:
+            optimizer.drop_state([name for name in optimizer.params if _prefixed(prefix, name) in names])
 
 
 class OptimizerWrapper(KeyedOptimizer):
-    """A keyed optimizer that calls functions before and after each step.
+    """A keyed optimizer that calls functions before and after every step.
 
     Args:
-        optimizer: the optimizer to wrap, which shares its parameters, state and groups.
-        before_step: called before each step, after the closure, when gradients are complete.
-        after_step: called after each step.
+        optimizer: Wrapped optimizer. Parameters, state and groups are shared with it.
+        before_step: Called after the closure, when all gradients are complete.
+        after_step: Called after the step.
     """
 
     def __init__(
@@ -334,12 +399,12 @@ class OptimizerWrapper(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the wrapped optimizer updates parameters during backward."""
+        """Whether the wrapped optimizer updates parameters in the backward pass."""
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Run the closure, then step the wrapped optimizer between the two calls."""
-        loss = evaluated(closure)
+        """Run the closure, ``before_step``, the wrapped optimizer's step, then ``after_step``."""
+        loss = run_closure(closure)
         if self._before_step is not None:
             self._before_step()
         self._optimizer.step(None)
@@ -362,17 +427,30 @@ def create_by_step(
     names: Collection[str],
     sparse_names: Collection[str],
 ) -> None:
-    """Create state by a step with zero gradients, and undo everything else that the step did."""
+    """Create initial state by stepping with zero gradients, and restore everything else the step changed.
+
+    torch creates state only in ``step``. Weight decay is disabled, because it would change weights even with
+    zero gradients.
+
+    Args:
+        optimizer: Owner of params and state.
+        step: Step function of the torch optimizer.
+        names: Parameters that need state.
+        sparse_names: Parameters with sparse gradients.
+    """
     targets = [optimizer.params[name] for name in names if not optimizer.state.get(optimizer.params[name])]
     if not targets:
         return
     gradients = [(parameter, parameter.grad) for parameter in optimizer.params.values()]
+    # Momentum and similar terms can move weights even with zero gradients.
     values = [parameter.detach().clone() for parameter in targets]
+    # Saved, changed for the step, and restored even if the step raises.
     decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
     for parameter, _ in gradients:
         parameter.grad = None
     for name in names:
         zero = torch.zeros_like(optimizer.params[name])
+        # torch's sparse optimizers refuse dense gradients.
         optimizer.params[name].grad = zero.to_sparse() if name in sparse_names else zero
     try:
         for group, _ in decays:
@@ -385,6 +463,7 @@ def create_by_step(
             parameter.grad = gradient
         for parameter, value in zip(targets, values, strict=True):
             parameter.detach().copy_(value)
+    # The step counter must start at 0 again, or the bias correction is off by one.
     for parameter in targets:
         slots = optimizer.state.get(parameter, {})
         if isinstance(slots.get("step"), Tensor):
@@ -393,8 +472,8 @@ def create_by_step(
             slots["step"] = 0
 
 
-def evaluated(closure: Closure) -> float | None:
-    """Compute the closure's loss with gradients enabled."""
+def run_closure(closure: Closure) -> float | None:
+    """Evaluate the closure with gradients enabled, and return its loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -402,7 +481,7 @@ def evaluated(closure: Closure) -> float | None:
 
 
 class _AllParams(Mapping[str, Tensor]):
-    """The parameters of several optimizers, with their prefixes."""
+    """Parameters of several optimizers, by prefixed name."""
 
     def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
         self._optims = optims
@@ -425,14 +504,14 @@ class _AllParams(Mapping[str, Tensor]):
 
 
 class _AllState(Mapping[Tensor, Any]):
-    """The state of several optimizers."""
+    """State of several optimizers, by parameter."""
 
     def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
         self._optims = optims
 
     def __getitem__(self, parameter: Tensor) -> Any:
         for _, optimizer in self._optims:
-            # Asked first, because torch's defaultdict would answer a plain lookup by creating the entry.
+            # Test first: state is a defaultdict, and a plain lookup would create an entry.
             if parameter in optimizer.state:
                 return optimizer.state[parameter]
         raise KeyError(parameter)
@@ -445,20 +524,25 @@ class _AllState(Mapping[Tensor, Any]):
 
 
 class _AllGroups(Sequence[dict[str, Any]]):
-    """Concatenation of the groups of several optimizers."""
+    """Concatenated groups of several optimizers."""
 
     def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
         self._optims = optims
 
     def __getitem__(self, index: Any) -> Any:
-        return [group for _, optimizer in self._optims for group in optimizer.param_groups][index]
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        # Without Python calls per group: torch's optimizers walk the groups in every step.
+        optimizers = map(operator.itemgetter(1), self._optims)
+        return chain.from_iterable(map(operator.attrgetter("param_groups"), optimizers))
 
     def __len__(self) -> int:
         return sum(len(optimizer.param_groups) for _, optimizer in self._optims)
 
 
 def _names_in(group: Mapping[str, Any], name_of: Mapping[Tensor, str]) -> list[str]:
-    """Return the names of a group's parameters. Parameters without a name have nothing to save."""
+    """Return the parameter names in a group. Unnamed parameters have no state to save."""
     return [name_of[parameter] for parameter in group["params"] if parameter in name_of]
 
 
@@ -466,11 +550,19 @@ def _prefixed(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _check_names(names: Iterable[str], known: Collection[str], where: str, other: str) -> None:
-    missing = sorted(set(names) - set(known))
+def _check_names(names: Iterable[str], allowed: Collection[str], source: str, other: str) -> None:
+    """Raise ValueError if ``names`` has a name that is not in ``allowed``.
+
+    Args:
+        names: Names to check.
+        allowed: Allowed names.
+        source: Owner of ``names``, for the message.
+        other: Owner of ``allowed``, for the message.
+    """
+    missing = sorted(set(names) - set(allowed))
     if missing:
-        shown = ", ".join(map(repr, missing[:5])) + (" and more" if len(missing) > 5 else "")
+        examples = ", ".join(map(repr, missing[:5])) + (" and more" if len(missing) > 5 else "")
         raise ValueError(
-            f"{where} has state of {shown}, {other} has not. "
+            f"{source} has state of {examples}, {other} has not. "
             "Load what the same parameters and optimizer saved."
         )

@@ -1,8 +1,7 @@
-"""State dicts of keyed optimizers that torch's functions for whole state can read.
+"""Keyed state dicts that ``torch.distributed.checkpoint.state_dict`` can process.
 
-``torch.distributed.checkpoint.state_dict`` takes the keys of an optimizer's state for positions of
-parameters, and replaces positions by names. Given names, it would replace them by positions. These dicts know
-both, and stay keyed by names.
+torch treats the keys in an optimizer's state as parameter positions, and replaces positions by names. Given
+names, it would replace them by positions. These dicts accept both, and stay keyed by name.
 """
 
 from collections import OrderedDict
@@ -11,11 +10,11 @@ from typing import Any
 
 
 class NamedState(dict[Any, Any]):
-    """State keyed by parameter names. A value stored under a position goes under the name.
+    """State by parameter name. Assignment by position is stored under the name.
 
     Args:
-        state: the state by name.
-        names: names by position among the parameters of all groups; None for a parameter without a name.
+        state: State by name.
+        names: Name per parameter position over all groups; None for an unnamed parameter.
     """
 
     def __init__(self, state: Mapping[str, Any], names: Sequence[str | None]) -> None:
@@ -23,6 +22,7 @@ class NamedState(dict[Any, Any]):
         self._names = names
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        # torch.distributed.checkpoint assigns by position while it converts the keys.
         super().__setitem__(self._names[key] if isinstance(key, int) else key, value)
 
     def __reduce__(self) -> Any:
@@ -30,8 +30,11 @@ class NamedState(dict[Any, Any]):
 
 
 class NamedGroup(dict[str, Any]):
-    """A group whose ``"params"`` are names, even when they are assigned by position. Arguments: see
-    `NamedState`.
+    """A group with names in ``"params"``, even if they are assigned as positions.
+
+    Args:
+        group: Hyperparameters and ``"params"``.
+        names: Name per parameter position, as in `NamedState`.
     """
 
     def __init__(self, group: Mapping[str, Any], names: Sequence[str | None]) -> None:
@@ -48,9 +51,10 @@ class NamedGroup(dict[str, Any]):
 
 
 def _by_name(params: Iterable[Any], names: Sequence[str | None]) -> list[Any]:
-    return [names[each] if isinstance(each, int) else each for each in params]
+    """Replace positions by names; names are kept."""
+    return [names[param] if isinstance(param, int) else param for param in params]
 
 
 def _plain(mapping: dict[Any, Any]) -> Any:
-    """Convert to a plain OrderedDict, so that copies and pickles have a class that every reader knows."""
+    """Reduce to a plain OrderedDict, so that copies and pickles load without this package."""
     return OrderedDict, (), None, None, iter(mapping.items())

@@ -1,13 +1,13 @@
-"""Specs of the fused optimizers: frozen dataclasses, one per formula.
+"""Fused optimizer specs: frozen dataclasses, one per update formula.
 
-In every formula ``g`` is the gradient of one row of a table, summed over all its lookups in the batch, ``w``
-is the row, and ``t`` is the step, counted from 1. Only rows that a batch looks up are touched. Other rows
-keep their values and their state, and do not decay. All arithmetic and all state are fp32; fp16 and bf16
-tables are rounded stochastically.
+In every formula ``g`` is the gradient of a table row, summed over all lookups in the batch, ``w`` is the row,
+and ``t`` is the step, counted from 1. Only rows that a batch looks up are touched. Other rows keep their
+values and state, without decay. Arithmetic and state are fp32; fp16 and bf16 tables are rounded
+stochastically.
 
 Weight decay: with ``decoupled_weight_decay=False`` (L2), ``g + weight_decay * w`` replaces ``g``. With
-``True``, ``w *= 1 - lr * weight_decay`` comes before the gradient step, as in Loshchilov and Hutter,
-"Decoupled weight decay regularization" (2019). LAMB and LARS apply it elsewhere in their formulas.
+``True``, ``w *= 1 - lr * weight_decay`` precedes the gradient step, as in Loshchilov and Hutter, "Decoupled
+weight decay regularization" (2019). LAMB and LARS apply it elsewhere in the formula.
 """
 
 import dataclasses
@@ -30,122 +30,153 @@ from meshrec.ops.tbe.formulas import (
     formula_of,
 )
 
-_MAX_SEED = 1 << 53
+_MAX_SEED = 1 << 53  # larger integers are not exact in the kernels' float64 hyperparameters
 _STEP = Hyper._fields.index("step")
 DEFAULT_SEED = 1
-"""Default seed of stochastic rounding."""
+"""Default seed for stochastic rounding."""
+_ABOVE_0 = (math.ulp(0.0), math.inf, "a number above 0")
+_RANGES = {
+    "betas": (0, 1, "two numbers in [0, 1)"),
+    "decoupled_weight_decay": (0, 1, "True or False"),
+    "eps": _ABOVE_0,
+    "momentum": (0, 1, "a number in [0, 1)"),
+    "trust_coefficient": _ABOVE_0,
+}
+"""Lower bound, upper bound (excluded) and description of allowed values, where they are not >= 0."""
 
 
 class StateSlot(NamedTuple):
-    """One fp32 tensor of optimizer state per table."""
+    """An fp32 optimizer state tensor that every table has."""
 
     name: str
     per_row: bool
-    """Whether it has one value per row (shape ``[num_rows]``) or one per element (``[num_rows, dim]``)."""
+    """True: a value per row, ``[num_rows]``. False: a value per element, ``[num_rows, dim]``."""
     initial_value: float = 0.0
 
     def shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
-        """Return the shape for a table of ``num_rows`` rows of width ``dim``."""
+        """Return the state shape for a table [num_rows, dim]."""
         return (num_rows,) if self.per_row else (num_rows, dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
-    """Base of all specs.
+    """Base class for fused optimizer specs.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: A hyperparameter is out of range.
+
+    Example::
+
+        >>> Adam(lr=0.01).state_slots()[0].shape(num_rows=10, dim=4)
+        (10, 4)
     """
 
     lr: float
-    """Initial learning rate. The fused optimizer's ``param_groups`` hold the current one."""
+    """Initial learning rate. The fused optimizer's ``param_groups`` hold the current value."""
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
 
     formula: ClassVar[Formula]
-    """Formula, with the state that it keeps."""
+    """Update formula and the state slots it needs."""
     code: ClassVar[int]
-    """Number of the formula in the kernels."""
+    """Formula code in the kernels."""
 
     def __init_subclass__(cls, kind: OptimizerKind) -> None:
+        # The formula is shared with the C++ and Triton kernels, which dispatch on the code.
         cls.formula = formula_of(kind)
         cls.code = kind.code
 
     def __post_init__(self) -> None:
+        # Without further calls: a learning rate schedule makes a new spec in every step.
         for field in dataclasses.fields(self):
-            _check(type(self).__name__, field.name, getattr(self, field.name))
+            name, value = field.name, getattr(self, field.name)
+            low, high, allowed = _RANGES.get(name, (0, math.inf, "a number >= 0"))
+            numbers = value if name == "betas" else (value,)
+            is_valid = isinstance(numbers, tuple) and len(numbers) == 1 + (name == "betas")
+            for number in numbers if is_valid else ():
+                # bool is a subclass of int: True would pass as a learning rate.
+                if isinstance(number, bool) or name == "decoupled_weight_decay":
+                    is_valid &= isinstance(number, bool) and name == "decoupled_weight_decay"
+                else:
+                    is_valid &= isinstance(number, int | float) and low <= number < high
+            if not is_valid:
+                raise ValueError(f"{type(self).__name__}: {name} must be {allowed}, got {value!r}.")
 
     def state_slots(self) -> tuple[StateSlot, ...]:
-        """Return the state of each table, in the order of the kernels."""
+        """Return the state slots per table, in kernel order."""
         return tuple(
             StateSlot(slot.name, slot.per_row, getattr(self, slot.initial) if slot.initial else 0.0)
             for slot in self.formula.slots
         )
 
     def hyper(self, *, lr: float, step: int, seed: int = 0, row_dim: int = 0) -> Tensor:
-        """Return the hyperparameters of one update for the kernels: float64, in the order of ``Hyper``.
+        """Return the kernels' hyperparameters for an update: float64, in the order of ``Hyper``.
 
         Args:
-            lr: the current learning rate.
-            step: number of the update, counted from 1.
-            seed: seed of stochastic rounding, in [0, 2^53); 0 rounds to nearest.
-            row_dim: width of the whole row if a table is split by columns; 0: the table's own width.
+            lr: Current learning rate.
+            step: Update number, counted from 1.
+            seed: Stochastic rounding seed in [0, 2^53); 0 rounds to nearest.
+            row_dim: Width of the full row if a table is split by columns; 0 if the table is not.
         """
+        # Adam's bias correction divides by 1 - beta^step.
         assert step >= 1, step
         check_seed(seed)
-        # A tensor around a buffer is made in a fraction of torch.tensor's time.
-        return torch.frombuffer(self._numbers(lr, step, seed, row_dim), dtype=torch.float64)
+        # frombuffer takes a fraction of torch.tensor's time. This runs once per step.
+        return torch.frombuffer(self._pack(lr, step, seed, row_dim), dtype=torch.float64)
 
-    def _numbers(self, lr: float, step: int, seed: int, row_dim: int) -> "array[float]":
-        return array("d", self._at_start._replace(lr=lr, step=step, seed=seed, row_dim=row_dim))
+    def _pack(self, lr: float, step: int, seed: int, row_dim: int) -> "array[float]":
+        return array("d", self._initial_hyper._replace(lr=lr, step=step, seed=seed, row_dim=row_dim))
 
     @functools.cached_property
-    def _at_start(self) -> Hyper:
-        """Fields of the spec that are also fields of ``Hyper``."""
-        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if "betas" in numbers:
-            numbers["beta1"], numbers["beta2"] = numbers["betas"]
+    def _initial_hyper(self) -> Hyper:
+        """Spec fields as ``Hyper`` fields. Cached, because only lr, step, seed and row_dim change between
+        updates.
+        """
+        values = {**vars(self)}
+        if "betas" in values:
+            values["beta1"], values["beta2"] = values["betas"]
+        # The kernels skip decay for NO_DECAY, so a decay of 0 costs nothing.
         decay_mode = DECOUPLED_DECAY if self.decoupled_weight_decay else L2_DECAY
-        numbers["decay_mode"] = decay_mode if self.weight_decay else NO_DECAY
-        return Hyper(**{name: value for name, value in numbers.items() if name in Hyper._fields})
+        values["decay_mode"] = decay_mode if self.weight_decay else NO_DECAY
+        return Hyper(**{name: value for name, value in values.items() if name in Hyper._fields})
 
 
 class HyperOfSteps:
-    """Hyperparameters in one tensor that is reused for all steps. Each step reads it before the next one
-    begins.
+    """Hyperparameters in a reused tensor, for updates that differ only in the step number.
 
-    Args: see `OptimizerSpec.hyper`.
+    Args:
+        spec: Optimizer spec.
+        seed: Stochastic rounding seed, as in `OptimizerSpec.hyper`.
     """
 
     def __init__(self, spec: OptimizerSpec, seed: int) -> None:
         check_seed(seed)
         self._arguments = spec, seed
-        self._numbers = spec._numbers(spec.lr, 1, seed, 0)
-        self._tensor = torch.frombuffer(self._numbers, dtype=torch.float64)
+        self._values = spec._pack(spec.lr, 1, seed, 0)
+        # Shares memory with _values. Every update must have read it before the next call to at().
+        self._tensor = torch.frombuffer(self._values, dtype=torch.float64)
 
     def at(self, step: int) -> Tensor:
-        """Return the hyperparameters of a step, float64. The tensor is valid until the next call."""
-        self._numbers[_STEP] = step
+        """Return the hyperparameters for ``step``, float64. Valid until the next call."""
+        self._values[_STEP] = step
         return self._tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the tensor would not follow the copy of its numbers.
+        # Copied separately, the tensor and its buffer would no longer share memory.
         return type(self), self._arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec, kind=OptimizerKind.SGD):
-    """Stochastic gradient descent: ``w -= lr * g``. It has no momentum, because it would move rows that are
-    not looked up.
-    """
+    """Stochastic gradient descent: ``w -= lr * g``. Without momentum, which would move rows not looked up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adagrad(OptimizerSpec, kind=OptimizerKind.ADAGRAD):
-    """Adagrad: ``s += g^2; w -= lr * g / (sqrt(s) + eps)``, element by element.
+    """Adagrad: ``s += g^2; w -= lr * g / (sqrt(s) + eps)``, elementwise.
 
-    Duchi, Hazan, Singer: "Adaptive subgradient methods" (2011). ``s`` starts at
-    ``initial_accumulator_value``.
+    ``s`` starts at ``initial_accumulator_value``. Duchi, Hazan, Singer: "Adaptive subgradient methods"
+    (2011).
     """
 
     eps: float = 1e-8
@@ -154,10 +185,10 @@ class Adagrad(OptimizerSpec, kind=OptimizerKind.ADAGRAD):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(OptimizerSpec, kind=OptimizerKind.ROW_WISE_ADAGRAD):
-    """Adagrad with one number of state per row: ``s += mean(g^2); w -= lr * g / (sqrt(s) + eps)``.
+    """Adagrad with a single state value per row: ``s += mean(g^2); w -= lr * g / (sqrt(s) + eps)``.
 
-    Mudigere et al.: "Software-hardware co-design for fast and scalable training of deep learning
-    recommendation models" (2022), section 4.1.2. ``s`` starts at ``initial_accumulator_value``.
+    ``s`` starts at ``initial_accumulator_value``. Mudigere et al.: "Software-hardware co-design for fast and
+    scalable training of deep learning recommendation models" (2022), section 4.1.2.
     """
 
     eps: float = 1e-8
@@ -168,8 +199,9 @@ class RowWiseAdagrad(OptimizerSpec, kind=OptimizerKind.ROW_WISE_ADAGRAD):
 class Adam(OptimizerSpec, kind=OptimizerKind.ADAM):
     """Adam: ``m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g^2; w -= lr * m^ / (sqrt(v^) + eps)``.
 
-    ``m^ = m / (1 - b1^t)``, ``v^ = v / (1 - b2^t)``; ``t`` counts the updates of the table, not of the row.
-    Kingma, Ba: "Adam: a method for stochastic optimization" (2015). Decoupled weight decay makes it AdamW.
+    ``m^ = m / (1 - b1^t)`` and ``v^ = v / (1 - b2^t)``, where ``t`` counts updates to the table, not to the
+    row. With decoupled weight decay this is AdamW. Kingma, Ba: "Adam: a method for stochastic optimization"
+    (2015).
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -178,9 +210,9 @@ class Adam(OptimizerSpec, kind=OptimizerKind.ADAM):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialRowWiseAdam(OptimizerSpec, kind=OptimizerKind.PARTIAL_ROW_WISE_ADAM):
-    """Adam with one second moment per row: ``v = b2*v + (1-b2)*mean(g^2)``; the rest as in Adam.
+    """Adam with a single second moment per row: ``v = b2*v + (1-b2)*mean(g^2)``.
 
-    Half the state of Adam; FBGEMM's optimizer of that name.
+    Half the state of Adam. FBGEMM has the same optimizer under this name.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -189,11 +221,11 @@ class PartialRowWiseAdam(OptimizerSpec, kind=OptimizerKind.PARTIAL_ROW_WISE_ADAM
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LAMB(OptimizerSpec, kind=OptimizerKind.LAMB):
-    """LAMB, with a row for a layer: ``r = m^ / (sqrt(v^) + eps); w -= lr * |w|/|r| * r``.
+    """LAMB with rows as layers: ``r = m^ / (sqrt(v^) + eps); w -= lr * |w|/|r| * r``.
 
-    ``m^`` and ``v^`` as in Adam; the ratio is 1 where a norm is 0. You et al.: "Large batch optimization for
-    deep learning" (2020). As there, decoupled weight decay (the default here) joins the step before its norm
-    is taken: ``r += weight_decay * w``.
+    ``m^`` and ``v^`` as in Adam; the ratio is 1 if either norm is 0. Decoupled weight decay (the default
+    here) is added before the norm is taken: ``r += weight_decay * w``. You et al.: "Large batch optimization
+    for deep learning" (2020).
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -203,7 +235,7 @@ class LAMB(OptimizerSpec, kind=OptimizerKind.LAMB):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialRowWiseLAMB(OptimizerSpec, kind=OptimizerKind.PARTIAL_ROW_WISE_LAMB):
-    """LAMB with one second moment per row: ``v = b2*v + (1-b2)*mean(g^2)``; the rest as in LAMB."""
+    """LAMB with a single second moment per row: ``v = b2*v + (1-b2)*mean(g^2)``."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -212,11 +244,11 @@ class PartialRowWiseLAMB(OptimizerSpec, kind=OptimizerKind.PARTIAL_ROW_WISE_LAMB
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LARS(OptimizerSpec, kind=OptimizerKind.LARS):
-    """LARS, with a row for a layer: ``m = momentum * m + local_lr * (g + weight_decay * w); w -= m``.
+    """LARS with rows as layers: ``m = momentum * m + local_lr * (g + weight_decay * w); w -= m``.
 
-    ``local_lr = lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, and ``lr`` where a norm is
-    0. You, Gitman, Ginsburg: "Large batch training of convolutional networks" (2017). With decoupled weight
-    decay both terms with ``weight_decay`` vanish. The momentum of a row moves it only when it is looked up.
+    ``local_lr = lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, or ``lr`` if either norm
+    is 0. With decoupled weight decay both ``weight_decay`` terms vanish. Momentum moves a row only when it is
+    looked up. You, Gitman, Ginsburg: "Large batch training of convolutional networks" (2017).
     """
 
     momentum: float = 0.9
@@ -226,17 +258,17 @@ class LARS(OptimizerSpec, kind=OptimizerKind.LARS):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
-    """Follow the regularised leader, proximal, element by element; ``l1`` makes rows sparse.
+    """FTRL-proximal, elementwise; ``l1`` makes rows sparse.
 
-    ``z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2``, and then
-    ``w = -sign(z) * max(|z| - l1, 0) / ((beta + sqrt(n)) / lr + l2)``. McMahan et al.: "Ad click prediction:
-    a view from the trenches" (2013), algorithm 1, where ``lr`` is alpha. ``n`` (``sum``) starts at
-    ``initial_accumulator_value``, ``z`` (``linear``) at 0; as ``w`` follows from them, tables usually begin
-    with zeros. L2 decay adds to the gradient, which is not what ``l2`` does.
+    ``z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2``, and then ``w = -sign(z) * max(|z| - l1, 0) /
+    ((beta + sqrt(n)) / lr + l2)``. McMahan et al.: "Ad click prediction: a view from the trenches" (2013),
+    algorithm 1, where ``lr`` is alpha. ``n`` (``sum``) starts at ``initial_accumulator_value``, ``z``
+    (``linear``) at 0. Because ``w`` follows from them, tables usually start with zeros. L2 weight decay is
+    added to the gradient and differs from ``l2``.
 
     Raises:
-        ValueError: for a number outside its range, ``lr`` = 0, which the formula divides by, and decoupled
-            weight decay, which would change a row behind the back of its state.
+        ValueError: A hyperparameter is out of range; ``lr`` is 0, by which the formula divides; or weight
+            decay is decoupled, which would change ``w`` without its state.
     """
 
     beta: float = 1.0
@@ -247,7 +279,7 @@ class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lr == 0:
-            raise ValueError("FTRL: lr must be a number above 0, got 0. To rest, leave out the steps.")
+            raise ValueError("FTRL: lr must be a number above 0, got 0. To pause training, skip the steps.")
         if self.weight_decay and self.decoupled_weight_decay:
             raise ValueError(
                 "FTRL: decoupled_weight_decay must be False, got True: rows follow from their state. Use l2."
@@ -255,30 +287,10 @@ class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
 
 
 SPECS: tuple[type[OptimizerSpec], ...] = tuple(OptimizerSpec.__subclasses__())
-"""All optimizer specs."""
+"""All fused optimizer specs."""
 
 
 def check_seed(seed: int) -> None:
-    """Raise ValueError if a seed of stochastic rounding does not fit into a float64."""
+    """Raise ValueError unless a stochastic rounding seed is in [0, 2^53), the integers exact in float64."""
     if not 0 <= seed < _MAX_SEED:
         raise ValueError(f"seed must be in [0, 2^53), got {seed}.")
-
-
-def _check(spec: str, name: str, value: object) -> None:
-    if name == "decoupled_weight_decay":
-        allowed, fits = "True or False", isinstance(value, bool)
-    elif name == "betas":
-        allowed = "two numbers in [0, 1)"
-        fits = isinstance(value, tuple) and len(value) == 2 and all(_within(beta, 0, 1) for beta in value)
-    elif name == "momentum":
-        allowed, fits = "a number in [0, 1)", _within(value, 0, 1)
-    elif name in ("eps", "trust_coefficient"):
-        allowed, fits = "a number above 0", _within(value, 0, math.inf) and value != 0
-    else:
-        allowed, fits = "a number >= 0", _within(value, 0, math.inf)
-    if not fits:
-        raise ValueError(f"{spec}: {name} must be {allowed}, got {value!r}.")
-
-
-def _within(value: object, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < high

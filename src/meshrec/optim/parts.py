@@ -1,4 +1,4 @@
-"""Marks on parameters that are parts of larger ones, for norms over the whole."""
+"""Marks on sharded parameters, for gradient norms over the whole model."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ _PART = "_meshrec_part"
 
 
 class ParameterPart(NamedTuple):
-    """A parameter's place in a split model.
+    """Role of a parameter in a sharded model.
 
     Attributes:
-        group: the ranks among which the model is split.
-        counts: whether every rank has other elements, so that norms add up over ranks. Otherwise all ranks
-            have the same.
+        group: Ranks over which the model is sharded.
+        counts: True if every rank holds different elements, so that norms add up over ranks. False if the
+            parameter is replicated.
     """
 
     group: "dist.ProcessGroup"
@@ -22,11 +22,18 @@ class ParameterPart(NamedTuple):
 
 
 def mark_part(parameter: Tensor, group: "dist.ProcessGroup", *, counts: bool) -> None:
-    """Record on a parameter of a split model what it is a part of."""
+    """Mark a parameter of a sharded model.
+
+    Args:
+        parameter: Parameter to mark.
+        group: Ranks over which the model is sharded.
+        counts: Whether every rank holds different elements; see `ParameterPart`.
+    """
+    # An attribute on the tensor, because wrappers such as DDP replace modules but keep parameters.
     setattr(parameter, _PART, ParameterPart(group, counts))
 
 
 def part_of(parameter: Tensor) -> ParameterPart | None:
-    """Return what `mark_part` recorded; None if it recorded nothing."""
+    """Return the mark set by `mark_part`, or None."""
     part: ParameterPart | None = getattr(parameter, _PART, None)
     return part

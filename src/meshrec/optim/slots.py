@@ -1,4 +1,8 @@
-"""The state of one parameter: comparison, saving and filling, slot by slot, with nested dicts."""
+"""Save, check and load the optimizer state of a single parameter.
+
+The state is a dict from slot name, such as ``exp_avg`` in ``torch.optim.Adam``, to a tensor, object or nested
+dict.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -8,7 +12,10 @@ from torch import Tensor
 
 
 def contents(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state to save. Objects that have a state_dict are replaced by it."""
+    """Return a parameter's optimizer state in the form that is saved.
+
+    Stateful objects are replaced by state dicts, also in nested dicts. Tensors are not copied.
+    """
     return {
         slot: contents(value)
         if isinstance(value, dict)
@@ -20,18 +27,27 @@ def contents(slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Copy state into the existing tensors, dicts and objects."""
+    """Load saved optimizer state into a parameter's existing state, after `check_slots`.
+
+    Tensors, dicts and stateful objects are filled in place. Other values are replaced by copies.
+
+    Args:
+        slots: Existing state, modified.
+        new_slots: State to load.
+    """
     for slot, value in new_slots.items():
         present = slots[slot]
         if value is present:
-            continue  # filled in place
+            continue  # the checkpoint reader has filled this tensor in place
         if isinstance(present, dict):
             fill_slots(present, value)
         elif _is_stateful(present):
             present.load_state_dict(value)
+        # ShardedTensor does not implement copy_.
         elif hasattr(present, "local_shards"):
             for shard, new_shard in zip(present.local_shards(), value.local_shards(), strict=True):
                 shard.tensor.detach().copy_(new_shard.tensor)
+        # In place: wrappers and fused tables share this tensor.
         elif isinstance(value, Tensor):
             present.detach().copy_(value)
         else:
@@ -43,7 +59,17 @@ def _is_stateful(value: Any) -> bool:
 
 
 def check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the state of ``name`` can be filled with ``new_slots``."""
+    """Check that ``new_slots`` can be loaded into ``slots``.
+
+    Args:
+        name: Parameter name for errors.
+        slots: Existing state.
+        new_slots: State to load.
+
+    Raises:
+        ValueError: Slots, types or shapes differ.
+    """
+    # Another optimizer class has other slots, even if shapes agree.
     if slots.keys() != new_slots.keys():
         raise ValueError(
             f"the state of {name!r} is {sorted(slots)} here and {sorted(new_slots)} in the state_dict. "
@@ -55,7 +81,7 @@ def check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any
             check_slots(f"{name}.{slot}", value, new_value)
             continue
         if _is_stateful(value):
-            continue  # it checks what it loads
+            continue  # load_state_dict checks
         if isinstance(value, Tensor) != isinstance(new_value, Tensor):
             raise ValueError(
                 f"{slot!r} of {name!r} is a {type(value).__name__} here and a {type(new_value).__name__} "

@@ -1,8 +1,16 @@
-"""Pipelined training: communication during computation, and models cut into stages."""
+"""Pipelined training: communication during computation."""
 
+from typing import TYPE_CHECKING
+
+from meshrec.lazy import importer
 from meshrec.pipeline.lookahead import Lookahead
-from meshrec.pipeline.stages import Staged
 from meshrec.pipeline.train_pipeline import TrainPipeline
 from meshrec.pipeline.update import Update
 
+if TYPE_CHECKING:
+    from meshrec.stages import Staged
+
 __all__ = ["Lookahead", "Staged", "TrainPipeline", "Update"]
+
+# Its old home, for one release.
+__getattr__ = importer(__name__, {"meshrec.stages": ["Staged"]})

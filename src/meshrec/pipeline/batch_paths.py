@@ -1,6 +1,7 @@
-"""Paths to the tensors in a batch of any shape: dataclasses, tuples, dicts, objects with attributes."""
+"""Paths to tensors in a batch with any structure: dataclasses, tuples, dicts, objects with attributes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from meshrec.sparse.jagged_tensor import Jagged
 
 
 class PathStep(NamedTuple):
-    """A step from an object to a part of it: an attribute, or an item of a mapping or sequence."""
+    """A step from an object to a part: an attribute, or an item in a mapping or sequence."""
 
     name: Any
     is_item: bool
@@ -23,13 +24,38 @@ Path = tuple[PathStep, ...]
 _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
 
 
-def walk(thing: Any) -> Iterator[tuple[Path, Any]]:
-    """Find every tensor and jagged tensor in ``thing`` with its path. Each object appears once."""
-    yield from _walk(thing, (), set())
+def walk(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
+    """List (path, tensor or jagged tensor) pairs in ``batch``. An object appears once."""
+    leaves: list[tuple[Path, Tensor | Jagged]] = []
+    seen: set[int] = set()
+    # A stack instead of recursion: every step walks a batch, and most time was spent in calls.
+    stack: list[tuple[Path, Any]] = [((), batch)]
+    while stack:
+        path, part = stack.pop()
+        if isinstance(part, _LEAVES) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor | Jagged):
+            leaves.append((path, part))
+            continue
+        children: list[tuple[Path, Any]] = []
+        if isinstance(part, Mapping):
+            for name, child in part.items():
+                children.append(((*path, PathStep(name, True)), child))
+        elif isinstance(part, Sequence):
+            for number, child in enumerate(part):
+                children.append(((*path, PathStep(number, True)), child))
+        else:
+            slots = _slots(type(part))  # type: ignore[arg-type]  # the type's hash is not that of its instances
+            for name in (*getattr(part, "__dict__", ()), *slots):
+                children.append(((*path, PathStep(name, False)), getattr(part, name, None)))
+        # Reversed, so leaves are listed in batch order.
+        stack += reversed(children)
+    return leaves
 
 
 def find(batch: Any, features: KeyedJaggedTensor) -> Path | None:
-    """Return the path of this very object in the batch; None if it is not part of the batch."""
+    """Return the path to this very object in the batch; None if the batch does not contain it."""
     return next((path for path, part in walk(batch) if part is features), None)
 
 
@@ -48,39 +74,9 @@ def text_of(path: Path) -> str:
     return "batch" + "".join(map(str, path))
 
 
-def tensors_of(thing: Any) -> list[tuple[Path, Tensor]]:
-    """Return every tensor with its path, including the tensors inside jagged tensors."""
-    found: list[tuple[Path, Tensor]] = []
-    for path, part in walk(thing):
-        if isinstance(part, Jagged):
-            found += [(path, tensor) for tensor in part._tensors()]
-        else:
-            found.append((path, part))
-    return found
-
-
-def _walk(thing: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
-    if isinstance(thing, _LEAVES) or id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor | Jagged):
-        yield path, thing
-        return
-    for step, part in _parts(thing):
-        yield from _walk(part, (*path, step), seen)
-
-
-def _parts(thing: Any) -> list[tuple[PathStep, Any]]:
-    if isinstance(thing, Mapping):
-        return [(PathStep(name, True), part) for name, part in thing.items()]
-    if isinstance(thing, Sequence):
-        return [(PathStep(number, True), part) for number, part in enumerate(thing)]
-    slots = [name for kind in type(thing).__mro__ for name in _slots(kind)]
-    names = [*getattr(thing, "__dict__", ()), *slots]
-    return [(PathStep(name, False), getattr(thing, name, None)) for name in names]
-
-
+@functools.lru_cache
 def _slots(kind: type) -> Sequence[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    named = (slots,) if isinstance(slots, str) else tuple(slots)
-    return [name for name in named if name not in ("__weakref__", "__dict__")]
+    """Return a type's instance attributes outside ``__dict__``."""
+    slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+    return [name for name in names if name not in ("__weakref__", "__dict__")]

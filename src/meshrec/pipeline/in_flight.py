@@ -1,6 +1,7 @@
-"""A batch on its way into the model, and the state of its lookups."""
+"""A batch in flight to the model, and the state of its lookups."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,19 +10,18 @@ from torch import Tensor
 
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed.input_dist import IdsInFlight
-from meshrec.distributed.sharded_tables import ArrivedBatch
-from meshrec.pipeline.batch_paths import Path, tensors_of, text_of
+from meshrec.distributed.lookup_batch import Stage
+from meshrec.pipeline.batch_paths import Path, text_of, walk
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.tables.row_file import RowFileError
+from meshrec.sparse.jagged_tensor import Jagged
 
 Collection = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
 class Call(NamedTuple):
-    """A call of a sharded module in the forward pass.
+    """A sharded-module call in the forward pass.
 
-    ``path`` is the place of its input in the batch; None if the forward pass makes the input.
+    ``path`` is the input's position in the batch; None if the forward pass creates the input.
     """
 
     name: str
@@ -30,62 +30,53 @@ class Call(NamedTuple):
 
 
 class LookupInFlight:
-    """The lookup for one call of a module, in its stages: exchange of sizes, then of IDs, then of
-    embeddings.
+    """Lookup for a module call, started ahead of the call.
+
+    It holds the result, which a LookupBatch must not hold.
     """
 
     def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:
         self.module, self.features = module, features
+        # Both are fixed now: a reshard or a changed mode makes this lookup unusable.
         self._before, self._tables = _mode(module), module.tables
-        self._sizes = self._tables.route(features)
-        self._sent: IdsInFlight | None = None
-        self._batch: ArrivedBatch | None = None
+        self._batch = self._tables.route(features)
         self._result: LazyAwaitable[Any] | None = None
+        # ``num_changes`` at the last lookup, and whether later updates are ignored (semi-synchronous).
         self._num_changes, self._stays = -1, False
 
     @property
     def is_of_now(self) -> bool:
-        """Whether an exchange that starts now would give the same result."""
+        """Whether an exchange started now would give the same result."""
         return self._before == _mode(self.module)
 
-    def send_ids(self) -> IdsInFlight:
-        """Start to exchange IDs, unless they are under way already.
+    def advance(self, stage: Stage) -> None:
+        """Run the stages up to ``stage``, except completed stages.
 
         Raises:
-            ValueError: the input of a rank was invalid; raised on every rank.
+            ValueError: some rank's input was invalid; raised on every rank.
         """
-        if self._sent is None:
-            self._sent = self._tables.exchange(self._sizes)
-        return self._sent
-
-    def receive_ids(self) -> ArrivedBatch:
-        """Wait for the IDs and find the slots of their keys. A repeated lookup reuses both."""
-        if self._batch is None:
-            self._batch = self._tables.arrive(self.send_ids())
-            if self._tables.needs_resolve:
-                self._tables.resolve(self._batch)
-        return self._batch
+        if self._batch.stage < stage:
+            self._tables.advance(self._batch, stage)
 
     def send_embeddings(self, *, stays: bool = False) -> LazyAwaitable[Any]:
-        """Start to send embeddings back, as they are now. If tables have changed since an earlier call, send
-        them again.
+        """Start sending the current embeddings back. If tables changed since an earlier call, send them
+        again.
 
         With ``stays``, keep these embeddings whatever changes later.
         """
-        batch, num_changes = self.receive_ids(), self._tables.num_changes
+        num_changes = self._tables.num_changes
         self._stays |= stays
         if self._result is None or not (self._stays or self._num_changes == num_changes):
-            self._result = self.module.awaited(self._tables.look_up(batch))
+            self._result = self.module.awaited(self._batch, self._tables.look_up(self._batch))
             self._num_changes = num_changes
         return self._result
 
 
 @dataclass
 class BatchInFlight:
-    """A batch between the loader and its backward pass.
+    """A batch between the loader and the backward pass.
 
-    ``error`` is raised when it is the batch's turn. ``lookups`` are those that no call of a module has taken
-    yet.
+    ``error`` is raised at the batch's turn. ``lookups`` holds the lookups not yet taken by a module call.
     """
 
     batch: Any
@@ -97,66 +88,66 @@ class BatchInFlight:
 
     def take_change(self) -> str | None:
         """Describe a write to the batch since the loader returned it, once; None if there was none."""
-        change = self._change(self.batch)
-        self._versions = _versions(self.batch)
-        return change
+        before, self._versions = self._versions, _versions(self.batch)
+        return _change(before, self._versions)
 
     def route(self, module: Collection, features: KeyedJaggedTensor) -> None:
-        """Start the lookup of one call. Collective."""
+        """Start a call's lookup. Collective."""
         if self.error is None:
             try:
                 self.lookups.append(LookupInFlight(module, features))
-            except ValueError as error:
+            except Exception as error:
                 self._fail(error)
 
     def send_ids(self) -> None:
-        """Start to exchange the IDs of all lookups. Collective. Invalid input becomes the batch's error."""
+        """Start the ID exchange for all lookups. Collective. Invalid input becomes the batch's error."""
         try:
             for lookup in self.lookups:
-                lookup.send_ids()
-        except ValueError as error:
+                lookup.advance(Stage.EXCHANGED)
+        except Exception as error:
             self._fail(error)
 
     def begin_rows(self) -> None:
-        """Start to read rows that are not in memory, while the previous batch computes. Collective.
+        """Start reading rows outside memory, while the previous batch computes. Collective.
 
-        It waits for the exchange of IDs, and only tables with rows outside of memory need it.
+        This waits for the ID exchange, and only tables with rows outside memory need it.
         """
         try:
             for lookup in self.lookups:
                 if lookup.module.tables.rows_arrive:
-                    lookup.receive_ids()
-        except ValueError as error:
+                    lookup.advance(Stage.RESOLVED)
+        except Exception as error:
             self._fail(error)
 
     def send_embeddings(self, is_ready: Callable[[Collection], bool], *, stays: bool = False) -> None:
-        """Start to send back the embeddings of the modules that are ready. For ``stays``, see
-        `LookupInFlight`.
+        """Start sending embeddings back for the ready modules.
 
-        The slots of keys are found for all modules now, whoever updates the tables: at most one batch ahead.
+        Slots are resolved for all modules now, whoever updates the tables: at most a batch ahead.
+
+        Args:
+            is_ready: selects the modules.
+            stays: see `LookupInFlight.send_embeddings`.
         """
         try:
             for lookup in self.lookups:
                 if lookup.module.tables.needs_resolve:
-                    lookup.receive_ids()
+                    lookup.advance(Stage.RESOLVED)
                 if is_ready(lookup.module):
                     lookup.send_embeddings(stays=stays)
-        except (ValueError, RowFileError) as error:
+        except Exception as error:
             if not any(lookup.module.tables.rows_arrive for lookup in self.lookups):
                 raise
-            self._fail(
-                error
-            )  # on every rank alike, and nothing has changed: it is raised at the batch's turn
+            self._fail(error)  # on every rank alike, and nothing has changed: raised at the batch's turn
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
-        """Return the result for this call of a module, once; None if its lookup is not under way.
+        """Return the result for this module call, once; None if no lookup is in flight.
 
         Raises:
             ValueError: the IDs were written to meanwhile, for example by the forward pass.
         """
         for lookup in self.lookups:
             if lookup.module is module and lookup.features is features and lookup.is_of_now:
-                if (change := self._change(features)) is not None:
+                if (change := _change(self._versions, _versions(features))) is not None:
                     raise ValueError(f"{change}. Give every batch tensors of its own.")
                 self.lookups.remove(lookup)
                 return lookup.send_embeddings()
@@ -168,29 +159,37 @@ class BatchInFlight:
         assert error is not None
         return error
 
-    def _change(self, within: Any) -> str | None:
-        own = {id(tensor) for _, tensor in tensors_of(within)}
-        for path, tensor, version in self._versions:
-            if tensor._version != version and id(tensor) in own:
-                return (
-                    f"{text_of(path)} was written to after the loader had returned it, while its "
-                    "IDs were under way"
-                )
-        return None
-
     def _fail(self, error: Exception) -> None:
         self.error = error
+        # All ranks fail together, so no rank waits for these lookups.
         self.lookups.clear()
 
 
-def _versions(batch: Any) -> list[tuple[Path, Tensor, int]]:
-    found = [(path, tensor) for path, tensor in tensors_of(batch) if not tensor.is_inference()]
-    return [(path, tensor, tensor._version) for path, tensor in found]
+def _versions(batch: Any) -> dict[int, tuple[Path, Tensor, int]]:
+    """Return (path, tensor, write count) for all tensors in the batch, by the tensor's ``id``."""
+    versions: dict[int, tuple[Path, Tensor, int]] = {}
+    for path, part in walk(batch):
+        for tensor in part._tensors() if isinstance(part, Jagged) else (part,):
+            # Inference tensors have no version counter. Holding the tensor keeps its ``id`` unique.
+            if not tensor.is_inference():
+                versions.setdefault(id(tensor), (path, tensor, tensor._version))
+    return versions
+
+
+def _change(
+    before: Mapping[int, tuple[Path, Tensor, int]], now: Mapping[int, tuple[Path, Tensor, int]]
+) -> str | None:
+    """Describe the first write to a tensor in both; None if there was none."""
+    for key, (path, _, version) in before.items():
+        if key in now and now[key][2] != version:
+            return (
+                f"{text_of(path)} was written to after the loader had returned it, while its "
+                "IDs were under way"
+            )
+    return None
 
 
 def _mode(module: Collection) -> tuple[Any, ...]:
-    """Return the state, besides IDs and weights, that a lookup depends on. It changes on all ranks or on
-    none.
-    """
-    trained = [parameter.requires_grad for parameter in module.parameters()]
+    """Return a lookup's dependencies other than IDs and weights. It changes on all ranks or on none."""
+    trained = list(map(operator.attrgetter("requires_grad"), module.parameters()))
     return id(module.tables), torch.is_grad_enabled(), trained

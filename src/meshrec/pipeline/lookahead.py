@@ -1,9 +1,9 @@
-"""The batches that are under way, and the start of each part of their lookups.
+"""Batches in flight, and the start of every lookup stage.
 
-While batch i computes, the IDs of batch i + 1 travel, and batch i + 2 comes from the loader. Nothing is
-traced: the first forward pass shows which part of the batch each module was called with, and from then on
-these lookups start ahead. A call with that very object takes the lookup that is under way; any other call
-runs the plain lookup.
+While batch i computes, the IDs for batch i + 1 travel, and batch i + 2 comes from the loader. Nothing is
+traced: the first forward pass shows which part of the batch is the input to which module, and from then on
+these lookups start ahead. A call with that very object takes the lookup in flight; any other call runs the
+plain lookup.
 """
 
 import logging
@@ -29,7 +29,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class Lookahead:
-    """Batches in flight, for a training loop of any kind. One batch passes through it like this::
+    """Batches in flight, for any training loop. A batch passes through it like this::
 
         batch = ahead.next(iterator)  # StopIteration at the end
         with ahead.forward():
@@ -39,15 +39,15 @@ class Lookahead:
         optimizer.step()
         ahead.look_up()
 
-    All calls are collective. You may leave a call out, as in evaluation without a backward pass or after an
+    All calls are collective. You may omit a call, as in evaluation without a backward pass or after an
     exception; that costs only overlap. The exception is ``exchange``: it reports a batch that was written to
-    while its IDs were under way, before anything is updated.
+    while the IDs were in flight, before anything is updated.
 
     Args:
-        model: a model with sharded modules somewhere in it.
+        model: a model with sharded modules anywhere in it.
         device: device to move batches to; None leaves them where they are.
-        uneven: what to do if ranks have different numbers of batches. ``"stop"`` ends all of them after the
-            last batch that all have; ``"error"`` raises ValueError there and names the ranks.
+        uneven: reaction to different numbers of batches on different ranks. ``"stop"`` ends all ranks after
+            the last common batch; ``"error"`` raises ValueError there and names the ranks.
         strict: raise if a module cannot be pipelined.
     """
 
@@ -64,26 +64,29 @@ class Lookahead:
             if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
         }
         self._mover = Mover(device)
+        # Learned in the first forward pass, then fixed. None before that.
         self._calls: list[Call] | None = None
+        # Calls recorded during a forward pass while ``_calls`` is None.
         self._seen: list[tuple[str, Collection, KeyedJaggedTensor]] = []
+        # From ``next`` until the next ``next``.
         self._current: BatchInFlight | None = None
+        # Batches read after the current batch, at most two.
         self._waiting: deque[BatchInFlight] = deque()
+        # Exchanges in flight: a batch's status until ``_agree``, and a write check until ``_check``.
         self._telling: Telling | None = None
         self._checking: Checking | None = None
+        # The error to raise after the batches in flight.
         self._failure: Exception | None = None
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the loader has nothing after the batches in flight."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch that ``next`` returned is the last one, as far as is known. The end becomes known
-        when the batch before it calls ``look_up``.
-        """
-        return self._has_ended and not self._waiting
+        """Whether the batch from ``next`` is the last batch, as far as is known.
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the loader has nothing after the batches in flight."""
-        return self._has_ended
+        The end becomes known when the previous batch calls ``look_up``.
+        """
+        return self.has_ended and not self._waiting
 
     def next(self, iterator: Iterator[Any]) -> Any:
         """Return the next batch.
@@ -91,20 +94,23 @@ class Lookahead:
         Raises:
             StopIteration: after the last batch, on every rank. The next call reads on.
             ValueError: this batch has invalid IDs; raised on every rank.
-            Exception: the error that the loader raised in place of this batch. Other ranks raise
-                RuntimeError.
+            Exception: the loader's error for this batch. Other ranks raise RuntimeError.
         """
+        # Free the previous batch first, to save memory.
         self._current = None
         self._check()
         self._agree()
-        while len(self._waiting) < 2 and not self._has_ended:
+        # Usually only the first call reads here; ``exchange`` reads later batches.
+        while len(self._waiting) < 2 and not self.has_ended:
             self._read(iterator)
             self._agree()
         if not self._waiting:
-            self._has_ended = False
-            _raise(self._take_failure() or StopIteration())
+            self.has_ended = False
+            failure, self._failure = self._failure, None
+            _raise(failure or StopIteration())
         self._current = current = self._waiting.popleft()
         self._mover.wait(current.batch)
+        # ``exchange`` may not have reached this batch, such as the first.
         current.send_ids()
         if current.error is not None:
             _raise(current.take_error())
@@ -116,7 +122,7 @@ class Lookahead:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Let calls of sharded modules take the lookups that are under way for their input."""
+        """Let sharded-module calls take the matching lookups in flight."""
         for name, module in self._modules.items():
             module.ahead = self._asked(name, module)
         try:
@@ -129,24 +135,24 @@ class Lookahead:
             self._calls = self._learned(seen, self._current.batch)
 
     def exchange(self, iterator: Iterator[Any]) -> None:
-        """Send the next batch's IDs, and read the batch after it. Call it between forward and backward.
+        """Send the next batch's IDs, and read the batch after it. Call this between forward and backward.
 
         Raises:
-            ValueError: a rank wrote to this batch after the loader returned it and before ``next`` did. It is
-                raised on every rank.
+            ValueError: a rank wrote to this batch after the loader returned it and before ``next`` did.
+                Raised on every rank.
         """
         self._check()
         if self._waiting:
             self._waiting[0].send_ids()
-        if self._telling is None and not self._has_ended and len(self._waiting) < 2:
+        if self._telling is None and not self.has_ended and len(self._waiting) < 2:
             self._read(iterator)
 
     def look_up(self, is_ready: Callable[[Collection], bool] | None = None) -> None:
-        """Look up the next batch's IDs, and start the batch after it. Call it after an update of tables.
+        """Look up the next batch's IDs, and start the batch after it. Call this after a table update.
 
         Args:
-            is_ready: says which modules to look up; by default all. If a fused table is updated again
-                afterwards, its rows are looked up again when they are needed.
+            is_ready: selects the modules to look up; by default all. If a fused table is updated again
+                afterward, the rows are looked up again when they are needed.
         """
         if self._waiting:
             self._waiting[0].send_embeddings(is_ready or (lambda _: True))
@@ -159,10 +165,10 @@ class Lookahead:
             self._waiting[0].send_embeddings(lambda _: True, stays=True)
 
     def reset(self) -> None:
-        """Drop the batches in flight. Call it on all ranks."""
+        """Drop the batches in flight. Call this on all ranks."""
         self._current = self._telling = self._checking = self._failure = None
         self._waiting.clear()
-        self._has_ended = False
+        self.has_ended = False
 
     def _asked(self, name: str, module: Collection) -> Any:
         def ahead(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
@@ -173,7 +179,7 @@ class Lookahead:
         return ahead
 
     def _learned(self, seen: list[tuple[str, Collection, KeyedJaggedTensor]], batch: Any) -> list[Call]:
-        """Return the part of the batch that each module was called with."""
+        """Return the position in the batch for every module input."""
         calls = [Call(name, module, find(batch, features)) for name, module, features in seen]
         called = {call.name for call in calls if call.path is not None}
         if plain := [name or "the model" for name in self._modules if name not in called]:
@@ -187,7 +193,7 @@ class Lookahead:
         return calls
 
     def _check(self) -> None:
-        """Wait for the check that ``next`` began."""
+        """Wait for the check started in ``next``."""
         checking, self._checking = self._checking, None
         if checking is not None:
             checking.finish()
@@ -200,10 +206,14 @@ class Lookahead:
                 batch.route(call.module, follow(batch.batch, call.path))
 
     def _read(self, iterator: Iterator[Any]) -> None:
-        """Take a batch from the loader, and tell the other ranks."""
-        read = self._taken(iterator)
-        batch = read if isinstance(read, BatchInFlight) else None
-        error = read if isinstance(read, Exception) else None
+        """Take a batch from the loader and tell the other ranks. An error is raised at the batch's turn."""
+        batch = error = None
+        try:
+            batch = BatchInFlight(self._mover.moved(next(iterator)))
+        except StopIteration:
+            pass
+        except Exception as caught:
+            error = caught
         found = [
             batch is not None
             and call.path is not None
@@ -211,24 +221,10 @@ class Lookahead:
             for call in self._calls or ()
         ]
         self._telling = Telling(Read(batch, found, error), self._axis)
-
-    def _take_failure(self) -> Exception | None:
-        failure, self._failure = self._failure, None
-        return failure
-
-    def _taken(self, iterator: Iterator[Any]) -> BatchInFlight | Exception | None:
-        """Return a batch of the loader; None at its end, or its error, which is raised when it is the batch's
-        turn.
-        """
-        try:
-            return BatchInFlight(self._mover.moved(next(iterator)))
-        except StopIteration:
-            return None
-        except Exception as error:
-            return error
+        del error  # a cycle through the traceback and this frame would keep exchanges in flight alive
 
     def _agree(self) -> None:
-        """Apply the decision of all ranks to the batch that was read."""
+        """Apply the ranks' common decision to the batch just read."""
         if self._telling is None:
             return
         telling, self._telling = self._telling, None
@@ -243,7 +239,7 @@ class Lookahead:
             self._start(batch, agreed.found)
 
     def _end(self, agreed: Agreed) -> None:
-        self._has_ended, self._failure = True, agreed.error
+        self.has_ended, self._failure = True, agreed.error
         if agreed.error is not None or len(agreed.ended) == self._axis.size:
             return
         ranks = ", ".join(map(str, agreed.ended))
@@ -264,7 +260,7 @@ def _axis_of(model: nn.Module) -> Axis:
 
 
 def _raise(error: BaseException) -> NoReturn:
-    """Raise the error without keeping a reference to it in a frame of ours.
+    """Raise the error without a reference to it in our own frame.
 
     Such a reference makes a cycle with the traceback, which would keep exchanges in flight alive: the other
     ranks would hold their messages for them.

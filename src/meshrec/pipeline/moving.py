@@ -1,4 +1,4 @@
-"""Copies of batches to their device during the computation."""
+"""Batch copies to the device during computation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +14,9 @@ class Mover:
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
 
     def moved(self, batch: Any) -> Any:
-        """Return the batch on the device. The copy may still be under way, see ``wait``.
+        """Return the batch on the device. The copy may still be in flight, see ``wait``.
 
-        Objects with a method ``to`` are moved, alone or in tuples, lists and mappings.
+        Objects with a ``to`` method are moved, alone or in tuples, lists and mappings.
         """
         if self._device is None:
             return batch
@@ -28,6 +28,7 @@ class Mover:
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
+            # The copy's memory belongs to the side stream; without this, it could be reused too early.
             _record(batch, current)
 
 
@@ -44,7 +45,7 @@ def _moved(thing: Any, device: torch.device) -> Any:
 
 
 def _record(thing: Any, stream: Any) -> None:
-    """Keep the memory of the copy until ``stream`` has used it."""
+    """Keep the copy's memory until ``stream`` has used it."""
     if hasattr(thing, "record_stream"):
         thing.record_stream(stream)
     elif isinstance(thing, Mapping):

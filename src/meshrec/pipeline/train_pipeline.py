@@ -1,4 +1,4 @@
-"""A training loop that communicates during computation, with the results of the plain loop."""
+"""Training loop with communication during computation, and the plain loop's results."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,9 +14,9 @@ Forward = Callable[[Any], tuple[Tensor, Any]]
 
 
 class TrainPipeline:
-    """Trains batch by batch, while the IDs of the next batch and the data of the one after it travel.
+    """Trains batch by batch, while the next batch's IDs and the following batch's data travel.
 
-    Outputs, weights and optimizer state are equal, bit for bit, to those of this loop::
+    Outputs, weights and optimizer state equal this loop's, bit for bit::
 
         for batch in loader:
             optimizer.zero_grad()
@@ -25,28 +25,28 @@ class TrainPipeline:
             optimizer.step()
 
     With ``accumulate``, ``zero_grad`` comes before the first and ``step`` after the last of that many
-    batches, or of the batches that are left at the end.
+    batches, or of the batches left at the end.
 
     Nothing is traced, so any model works. A sharded module is pipelined if its input is a KeyedJaggedTensor
-    of the batch itself; otherwise it runs its plain lookup. In eval mode a batch is only computed.
+    from the batch itself; otherwise it runs the plain lookup. In eval mode a batch is only computed.
 
-    A batch must keep its tensors until it is trained. A loader that writes to the tensors of an earlier batch
-    is detected, unless it writes through NumPy, which torch does not see. Random numbers that the loader
-    draws in this process are drawn earlier than in the plain loop.
+    A batch's tensors must stay until it is trained. A loader that writes to an earlier batch's tensors is
+    detected, unless it writes through NumPy, which torch does not see. Random values drawn by the loader in
+    this process come earlier than in the plain loop.
 
     Args:
         model: maps a batch to (losses, output). It has sharded modules anywhere in it.
-        optimizer: the optimizer of the dense part and the tables, such as a CombinedOptimizer of both, with
-            or without clipping. In a bare CombinedOptimizer, the tables step first.
-        device: device to move batches to: objects with a method ``to``, and tuples, lists and mappings of
-            them. None leaves them where they are.
-        forward: the function to call in place of ``model`` in the forward pass.
-        accumulate: number of batches per step of the optimizer.
-        uneven: what to do if ranks have different numbers of batches. ``"stop"`` ends all of them after the
-            last batch that all have; ``"error"`` raises ValueError there and names the ranks.
-        semi_synchronous_from: number of a batch, from 0. From there on, a batch takes its embeddings before
-            the update of the previous batch. This changes the results, and hides the exchange of embeddings
-            as well. The first two batches are exact in any case.
+        optimizer: optimizer for the dense part and the tables, such as a CombinedOptimizer, with or without
+            clipping. In a bare CombinedOptimizer, the tables step first.
+        device: device to move batches to: objects with a ``to`` method, and tuples, lists and mappings with
+            such objects. None leaves them where they are.
+        forward: function to call instead of ``model`` in the forward pass.
+        accumulate: batches per optimizer step.
+        uneven: reaction to different numbers of batches on different ranks. ``"stop"`` ends all ranks after
+            the last common batch; ``"error"`` raises ValueError there and names the ranks.
+        semi_synchronous_from: batch number, from 0. From there on, a batch takes embeddings before the
+            previous batch's update. This changes the results, and hides the embedding exchange as well. The
+            first two batches are exact in any case.
         strict: raise ValueError, after the first forward pass, if a module cannot be pipelined. Otherwise a
             log line names it.
     """
@@ -73,16 +73,16 @@ class TrainPipeline:
         self._update = Update(model, optimizer)
 
     def progress(self, iterator: Iterator[Any]) -> Any:
-        """Train on the next batch of the iterator, and return the model's output.
+        """Train on the iterator's next batch, and return the model's output.
 
-        If the iterator is another one than in the last call, its batches follow those that were already read
-        from that one.
+        If the iterator differs from the last call's, batches already read from the previous iterator come
+        first.
 
         Raises:
             StopIteration: after the last batch, on every rank. A call after that starts again.
-            ValueError: this batch has invalid IDs, or was written to while it was under way; or, with
-                ``uneven="error"``, ranks have different numbers of batches. It is raised on every rank.
-            Exception: the error of the loader, after all batches before it. Other ranks raise RuntimeError.
+            ValueError: this batch has invalid IDs, or was written to while in flight; or, with
+                ``uneven="error"``, ranks have different numbers of batches. Raised on every rank.
+            Exception: the loader's error, after all earlier batches. Other ranks raise RuntimeError.
         """
         batch = self._ahead.next(iterator)
         if not self._model.training:
@@ -94,12 +94,14 @@ class TrainPipeline:
         if self._num_collected == 0:
             self._optimizer.zero_grad()
         self._num_collected += 1
+        # A final partial accumulation also steps.
         steps = self._num_collected >= self._accumulate or self._ahead.is_last
         with self._update.backward(steps=steps):
             with self._ahead.forward():
                 losses, output = self._forward(batch)
             self._num_batches += 1
             if self._semi_synchronous_from is not None and self._num_batches >= self._semi_synchronous_from:
+                # Before ``backward``, whose fused updates change the tables.
                 self._ahead.look_up_before_update()
             self._ahead.exchange(iterator)
             losses.sum().backward()
@@ -109,9 +111,7 @@ class TrainPipeline:
         return output
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Train on all batches, and yield the output of each. Leaving the loop early drops the batches in
-        flight.
-        """
+        """Train on all batches and yield the outputs. Leaving the loop early drops the batches in flight."""
         iterator = iter(batches)
         try:
             while True:
@@ -129,6 +129,6 @@ class TrainPipeline:
         return self._ahead.has_ended
 
     def reset(self) -> None:
-        """Drop the batches in flight, and start the accumulation again. Call it on all ranks."""
+        """Drop the batches in flight and restart the accumulation. Call this on all ranks."""
         self._ahead.reset()
         self._num_collected = 0

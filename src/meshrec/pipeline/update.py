@@ -1,4 +1,4 @@
-"""The end of a training step, in the order that lets the next lookup start early."""
+"""End of a training step, ordered for an early next lookup."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from meshrec.comms.dense_gradients import DenseGradients
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim.keyed import CombinedOptimizer
 from meshrec.pipeline.in_flight import Collection
@@ -15,24 +14,26 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class Update:
-    """The updates of ``loss.backward()`` and ``optimizer.step()``, in this order:
+    """Updates in ``loss.backward()`` and ``optimizer.step()``, in this order:
 
     1. The backward pass updates fused tables, and dense gradients start to travel.
     2. Tables with ``update="on_step"`` step, if ``optimizer`` is a bare CombinedOptimizer.
     3. The next batch's rows are looked up, and start to travel.
-    4. Dense gradients arrive, and the rest of the optimizer steps.
-    5. Tables that were not ready before are looked up: those without a fused optimizer, and clipped ones.
+    4. Dense gradients arrive, and the remaining optimizers step.
+    5. Tables that were not ready before are looked up: those without a fused optimizer, and clipped tables.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
+        self._tables, self._others = _parts(optimizer)
+        self._parallel = next((m for m in model.modules() if isinstance(m, DistributedModelParallel)), None)
 
     @contextmanager
     def backward(self, *, steps: bool, late: bool = True) -> Iterator[None]:
-        """Enclose the forward and backward pass of a batch.
+        """Enclose a batch's forward and backward pass.
 
         Args:
-            steps: whether ``optimizer`` steps afterwards. Otherwise dense gradients stay on their rank.
+            steps: whether ``optimizer`` steps afterward. Otherwise dense gradients stay on their rank.
             late: whether ``after_backward`` follows and waits for dense gradients. Otherwise they are
                 averaged here.
         """
@@ -41,48 +42,44 @@ class Update:
                 for module in self._model.modules():
                     if isinstance(module, nn.parallel.DistributedDataParallel):
                         stack.enter_context(module.no_sync())
-            elif late and (gradients := self._late_gradients()) is not None:
-                stack.enter_context(gradients.late())
+            elif late and self._parallel is not None and self._parallel.late_gradients is not None:
+                stack.enter_context(self._parallel.late_gradients.late())
             yield
 
     def after_backward(self, ahead: Lookahead, *, steps: bool) -> None:
-        """Step if ``steps`` is True, and start the next lookups as soon as their tables are updated."""
+        """Step if ``steps`` is True, and start the next lookups as soon as the tables are updated."""
         if not steps:
             ahead.look_up(self.is_stepped)
             return
-        tables, rest = _parts(self._optimizer)
-        for each in tables:
-            each.step()
+        tables = self._tables
+        for optimizer in tables:
+            optimizer.step()
         ahead.look_up(
             lambda module: (
                 not module.has_ordinary_gradients
                 and (module.tables.collected is None or module.fused_optimizer in tables)
             )
         )
-        if (gradients := self._late_gradients()) is not None:
-            gradients.finish()
-        for optimizer in rest:
-            optimizer.step()
+        if self._parallel is not None and self._parallel.late_gradients is not None:
+            # Only now: the embeddings for the next batch travel while the dense gradients arrive.
+            self._parallel.late_gradients.finish()
+        for other in self._others:
+            other.step()
         ahead.look_up(self.is_stepped)
 
     def is_stepped(self, module: Collection) -> bool:
         """Return whether only this optimizer and the backward pass update the module's tables."""
         if not module.has_ordinary_gradients:
-            return True  # the tables themselves count their updates
+            return True  # the tables count their own updates
         own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         return all(id(parameter) in own or parameter.numel() == 0 for parameter in module.parameters())
-
-    def _late_gradients(self) -> DenseGradients | None:
-        for module in self._model.modules():
-            if isinstance(module, DistributedModelParallel):
-                return module.late_gradients
-        return None
 
 
 def _parts(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[list[FusedOptimizer], list[torch.optim.Optimizer]]:
-    """Return the optimizers of tables, and the others. The order in which they step does not matter."""
+    """Return table optimizers and all other optimizers. The order in which they step does not matter."""
+    # Subclasses and wrappers may clip over all parameters, so they step as a whole.
     if type(optimizer) is not CombinedOptimizer:
         return [], [optimizer]
     tables: list[FusedOptimizer] = []

@@ -1,1 +1,1 @@
-"""A sharding plan as data: rectangles of tables on ranks, how to write one, and the proof that it is one."""
+"""Sharding plans as data: table shards per rank, builders for them, and their validation."""

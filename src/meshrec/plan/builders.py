@@ -1,8 +1,7 @@
-"""Plans by hand: one builder per sharding type, with TorchRec's names.
+"""Builders for manual sharding plans, one per sharding type, with TorchRec's names.
 
-A builder returns a ``ShardingGenerator``. ``construct_module_sharding_plan`` calls it with the size of the
-table and the number of ranks. Rows and columns that do not divide evenly are split as evenly as possible,
-larger parts first.
+A builder returns a ``ShardingGenerator``. ``construct_module_sharding_plan`` calls it with the table size and
+the world shape. Uneven rows and columns are split as evenly as possible, larger parts first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from meshrec.plan.sharding_plan import (
 
 
 class WorldShape(NamedTuple):
-    """The ranks of a plan: their number, the number per node, and their type of device."""
+    """World size, ranks per node, and device type of a plan."""
 
     world_size: int
     local_size: int
@@ -33,47 +32,56 @@ ShardingGenerator = Callable[[str, TableSize, WorldShape], ParameterSharding]
 
 
 def even_splits(total: int, num_parts: int) -> list[tuple[int, int]]:
-    """Split ``range(total)`` into ``num_parts`` half-open intervals, as evenly as possible. The last may be
-    empty.
+    """Split ``range(total)`` into ``num_parts`` half-open intervals, as evenly as possible.
+
+    Later intervals are empty if ``total < num_parts``.
     """
     base, extra = divmod(total, num_parts)
+    # The first `extra` parts get the remainder, one element each.
     ends = accumulate((base + (part < extra) for part in range(num_parts)), initial=0)
     return list(pairwise(ends))
 
 
 def tables_of(module: Any) -> dict[str, TableSize]:
-    """Return the tables of an embedding module, sharded or not, by name and in its order."""
+    """Return table sizes by name, in module order, for a plain or sharded embedding module.
+
+    Raises:
+        ValueError: The module has neither bag nor sequence embedding configs.
+    """
+    # Duck typing: plain, sharded and quantized collections share these methods, but no base class.
     configs = getattr(module, "embedding_bag_configs", None) or getattr(module, "embedding_configs", None)
     if configs is None:
         raise ValueError(
-            f"{type(module).__name__} is no embedding module: it has neither embedding_bag_configs() nor "
+            f"{type(module).__name__} is not an embedding module: it has neither embedding_bag_configs() nor "
             "embedding_configs(). Pass an EmbeddingBagCollection or an EmbeddingCollection."
         )
     return {c.name: TableSize(c.num_embeddings, c.embedding_dim) for c in configs()}
 
 
 def data_parallel() -> ShardingGenerator:
-    """Replicate the table on every rank. Gradients are all-reduced."""
+    """Replicate the table on every rank; gradients are all-reduced."""
+    # Without ranks and shards: every rank holds the whole table.
     sharding = ParameterSharding(sharding_type=ShardingType.DATA_PARALLEL)
+    # Frozen dataclass: tables can share it.
     return lambda table, size, ranks: sharding
 
 
 def table_wise(
     *, rank: int, compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
 ) -> ShardingGenerator:
-    """Put the whole table on one rank."""
+    """Place the whole table on one rank."""
 
-    def generate(table: str, size: TableSize, ranks: WorldShape) -> ParameterSharding:
+    def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         return _grid(
             table,
             ShardingType.TABLE_WISE,
             size,
             [(0, size.embedding_dim, [rank])],
-            world=ranks,
+            world=world,
             compute_kernel=compute_kernel,
         )
 
-    return generate
+    return _generate
 
 
 def row_wise(
@@ -81,14 +89,14 @@ def row_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the rows over ``ranks`` (default: all)."""
+    """Split the rows over ``ranks``, by default all."""
 
-    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+    def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         bands = [(0, size.embedding_dim, owners)]
         return _grid(table, ShardingType.ROW_WISE, size, bands, world=world, compute_kernel=compute_kernel)
 
-    return generate
+    return _generate
 
 
 def column_wise(
@@ -96,9 +104,9 @@ def column_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the columns over ``ranks`` (default: all). A rank that is named twice gets two parts."""
+    """Split the columns over ``ranks``, by default all. A repeated rank gets several column shards."""
 
-    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+    def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         return _grid(
             table,
@@ -109,7 +117,7 @@ def column_wise(
             compute_kernel=compute_kernel,
         )
 
-    return generate
+    return _generate
 
 
 def table_row_wise(
@@ -118,30 +126,36 @@ def table_row_wise(
     host_index: int | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the rows over the ranks of one node. ``host_index`` is TorchRec's name for ``node``."""
+    """Split the rows over the ranks in a node.
 
-    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+    Args:
+        node: Node index.
+        host_index: TorchRec's name for ``node``; used if ``node`` is None.
+        compute_kernel: Where the table is updated.
+    """
+
+    def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = _node_ranks(table, node if node is not None else host_index, world)
         bands = [(0, size.embedding_dim, owners)]
         return _grid(
             table, ShardingType.TABLE_ROW_WISE, size, bands, world=world, compute_kernel=compute_kernel
         )
 
-    return generate
+    return _generate
 
 
 def table_column_wise(
     *, node: int, compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
 ) -> ShardingGenerator:
-    """Split the columns over the ranks of one node."""
+    """Split the columns over the ranks in a node."""
 
-    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+    def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         bands = _column_bands(size, _node_ranks(table, node, world))
         return _grid(
             table, ShardingType.TABLE_COLUMN_WISE, size, bands, world=world, compute_kernel=compute_kernel
         )
 
-    return generate
+    return _generate
 
 
 def grid_shard(
@@ -150,21 +164,28 @@ def grid_shard(
     host_indexes: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the columns over nodes (default: all), and the rows of each column part over the ranks of its
-    node.
+    """Split the columns over nodes, and the rows in every column band over the ranks in the node.
+
+    Args:
+        nodes: Node per column band, by default all nodes.
+        host_indexes: TorchRec's name for ``nodes``; used if ``nodes`` is None.
+        compute_kernel: Where the table is updated.
     """
 
-    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
-        chosen = nodes if nodes is not None else host_indexes
-        if chosen is None:
-            chosen = range(world.world_size // world.local_size)
+    def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+        column_nodes = nodes if nodes is not None else host_indexes
+        if column_nodes is None:
+            # With fewer columns than nodes, the last nodes get no shard.
+            column_nodes = range(world.world_size // world.local_size)
         bands = [
             (c0, c1, _node_ranks(table, node, world))
-            for node, (c0, c1) in zip(chosen, even_splits(size.embedding_dim, len(chosen)), strict=True)
+            for node, (c0, c1) in zip(
+                column_nodes, even_splits(size.embedding_dim, len(column_nodes)), strict=True
+            )
         ]
         return _grid(table, ShardingType.GRID_SHARD, size, bands, world=world, compute_kernel=compute_kernel)
 
-    return generate
+    return _generate
 
 
 def construct_module_sharding_plan(
@@ -175,44 +196,65 @@ def construct_module_sharding_plan(
     local_size: int | None = None,
     device_type: str = "cpu",
 ) -> EmbeddingModuleShardingPlan:
-    """Build the plan of ``module`` from one builder per table.
+    """Build the plan for ``module`` from one generator per table.
 
     Args:
-        module: an embedding module.
-        per_param_sharding: the builder of each table, by name.
-        world_size: number of ranks.
-        local_size: ranks per node, for sharding types that use nodes (default: all ranks on one node).
-        device_type: type of the ranks' devices.
+        module: An embedding module, plain or sharded.
+        per_param_sharding: Sharding generator by table name.
+        world_size: Number of ranks.
+        local_size: Ranks per node, for node-based sharding types; ``world_size`` (a single node) if None.
+        device_type: Device type of all ranks.
+
+    Returns:
+        Sharding by table name, in module order.
 
     Raises:
-        ValueError: a table has no builder, a builder is for an unknown table, or a builder names a rank that
-            does not exist.
+        ValueError: A table has no generator, a generator is for an unknown table, or a rank does not exist.
+
+    Example::
+
+        >>> from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> item = EmbeddingBagConfig(name="item", num_embeddings=10, embedding_dim=4, feature_names=["item"])
+        >>> module = EmbeddingBagCollection(tables=[item])
+        >>> plan = construct_module_sharding_plan(module, {"item": row_wise()}, world_size=2)
+        >>> print(*plan["item"].shards)
+        [0:5, 0:4]@0 [5:10, 0:4]@1
     """
     tables = tables_of(module)
+    # Explicit for all tables: a default for forgotten tables would hide mistakes in plans.
     if missing := [name for name in tables if name not in per_param_sharding]:
         raise ValueError(f"table {missing[0]!r} has no sharding: give one for each of {list(tables)}.")
     if unknown := [name for name in per_param_sharding if name not in tables]:
         raise ValueError(
-            f"{unknown[0]!r} is no table of this module, which has {list(tables)}. Name one of them."
+            f"{unknown[0]!r} is not a table of this module, which has {list(tables)}. Name one of them."
         )
+    # A single node: table_row_wise and grid_shard then use all ranks.
     local_size = world_size if local_size is None else local_size
     if local_size < 1 or world_size % local_size:
         raise ValueError(
-            f"world_size {world_size} is no multiple of local_size {local_size} (ranks per node). "
-            "Nodes have equally many ranks."
+            f"world_size {world_size} is not a multiple of local_size {local_size} (ranks per node). "
+            "All nodes must have the same number of ranks."
         )
-    ranks = WorldShape(world_size, local_size, device_type)
+    world = WorldShape(world_size, local_size, device_type)
     return EmbeddingModuleShardingPlan(
-        {name: per_param_sharding[name](name, size, ranks) for name, size in tables.items()}
+        {name: per_param_sharding[name](name, size, world) for name, size in tables.items()}
     )
 
 
 def _column_bands(size: TableSize, owners: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """Return (first column, end, [rank]) per owner."""
+    # More owners than columns give empty bands, which _grid skips.
     splits = even_splits(size.embedding_dim, len(owners))
     return [(c0, c1, [rank]) for rank, (c0, c1) in zip(owners, splits, strict=True)]
 
 
 def _node_ranks(table: str, node: int | None, world: WorldShape) -> list[int]:
+    """Return the ranks in a node: consecutive, ``local_size`` per node.
+
+    Raises:
+        ValueError: The node does not exist.
+    """
+    # construct_module_sharding_plan has checked that local_size divides world_size.
     num_nodes = world.world_size // world.local_size
     if node is None or not 0 <= node < num_nodes:
         raise ValueError(
@@ -232,7 +274,19 @@ def _grid(
     world: WorldShape,
     compute_kernel: EmbeddingComputeKernel,
 ) -> ParameterSharding:
-    """Split the rows of each band of columns (first, end, owners) over its owners."""
+    """Split the rows in every column band over the owners.
+
+    Args:
+        table: Table name for errors.
+        sharding_type: Recorded in the result.
+        size: Rows and columns.
+        bands: (first column, end, owner ranks) per band.
+        world: World shape.
+        compute_kernel: Recorded in the result.
+
+    Raises:
+        ValueError: A rank does not exist.
+    """
     shards = []
     for c0, c1, owners in bands:
         for rank, (r0, r1) in zip(owners, even_splits(size.num_embeddings, len(owners)), strict=True):
@@ -241,6 +295,7 @@ def _grid(
                     f"table {table!r}: rank {rank} is not one of the {world.world_size} ranks "
                     f"[0, {world.world_size}). Name ranks of the plan."
                 )
+            # Small tables leave some owners without a shard. Plans never list empty shards.
             if r1 > r0 and c1 > c0:
                 shards.append(
                     ShardMetadata(
@@ -252,6 +307,7 @@ def _grid(
     return ParameterSharding(
         sharding_type=sharding_type,
         compute_kernel=compute_kernel,
+        # Owners of non-empty shards only, as the checks require.
         ranks=tuple(shard.placement.rank for shard in shards),
         sharding_spec=EnumerableShardingSpec(shards=tuple(shards)),
     )

@@ -1,4 +1,4 @@
-"""Checks of plans: exact covers, all tables, existing ranks."""
+"""Plan validation: all tables planned, existing ranks, every element covered exactly once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,16 +15,22 @@ from meshrec.plan.sharding_plan import (
 def verify_plan(
     plan: ShardingPlan, tables: Mapping[str, Mapping[str, TableSize]], *, world_size: int
 ) -> None:
-    """Check that ``plan`` is valid for a model.
+    """Validate ``plan`` for a model.
 
     Args:
-        plan: the plan.
-        tables: sizes by module path and table (see ``tables_of``).
-        world_size: number of ranks on the ``shard`` axis.
+        plan: Plan for all embedding modules.
+        tables: Table sizes by module path and table name (see ``tables_of``).
+        world_size: Number of ranks on the ``shard`` axis.
 
     Raises:
-        ValueError: the plan is invalid; the message names module and table.
+        TypeError: ``plan`` is not a ShardingPlan, for example a single module's plan.
+        ValueError: The plan is invalid. The message names the module and table.
     """
+    if not isinstance(plan, ShardingPlan):
+        raise TypeError(
+            f"the plan of a model must be a ShardingPlan, got a {type(plan).__name__}. Write "
+            'ShardingPlan({path: plan}) with the path of each embedding module ("" for the model itself).'
+        )
     for path in tables:
         if path not in plan.plan:
             raise ValueError(
@@ -33,14 +39,23 @@ def verify_plan(
             )
     for path, module_plan in plan.plan.items():
         if path not in tables:
-            raise ValueError(f"the plan speaks of module {path!r}; the embedding modules are {list(tables)}.")
+            raise ValueError(f"the plan names module {path!r}; the embedding modules are {list(tables)}.")
         verify_module_plan(module_plan, tables[path], world_size=world_size)
 
 
 def verify_module_plan(
     plan: EmbeddingModuleShardingPlan, tables: Mapping[str, TableSize], *, world_size: int
 ) -> None:
-    """Check the plan of one module: every table is covered exactly once by rectangles on existing ranks."""
+    """Check a module plan: shards on existing ranks cover every table exactly once.
+
+    Args:
+        plan: Sharding by table name.
+        tables: Table sizes by name.
+        world_size: Number of ranks on the ``shard`` axis.
+
+    Raises:
+        ValueError: The plan is invalid. The message names the table.
+    """
     for table in tables:
         if table not in plan:
             raise ValueError(
@@ -49,10 +64,12 @@ def verify_module_plan(
     for table, sharding in plan.items():
         if table not in tables:
             raise ValueError(f"the plan has a table {table!r}; the module has {list(tables)}.")
+        # Sizes may come from JSON as plain lists.
         _verify_table(table, sharding, TableSize(*tables[table]), world_size)
 
 
 def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, world_size: int) -> None:
+    # The planner and the runtime treat it as a separate case: gradients are all-reduced, not exchanged.
     if sharding.sharding_type is ShardingType.DATA_PARALLEL:
         if sharding.shards:
             raise ValueError(
@@ -66,19 +83,22 @@ def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, worl
         )
     for shard in sharding.shards:
         _verify_shard(table, shard, size, world_size)
+    # `ranks` repeats the owners, so a manual plan may contradict itself.
     owners = tuple(shard.placement.rank for shard in sharding.shards)
     if sharding.ranks is not None and set(sharding.ranks) != set(owners):
         raise ValueError(
             f"table {table!r}: ranks is {sharding.ranks}, but the rectangles are on ranks {owners}. They "
             "must agree."
         )
+    # Before the area check, which is only conclusive for disjoint shards.
     _verify_disjoint(table, sharding.shards)
+    # Disjoint shards inside the table cover it if and only if their areas sum to the table area.
     covered = sum(shard.shard_sizes[0] * shard.shard_sizes[1] for shard in sharding.shards)
     total = size.num_embeddings * size.embedding_dim
     if covered != total:
         raise ValueError(
             f"table {table!r}: its rectangles {' '.join(map(str, sharding.shards))} cover {covered} of "
-            f"{total} elements ({size.num_embeddings} x {size.embedding_dim}). Add rectangles for the rest."
+            f"{total} elements ({size.num_embeddings} x {size.embedding_dim}). Add the missing rectangles."
         )
 
 
@@ -98,13 +118,15 @@ def _verify_shard(table: str, shard: ShardMetadata, size: TableSize, world_size:
 
 
 def _verify_disjoint(table: str, shards: Sequence[ShardMetadata]) -> None:
-    """Check that no rectangles overlap, with a sweep down the rows."""
+    """Check that no two shards overlap, with a sweep down the rows."""
+    # Shards at the current row. A sweep needs far fewer comparisons than all pairs.
     open_shards: list[ShardMetadata] = []
+    # Sorted by first row, so that shards above the sweep line can be dropped for good.
     for shard in sorted(shards, key=lambda s: s.shard_offsets):
-        open_shards = [other for other in open_shards if other.rows[1] > shard.rows[0]]
-        for other in open_shards:
-            if other.columns[0] < shard.columns[1] and shard.columns[0] < other.columns[1]:
+        open_shards = [open_shard for open_shard in open_shards if open_shard.rows[1] > shard.rows[0]]
+        for open_shard in open_shards:
+            if open_shard.columns[0] < shard.columns[1] and shard.columns[0] < open_shard.columns[1]:
                 raise ValueError(
-                    f"table {table!r}: rectangles {other} and {shard} overlap. Each element lives once."
+                    f"table {table!r}: rectangles {open_shard} and {shard} overlap. Make them disjoint."
                 )
         open_shards.append(shard)

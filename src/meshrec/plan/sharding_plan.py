@@ -1,8 +1,8 @@
-"""Sharding plans: which rectangle of which table lives on which rank.
+"""Sharding plans: which rank holds which rectangle of which table.
 
-A plan is data only. It is made by hand (``distributed.plan_builders``) or by the planner, verified here, and
-read once, when a module is sharded. Ranks are positions on the mesh's ``shard`` axis: with a ``replicate``
-axis every replica group follows the same plan.
+A plan is only data. It is written by hand (``plan.builders``) or by the planner, verified (``plan.checks``),
+and read once, when a module is sharded. Ranks are positions on the mesh's ``shard`` axis: with a
+``replicate`` axis all replica groups follow the same plan.
 """
 
 import hashlib
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 
 class ShardingType(Enum):
-    """The way to split a table. Only the planner uses these words; at run time there are rectangles."""
+    """How a table is split. Used by the planner and for display only; at run time there are rectangles."""
 
+    # Values are TorchRec's, so that JSON plans are readable in both.
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
     COLUMN_WISE = "column_wise"
@@ -27,11 +28,11 @@ class ShardingType(Enum):
 
 
 class EmbeddingComputeKernel(Enum):
-    """The way to update a table.
+    """Where a table is updated.
 
-    ``dense``: by autograd's ordinary gradients; ``fused``: in the backward pass; ``quant``: never. A plan
-    that was made beforehand has the kernel that its maker assumed. The plan of a sharded module has the
-    kernel that runs, which the attached optimizer decides.
+    ``dense``: by an ordinary optimizer, from autograd's gradients; ``fused``: in the backward pass;
+    ``quant``: never. A plan written before sharding records the kernel the author assumed. The plan of a
+    sharded module records the kernel in use, which depends on the attached optimizer.
     """
 
     DENSE = "dense"
@@ -40,7 +41,7 @@ class EmbeddingComputeKernel(Enum):
 
 
 class TableSize(NamedTuple):
-    """Rows and columns of a whole table."""
+    """Number of rows and columns of an unsharded table."""
 
     num_embeddings: int
     embedding_dim: int
@@ -48,7 +49,7 @@ class TableSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDevice:
-    """The place of a rectangle: a rank of the ``shard`` axis, and the type of its device."""
+    """Placement of a rectangle: rank on the ``shard`` axis, and device type."""
 
     rank: int
     device: str = "cpu"
@@ -59,20 +60,20 @@ class RemoteDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMetadata:
-    """One rectangle: first row and column, number of rows and columns, and its rank."""
+    """A table rectangle and the placement."""
 
-    shard_offsets: tuple[int, int]
-    shard_sizes: tuple[int, int]
+    shard_offsets: tuple[int, int]  # first row, first column
+    shard_sizes: tuple[int, int]  # number of rows, number of columns
     placement: RemoteDevice
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows as a half-open interval."""
+        """Row range [first, end)."""
         return self.shard_offsets[0], self.shard_offsets[0] + self.shard_sizes[0]
 
     @property
     def columns(self) -> tuple[int, int]:
-        """The columns as a half-open interval."""
+        """Column range [first, end)."""
         return self.shard_offsets[1], self.shard_offsets[1] + self.shard_sizes[1]
 
     def __str__(self) -> str:
@@ -82,31 +83,27 @@ class ShardMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class EnumerableShardingSpec:
-    """The rectangles of one table."""
+    """All rectangles of a table."""
 
     shards: tuple[ShardMetadata, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSharding:
-    """The placement of one table.
-
-    ``ranks``: the ranks that hold a part of it, in the order of the rectangles; for ``DATA_PARALLEL`` all
-    ranks, which is written as None, with no ``sharding_spec``.
-    """
+    """Sharding of a table."""
 
     sharding_type: ShardingType
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
-    ranks: tuple[int, ...] | None = None
-    sharding_spec: EnumerableShardingSpec | None = None
+    ranks: tuple[int, ...] | None = None  # owner per rectangle, in order; None if data-parallel: all ranks
+    sharding_spec: EnumerableShardingSpec | None = None  # None if data-parallel
 
     @property
     def shards(self) -> tuple[ShardMetadata, ...]:
-        """The rectangles; none for a data-parallel table."""
+        """All rectangles; empty for a data-parallel table."""
         return self.sharding_spec.shards if self.sharding_spec is not None else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types. A shard is [first row, first column, rows, columns, rank, device]."""
+        """Convert to JSON types. A shard is [first row, first column, rows, columns, rank, device]."""
         return {
             "sharding_type": self.sharding_type.value,
             "compute_kernel": self.compute_kernel.value,
@@ -118,10 +115,10 @@ class ParameterSharding:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ParameterSharding":
-        """Make a placement from what ``to_dict`` returned.
+        """Rebuild from a ``to_dict`` result.
 
         Raises:
-            ValueError: the sharding type or the compute kernel is unknown.
+            ValueError: The sharding type or compute kernel is unknown.
         """
         shards = tuple(
             ShardMetadata(
@@ -136,21 +133,23 @@ class ParameterSharding:
             sharding_type=ShardingType(data["sharding_type"]),
             compute_kernel=EmbeddingComputeKernel(data["compute_kernel"]),
             ranks=None if ranks is None else tuple(ranks),
+            # Restores None for data-parallel tables, whose JSON has an empty list.
             sharding_spec=EnumerableShardingSpec(shards=shards) if shards else None,
         )
 
     def digest(self) -> str:
-        """Return a hash of what all ranks must agree on; the type of device may differ."""
+        """Hash the fields required to be equal on all ranks. Device types may differ."""
         data = self.to_dict()
+        # Drops the device type.
         data["shards"] = [shard[:5] for shard in data["shards"]]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
-    """The placement of every table of one module: table name -> ``ParameterSharding``."""
+    """Sharding by table name for one embedding module."""
 
     def with_kernels(self, kernels: Mapping[str, EmbeddingComputeKernel]) -> "EmbeddingModuleShardingPlan":
-        """Return the same placement with the given kernel for each table."""
+        """Return a copy with the given kernel per table."""
         return EmbeddingModuleShardingPlan(
             {table: replace(sharding, compute_kernel=kernels[table]) for table, sharding in self.items()}
         )
@@ -170,39 +169,38 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The placement of every table of a model: path of a module in the model -> plan of that module."""
+    """Plan by module path for all embedding modules in a model."""
 
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """Return the plan of the module at ``module_path``, as in ``model.named_modules()``, or None."""
+        """Return the plan for ``module_path``, as in ``model.named_modules()``, or None."""
         return self.plan.get(module_path)
 
     def tables(self) -> Iterator[tuple[str, str, ParameterSharding]]:
-        """Yield (module path, table, placement) of all tables."""
+        """Yield (module path, table name, sharding)."""
         for path, module_plan in self.plan.items():
             for table, sharding in module_plan.items():
                 yield path, table, sharding
 
     def digest(self) -> str:
-        """Return a hash that is equal for two plans if and only if they place every table alike.
-
-        The order of tables does not matter.
-        """
+        """Return a hash that is equal for plans that place all tables alike, in any table order."""
+        # Sorted, because ranks may build modules in different orders.
         parts = sorted(f"{path}\n{table}\n{sharding.digest()}" for path, table, sharding in self.tables())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the plan as JSON text."""
+        """Serialize as JSON."""
         plan = {path: {t: s.to_dict() for t, s in tables.items()} for path, tables in self.plan.items()}
+        # Increase the version on incompatible changes: from_json refuses other versions.
         return json.dumps({"version": 1, "plan": plan}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
-        """Read what ``to_json`` wrote.
+        """Parse ``to_json`` output.
 
         Raises:
-            ValueError: the text is not a plan, or has a newer version.
+            ValueError: The JSON is not a plan, or has a newer version.
         """
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != 1:
@@ -221,17 +219,22 @@ class ShardingPlan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
+        """Write the plan as JSON. A file that exists is replaced."""
         Path(path).write_text(self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "ShardingPlan":
-        """Reads a plan that ``save`` wrote. ValueError for a file that holds something else."""
+        """Read a plan file.
+
+        Raises:
+            ValueError: The file is not a sharding plan.
+        """
         try:
             return cls.from_json(Path(path).read_text())
+        # JSON with another structure fails in many ways; the user needs to know only that it is not a plan.
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{path} is no sharding plan; name a file that `meshrec plan --out` wrote. Cause: {error}"
+                f"{path} is not a sharding plan; name a file that `meshrec plan --out` wrote. Cause: {error}"
             ) from error
 
     def __str__(self) -> str:

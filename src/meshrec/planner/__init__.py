@@ -1,4 +1,4 @@
-"""The planner: fast sharding plans, with a proof of how good they are."""
+"""Planner: sharding plans in seconds, with a proven bound on how much faster any plan could be."""
 
 from meshrec.planner.disk import IdSample, PlacedTable, StoragePlan, place_rows
 from meshrec.planner.evaluate import StepEstimate, evaluate

@@ -1,19 +1,25 @@
-"""Conversion between the states of the search and the arrays of the compiled annealing loop."""
+"""Convert between search states and the arrays of the compiled annealing loop."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from meshrec.ops.planning import MOST_PHASES, Annealed, AnnealProblem, Assignment, anneal, can_anneal
+from meshrec.ops.planning import MAX_PHASES, Annealed, AnnealProblem, Assignment, anneal, can_anneal
 from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Ints
 
+# Smallest size of an uneven piece, relative to the even split.
 LEAST_AMOUNT = 1e-3
 
 
 class Annealer:
-    """Improves plans of one problem by annealing. `admitted_Y`: the candidates that each type may use."""
+    """Anneals a problem's plans.
+
+    Args:
+        problem: planning problem.
+        admitted_Y: candidates allowed per type.
+    """
 
     def __init__(self, problem: Problem, admitted_Y: Sequence[Ints]) -> None:
         self._problem = problem
@@ -21,8 +27,8 @@ class Annealer:
 
     @staticmethod
     def serves(problem: Problem) -> bool:
-        """Return whether the compiled kernels support such a problem."""
-        return can_anneal and problem.load_PK.shape[1] <= MOST_PHASES
+        """Return whether the compiled kernels support a problem."""
+        return can_anneal and problem.load_PK.shape[1] <= MAX_PHASES
 
     def improve(
         self,
@@ -32,11 +38,24 @@ class Annealer:
         seconds: float,
         hot: float,
         seed: int,
-        place_share: float = 1.0,
+        placement_share: float = 1.0,
         exponent: int = 4,
     ) -> tuple[list[Parts], int]:
-        """Anneal from `parts_T`; return a plan that is as fast or faster, and the work. See `anneal`."""
-        found: Annealed = anneal(
+        """Anneal a plan; see ``ops.planner.anneal``.
+
+        Args:
+            parts_T: plan to start from.
+            max_work: compiled loop's work limit.
+            seconds: time limit.
+            hot: initial temperature, in mean loads of a rank.
+            seed: random seed.
+            placement_share: maximum fraction of moves which re-place a whole table.
+            exponent: initial exponent, for the norm over ranks.
+
+        Returns:
+            A plan at least as fast, and the work spent.
+        """
+        annealed: Annealed = anneal(
             self._arrays,
             _assignment(parts_T),
             num_ranks=self._problem.num_ranks,
@@ -45,11 +64,11 @@ class Annealer:
             max_work=max_work,
             seconds=seconds,
             hot=hot,
-            place_share=place_share,
+            placement_share=placement_share,
             exponent=exponent,
             seed=seed,
         )
-        return _parts(found.assignment), found.work
+        return _parts(annealed.assignment), annealed.work
 
 
 def _assignment(parts_T: Sequence[Parts]) -> Assignment:
@@ -64,15 +83,15 @@ def _assignment(parts_T: Sequence[Parts]) -> Assignment:
 
 
 def _parts(assignment: Assignment) -> list[Parts]:
-    found = []
+    parts = []
     for table, candidate in enumerate(assignment.candidate_T):
         mine = slice(int(assignment.start_T[table]), int(assignment.start_T[table + 1]))
-        found.append(
+        parts.append(
             Parts(
                 int(candidate), assignment.group_N[mine], assignment.rank_N[mine], assignment.amount_N[mine]
             )
         )
-    return found
+    return parts
 
 
 def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
@@ -94,6 +113,7 @@ def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
         piece_start_C=problem.piece_start_C.astype(np.int64),
         count_P=problem.count_P,
         load_PK=problem.load_PK,
+        # The scaling part, load - fixed, must not be negative.
         fixed_PK=np.minimum(problem.fixed_PK, problem.load_PK),
         bytes_P=problem.bytes_P,
         fixed_bytes_P=problem.fixed_bytes_P,

@@ -1,11 +1,11 @@
-"""A proven lower bound: no plan can be faster.
+"""Proven lower bound on any plan's step time.
 
-Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load; (2) T_k is at
-least the largest piece of every chosen candidate; (3) a rank that holds a heavy table has little room for
-others. (1) is linear. The rest becomes linear once T is known to lie in a small box lower <= T <= upper.
-Branch and bound therefore splits boxes, the one with the lowest bound first, and drops those that contain no
-plan better than the best known one. Splitting a table's pieces unevenly keeps its mean load and raises its
-largest piece, so the bound holds for uneven plans as well.
+Let T_k be the slowest rank's load in phase k. For every plan, (1) T_k is at least the mean load; (2) T_k is
+at least the largest piece of every selected candidate; (3) a rank with a heavy table has little room for
+others. (1) is linear. (2) and (3) become linear once T is known to lie in a small box lower <= T <= upper. So
+branch and bound splits boxes, lowest bound first, and drops boxes without plans better than the best known
+plan. Splitting a table unevenly keeps the mean load and increases the largest piece, so the bound also holds
+for uneven plans.
 """
 
 import heapq
@@ -21,25 +21,22 @@ from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
 _LEAST_WIDTH = 1e-4
-"""Least width of a box that is worth a cut, as a share of the first bound."""
+"""Minimum box width worth splitting, relative to the first bound."""
 _ROOT_ROUNDS, _ROUNDS = 3, 8
-"""Maximum rounds of cuts for the first box, from which plans start, and for boxes that must prove
-something.
-"""
+"""Maximum cut rounds for the root box, from which plans start, and for boxes which must prove a bound."""
 _PIECES_IN_MEMORY = 4
-"""Least number of pieces that must fit on a rank. Larger pieces leave holes that others cannot fill."""
+"""Minimum piece count which must fit on a rank. Larger pieces leave gaps which others cannot fill."""
 _LEAST_LOAD = 1e-4
-"""Share of a step below which a load does not matter."""
+"""Fraction of a step below which a load is ignored."""
 
 
 class LowerBound:
-    """Best-first search over boxes. Loads in boxes are in units of `scale` seconds.
+    """Best-first search over boxes. Loads in boxes are relative to `scale` seconds.
 
     Args:
-        problem: the planning problem.
-        allowed_C: the candidates that plans may use.
-        deadline: time of `time.perf_counter` after which nothing new begins; work in progress ends soon after
-            it.
+        problem: planning problem.
+        allowed_C: candidates which plans may use.
+        deadline: ``time.perf_counter`` time after which no work starts; work in progress ends soon after.
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, deadline: float = INFINITY) -> None:
@@ -48,7 +45,9 @@ class LowerBound:
         self._largest_CK = problem.largest_load_CK() / self.scale
         self._relaxation = Relaxation(problem, self.scale, deadline)
         self._count = itertools.count()
+        # Open boxes by bound; the counter breaks ties.
         self._heap: list[tuple[float, int, Box]] = []
+        # Lowest bound of boxes too small to split.
         self._closed = INFINITY
         self.num_solves = 0
         num_phases = problem.load_PK.shape[1]
@@ -59,29 +58,29 @@ class LowerBound:
 
     @property
     def value(self) -> float:
-        """Seconds that no plan can beat, so far.
+        """Current lower bound in seconds.
 
-        Infinite if there is no plan, or none faster than the best known one.
+        Infinite if there is no plan, or none faster than the best known plan.
         """
         least = min(self._heap[0][0] if self._heap else INFINITY, self._closed)
         return least * self.scale if least < INFINITY else np.inf
 
     @property
     def best_box(self) -> Box | None:
-        """The open box with the lowest bound."""
+        """Open box with the lowest bound."""
         return self._heap[0][2] if self._heap else None
 
     @property
     def work(self) -> int:
-        """The work so far; see `Effort`."""
+        """Work so far; see `Effort`."""
         return self._relaxation.work
 
     def squeezed(self, factor: float, *, leaves_room: bool = False) -> Box | None:
-        """Return a box to start plans from; None if there is none.
+        """Return a box from which to construct a plan, or None.
 
-        The box admits no pieces larger than `factor` times the first box's T in any phase. With
-        `leaves_room`, it also admits no pieces that leave no room in memory for others beside them. Tables
-        that have only larger candidates use their smallest.
+        The box excludes pieces larger than `factor` times the root box's T in any phase. With `leaves_room`,
+        it also excludes pieces which leave too little memory for others. Tables with only larger candidates
+        use their smallest.
         """
         root = self._root
         if root is None or (factor == np.inf and not leaves_room):
@@ -99,9 +98,10 @@ class LowerBound:
         return None if box is None or box.bound < 0 else box._replace(admitted_C=fits_C)
 
     def branch(self, cutoff: float) -> bool:
-        """Split the best open box, and keep the parts that may have plans of less than `cutoff` seconds.
+        """Split the best open box, keeping parts which may have plans faster than `cutoff` seconds.
 
-        Return False if that would not raise the bound, or if no box can be split.
+        Returns:
+            False if that would not raise the bound, or no box can be split.
         """
         most = cutoff / self.scale
         while self._heap and self._heap[0][0] < self._closed:
@@ -121,7 +121,7 @@ class LowerBound:
     def _open(
         self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools, *, cutoff: float, rounds: int
     ) -> None:
-        # No phase can take what all others leave of the cutoff.
+        # A phase can use at most the cutoff minus the lower limits of all other phases.
         upper_K = np.minimum(upper_K, cutoff - lower_K.sum() + lower_K)
         box = None
         if (lower_K <= upper_K).all():
@@ -138,9 +138,7 @@ class LowerBound:
 
 
 class _Cut(NamedTuple):
-    """Two alternatives that cover everything: T of `phase` is at most the first value, or at least the
-    second.
-    """
+    """Exhaustive alternative: T of `phase` is at most ``at_most``, or at least ``at_least``."""
 
     phase: int
     at_most: float
@@ -148,12 +146,12 @@ class _Cut(NamedTuple):
 
 
 def _cut(box: Box) -> _Cut | None:
-    """Return where the relaxation asks for a cut, or else the middle of the widest side."""
+    """Return the cut requested by the relaxation, or else the midpoint of the widest side."""
     width_K = box.upper_K - box.lower_K
-    wanted_K = np.abs(box.cut_at_K - box.slowest_K)
-    phase = int(wanted_K.argmax())
+    distance_K = np.abs(box.cut_at_K - box.slowest_K)
+    phase = int(distance_K.argmax())
     value = float(box.cut_at_K[phase])
-    if wanted_K[phase] <= _LEAST_CUT:
+    if distance_K[phase] <= _LEAST_CUT:
         phase = int(width_K.argmax())
         value = float(box.lower_K[phase] + width_K[phase] / 2)
         if width_K[phase] < _LEAST_WIDTH:

@@ -1,4 +1,4 @@
-"""Diagnosis when no plan fits: which memory is missing, and the smallest change that would help."""
+"""Diagnose why no plan fits: the missing memory, and the smallest change which would help."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +13,7 @@ from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
+# Multiple of the current nodes up to which more nodes are tried.
 _MOST_NODES = 64
 
 
@@ -23,8 +24,13 @@ def diagnose(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str:
-    """Explain why no plan for `tables` fits or was found: the missing memory, the largest tables, and
-    remedies.
+    """Explain why no plan fits: missing memory, largest tables, and remedies.
+
+    Args:
+        tables: tables to plan.
+        topology: machine.
+        batch_size: samples per rank.
+        constraints: constraints by table name.
     """
     free = replace(topology, replicate=(1,))
     lines = _missing(tables, free, batch_size, constraints)
@@ -36,12 +42,12 @@ def diagnose(
         _half_precision(tables, free, batch_size, constraints, largest),
         _more_ranks(tables, free, batch_size, constraints),
     ]
-    found = [remedy for remedy in remedies if remedy is not None]
-    if found:
-        lines.append("It would fit with one of: " + "; ".join(found) + ".")
+    working = [remedy for remedy in remedies if remedy is not None]
+    if working:
+        lines.append("It would fit with one of: " + "; ".join(working) + ".")
     else:
         lines.append(
-            f"Neither other sharding types, nor fp16, nor {_MOST_NODES} times the nodes are enough: reduce "
+            f"Neither other sharding types, nor fp16, nor {_MOST_NODES} times the nodes suffice: reduce "
             "the reserve, the batch size, or the tables."
         )
     return "\n".join(lines)
@@ -68,7 +74,7 @@ def _missing(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> list[str]:
-    """Return whether it is proven that no plan fits, and what the best one lacks."""
+    """Return message lines: whether infeasibility is proven, and how much memory the most even plan lacks."""
     cap = topology.memory_cap
     if cap <= 0:
         return [
@@ -88,8 +94,8 @@ def _missing(
     return [
         "no plan fits into memory."
         if is_proven
-        else "no plan was found that fits into memory; that there is none is not proven.",
-        f"In the plan that spreads memory most evenly of those found, rank {rank} needs "
+        else "no plan was found that fits into memory, although infeasibility is not proven.",
+        f"In the most even plan found, rank {rank} needs "
         f"{size_text(bytes_R[rank])} and has {size_text(cap)} (of {size_text(topology.profile.memory)}, less "
         f"the dense model {size_text(topology.dense_bytes)} and a reserve of {topology.reserve:.0%}): "
         f"{size_text(max(bytes_R[rank] - cap, 0.0))} are missing, and {over} of {len(bytes_R)} ranks are "
@@ -104,7 +110,10 @@ def _row_wise(
     constraints: Mapping[str, ParameterConstraints],
     largest: Sequence[Table],
 ) -> str | None:
-    """Try row-wise sharding for as few of the largest constrained tables as necessary."""
+    """Return a remedy which lets constrained tables be sharded row-wise, or None if no plan fits then.
+
+    Lifts the constraints of the largest tables one by one until a plan fits. The remedy names these tables.
+    """
     changed = dict(constraints)
     names = []
     for table in largest:
@@ -126,7 +135,10 @@ def _half_precision(
     constraints: Mapping[str, ParameterConstraints],
     largest: Sequence[Table],
 ) -> str | None:
-    """Try fp16 weights for as few of the largest tables as necessary."""
+    """Return a remedy which stores tables in fp16, or None if no plan fits then.
+
+    Converts the largest tables one by one until a plan fits, then tries all tables together.
+    """
     changed = list(tables)
     names = []
     for table in largest:
@@ -146,7 +158,10 @@ def _more_ranks(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str | None:
-    """Find the smallest number of ranks, in whole nodes, that suffices with the same global batch."""
+    """Return a remedy with the smallest sufficient rank count, or None if `_MOST_NODES` times the nodes fail.
+
+    Ranks are added in whole nodes. The global batch stays the same, so samples per rank decrease.
+    """
     samples = batch_size * topology.world_size
     step = topology.local_size
 

@@ -1,13 +1,13 @@
-"""Tables larger than memory: which of them stay in memory, and how large the caches of the others are.
+"""Tables larger than memory: select the tables to keep in memory, and cache sizes for the others.
 
-A cache's hit rate is predicted from a sample of IDs. The law of the IDs is Zipf's, with the exponent that
-gives as many distinct IDs in as many draws as the sample has. Che's approximation then gives the hit rate
-of a cache: a row is found if it was used within the time in which as many rows were used as the cache holds
-(Che, Tung, Wang: "Hierarchical Web caching systems", 2002). It is that of LRU; the cache's clock with several
-chances per row keeps often used rows longer, so the measured rate is as a rule a little higher.
+Hit rates are predicted from a sample of IDs. IDs are assumed to follow Zipf's law, with the exponent for
+which as many draws as in the sample give as many distinct IDs. Che's approximation then gives the hit rate: a
+row hits if it was used within the time in which as many rows were used as the cache holds (Che, Tung, Wang:
+"Hierarchical Web caching systems", 2002). That is the rate of LRU; the actual clock policy, with several
+chances per row, keeps frequent rows longer, so measured rates are usually slightly higher.
 
-Memory goes where it saves most: each step gives one hundredth of a table to the cache in which a byte saves
-the most reads.
+Memory is assigned greedily: each step gives a hundredth of a table to the cache in which a byte saves most
+reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,41 +19,55 @@ from meshrec.planner.types import Floats, Table, Topology
 
 _BINS = 400
 _STEPS = 100
+# Alignment of records in table files.
 _RECORD_SECTOR = 512
 
 
 class IdSample(NamedTuple):
-    """Statistics of a sample of a table's IDs."""
+    """Statistics for a sample from a table's IDs.
+
+    Attributes:
+        draws: ID count.
+        distinct: distinct ID count.
+    """
 
     draws: int
-    """The number of IDs in the sample."""
     distinct: int
-    """The number of different IDs among them."""
 
 
 class PlacedTable(NamedTuple):
-    """The split of a table's rows between memory and file."""
+    """Split of a table's rows between memory and file.
+
+    Attributes:
+        name: table name.
+        cache_rows: rows in memory; None: all, without a file.
+        memory_bytes: memory over all ranks.
+        file_bytes: file size over all ranks.
+        hit_rate: predicted fraction of a batch's distinct rows in memory.
+        reads: predicted record reads per step, over all ranks.
+    """
 
     name: str
     cache_rows: int | None
-    """The rows in memory; None: all of them, and no file."""
     memory_bytes: int
     file_bytes: int
     hit_rate: float
-    """The predicted share of the distinct rows of a batch that are in memory."""
     reads: float
-    """The predicted number of records that a step reads, over all ranks."""
 
 
 class StoragePlan(NamedTuple):
-    """The split of all tables' rows between memory and files, over all ranks."""
+    """Split of all tables between memory and files, over all ranks.
+
+    Attributes:
+        tables: split per table.
+        disk_seconds: predicted disk time per step, which the pipeline overlaps with the previous step.
+    """
 
     tables: Sequence[PlacedTable]
     disk_seconds: float
-    """The predicted time of a step's reads and writes. The pipeline overlaps it with the step before."""
 
     def text(self) -> str:
-        """Return the plan as text."""
+        """Format the plan as text."""
         header = ("rows in memory", "memory MiB", "file MiB", "hit rate", "reads")
         lines = [f"{'table':<20} " + " ".join(name.rjust(14) for name in header)]
         for t in self.tables:
@@ -66,7 +80,7 @@ class StoragePlan(NamedTuple):
 
 
 class _Law:
-    """Zipf's law over the rows of a table, in bins of rows that are about equally likely."""
+    """Zipf's law over a table's rows, in bins of about equally likely rows."""
 
     def __init__(self, num_rows: int, exponent: float) -> None:
         edges = np.unique(np.geomspace(1, num_rows + 1, _BINS).astype(np.int64))
@@ -76,11 +90,11 @@ class _Law:
         self.chances = weights / (weights * self.sizes).sum()
 
     def distinct(self, draws: float) -> float:
-        """Return the expected number of different rows among some draws."""
+        """Return the expected distinct row count in ``draws`` draws."""
         return float((self.sizes * self._drawn(draws)).sum())
 
     def hit_rate(self, cached: float, draws: float) -> float:
-        """Return the share of the distinct rows of a batch that a cache of some rows holds."""
+        """Return the fraction of a batch's distinct rows which a cache of ``cached`` rows holds."""
         if cached >= self.sizes.sum():
             return 1.0
         used = self._drawn(draws)  # by a batch
@@ -93,8 +107,8 @@ class _Law:
                 low = middle
             else:
                 high = middle
-        found = self.sizes * used
-        return float((found * (1 - (1 - used) ** high)).sum() / found.sum())
+        used_rows = self.sizes * used
+        return float((used_rows * (1 - (1 - used) ** high)).sum() / used_rows.sum())
 
     def _drawn(self, draws: float) -> Floats:
         chance: Floats = -np.expm1(draws * np.log1p(-np.minimum(self.chances, 1 - 1e-12)))
@@ -102,7 +116,7 @@ class _Law:
 
 
 def exponent_of(num_rows: int, sample: IdSample) -> float:
-    """Return the exponent of Zipf's law that gives as many different IDs as a sample has, by bisection."""
+    """Return the Zipf exponent which gives as many distinct IDs as a sample has, by bisection."""
     low, high = 0.0, 4.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -114,13 +128,13 @@ def exponent_of(num_rows: int, sample: IdSample) -> float:
 
 
 def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> float:
-    """Predict the share of the distinct rows of a batch of ``draws`` IDs that are in a cache.
+    """Predict the fraction of a batch's distinct rows which are in a cache.
 
     Args:
-        num_rows: the number of rows of the table.
-        cached: the number of rows in memory.
-        sample: a sample of its IDs.
-        draws: the number of IDs of a batch.
+        num_rows: the table's row count.
+        cached: rows in memory.
+        sample: sample from the table's IDs.
+        draws: IDs per batch.
     """
     return _Law(num_rows, exponent_of(num_rows, sample)).hit_rate(cached, draws)
 
@@ -128,106 +142,108 @@ def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> floa
 def place_rows(
     tables: Sequence[Table], topology: Topology, samples: Mapping[str, IdSample], *, batch_size: int
 ) -> StoragePlan:
-    """Choose which tables stay in memory, and the caches of the others.
+    """Select the tables to keep in memory, and cache sizes for the others.
 
     Args:
-        tables: the tables.
-        topology: the machine, with its ``disk``.
-        samples: a sample of the IDs of each table, by name.
-        batch_size: the number of samples per rank and step.
+        tables: tables.
+        topology: machine with a ``disk``.
+        samples: ID sample by table name.
+        batch_size: samples per rank and step.
 
     Raises:
-        ValueError: there is no disk, it has too little room, a table has no sample, or memory does not hold
-            the rows of two batches of each table.
+        ValueError: no disk, a full disk, a table without sample, or too little memory for the rows of two
+            batches of every table.
     """
     disk = topology.disk
     if disk is None:
         raise ValueError("the topology has no disk. Give Topology(disk=Disk(num_bytes=...)).")
     if missing := [table.name for table in tables if table.name not in samples]:
-        raise ValueError(f"table {missing[0]!r} has no sample of IDs. Give an IdSample for each table.")
+        raise ValueError(f"table {missing[0]!r} has no sample of IDs. Give an IdSample per table.")
     memory = topology.memory_cap * topology.world_size
-    places = [_Place(table, samples[table.name], batch_size * topology.world_size) for table in tables]
-    left = memory - sum(place.index_bytes + place.least * place.row_bytes for place in places)
+    sizes = [_CacheSize(table, samples[table.name], batch_size * topology.world_size) for table in tables]
+    left = memory - sum(size.index_bytes + size.least * size.row_bytes for size in sizes)
     if left < 0:
         raise ValueError(
-            f"tables have {memory / 2**20:,.0f} MiB of memory, and two batches of their rows take "
+            f"tables have {memory / 2**20:,.0f} MiB of memory, but the rows of two batches take "
             f"{(memory - left) / 2**20:,.0f} MiB. Use smaller batches, or give more memory."
         )
-    waiting = set(range(len(places)))
+    waiting = set(range(len(sizes)))
     while waiting:
-        best = max(waiting, key=lambda i: places[i].gain())
-        place = places[best]
-        if place.step * place.row_bytes > left or place.cached >= place.table.num_embeddings:
+        best = max(waiting, key=lambda i: sizes[i].gain())
+        size = sizes[best]
+        if size.step * size.row_bytes > left or size.cached >= size.table.num_embeddings:
             waiting.discard(best)
             continue
-        left -= place.grow()
-    _return_what_no_file_needs(places)
-    found = [place.placed() for place in places]
+        left -= size.grow()
+    _keep_nearly_whole_tables_in_memory(sizes)
+    placed = [size.placed() for size in sizes]
     num_nodes = topology.world_size // topology.local_size
-    needed = sum(each.file_bytes for each in found)
+    needed = sum(table.file_bytes for table in placed)
     if needed > disk.num_bytes * num_nodes:
         raise ValueError(
-            f"the files of tables take {needed / 2**30:,.1f} GiB, and the disks have "
+            f"the table files take {needed / 2**30:,.1f} GiB, but the disks have "
             f"{disk.num_bytes * num_nodes / 2**30:,.1f} GiB. Give more memory or disk, or more nodes."
         )
-    reads = sum(each.reads for each in found) / num_nodes
+    reads = sum(table.reads for table in placed) / num_nodes
     per_read, per_write = _rates(topology)
-    return StoragePlan(found, reads / per_read + reads / per_write)
+    return StoragePlan(placed, reads / per_read + reads / per_write)
 
 
 def _rates(topology: Topology) -> tuple[float, float]:
-    """Return the records that a node's disk reads and writes per second."""
+    """Return the records which a node's disk reads and writes per second."""
     disk, profile = topology.disk, topology.profile
     assert disk is not None
     reads, writes = disk.reads or profile.disk_reads, disk.writes or profile.disk_writes
     if not (reads and writes):
         raise ValueError(
-            f"nobody has measured the disk: the profile {profile.name!r} has no figures of one. Give "
+            f"the disk was not measured: the profile {profile.name!r} has no disk figures. Give "
             "Disk(reads=..., writes=...), or a profile of `meshrec calibrate --disk FOLDER`."
         )
     return reads, writes
 
 
-def _return_what_no_file_needs(places: Sequence["_Place"]) -> None:
-    for place in places:
-        if place.cached > 0.98 * place.table.num_embeddings:
-            place.cached = place.table.num_embeddings
+def _keep_nearly_whole_tables_in_memory(sizes: Sequence["_CacheSize"]) -> None:
+    for size in sizes:
+        if size.cached > 0.98 * size.table.num_embeddings:
+            size.cached = size.table.num_embeddings
 
 
-class _Place:
-    """A table while memory is given out."""
+class _CacheSize:
+    """Cache size of a table while memory is assigned."""
 
     def __init__(self, table: Table, sample: IdSample, samples_per_step: int) -> None:
         self.table = table
         self._law = _Law(table.num_embeddings, exponent_of(table.num_embeddings, sample))
         self._draws = table.ids_per_sample * samples_per_step
         self._distinct = self._law.distinct(self._draws)
-        # The index of hashed keys is in memory whole, and no part of a record.
+        # The index of hashed keys stays in memory completely, and is not part of a record.
         self.index_bytes = table.index_bytes * table.num_embeddings
         self._values = table.num_bytes / table.num_embeddings - table.index_bytes
         self.row_bytes = self._values + _CACHE_NOTES
+        # The rows of two batches must fit, the current one and the next, plus a margin.
         self.least = min(table.num_embeddings, int(2.5 * self._distinct) + 1)
         self.step = max(1, table.num_embeddings // _STEPS)
         self.cached = self.least
         self._rate = self._law.hit_rate(self.cached, self._draws)
 
     def gain(self) -> float:
-        """Return the reads that a byte more saves."""
+        """Return the reads saved per additional byte."""
         more = self._law.hit_rate(self.cached + self.step, self._draws)
         return self._distinct * (more - self._rate) / (self.step * self.row_bytes)
 
     def grow(self) -> float:
-        """Enlarge the cache by one step, and return the bytes that this takes."""
+        """Enlarge the cache by a step, and return the bytes used."""
         before = self.cached
         self.cached = min(self.table.num_embeddings, self.cached + self.step)
         self._rate = self._law.hit_rate(self.cached, self._draws)
         return (self.cached - before) * self.row_bytes
 
     def placed(self) -> PlacedTable:
-        """Return how the table's rows are split between memory and file."""
+        """Return the split of the table's rows."""
         table = self.table
         if self.cached >= table.num_embeddings:
             return PlacedTable(table.name, None, table.num_bytes, 0, 1.0, 0.0)
+        # A record has a 4-byte checksum.
         record = self._values + 4
         per_block = max(1, int(_RECORD_SECTOR // record))
         block = -(-per_block * record // _RECORD_SECTOR) * _RECORD_SECTOR
@@ -243,4 +259,4 @@ class _Place:
 
 
 _CACHE_NOTES = 38
-"""Bytes that a cached row takes besides its values: see ``tables.row_cache``."""
+"""Bytes per cached row in addition to the values: see ``tables.cached.cache``."""

@@ -1,8 +1,8 @@
-"""The candidates: every useful way to split each table within the user's constraints.
+"""Candidates: every useful way to split each table under the user's constraints.
 
-This is the only module that knows sharding types. A type is left out if another one gives the same rectangles
-or is never worse. `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is tried only if the user
-allows it but not `COLUMN_WISE`.
+The only module which knows sharding types. A type is omitted if another type gives the same rectangles or is
+never worse. `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is only tried if the user allows it
+but not `COLUMN_WISE`.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ _FREE = ParameterConstraints()
 
 
 def column_widths(columns: int, parts: int) -> tuple[int, ...]:
-    """Split `columns` into `parts` as evenly as multiples of 4 allow. The last part takes the remainder."""
+    """Split `columns` into `parts` as evenly as multiples of 4 allow; the last part takes the remainder."""
     units = -(-columns // COLUMN_ALIGNMENT)
     if parts > units:
         return tuple(columns // parts + (part < columns % parts) for part in range(parts))
@@ -40,46 +40,55 @@ def column_widths(columns: int, parts: int) -> tuple[int, ...]:
 
 
 def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, node_size: int) -> list[Layout]:
-    """Return all useful ways to split one table."""
+    """Return a table's useful layouts.
+
+    Args:
+        table: table.
+        constraints: the table's constraints.
+        num_ranks: ranks in the shard group.
+        node_size: ranks per node.
+    """
     allowed = constraints.allowed_types
     num_nodes = num_ranks // node_size
     splits = _column_splits(table.embedding_dim, _min_partition(constraints))
     whole = (table.embedding_dim,)
-    found: list[Layout] = []
+    result: list[Layout] = []
     if num_ranks == 1 and allowed != {ShardingType.DATA_PARALLEL}:
-        return [Layout(Scope.RANKS, whole, 1)]  # whatever the type, the same rectangle
+        return [Layout(Scope.RANKS, whole, 1)]  # all types give the same rectangle
     if ShardingType.DATA_PARALLEL in allowed and constraints.ranks is None:
-        found.append(Layout(Scope.EVERYWHERE, whole, 1))
+        result.append(Layout(Scope.EVERYWHERE, whole, 1))
     if ShardingType.TABLE_WISE in allowed:
-        found.append(Layout(Scope.RANKS, whole, 1))
+        result.append(Layout(Scope.RANKS, whole, 1))
     if ShardingType.COLUMN_WISE in allowed:
-        found += [Layout(Scope.RANKS, widths, 1) for widths in splits if len(widths) <= num_ranks]
+        result += [Layout(Scope.RANKS, widths, 1) for widths in splits if len(widths) <= num_ranks]
     elif ShardingType.TABLE_COLUMN_WISE in allowed:
-        found += [Layout(Scope.ONE_NODE, widths, 1) for widths in splits if len(widths) <= node_size]
+        result += [Layout(Scope.ONE_NODE, widths, 1) for widths in splits if len(widths) <= node_size]
     if ShardingType.ROW_WISE in allowed:
         parts = _row_parts(num_ranks, num_nodes, table.num_embeddings)
         if constraints.all_ranks:
-            # With several nodes and a row per rank, the layouts by nodes below cover every rank.
+            # With several nodes and enough rows, the node layouts below cover every rank.
             most = min(num_ranks, table.num_embeddings)
             parts = [most] if num_nodes == 1 or most < num_ranks else []
-        found += [Layout(Scope.RANKS, whole, part) for part in parts]
+        result += [Layout(Scope.RANKS, whole, part) for part in parts]
     if num_nodes > 1 and constraints.ranks is None and table.num_embeddings >= node_size:
         by_nodes = _node_layouts(table, allowed, splits, num_nodes, node_size)
-        found += [each for each in by_nodes if not constraints.all_ranks or _is_everywhere(each, num_nodes)]
+        result += [
+            layout for layout in by_nodes if not constraints.all_ranks or _is_everywhere(layout, num_nodes)
+        ]
     elif num_nodes == 1 and num_ranks > 1 and _TWRW in allowed and ShardingType.ROW_WISE not in allowed:
-        found.append(Layout(Scope.RANKS, whole, min(num_ranks, table.num_embeddings)))
+        result.append(Layout(Scope.RANKS, whole, min(num_ranks, table.num_embeddings)))
     if num_ranks > 1 and ShardingType.GRID_SHARD in allowed and num_nodes == 1:
-        found += [
+        result += [
             Layout(Scope.RANKS, widths, rows)
             for widths in splits
             for rows in range(2, num_ranks // len(widths) + 1)
             if rows <= table.num_embeddings
         ]
-    return found
+    return result
 
 
 def _is_everywhere(layout: Layout, num_nodes: int) -> bool:
-    """Return whether a layout by nodes may stay where row-wise tables go over all ranks."""
+    """Return whether a node layout satisfies ``all_ranks``."""
     is_row_wise = len(layout.widths) == 1 and layout.row_parts > 1
     return not is_row_wise or layout.row_parts == num_nodes
 
@@ -97,6 +106,7 @@ def _row_parts(num_ranks: int, num_nodes: int, rows: int) -> list[int]:
     if num_nodes == 1 and num_ranks <= 16:
         parts = set(range(2, num_ranks + 1))
     else:
+        # Every part count is a candidate. Large groups try only these, to limit the candidates.
         parts = {part for part in (2, 3, 4, 6, 8, 12, 16) if part <= num_ranks}
         if num_nodes == 1:
             parts.add(num_ranks)
@@ -113,19 +123,19 @@ def _node_layouts(
     whole = (table.embedding_dim,)
     powers = [1 << power for power in range(num_nodes.bit_length()) if 1 << power < num_nodes] + [num_nodes]
     counts = [count for count in powers if count * node_size <= table.num_embeddings]
-    found = []
+    result = []
     if _TWRW in allowed:
-        found.append(Layout(Scope.NODES, whole, 1))
+        result.append(Layout(Scope.NODES, whole, 1))
     if ShardingType.ROW_WISE in allowed:
-        found += [Layout(Scope.NODES, whole, count) for count in counts if count > 1]
+        result += [Layout(Scope.NODES, whole, count) for count in counts if count > 1]
     if ShardingType.GRID_SHARD in allowed:
-        found += [
+        result += [
             Layout(Scope.NODES, widths, count)
             for widths in splits
             for count in counts
             if len(widths) * count <= num_nodes
         ]
-    return found
+    return result
 
 
 class _Pieces(NamedTuple):
@@ -137,10 +147,10 @@ class _Pieces(NamedTuple):
 
 
 def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstraints]) -> Problem:
-    """Enumerate the candidates for `model.tables`, and compute the cost of their pieces.
+    """Enumerate candidates for `model.tables`, and compute the cost per piece.
 
     Raises:
-        ValueError: A table's constraints leave no candidate.
+        ValueError: a table's constraints leave no candidate.
     """
     type_T, examples = _group(model.tables, constraints)
     layouts_C, type_C = _candidates(model, constraints, examples)
@@ -202,27 +212,28 @@ _ROW_STATS = 4
 def _candidates(
     model: CostModel, constraints: Mapping[str, ParameterConstraints], examples: Sequence[int]
 ) -> tuple[list[Layout], list[int]]:
-    """Return the layouts of all candidates, and the type of table of each."""
+    """Return layouts and table types for all candidates."""
     layouts_C: list[Layout] = []
     type_C: list[int] = []
     for kind, index in enumerate(examples):
         table = model.tables[index]
-        found = layouts(table, constraints.get(table.name, _FREE), model.num_ranks, model.node_size)
-        if not found:
+        of_table = layouts(table, constraints.get(table.name, _FREE), model.num_ranks, model.node_size)
+        if not of_table:
             raise ValueError(_no_candidate(table, constraints[table.name], model))
-        layouts_C += found
-        type_C += [kind] * len(found)
+        layouts_C += of_table
+        type_C += [kind] * len(of_table)
     return layouts_C, type_C
 
 
 def _group(
     tables: Sequence[Table], constraints: Mapping[str, ParameterConstraints]
 ) -> tuple[Ints, list[int]]:
-    """Return the type of each table, and the index of one table of each type."""
+    """Return the type per table, and an example table index per type."""
     kinds: dict[str, int] = {}
     examples: list[int] = []
     type_T = np.empty(len(tables), np.int64)
     for index, table in enumerate(tables):
+        # repr, because constraints may hold lists, which are not hashable.
         key = repr((_anonymous(table), constraints.get(table.name)))
         if key not in kinds:
             kinds[key] = len(examples)
@@ -237,7 +248,7 @@ def _anonymous(table: Table) -> tuple[object, ...]:
 
 
 def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pieces:
-    found: list[tuple[int, int, float, int, bool]] = []
+    pieces: list[tuple[int, int, float, int, bool]] = []
     rows_C = model.arrays.rows_T[table_C]
     for index, layout in enumerate(layouts_C):
         if layout.scope is Scope.EVERYWHERE:
@@ -245,8 +256,8 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
         in_node = layout.scope is Scope.NODES
         height = float(rows_C[index]) / (layout.row_parts * (model.node_size if in_node else 1))
         for width, count in Counter(layout.widths).items():
-            found.append((index, count * layout.row_parts, height, width, in_node))
-    candidate, counts, rows, columns, in_nodes = zip(*found, strict=True) if found else ((), (), (), (), ())
+            pieces.append((index, count * layout.row_parts, height, width, in_node))
+    candidate, counts, rows, columns, in_nodes = zip(*pieces, strict=True) if pieces else ((), (), (), (), ())
     return _Pieces(
         np.array(candidate, np.int64),
         np.array(counts, np.int64),
@@ -257,9 +268,7 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
 
 
 def _merge_phases(*loads_PF: Floats) -> Floats:
-    """Return which phases to merge [F, K]: if the loads of two phases are in the same proportion for all
-    pieces, their slowest rank is the same.
-    """
+    """Return a matrix [F, K] which merges phases with proportional loads, whose slowest rank is the same."""
     load_PF = np.concatenate(loads_PF)
     groups: list[list[int]] = []
     for phase in range(load_PF.shape[1]):
@@ -268,7 +277,7 @@ def _merge_phases(*loads_PF: Floats) -> Floats:
             continue
         for group in groups:
             other = load_PF[:, group[0]]
-            # Scale by the largest entries: with sums, a quotient overflows if one of them is subnormal.
+            # Scale by maxima rather than sums, whose quotient overflows if one is subnormal.
             if np.allclose(load / load.max(), other / other.max(), rtol=1e-9, atol=0):
                 group.append(phase)
                 break
@@ -300,7 +309,7 @@ def _no_candidate(table: Table, constraints: ParameterConstraints, model: CostMo
     partition = _min_partition(constraints)
     return (
         f"table {table.name!r} ({table.num_embeddings} rows x {table.embedding_dim} columns): its "
-        f"constraints leave no way to place it on {model.num_ranks} ranks in nodes of {model.node_size}: "
+        f"constraints do not allow any placement on {model.num_ranks} ranks in nodes of {model.node_size}: "
         f"sharding types {kinds}, min_partition {partition}, ranks {constraints.ranks or 'all'}. Allow "
         "another type, or a smaller min_partition."
     )

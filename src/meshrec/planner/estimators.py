@@ -1,13 +1,13 @@
-"""The cost model: seconds per phase, and bytes of memory, of any rectangle on any rank.
+"""Cost model: seconds per phase, and memory, of any rectangle on any rank.
 
-A training step is a chain of phases. Each phase ends in a collective, or is one, which acts as a barrier. So
-a step takes the sum over phases of the slowest rank's time in the phase. Within a phase, a rank's load is the
-sum over the rectangles that it holds, plus the cost of data-parallel tables, which is equal on all ranks.
+A training step is a chain of phases. Each phase is a collective or ends in one, which acts as a barrier. So a
+step takes the sum over phases of the slowest rank's time. Within a phase, a rank's load is the sum over its
+rectangles, plus the cost of data-parallel tables, which is equal on all ranks.
 
-The batch is spread evenly over ranks. In an all-to-all of embeddings, each rank therefore receives the mean
-of what the ranks send; for IDs and gradients, each rank sends that mean. So no receiver is slower than the
-slowest owner, and in full duplex the phase takes as long as that owner. If a rank cannot send and receive at
-once, the mean is added.
+The batch is spread evenly over ranks. So in an all-to-all of embeddings, every rank receives the mean of what
+ranks send; for IDs and gradients, every rank sends that mean. No receiver is slower than the slowest owner,
+and in full duplex the phase takes as long as that owner. If a rank cannot send and receive at once, the mean
+is added.
 """
 
 from collections.abc import Sequence
@@ -23,30 +23,37 @@ from meshrec.planner.travel import Hops, RowOnWire, Sent, packed_id_bytes, route
 from meshrec.planner.types import STATE_BYTES, Bools, Floats, Table, Topology
 
 PHASES = ("ids", "lookup", "output", "gradient", "row_stats", "replicas", "data_parallel", "update")
-"""The phases of a step, in order:
+"""Phases of a step, in order:
 
-- ids: the all-to-alls of sizes and IDs.
-- lookup: the forward kernel.
-- output, gradient: the all-to-alls of embeddings and of their gradients.
-- row_stats: the all-reduce of row statistics of tables split by columns.
-- replicas: the exchange of sparse gradients over the ``replicate`` axis.
-- data_parallel: the exchange for tables that every rank holds.
-- update: the fused optimizer step.
+- ids: all-to-alls of sizes and IDs.
+- lookup: forward kernel.
+- output, gradient: all-to-alls of embeddings and of their gradients.
+- row_stats: all-reduce of row statistics for tables split by columns.
+- replicas: exchange of sparse gradients over the ``replicate`` axis.
+- data_parallel: exchange for data-parallel tables.
+- update: fused optimizer step.
 """
 NUM_PHASES = len(PHASES)
 _IDS, _LOOKUP, _OUTPUT, _GRADIENT, _ROW_STATS, _REPLICAS, _DATA_PARALLEL, _UPDATE = range(NUM_PHASES)
 
 LENGTH_BYTES = 4
 VALUE_BYTES = FP32.value_bytes
-"""Bytes of an fp32 value. Results, sums of gradients, and exchanges between replicas are fp32. The latter
-have no shorter wire format, because replicas must make the same update, bit for bit.
+"""Bytes of an fp32 value. Results, gradient sums and exchanges between replicas are fp32. The latter have no
+shorter wire format, because replicas must apply bit-identical updates.
 """
-_FORWARD_WAY, _BACKWARD_WAY = range(2)
+_FORWARD_WIRE, _BACKWARD_WIRE = range(2)
+# Passes over row statistics: copy, sum, divide, sort.
 _STATISTICS_PASSES = 4
 
 
 class Usage(NamedTuple):
-    """The kinds of placement that a plan uses. Each kind adds the latency of its collectives."""
+    """Kinds of tables in a plan, which determine the collectives in a step.
+
+    Attributes:
+        sharded: some table is sharded.
+        row_stats: some sharded table needs an all-reduce of row statistics, because its columns are split.
+        data_parallel: some table is replicated on every rank.
+    """
 
     sharded: bool
     row_stats: bool
@@ -54,20 +61,20 @@ class Usage(NamedTuple):
 
 
 class CostModel:
-    """The cost of rectangles, in seconds and bytes.
+    """Cost of rectangles, in seconds and bytes.
 
     Args:
-        tables: the tables to plan.
-        topology: the machine. Its `world_size` ranks form `replicas` groups; one group is planned.
+        tables: tables to plan.
+        topology: machine. The `world_size` ranks form `replicas` groups; a single group is planned.
         batch_size: samples per rank.
-        replicas: size of the ``replicate`` axis.
+        replicas: ``replicate`` axis size.
     """
 
     def __init__(
         self, tables: Sequence[Table], topology: Topology, *, batch_size: int, replicas: int = 1
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; give the number of samples per rank, at least 1.")
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1 sample per rank.")
         if topology.world_size % replicas:
             raise ValueError(
                 f"{replicas} replicas do not divide {topology.world_size} ranks. Choose a divisor."
@@ -87,12 +94,12 @@ class CostModel:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes that a group of ranks lies on."""
+        """Nodes per rank group."""
         return self.num_ranks // self.node_size
 
     @property
     def rows_across(self) -> bool:
-        """Whether distinct rows cross the network, in place of sums."""
+        """Whether distinct rows cross the network instead of sums."""
         return self.topology.across_nodes == "rows" and self.num_nodes > 1
 
     def rectangle_loads(
@@ -102,11 +109,14 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Return the seconds [N, NUM_PHASES] that rectangles of `rows_N` x `columns_N` cost the rank that
-        holds them.
+        """Return the seconds [N, NUM_PHASES] which rectangles cost the ranks holding them.
 
-        `in_node_N` says whether every rank of the rectangle's node holds other rows of the same columns, so
-        that partial sums are added up inside the node.
+        Args:
+            table_N: table indices.
+            rows_N: rows per rectangle.
+            columns_N: columns per rectangle.
+            in_node_N: whether every rank of the rectangle's node holds other rows of the same columns, so
+                that partial sums are reduced within the node.
         """
         a, p = self.arrays, self.profile
         table = np.asarray(table_N)
@@ -125,19 +135,19 @@ class CostModel:
         read = looked_up * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         elements = outputs * columns
         hops = self._hops(table, in_node_N)
-        for way, phase in ((_FORWARD_WAY, _OUTPUT), (_BACKWARD_WAY, _GRADIENT)):
-            row = self._row_on_wire(table, columns, way)
+        for direction, phase in ((_FORWARD_WIRE, _OUTPUT), (_BACKWARD_WIRE, _GRADIENT)):
+            row = self._row_on_wire(table, columns, direction)
             sent = self._sent_rows(outputs, fetched, columns, row, hops)
             loads[:, phase] = self._embedding_seconds(sent, hops)
-            # The receiver puts results into table order, and the sender takes gradients apart. A rank
-            # copies its own part instead of sending it. The batch is spread evenly, so this work is
-            # counted on the rank that holds the rectangle.
+            # The receiver reorders results by table, and the sender splits gradients. A rank copies its
+            # local part instead of sending it. The batch is spread evenly, so this work is counted on
+            # the rank which holds the rectangle.
             kernel = encoded * columns * row.kernel_bytes
             passes = elements * VALUE_BYTES + kernel + 2 * kernel / self.num_ranks
-            # Formats that are more than a cast take another pass at both ends.
+            # Formats which are more than a cast need another pass at both ends.
             passes += np.where(row.is_cast, 0.0, 2 * (kernel + encoded * row.wire_bytes))
             loads[:, phase] += self._routes.once * passes / p.stream_bandwidth
-            if way == _FORWARD_WAY:
+            if direction == _FORWARD_WIRE:
                 loads[:, _LOOKUP] = read + kernel / p.stream_bandwidth
         loads[:, _LOOKUP] += self._index_seconds(table, ids, share)
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, share, self.replicas)
@@ -151,7 +161,7 @@ class CostModel:
         is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
         # Row statistics are exchanged between the sum of gradients and the update.
         if p.sorts_once:  # sorted IDs are reused; gradients are read twice
-            # The sums are copied for the others, added up, divided, and sorted.
+            # Sums are copied for peers, reduced, divided, and sorted.
             statistics += p.statistics_seconds + _STATISTICS_PASSES * 2 * sums / p.stream_bandwidth
             again = elements * VALUE_BYTES / p.stream_bandwidth
         else:  # the sums of gradients are written and read
@@ -168,8 +178,13 @@ class CostModel:
         rows_N: npt.NDArray[np.number],
         columns_N: npt.NDArray[np.number],
     ) -> Floats:
-        """Return the bytes [N] of rectangles on the ranks that hold them: weights, optimizer state, incoming
-        IDs, outgoing embeddings and gradients.
+        """Return the bytes [N] of rectangles on their ranks: weights, optimizer state, incoming IDs, and
+        outgoing embeddings and gradients.
+
+        Args:
+            table_N: table indices.
+            rows_N: rows per rectangle.
+            columns_N: columns per rectangle.
         """
         a = self.arrays
         table = np.asarray(table_N)
@@ -192,7 +207,14 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Return the bytes [N] that a rectangle's outputs and their gradients take on *every* rank."""
+        """Return the bytes [N] which a rectangle's outputs and gradients take on *every* rank.
+
+        Args:
+            table_N: table indices.
+            rows_N: rows per rectangle.
+            columns_N: columns per rectangle.
+            in_node_N: see `rectangle_loads`.
+        """
         a = self.arrays
         table = np.asarray(table_N)
         share = np.asarray(rows_N, np.float64) / a.rows_T[table]
@@ -209,10 +231,16 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> dict[str, Sent]:
-        """Return the bytes that leave ranks in a step for rectangles: ``"ids"``, embeddings (``"output"``)
-        and their gradients (``"gradient"``), as they are encoded.
+        """Return encoded bytes sent per step for rectangles: ``"ids"``, embeddings (``"output"``) and
+        gradients (``"gradient"``).
 
-        They are summed over all ranks that send a part of them. Sizes of messages are not among them.
+        Summed over all ranks which send a part. Message sizes are not included.
+
+        Args:
+            table_N: table indices.
+            rows_N: rows per rectangle.
+            columns_N: columns per rectangle.
+            in_node_N: see `rectangle_loads`.
         """
         a = self.arrays
         table, columns = np.asarray(table_N), np.asarray(columns_N, np.float64)
@@ -220,18 +248,18 @@ class CostModel:
         ids = a.ids_T[table] * self.num_ranks * share
         outputs = np.where(a.pooled_T[table], a.bags_T[table] * self.num_ranks, ids)
         fetched, hops = self._fetched(table, ids, share), self._hops(table, in_node_N)
-        found = {"ids": self._sent_ids(table, share)}
-        for way, name, counts in (
-            (_FORWARD_WAY, "output", np.ones(len(table))),
-            (_BACKWARD_WAY, "gradient", a.trained_T[table]),
+        by_exchange = {"ids": self._sent_ids(table, share)}
+        for direction, name, counts in (
+            (_FORWARD_WIRE, "output", np.ones(len(table))),
+            (_BACKWARD_WIRE, "gradient", a.trained_T[table]),
         ):
-            row = self._row_on_wire(table, columns, way)
+            row = self._row_on_wire(table, columns, direction)
             sent = self._sent_rows(outputs, fetched, columns, row, hops)
-            found[name] = Sent(*(counts * each for each in sent))
-        return found
+            by_exchange[name] = Sent(*(counts * sizes for sizes in sent))
+        return by_exchange
 
     def replicated_loads(self, table_N: npt.NDArray[np.integer]) -> Floats:
-        """Return the seconds [N, NUM_PHASES] that data-parallel tables cost every rank."""
+        """Return the seconds [N, NUM_PHASES] which data-parallel tables cost every rank."""
         a, p = self.arrays, self.profile
         table = np.asarray(table_N)
         columns = a.columns_T[table].astype(np.float64)
@@ -253,7 +281,7 @@ class CostModel:
         return self._without_backward(table, loads)
 
     def replicated_bytes(self, table_N: npt.NDArray[np.integer]) -> Floats:
-        """Return the bytes [N] that data-parallel tables take on every rank, including their gradients."""
+        """Return the bytes [N] of data-parallel tables on every rank, including gradients."""
         a = self.arrays
         table = np.asarray(table_N)
         columns = a.columns_T[table].astype(np.float64)
@@ -264,8 +292,8 @@ class CostModel:
         return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
 
     def id_travel_seconds(self, table_N: npt.NDArray[np.integer], share_N: Floats) -> Floats:
-        """Return the seconds [N] that IDs travel to rectangles with `share_N` of their table's rows. Other
-        work can hide this time.
+        """Return the seconds [N] for sending IDs to rectangles with `share_N` of a table's rows. Other work
+        can hide this time.
         """
         sent = self._sent_ids(np.asarray(table_N), share_N)
         intra, inter = self.profile.intra, self.profile.inter
@@ -274,28 +302,28 @@ class CostModel:
 
     @property
     def id_latency_seconds(self) -> float:
-        """Seconds of latency of the two all-to-alls of sizes and of IDs."""
+        """Latency in seconds of the two all-to-alls, of sizes and of IDs."""
         return 2 * self._routes.latency if self.num_ranks > 1 else 0.0
 
     def shared_loads(self, mean_loads: Floats) -> Floats:
-        """Return the seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles'
-        loads.
-        """
+        """Return the seconds [NUM_PHASES] to add on every rank, given the mean rectangle loads over ranks."""
         if self.profile.full_duplex:
             return np.zeros(NUM_PHASES)
         return np.where(_IS_EXCHANGE, mean_loads, 0.0)
 
     def fixed_seconds(self, usage: Usage) -> Floats:
-        """Return the seconds [NUM_PHASES] that the phases take wherever the tables are."""
+        """Return the seconds [NUM_PHASES] equal for all placements with this usage: kernel launches, ID scans
+        and collective latencies.
+        """
         fixed = np.zeros(NUM_PHASES)
         a, p = self.arrays, self.profile
         fixed[[_LOOKUP, _UPDATE]] = p.kernel_seconds
         fixed[_IDS] = a.ids_T.sum() * p.scan_id_seconds + a.bags_T.sum() * p.scan_bag_seconds
-        if self.num_ranks > 1:  # all-to-alls run even if nothing travels
+        if self.num_ranks > 1:  # all-to-alls run even without data
             latency = self._routes.latency
             fixed[[_IDS, _OUTPUT, _GRADIENT]] += self.id_latency_seconds, latency, latency
             fixed[_ROW_STATS] = self._routes.outer.latency if usage.row_stats else 0.0
-        else:  # routing has a fixed cost as well, which the latency of the all-to-alls includes
+        else:  # routing has a fixed cost, which the all-to-all latency includes otherwise
             fixed[_IDS] += p.kernel_seconds
         if self.replicas > 1 and usage.sharded:
             fixed[_REPLICAS] = 2 * self._routes.replicas.latency
@@ -304,27 +332,25 @@ class CostModel:
         return fixed
 
     def _hops(self, table: npt.NDArray[np.integer], in_node_N: Bools) -> Hops:
-        """Return the path of the rows of rectangles. Only pooled rows are summed, so only they take two
-        hops.
-        """
+        """Return the path for rectangles' rows. Only pooled rows are summed, so only they take two hops."""
         two = self.arrays.pooled_T[table] & self.sum_in_node
         return Hops(two, two & in_node_N)
 
     def _sent_rows(
         self, outputs: Floats, fetched: Floats, columns: Floats, row: RowOnWire, hops: Hops
     ) -> Sent:
-        """Return the bytes of rectangles' rows, one way."""
+        """Return the bytes of rectangles' rows in one direction."""
         if self.rows_across:  # inside a node, all is fp32
             inside = outputs * columns * VALUE_BYTES * (self.node_size - 1) / self.node_size
             return Sent(inside, fetched * row.wire_bytes * (self.num_nodes - 1) / self.num_nodes)
-        # The first of two hops goes to the rank of this node with the receiver's local rank. If all its ranks
-        # hold a part of each row, only the sum of the parts takes the second hop.
+        # The first hop goes to the rank in this node with the receiver's local rank. If all ranks in the node
+        # hold a part of each row, only the sum takes the second hop.
         bytes_N = outputs * row.wire_bytes
         inside = bytes_N * np.where(hops.two_N, (self.node_size - 1) / self.node_size, self._routes.same_node)
         return Sent(inside, bytes_N * self._routes.other_nodes / np.where(hops.summed_N, self.node_size, 1))
 
     def _sent_ids(self, table: npt.NDArray[np.integer], share: Floats) -> Sent:
-        """Return the bytes of IDs on their way to rectangles with `share` of their table's rows."""
+        """Return the bytes of IDs sent to rectangles with `share` of a table's rows."""
         a = self.arrays
         ids = a.ids_T[table] * self.num_ranks * share
         message = ids * a.id_bytes_T[table] + a.bags_T[table] * self.num_ranks * LENGTH_BYTES
@@ -338,14 +364,14 @@ class CostModel:
         return Sent(inside, (self.num_nodes - 1) * distinct * id_bytes)
 
     def _fetched(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the rows that nodes fetch with ``across_nodes="rows"``: the distinct ones of each node."""
+        """Return the distinct rows fetched by nodes with ``across_nodes="rows"``, summed over nodes."""
         return self.num_nodes * self._distinct(table, ids / self.num_nodes, share)
 
     def _add_node_work(self, loads: Floats, ids: Floats, fetched: Floats, columns: Floats) -> None:
-        """Add the work of the ranks that stand for owners on other nodes, with ``across_nodes="rows"``.
+        """Add the work of ranks which represent remote owners, with ``across_nodes="rows"``.
 
-        It is counted on the owner, as if all nodes had equal loads: duplicates are removed, bags are pooled
-        from fetched rows, and the gradients of these are summed a second time.
+        Counted on the owner, as if all nodes had equal loads: duplicates are removed, bags are pooled from
+        fetched rows, and row gradients are summed a second time.
         """
         p = self.profile
         loads[:, _IDS] += self._routes.once * ids * p.route_id_seconds
@@ -363,8 +389,8 @@ class CostModel:
     def _update_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats, replicas: int
     ) -> Floats:
-        """Return the seconds of updates: `ids` gradient rows are summed by row, then each distinct row of all
-        replicas is read and written.
+        """Return the seconds of updates: `ids` gradient rows are summed by row, then each distinct row over
+        all replicas is read and written.
         """
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
@@ -379,17 +405,17 @@ class CostModel:
     ) -> Floats:
         rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
         outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
-        others, link = self.replicas - 1, self._routes.replicas
+        peers, link = self.replicas - 1, self._routes.replicas
         sparse = self._gather_seconds(table, ids, outputs * columns, self.replicas, link)
-        dense = 2 * others / self.replicas * rows * columns * VALUE_BYTES / link.all_reduce
+        dense = 2 * peers / self.replicas * rows * columns * VALUE_BYTES / link.all_reduce
         result: Floats = np.minimum(sparse, dense)
         return result
 
     def _gather_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, elements: Floats, ranks: int, link: Link
     ) -> Floats:
-        """Return the seconds in which each of `ranks` gets the others' IDs and output gradients. Each of them
-        is packed and unpacked once.
+        """Return the seconds for `ranks` ranks to gather the IDs and output gradients of all others, packed
+        and unpacked once.
         """
         sent = ids * self.arrays.id_bytes_T[table] + elements * VALUE_BYTES
         passes = 2 * (1 + ranks) * sent / self.profile.stream_bandwidth
@@ -397,36 +423,36 @@ class CostModel:
         return result
 
     def _distinct(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the expected number of distinct rows among `ids` draws from the effective rows of a share of
-        a table.
-        """
+        """Return the expected distinct row count in `ids` draws from a share of a table's effective rows."""
         rows = np.maximum(self.arrays.effective_rows_T[table] * share, 1e-9)
         distinct: Floats = rows * -np.expm1(-ids / rows)
         return distinct
 
     def _without_backward(self, table: npt.NDArray[np.integer], loads: Floats) -> Floats:
-        """Keep only the forward phases of tables that are not trained."""
+        """Zero all but the forward phases of untrained tables."""
         is_forward = np.isin(np.arange(NUM_PHASES), _FORWARD)
         result: Floats = np.where(self.arrays.trained_T[table][:, None] | is_forward, loads, 0.0)
         return result
 
-    def _row_on_wire(self, table: npt.NDArray[np.integer], columns: Floats, way: int) -> RowOnWire:
-        """Return the sizes of rows of ``columns`` as they travel, in the tables' wire formats."""
-        formats = [wire[way] for wire in self.arrays.wires]
+    def _row_on_wire(self, table: npt.NDArray[np.integer], columns: Floats, direction: int) -> RowOnWire:
+        """Return encoded sizes of rows with ``columns`` columns, in the tables' wire formats."""
+        formats = [wire[direction] for wire in self.arrays.wires]
         index = self.arrays.wires_T[table]
-        value_bytes = np.array([each.value_bytes for each in formats], np.float64)[index]
-        overhead = np.array([each.row_overhead for each in formats], np.float64)[index]
-        kernel_bytes = np.array([each.kernel_dtype.itemsize for each in formats], np.float64)[index]
-        is_cast = np.array([each.is_cast for each in formats], bool)[index]
+        value_bytes = np.array([wire_format.value_bytes for wire_format in formats], np.float64)[index]
+        overhead = np.array([wire_format.row_overhead for wire_format in formats], np.float64)[index]
+        kernel_bytes = np.array([wire_format.kernel_dtype.itemsize for wire_format in formats], np.float64)[
+            index
+        ]
+        is_cast = np.array([wire_format.is_cast for wire_format in formats], bool)[index]
         return RowOnWire(np.ceil(columns * value_bytes) + overhead, kernel_bytes, is_cast)
 
     def _row_buffers(self, table: npt.NDArray[np.integer], columns: Floats) -> Floats:
-        """Return the bytes of the buffers for one looked-up row and its gradient."""
-        found = np.zeros(len(table))
-        for way, counts in ((_FORWARD_WAY, 1.0), (_BACKWARD_WAY, self.arrays.trained_T[table])):
-            row = self._row_on_wire(table, columns, way)
-            found += counts * (row.wire_bytes + np.where(row.is_cast, 0.0, columns * row.kernel_bytes))
-        return found
+        """Return the buffer bytes for a looked-up row and the gradient."""
+        num_bytes = np.zeros(len(table))
+        for direction, counts in ((_FORWARD_WIRE, 1.0), (_BACKWARD_WIRE, self.arrays.trained_T[table])):
+            row = self._row_on_wire(table, columns, direction)
+            num_bytes += counts * (row.wire_bytes + np.where(row.is_cast, 0.0, columns * row.kernel_bytes))
+        return num_bytes
 
     def _row_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
         state: Floats = STATE_BYTES * self.arrays.state_per_row_T[table]
@@ -434,14 +460,14 @@ class CostModel:
         return result
 
     def _index_seconds(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the seconds [N] in which hashed keys find their slots: the keys are sorted, as for an
-        update, and a cache line of the index is read for each distinct one.
+        """Return the seconds [N] of hash index lookups: keys are sorted, as for an update, and a cache line
+        of the index is read per distinct key.
         """
         p = self.profile
         line = p.read_row_seconds + _LINE_BYTES / p.read_bandwidth
         seconds = ids * p.update_id_seconds + self._distinct(table, ids, share) * line
-        found: Floats = np.where(self.arrays.index_bytes_T[table] > 0, seconds, 0.0)
-        return found
+        result: Floats = np.where(self.arrays.index_bytes_T[table] > 0, seconds, 0.0)
+        return result
 
     def _column_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
         state: Floats = STATE_BYTES * self.arrays.state_per_column_T[table]

@@ -1,4 +1,4 @@
-"""The time and memory of a plan under the cost model, whoever made the plan."""
+"""Time and memory for any plan under the cost model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ from meshrec.planner.types import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEstimate:
-    """The cost of a plan.
+    """Plan cost.
 
     Attributes:
-        seconds: time of a training step without its dense part: the sum of `phase_seconds_F`.
-        phase_seconds_F: latency plus the slowest rank's load, for each phase of `PHASES`.
-        load_RF: seconds of each rank in each phase, without latencies.
-        bytes_R: memory of each rank: tables, optimizer state, buffers.
-        memory_cap: bytes that a rank may use.
-        sent_bytes: bytes that leave ranks in a step, summed over ranks, in the tables' wire formats: of
-            ``"ids"``, of embeddings (``"output"``) and of their gradients (``"gradient"``).
-        id_travel_seconds: the part of the phase of IDs that passes until the IDs have arrived. A train
-            pipeline can hide it, but not the computation of that phase.
+        seconds: training step time without the dense part: the sum of `phase_seconds_F`.
+        phase_seconds_F: latency plus the slowest rank's load, per phase of `PHASES`.
+        load_RF: seconds per rank and phase, without latencies.
+        bytes_R: memory per rank: tables, optimizer state, buffers.
+        memory_cap: maximum bytes per rank.
+        sent_bytes: encoded bytes sent per step over all ranks: ``"ids"``, embeddings (``"output"``) and
+            gradients (``"gradient"``).
+        id_travel_seconds: part of the ID phase until the IDs have arrived. A train pipeline can hide it, but
+            not the phase's computation.
     """
 
     seconds: float
@@ -56,10 +56,10 @@ class StepEstimate:
     id_travel_seconds: float
 
     def pipelined_seconds(self, dense_seconds: float = 0.0) -> float:
-        """Return the time of a step, without its dense part, under a train pipeline.
+        """Return the step time, without the dense part, under a train pipeline.
 
-        The pipeline sends the IDs of the next batch during this batch's lookups and updates, and during
-        `dense_seconds` of its dense part.
+        The pipeline sends the next batch's IDs during lookups and updates of the current batch, and during
+        `dense_seconds` of the dense part.
         """
         phases = self.phases
         computes = phases["lookup"] + phases["update"] + dense_seconds
@@ -67,12 +67,12 @@ class StepEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits into the memory of every rank."""
+        """Whether the plan fits into every rank's memory."""
         return bool(self.bytes_R.max() <= self.memory_cap * (1 + 1e-9))
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase, by name."""
+        """Seconds per phase by name."""
         return dict(zip(PHASES, map(float, self.phase_seconds_F), strict=True))
 
 
@@ -84,22 +84,33 @@ def evaluate(
     batch_size: int,
     replicas: int = 1,
 ) -> StepEstimate:
-    """Return the cost of a plan: `tables` on `topology` with `batch_size` samples per rank.
+    """Estimate a plan's cost.
+
+    Args:
+        plan: plan, or module plans by path.
+        tables: tables.
+        topology: machine.
+        batch_size: samples per rank.
+        replicas: ``replicate`` axis size.
 
     Raises:
-        ValueError: The plan leaves a table out, or names a rank that does not exist.
+        ValueError: the plan lacks a table, or uses a rank outside the topology.
     """
     model = CostModel(tables, topology, batch_size=batch_size, replicas=replicas)
     return evaluate_placements(from_plan(plan, tables), model)
 
 
 def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimate:
-    """Return the cost of rectangles."""
+    """Estimate step time and memory of a plan, given as rectangles (rows x columns of a table on a rank).
+
+    Raises:
+        ValueError: a rectangle is on a rank outside the topology.
+    """
     table_N, rank_N = placements.table_N, placements.rank_N
     if len(rank_N) and not (rank_N.min() >= 0 and rank_N.max() < model.num_ranks):
         raise ValueError(
             f"the plan uses ranks {rank_N.min()}..{rank_N.max()}; the topology has [0, {model.num_ranks}) "
-            "per replica group. Give evaluate() the topology that the plan was made for."
+            "per replica group. Call evaluate() with the topology of the plan."
         )
     rows_N = placements.row_end_N - placements.row_start_N
     columns_N = placements.column_end_N - placements.column_start_N
@@ -122,7 +133,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     )
     phase_F = model.fixed_seconds(usage) + load_RF.max(axis=0)
     sent = model.sent_bytes(table_N, rows_N, columns_N, in_node_N)
-    # Rectangles with the same rows on one rank, or behind one that stands for their ranks, get IDs once.
+    # Rectangles with the same rows on a rank, or behind the same representative, receive IDs once.
     stands_N = rank_N % model.node_size if model.rows_across else rank_N
     inside_N, across_N = sent["ids"]
     sent["ids"] = Sent(inside_N / _sharing(placements, stands_N), across_N / _sharing(placements, rank_N))
@@ -143,18 +154,16 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     )
 
 
-def _sharing(placements: Placements, place_N: Ints) -> Ints:
-    """Return, for each rectangle, how many rectangles of its rank have the same rows of the same table."""
-    key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, place_N), axis=1)
+def _sharing(placements: Placements, receiver_N: Ints) -> Ints:
+    """Count, per rectangle, the rectangles of the same receiver with the same rows and table."""
+    key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, receiver_N), axis=1)
     _, group_N, count_G = np.unique(key_N4, axis=0, return_inverse=True, return_counts=True)
-    found: Ints = count_G[group_N.ravel()]
-    return found
+    result: Ints = count_G[group_N.ravel()]
+    return result
 
 
 def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
-    """Return, for each rectangle, whether all ranks of its node hold rows of the same columns of its
-    table.
-    """
+    """Return, per rectangle, whether all ranks in the node hold rows of the same columns."""
     if not model.sum_in_node or not len(placements.table_N):
         return np.zeros(len(placements.table_N), bool)
     node_N = placements.rank_N // model.node_size
@@ -170,10 +179,14 @@ def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
 
 
 def to_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[Table]) -> Placements:
-    """Return the rectangles of the solver's pieces. Their rows and columns are cut in proportion to the
-    pieces' sizes.
+    """Convert solver pieces to rectangles. Rows and columns are split in proportion to piece sizes.
+
+    Args:
+        problem: planning problem.
+        parts_T: pieces per table.
+        tables: tables.
     """
-    found: list[tuple[int, int, int, int, int, int]] = []
+    rectangles: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
     for index, (parts, table) in enumerate(zip(parts_T, tables, strict=True)):
         layout = problem.layouts_C[parts.candidate]
@@ -190,15 +203,15 @@ def to_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[T
             cuts = _row_cuts(table.num_embeddings, parts.amount_N[chunk][order])
             for rank, start, end in zip(parts.rank_N[chunk][order], cuts[:-1], cuts[1:], strict=True):
                 if end > start:
-                    found.append((index, int(start), int(end), column, column + width, int(rank)))
+                    rectangles.append((index, int(start), int(end), column, column + width, int(rank)))
             column += width
         assert replicated[-1] or column == table.embedding_dim
-    columns = np.array(found, np.int64).reshape(-1, 6).T
+    columns = np.array(rectangles, np.int64).reshape(-1, 6).T
     return _placements(columns, replicated)
 
 
 def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> ShardingType:
-    """Return the sharding type of a layout. If several types fit, it is one that the constraints allow."""
+    """Return a layout's sharding type; if several types fit, an allowed one."""
     split_columns = len(layout.widths) > 1
     allowed = constraints.allowed_types if constraints else frozenset(ShardingType)
     if layout.scope is Scope.EVERYWHERE:
@@ -216,7 +229,7 @@ def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> S
         return next((name for name in names if name in allowed), names[0])
     if split_columns:
         return ShardingType.COLUMN_WISE
-    # One rank holds one rectangle of any type.
+    # A single rectangle fits every type.
     return next((name for name in _OF_ONE_RECTANGLE if name in allowed), ShardingType.TABLE_WISE)
 
 
@@ -227,7 +240,14 @@ _OF_ONE_RECTANGLE.sort(key=lambda kind: kind is not ShardingType.TABLE_WISE)
 def to_plan(
     placements: Placements, tables: Sequence[Table], types_T: Sequence[ShardingType], device: str
 ) -> dict[str, EmbeddingModuleShardingPlan]:
-    """Return the plan of each module, by the module's path."""
+    """Convert rectangles to module plans by module path.
+
+    Args:
+        placements: rectangles.
+        tables: tables.
+        types_T: sharding type per table.
+        device: ``cpu`` or ``cuda``.
+    """
     shards: list[list[ShardMetadata]] = [[] for _ in tables]
     for table, row, row_end, column, column_end, rank in zip(*placements[:6], strict=True):
         shards[table].append(
@@ -243,7 +263,7 @@ def to_plan(
         kernel = EmbeddingComputeKernel.FUSED if has_optimizer else EmbeddingComputeKernel.DENSE
         kernel = kernel if table.trained else EmbeddingComputeKernel.QUANT
         whole = bool(placements.replicated_T[index])
-        plan.setdefault(table.module_path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
+        plan.setdefault(table.module_path, EmbeddingModuleShardingPlan())[table.own_name] = ParameterSharding(
             sharding_type=types_T[index],
             compute_kernel=kernel,
             ranks=None if whole else tuple(shard.placement.rank for shard in shards[index]),
@@ -255,25 +275,27 @@ def to_plan(
 def from_plan(
     plan: ShardingPlan | Mapping[str, EmbeddingModuleShardingPlan], tables: Sequence[Table]
 ) -> Placements:
-    """Return a plan's rectangles as arrays.
+    """Convert a plan to rectangles.
 
     Raises:
-        ValueError: The plan does not place one of the tables.
+        ValueError: the plan lacks a table.
     """
     modules = plan.plan if isinstance(plan, ShardingPlan) else plan
-    found: list[tuple[int, int, int, int, int, int]] = []
+    rectangles: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
     for index, table in enumerate(tables):
         tables_of_module = modules.get(table.module_path)
-        sharding = tables_of_module.get(table.name) if tables_of_module else None
+        sharding = tables_of_module.get(table.own_name) if tables_of_module else None
         if sharding is None:
             raise ValueError(
                 f"the plan does not place table {table.name!r} of module {table.module_path!r}; it has "
                 f"{[(path, *names) for path, names in modules.items()]}."
             )
         replicated.append(sharding.sharding_type is ShardingType.DATA_PARALLEL)
-        found += [(index, *shard.rows, *shard.columns, shard.placement.rank) for shard in sharding.shards]
-    columns = np.array(found, np.int64).reshape(-1, 6).T
+        rectangles += [
+            (index, *shard.rows, *shard.columns, shard.placement.rank) for shard in sharding.shards
+        ]
+    columns = np.array(rectangles, np.int64).reshape(-1, 6).T
     return _placements(columns, replicated)
 
 
@@ -283,9 +305,7 @@ def _placements(columns: Ints, replicated: Sequence[bool]) -> Placements:
 
 
 def _row_cuts(rows: int, amount_N: Floats) -> Ints:
-    """Return where to cut rows so that the parts are in proportion to `amount_N`. If there are enough rows,
-    no part is empty.
-    """
+    """Split rows in proportion to `amount_N`. With enough rows, no part is empty."""
     ends = np.cumsum(amount_N)
     cuts = np.concatenate(([0], np.rint(rows * ends / ends[-1]))).astype(np.int64)
     if rows >= len(amount_N):

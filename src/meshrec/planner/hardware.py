@@ -1,4 +1,4 @@
-"""Hardware profiles: the figures that turn bytes and rows into seconds."""
+"""Hardware profiles: figures which convert bytes and rows to seconds."""
 
 import json
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from meshrec.plan.text import read_json
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One mesh axis as a rank sees it.
+    """A mesh axis as seen by a rank.
 
     Attributes:
-        latency: seconds that any collective takes before its first byte.
-        all_to_all: bytes/s that a rank sends, and at the same time receives, in an all-to-all.
+        latency: seconds before the first byte of any collective.
+        all_to_all: bytes/s sent, and at the same time received, by a rank in an all-to-all.
         reduce_scatter: bytes/s per rank in a reduce-scatter or all-gather.
         all_reduce: bytes/s per rank in an all-reduce, counting ``2 (n - 1) / n`` times the buffer (NCCL's
             "bus bandwidth").
@@ -35,12 +35,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a node, for the files of tables.
+    """A node's disk, for table files.
 
     Attributes:
-        num_bytes: the room for files.
-        reads: records that it reads per second at random; None: the hardware profile's.
-        writes: records that it writes per second at random; None: the hardware profile's.
+        num_bytes: space for files.
+        reads: random record reads per second; None: from the hardware profile.
+        writes: random record writes per second; None: from the hardware profile.
     """
 
     num_bytes: int
@@ -56,34 +56,32 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """Speeds and sizes of one rank. ``meshrec calibrate`` measures one; `BUILTIN_PROFILES` holds others.
+    """Per-rank speeds and sizes. ``meshrec calibrate`` measures a profile; `BUILTIN_PROFILES` has others.
 
     Attributes:
-        name: name of the profile.
-        device: device of the ranks, ``cpu`` or ``cuda``.
-        read_row_seconds: fixed cost of reading one random row: the ID, and the wasted part of a memory
-            access.
-        read_bandwidth: bytes/s while reading random rows.
-        update_row_seconds: fixed cost of updating one distinct row.
-        update_bandwidth: bytes/s of the update. A row is read and written; both count.
-        update_id_seconds: cost per ID of sorting the IDs and summing their gradients, without the bytes.
-        route_id_seconds: cost per ID of writing it into the message for a rank, and reading it there.
-        split_id_seconds: additional cost per ID if the rows of its table are on several ranks.
-        scan_id_seconds, scan_bag_seconds: cost per ID, and per bag, of checking and measuring a rank's own
-            batch, whatever the plan.
-        statistics_seconds: cost of the row statistics of a column shard, whatever the number of rows.
-        stream_bandwidth: bytes/s of sequential reads or writes.
-        kernel_seconds: fixed cost of one lookup or update, or of the routing on a single rank.
-        intra: link inside a node (axis ``local``).
+        name: profile name.
+        device: ``cpu`` or ``cuda``.
+        read_row_seconds: fixed cost per random row read: the ID, and the wasted part of a memory access.
+        read_bandwidth: bytes/s in random row reads.
+        update_row_seconds: fixed cost per updated distinct row.
+        update_bandwidth: bytes/s in updates, counting both read and write.
+        update_id_seconds: cost per ID of sorting and summing gradients, without the bytes.
+        route_id_seconds: cost per ID of writing it to a message and reading it at the receiver.
+        split_id_seconds: additional cost per ID if the table's rows are on several ranks.
+        scan_id_seconds: cost per ID of checking and measuring a rank's batch, for any plan.
+        scan_bag_seconds: cost per bag, likewise.
+        statistics_seconds: fixed cost of a column shard's row statistics.
+        stream_bandwidth: bytes/s in sequential reads or writes.
+        kernel_seconds: fixed cost of a lookup or update, or of routing on a single rank.
+        intra: link within a node (axis ``local``).
         inter: link between nodes (axis ``node``).
         full_duplex: whether a rank sends and receives at the same time.
-        sorts_once: whether the update of a column-split table reuses the IDs that were sorted for its row
-            statistics, as the CPU kernels do. Otherwise the gradients of rows are summed into memory, and
-            read again.
-        memory: bytes of a rank for tables, buffers and the dense model.
-        disk_reads: records of tables in files that a node's disk reads per second; 0: nobody has measured it.
-        disk_writes: records that it writes per second.
-        sources: source of each figure.
+        sorts_once: whether updates of a column-split table reuse the IDs sorted for row statistics, as the
+            CPU kernels do. Otherwise row gradients are summed to memory and read again.
+        memory: bytes per rank for tables, buffers and the dense model.
+        disk_reads: table file records which a node's disk reads per second; 0: not measured.
+        disk_writes: records which it writes per second.
+        sources: source per figure.
     """
 
     name: str
@@ -120,19 +118,17 @@ class HardwareProfile:
                 raise ValueError(f"HardwareProfile.{name} is {getattr(self, name)}; it must not be negative.")
 
     def with_bandwidths(self, intra: float | None, inter: float | None) -> "HardwareProfile":
-        """Return the same machine with other bandwidths inside and between nodes; None keeps the present
-        one.
-        """
+        """Return a copy with other bandwidths within and between nodes; None keeps the current value."""
         return replace(
             self, intra=_with_bandwidth(self.intra, intra), inter=_with_bandwidth(self.inter, inter)
         )
 
     def named(self, name: str) -> "HardwareProfile":
-        """Return the same machine under another name."""
+        """Return a copy with another name."""
         return replace(self, name=name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the profile as plain JSON types."""
+        """Convert to JSON types."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return values | {
             "intra": asdict(self.intra),
@@ -142,38 +138,40 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "HardwareProfile":
-        """Build a profile from the result of `to_json`.
+        """Parse `to_json` output.
 
         Raises:
-            ValueError: there are unknown or missing fields.
+            ValueError: unknown or missing fields.
         """
         fields = set(cls.__dataclass_fields__)
-        optional = {name for name, each in cls.__dataclass_fields__.items() if each.default is not MISSING}
+        optional = {
+            name for name, attribute in cls.__dataclass_fields__.items() if attribute.default is not MISSING
+        }
         unknown, missing = set(values) - fields, fields - set(values) - optional - {"sources"}
         if unknown or missing:
             raise ValueError(
-                f"a hardware profile has the fields {sorted(fields)}; unknown are {sorted(unknown)}, missing "
-                f"are {sorted(missing)}. Measure one anew with `meshrec calibrate`."
+                f"a hardware profile has the fields {sorted(fields)}; unknown: {sorted(unknown)}, missing: "
+                f"{sorted(missing)}. Measure a profile with `meshrec calibrate`."
             )
         return cls(**{**values, "intra": Link(**values["intra"]), "inter": Link(**values["inter"])})
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
+        """Write the profile as JSON, replacing an existing file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "HardwareProfile":
-        """Read a file that `save` wrote.
+        """Read `save` output.
 
         Raises:
-            ValueError: the file holds something else.
+            ValueError: not a hardware profile.
         """
         values = read_json(path, "a hardware profile, as `meshrec calibrate` writes it")
         try:
             return cls.from_json(values)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} is no hardware profile; name a file that `meshrec calibrate` wrote. Cause: {error}"
+                f"{path} is not a hardware profile; use a file of `meshrec calibrate`. Cause: {error}"
             ) from error
 
 
@@ -194,7 +192,7 @@ def _gpu(
     nic: float,
     nic_source: str,
 ) -> HardwareProfile:
-    """Return a GPU node from its data sheet: peak rates times the share of them that the traffic reaches."""
+    """Build a GPU node profile from the data sheet: peak rates times typical efficiency."""
     rows, stream, links = 0.65 * hbm, 0.85 * hbm, 0.8
     assumption = "assumed for all GPUs; run `meshrec calibrate` for your own"
     return HardwareProfile(
@@ -304,7 +302,7 @@ BUILTIN_PROFILES: Mapping[str, HardwareProfile] = MappingProxyType(
 
 
 def get_profile(name: str) -> HardwareProfile:
-    """Return a built-in profile by name, or one from a file that `HardwareProfile.save` wrote.
+    """Return a built-in profile, or load a file written by `HardwareProfile.save`.
 
     Raises:
         ValueError: ``name`` is neither.
@@ -320,5 +318,5 @@ def get_profile(name: str) -> HardwareProfile:
 
 
 def with_memory(profile: HardwareProfile, memory: int) -> HardwareProfile:
-    """Return the same machine with `memory` bytes per rank."""
+    """Return a copy with `memory` bytes per rank."""
     return replace(profile, memory=memory)

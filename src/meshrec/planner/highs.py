@@ -1,4 +1,4 @@
-"""A thin layer over HiGHS: linear programs built by rows, solved in one thread so that results repeat."""
+"""Thin layer over HiGHS: row-wise linear programs, solved in a single thread for reproducibility."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,9 @@ from meshrec.planner.types import Floats, Ints
 
 INFINITY = 1e30
 _WORK_PER_SOLVE, _WORK_PER_ITERATION = 400, 15
-"""Work of a solve and of an iteration, per (rows + columns)^0.7, because larger programs are sparser."""
+"""Work per solve and per iteration, per (rows + columns)^0.7, because larger programs are sparser."""
 _LEAST_ITERATIONS = 2000
-"""Base of the iteration limit. More iterations than this plus twice the rows and columns are a sign of
-trouble.
+"""Iteration limit base; needing more than this plus twice the rows and columns indicates numerical trouble.
 """
 
 _SETTLED = (
@@ -20,11 +19,11 @@ _SETTLED = (
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kUnboundedOrInfeasible,
 )
-"""Statuses that settle a program. No program here is unbounded."""
+"""Statuses which settle a program. No program here is unbounded."""
 
 
 class Optimum(NamedTuple):
-    """An optimal solution: objective, x and reduced costs."""
+    """Optimal solution: objective, x and reduced costs."""
 
     objective: float
     x: Floats
@@ -32,7 +31,7 @@ class Optimum(NamedTuple):
 
 
 class ProgramRows:
-    """Rows of a linear program, collected one after the other."""
+    """Linear program rows under construction."""
 
     def __init__(self) -> None:
         self._num_rows = 0
@@ -40,13 +39,28 @@ class ProgramRows:
         self._limits: list[tuple[Floats, Floats]] = []
 
     def add(self, columns: Ints, values: Floats, lower: float, upper: float) -> None:
-        """Add one row."""
-        self.add_each(np.zeros(len(columns), np.int64), columns, values, np.array([lower]), np.array([upper]))
+        """Add a row.
 
-    def add_each(
+        Args:
+            columns: column indices.
+            values: coefficients.
+            lower: lower limit.
+            upper: upper limit.
+        """
+        self.add_many(np.zeros(len(columns), np.int64), columns, values, np.array([lower]), np.array([upper]))
+
+    def add_many(
         self, rows: Ints, columns: Ints, values: Floats | float, lower: Floats, upper: Floats
     ) -> None:
-        """Add as many rows as `lower` and `upper` have entries. `rows` counts from the first of them."""
+        """Add a row per entry of `lower` and `upper`.
+
+        Args:
+            rows: row index per coefficient, counted from the first added row.
+            columns: column index per coefficient.
+            values: coefficients.
+            lower: lower limits.
+            upper: upper limits.
+        """
         values = np.broadcast_to(np.asarray(values, np.float64), rows.shape)
         some = values != 0
         self._triplets.append((rows[some] + self._num_rows, columns[some], values[some]))
@@ -54,7 +68,7 @@ class ProgramRows:
         self._num_rows += len(lower)
 
     def by_rows(self) -> tuple[Floats, Floats, Ints, Ints, Floats]:
-        """Return the lower and upper limits, and the matrix by rows: starts, columns, values."""
+        """Return lower and upper limits, and the matrix by rows: starts, columns, values."""
         rows, columns, values = (np.concatenate(part) for part in zip(*self._triplets, strict=True))
         lower, upper = (np.concatenate(part) for part in zip(*self._limits, strict=True))
         order = np.argsort(rows, kind="stable")
@@ -63,21 +77,21 @@ class ProgramRows:
 
 
 class _SilentHighs(highspy.Highs):
-    """HiGHS without output, not even the banner that version 1.16 prints when it is created."""
+    """HiGHS without output, including the banner printed on construction by version 1.16."""
 
     def enableCallbacks(self) -> None:
-        """Silence the output before the last step of the constructor, which would print."""
+        """Disable output before the last step of the constructor, which would print."""
         self.setOptionValue("output_flag", False)
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
 class Solver:
-    """A linear program: min cost x, 0 <= x <= upper, under some rows.
+    """Linear program: min cost x, 0 <= x <= upper, subject to rows.
 
-    Bounds may change, and rows may come and go. Each solve starts from the last basis.
+    Bounds may change, and rows may be added. Every solve starts from the last basis.
 
     Attributes:
-        work: work of the solves so far, by rows, columns and simplex iterations; see `Effort`.
+        work: work in all solves, by rows, columns and simplex iterations; see `Effort`.
     """
 
     def __init__(self, cost: Floats, rows: ProgramRows) -> None:
@@ -88,6 +102,7 @@ class Solver:
         self._num_rows = len(lower)
         self._highs = _SilentHighs()  # type: ignore[no-untyped-call]
         for option, setting in (
+            # One thread and a fixed seed, so that equal inputs give equal plans.
             ("threads", 1),
             ("random_seed", 0),
             ("presolve", "choose"),
@@ -107,26 +122,27 @@ class Solver:
         self._highs.passModel(model)
 
     def add_rows(self, rows: ProgramRows) -> None:
-        """Add rows. The last basis is kept."""
+        """Add rows, keeping the last basis."""
         lower, upper, start, column, value = rows.by_rows()
         self._highs.addRows(len(lower), lower, upper, len(value), start, column, value)
 
     def set_bounds(self, lower: Floats, upper: Floats) -> None:
-        """Replace the bounds of all variables."""
+        """Replace all variable bounds."""
         self._highs.changeColsBounds(len(lower), np.arange(len(lower), dtype=np.int32), lower, upper)
 
     def set_added_row(self, index: int, upper: float) -> None:
-        """Replace the upper limit of one of the added rows."""
+        """Replace an added row's upper limit."""
         self._highs.changeRowBounds(self._num_rows + index, -INFINITY, min(upper, INFINITY))
 
     def solve(self) -> Optimum | None:
-        """Return the optimum, or None if the problem is infeasible.
+        """Return the optimum, or None if infeasible.
 
-        If HiGHS proves neither, as it may fail on numbers that are hard to tell apart, the result is zeros
-        with an objective of `-INFINITY`.
+        If HiGHS proves neither, which may happen for numerically close values, return zeros with objective
+        `-INFINITY`.
         """
         self._run()
         if self._status not in _SETTLED:
+            # Drops the basis, to solve again from scratch with presolve.
             self._highs.clearSolver()
             self._highs.setOptionValue("presolve", "on")
             self._run()

@@ -1,4 +1,4 @@
-"""The tables of a model as the planner's input, with pooling factors and skew measured on sample batches."""
+"""Planner input from a model's tables, with pooling factors and skew measured on sample batches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +11,7 @@ from meshrec.comms.wire import FULL_PRECISION, TableWires, WireFormats
 from meshrec.ops.index import BYTES_PER_ID
 from meshrec.ops.nbit import row_bytes
 from meshrec.optim import OptimizerSpec, in_backward_spec
+from meshrec.optim.table_names import by_full_name, by_module, full_names
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
 
 
@@ -19,24 +20,24 @@ def optimizer_kind(spec: OptimizerSpec | None) -> OptimizerKind:
     return OptimizerKind.NONE if spec is None else spec.formula.kind
 
 
-class Found(NamedTuple):
-    """An embedding module of a model, and the sharder that shards it; None if no sharders were given."""
+class EmbeddingModule(NamedTuple):
+    """A model's embedding module and sharder; None without sharders."""
 
     path: str
     module: Any
     sharder: Any
 
 
-def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -> Iterator[Found]:
-    """Yield the embedding modules that one of the `sharders` shards (None: all embedding modules)."""
+def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -> Iterator[EmbeddingModule]:
+    """Yield the embedding modules which a sharder supports (`sharders` None: all embedding modules)."""
     for path, module in model.named_modules():
         if _configs(module) is None:
             continue
         if sharders is None:
-            yield Found(path, module, None)
+            yield EmbeddingModule(path, module, None)
         for sharder in sharders or ():
             if isinstance(module, sharder.module_type):
-                yield Found(path, module, sharder)
+                yield EmbeddingModule(path, module, sharder)
                 break
 
 
@@ -51,50 +52,66 @@ def tables_of_model(
     """List all tables of a model.
 
     A table's optimizer is the one attached to its weight, else the sharder's, else `default_optimizer`. Its
-    wire formats are the sharder's, else `default_wire`.
+    wire formats are the sharder's, else `default_wire`. A table name used by several modules becomes
+    ``path.name``, here and in `constraints`.
+
+    Args:
+        model: model.
+        sharders: sharders; None: all embedding modules.
+        constraints: constraints by table name.
+        default_optimizer: optimizer of tables without one.
+        default_wire: wire formats of tables whose sharder sets none.
 
     Raises:
-        ValueError: Two tables share a name, by which constraints identify them, or a constraint or a wire
-            format names no table.
+        ValueError: a constraint or wire format for an unknown or ambiguous table name.
     """
-    constraints = constraints or {}
+    names_by_path = tables_by_path(model, sharders)
+    names = full_names(names_by_path)
+    constraints = by_full_name(constraints or {}, names_by_path, "constraints name")
     default_wires = default_wire if isinstance(default_wire, TableWires) else TableWires(default_wire)
+    given = by_full_name(default_wires.tables, names_by_path, "wire formats name")
+    default_wires = default_wires._replace(tables=given)
     tables = []
     for path, module, sharder in embedding_modules(model, sharders):
         default = optimizer_kind(getattr(sharder, "optimizer", None))
         if default is OptimizerKind.NONE:
             default = default_optimizer
+        wires = _wires_of(sharder, path, names_by_path)
         weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters() if "." in name}
         for config in _configs(module) or ():
             weight = weights.get(config.name)
             spec = None if weight is None else in_backward_spec(weight)
-            tables.append(
-                table_of_config(
-                    config,
-                    constraints.get(config.name, ParameterConstraints()),
-                    pooled=hasattr(module, "embedding_bag_configs"),
-                    weighted=bool(getattr(module, "is_weighted", lambda: False)()),
-                    weight_bytes=_weight_bytes(config, weight),
-                    optimizer=default if spec is None else optimizer_kind(spec),
-                    module_path=path,
-                    wire=getattr(sharder, "wires", default_wires).of(config.name),
-                )
+            name = names[path, config.name]
+            table = table_of_config(
+                config,
+                constraints.get(name, ParameterConstraints()),
+                pooled=hasattr(module, "embedding_bag_configs"),
+                weighted=bool(getattr(module, "is_weighted", lambda: False)()),
+                weight_bytes=_weight_bytes(config, weight),
+                optimizer=default if spec is None else optimizer_kind(spec),
+                module_path=path,
+                wire=default_wires.of(name) if wires is None else wires.of(config.name),
             )
-    names = [table.name for table in tables]
-    if duplicates := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"tables of different modules share the name {duplicates[0]!r}; constraints go by table "
-            f"name. Rename one."
-        )
-    if unknown := [name for name in default_wires.tables if name not in names]:
-        raise ValueError(
-            f"wire formats are given for {unknown[0]!r}, which is not a table of the model; it has {names}."
-        )
-    if unknown := [name for name in constraints if name not in names]:
-        raise ValueError(
-            f"constraints name {unknown[0]!r}, which is not a table of the model; it has {names}."
-        )
+            tables.append(replace(table, name=name))
     return tables
+
+
+def _wires_of(sharder: Any, path: str, names_by_path: Mapping[str, Sequence[str]]) -> TableWires | None:
+    """Return the wire formats a sharder requests for a module; None: none."""
+    wires: TableWires | None = getattr(sharder, "wires", None)
+    if wires is None:
+        return None
+    return wires._replace(
+        tables=by_module(wires.tables, names_by_path, "the sharder's precision names")[path]
+    )
+
+
+def tables_by_path(model: nn.Module, sharders: Sequence[Any] | None = None) -> dict[str, list[str]]:
+    """Return table names by embedding module path."""
+    return {
+        path: [config.name for config in _configs(module) or ()]
+        for path, module, _ in embedding_modules(model, sharders)
+    }
 
 
 def table_of_config(
@@ -108,7 +125,18 @@ def table_of_config(
     module_path: str = "",
     wire: WireFormats = FULL_PRECISION,
 ) -> Table:
-    """Return one table from its config, and from what the constraints say about its features."""
+    """Build a table from config and constraints.
+
+    Args:
+        config: table config.
+        constraints: constraints and assumptions on the table.
+        pooled: whether bags are pooled.
+        weighted: whether IDs have per-sample weights.
+        weight_bytes: bytes per weight.
+        optimizer: fused optimizer.
+        module_path: path of the module.
+        wire: wire formats.
+    """
     num_features = len(config.feature_names)
     pooling = tuple(float(factor) for factor in constraints.pooling_factors or (1.0,) * num_features)
     if len(pooling) != num_features:
@@ -122,7 +150,7 @@ def table_of_config(
             f"table {config.name!r}: {len(batch_sizes)} batch_sizes for the {num_features} features "
             f"{list(config.feature_names)}; give one per feature."
         )
-    made = Table(
+    table = Table(
         name=config.name,
         num_embeddings=config.num_embeddings,
         embedding_dim=config.embedding_dim,
@@ -140,11 +168,11 @@ def table_of_config(
         module_path=module_path,
         wire=wire,
     )
-    return replace(made, in_memory=_in_memory(config, made))
+    return replace(table, in_memory=_in_memory(config, table))
 
 
 def _in_memory(config: Any, table: Table) -> float:
-    """Return the fraction of a table's bytes in memory: the cache, and all of the index of hashed keys."""
+    """Return the fraction of a table's bytes in memory: the cache, and the whole index of hashed keys."""
     storage = getattr(config, "storage", None)
     if storage is None:
         return 1.0
@@ -155,12 +183,12 @@ def _in_memory(config: Any, table: Table) -> float:
 
 
 def _bits(config: Any) -> int:
-    """Return the bits per code of a quantised table; 0 for floating-point rows."""
+    """Return the bits per code of a quantized table; 0 for floating-point rows."""
     return getattr(getattr(config, "data_type", None), "bits", 0)
 
 
 def _index_bytes(config: Any) -> float:
-    """Return the bytes of a row in the index and the policies of a table with hashed keys; 0 for others."""
+    """Return the bytes per row in the index and policies of a hashed table; 0 for others."""
     keys = getattr(config, "keys", None)
     if keys is None:
         return 0
@@ -176,24 +204,25 @@ def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:
 
 
 def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str, ParameterConstraints]:
-    """Measure the pooling factors and the skew of each table on `KeyedJaggedTensor` batches.
+    """Measure pooling factors and skew of each table on `KeyedJaggedTensor` batches.
 
-    The skew is given as effective rows, see `Table`. Merge the result into your own constraints with
-    `dataclasses.replace`.
+    Keys are table names, ``path.name`` for names used by several modules. Skew is given as effective rows,
+    see `Table`. Merge the result into your constraints with `dataclasses.replace`.
 
     Raises:
-        ValueError: The batches lack a feature of the model.
+        ValueError: the batches lack a feature of the model.
     """
     num_ids: dict[str, int] = {}
     num_bags: dict[str, int] = {}
+    # All IDs of the sample are kept, because distinct IDs do not add up over batches.
     seen: dict[str, list[torch.Tensor]] = {}
     for batch in batches:
         for key, jagged in batch.to_dict().items():
             num_ids[key] = num_ids.get(key, 0) + jagged.values().numel()
             num_bags[key] = num_bags.get(key, 0) + jagged.lengths().numel()
             seen.setdefault(key, []).append(jagged.values())
-    found = {}
-    for _, module, _ in embedding_modules(model):
+    by_table, names = {}, full_names(tables_by_path(model))
+    for path, module, _ in embedding_modules(model):
         for config in _configs(module) or ():
             if missing := [name for name in config.feature_names if not num_bags.get(name)]:
                 raise ValueError(
@@ -203,12 +232,14 @@ def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str,
             pooling = tuple(num_ids[name] / num_bags[name] for name in config.feature_names)
             ids = torch.cat([values for name in config.feature_names for values in seen[name]])
             rows = _effective_rows(ids.numel(), torch.unique(ids).numel(), config.num_embeddings)
-            found[config.name] = ParameterConstraints(pooling_factors=pooling, effective_rows=rows)
-    return found
+            by_table[names[path, config.name]] = ParameterConstraints(
+                pooling_factors=pooling, effective_rows=rows
+            )
+    return by_table
 
 
 def _effective_rows(draws: int, distinct: int, rows: int) -> float:
-    """Return the number of equally likely rows of which `draws` draws hit `distinct` on average, by
+    """Return the number of equally likely rows for which `draws` draws give `distinct` rows on average, by
     bisection.
     """
     if draws == 0 or distinct >= draws:

@@ -1,4 +1,4 @@
-"""The search for a plan: solve and evaluate each replica group size and each set of collectives."""
+"""Search for a plan: solve and evaluate every replica group size and every set of collectives."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from meshrec.planner.estimators import CostModel, Usage
 from meshrec.planner.evaluate import StepEstimate, evaluate_placements, sharding_type, to_placements
 from meshrec.planner.problem import Problem
 from meshrec.planner.search import Effort
-from meshrec.planner.solver import Solution, Way, solve
+from meshrec.planner.solver import CollectiveSet, Solution, solve
 from meshrec.planner.types import Bools, ParameterConstraints, Placements, Table, Topology
 
 DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
@@ -19,7 +19,7 @@ _MOST_RETRIES = 4
 
 
 class Optimized(NamedTuple):
-    """The best placement found, its cost, and the proven bound in seconds."""
+    """Best placement, cost, and the proven bound in seconds."""
 
     placements: Placements
     types_T: list[ShardingType]
@@ -43,33 +43,44 @@ def optimize(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> Optimized | None:
-    """Return the best plan found for `tables`; None if no plan was found that fits into memory.
+    """Search for the best plan.
 
     The lower bound holds for all plans of the enumerated kinds: any sharding type, any number of column
-    parts, even or uneven cuts, under the constraints.
+    parts, even or uneven splits, under the constraints.
+
+    Args:
+        tables: tables.
+        topology: machine.
+        batch_size: samples per rank.
+        constraints: constraints by table name.
+        effort: search limits.
+
+    Returns:
+        The best plan; None if none is known which fits into memory.
 
     Raises:
-        ValueError: there are no tables, or the constraints leave a table without a candidate.
+        ValueError: no tables, or constraints which leave a table without a candidate.
     """
     if not tables:
         raise ValueError(
-            "there are no tables to plan. Give a model that has some, and sharders for their modules."
+            "there are no tables to plan. Pass a model with embedding tables, and sharders for its modules."
         )
     best: Optimized | None = None
     bounds = []
     for replicas in topology.replicate:
         model = CostModel(tables, topology, batch_size=batch_size, replicas=replicas)
-        found, bound = _optimize_group(model, constraints or {}, effort, best)
+        optimized, bound = _optimize_group(model, constraints or {}, effort, best)
+        # The result's bound is the lowest over all group sizes: no size may beat it.
         bounds.append(bound)
-        if found is not None and (best is None or found.estimate.seconds < best.estimate.seconds):
-            best = found
+        if optimized is not None and (best is None or optimized.estimate.seconds < best.estimate.seconds):
+            best = optimized
     if best is None:
         return None
     return best._replace(lower_bound=min(*bounds, best.estimate.seconds))
 
 
 class _Regime(NamedTuple):
-    """A set of collectives, and the candidates that need no others."""
+    """A set of collectives, and the candidates which need no others."""
 
     usage: Usage
     allowed_C: Bools
@@ -82,32 +93,36 @@ def _optimize_group(
     best: Optimized | None,
 ) -> tuple[Optimized | None, float]:
     problem = build_problem(model, constraints)
-    ways = [
-        Way(allowed_C, float(model.fixed_seconds(usage).sum()))
+    collective_sets = [
+        CollectiveSet(allowed_C, float(model.fixed_seconds(usage).sum()))
         for usage, allowed_C in _regimes(problem, model)
     ]
     cutoff = np.inf if best is None else best.estimate.seconds
-    solution = _solve(problem, model, ways, effort, cutoff)
+    solution = _solve(problem, model, collective_sets, effort, cutoff)
     if solution.parts_T:
         best = _better(best, problem, model, constraints, solution)
     return best, solution.lower_bound
 
 
 def _solve(
-    problem: Problem, model: CostModel, ways: Sequence[Way], effort: Effort, cutoff: float
+    problem: Problem,
+    model: CostModel,
+    collective_sets: Sequence[CollectiveSet],
+    effort: Effort,
+    cutoff: float,
 ) -> Solution:
-    found = solve(problem, ways, effort, cutoff=cutoff)
-    bound, cap = found.lower_bound, problem.memory_cap
+    solution = solve(problem, collective_sets, effort, cutoff=cutoff)
+    bound, cap = solution.lower_bound, problem.memory_cap
     for _ in range(_MOST_RETRIES):
-        # The search cuts tables at fractions of rows; whole rows may take a little more memory.
-        excess = _excess_bytes(problem, model, found) if found.parts_T else 0.0
+        # The search splits tables at fractional rows; whole rows may need slightly more memory.
+        excess = _excess_bytes(problem, model, solution) if solution.parts_T else 0.0
         if excess <= 0:
             break
         cap -= 2 * excess
-        found = solve(problem._replace(memory_cap=cap), ways, effort, cutoff=cutoff)
+        solution = solve(problem._replace(memory_cap=cap), collective_sets, effort, cutoff=cutoff)
     else:
-        found = found._replace(parts_T=[])
-    return found._replace(lower_bound=bound)
+        solution = solution._replace(parts_T=[])
+    return solution._replace(lower_bound=bound)
 
 
 def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> float:
@@ -122,21 +137,21 @@ def _better(
     constraints: Mapping[str, ParameterConstraints],
     solution: Solution,
 ) -> Optimized:
-    found = _evaluated(problem, model, constraints, solution)
+    candidate = _evaluated(problem, model, constraints, solution)
     work = solution.work + (0 if best is None else best.work)
     num_boxes = solution.num_boxes + (0 if best is None else best.num_boxes)
-    winner = best if best is not None and best.estimate.seconds <= found.estimate.seconds else found
+    winner = best if best is not None and best.estimate.seconds <= candidate.estimate.seconds else candidate
     return winner._replace(work=work, num_boxes=num_boxes)
 
 
 def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
-    """Return the sets of collectives, from all to few, because fewer collectives save their latencies.
+    """Return sets of collectives, from all to few, because fewer collectives save latency.
 
-    A plan belongs to each regime that allows its candidates, so the lowest bound over regimes holds for all
+    A plan belongs to every regime which allows its candidates, so the lowest bound over regimes holds for all
     plans.
     """
     kinds = len(np.unique(problem.type_C))
-    found: list[_Regime] = []
+    regimes: list[_Regime] = []
     for usage in (
         Usage(True, True, True),
         Usage(True, False, True),
@@ -152,18 +167,18 @@ def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
         if not usage.sharded:
             allowed_C &= ~problem.sharded_C
         covers = len(np.unique(problem.type_C[allowed_C])) == kinds
-        same = any((regime.allowed_C == allowed_C).all() for regime in found)
+        same = any((regime.allowed_C == allowed_C).all() for regime in regimes)
         if covers and not same:
-            found.append(_Regime(usage, allowed_C))
-    # The same candidates with fewer collectives: keep the cheapest name for each set.
+            regimes.append(_Regime(usage, allowed_C))
+    # Equal candidate sets: keep the regime with fewest collectives.
     cheapest: dict[bytes, _Regime] = {}
-    for regime in found:
+    for regime in regimes:
         cheapest[regime.allowed_C.tobytes()] = regime
     return [regime._replace(usage=_needed(problem, regime)) for regime in cheapest.values()]
 
 
 def _needed(problem: Problem, regime: _Regime) -> Usage:
-    """Return the collectives that a regime's candidates can use at all."""
+    """Return the collectives which a regime's candidates can use."""
     allowed_C = regime.allowed_C
     return Usage(
         sharded=bool(problem.sharded_C[allowed_C].any()),

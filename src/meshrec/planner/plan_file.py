@@ -1,4 +1,4 @@
-"""A plan of the planner, and its file: the plan with the inputs that it was made from."""
+"""Plans with their planner inputs, and their files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, To
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerInputs:
-    """The inputs that a plan was made from."""
+    """Inputs from which a plan was computed."""
 
     tables: tuple[Table, ...]
     topology: Topology
@@ -25,7 +25,7 @@ class PlannerInputs:
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the inputs as plain JSON types."""
+        """Convert to JSON types."""
         topology = {f.name: getattr(self.topology, f.name) for f in fields(Topology)}
         topology["hardware"] = self.topology.profile.to_json()
         topology["replicate"] = list(self.topology.replicate)
@@ -38,9 +38,9 @@ class PlannerInputs:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlannerInputs":
-        """Read the result of `to_json`."""
+        """Parse `to_json` output."""
         topology = dict(values["topology"])
-        # In older plans the profile has no device; the topology has.
+        # In older plans, the device is only in the topology.
         device = {"device": topology["compute_device"]}
         topology["hardware"] = HardwareProfile.from_json(device | topology["hardware"])
         topology["replicate"] = tuple(topology["replicate"])
@@ -50,7 +50,7 @@ class PlannerInputs:
                     **table,
                     "optimizer": OptimizerKind(table["optimizer"]),
                     "pooling_factors": tuple(table["pooling_factors"]),
-                    # Older plans have no wire formats: everything travelled as fp32.
+                    # Older plans have no wire formats: all exchanges were fp32.
                     "wire": WireFormats.parse(table.get("wire", str(FULL_PRECISION))),
                     "num_poolings": None if table["num_poolings"] is None else tuple(table["num_poolings"]),
                 }
@@ -68,13 +68,13 @@ class PlannerInputs:
 
 @dataclass(frozen=True)
 class PlannedShardingPlan(ShardingPlan):
-    """A plan, with the proof of how good it is.
+    """Plan with a proven bound.
 
     Attributes:
-        seconds: predicted time of a step, without its dense part.
-        lower_bound: seconds that no plan of the allowed kinds can beat.
-        replicas: size of the ``replicate`` axis that the plan is for.
-        inputs: the inputs that the plan was made from.
+        seconds: predicted step time without the dense part.
+        lower_bound: seconds which no plan of the allowed kinds can beat.
+        replicas: ``replicate`` axis size.
+        inputs: planner inputs.
     """
 
     seconds: float = 0.0
@@ -84,13 +84,11 @@ class PlannedShardingPlan(ShardingPlan):
 
     @property
     def gap(self) -> float:
-        """Upper bound of the distance to the best plan, as a fraction of the plan's time."""
+        """Upper bound on the distance to the best plan, as a fraction of the plan's time."""
         return max(0.0, 1 - self.lower_bound / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:
-        """Return the placement, the predicted step, its gap, and the tables whose rows use only some
-        ranks.
-        """
+        """Format the placement, predicted step and gap, and list row-wise tables on only some ranks."""
         if self.inputs is None:
             return super().__str__()
         ranks = self.inputs.topology.world_size // self.replicas
@@ -109,10 +107,10 @@ class PlannedShardingPlan(ShardingPlan):
         return "\n\n".join(lines)
 
     def estimate(self) -> StepEstimate:
-        """Return the cost of the plan, rank by rank.
+        """Estimate the plan's cost, rank by rank.
 
         Raises:
-            ValueError: The plan has no inputs.
+            ValueError: the plan has no inputs.
         """
         inputs = self.required_inputs()
         return evaluate(
@@ -123,7 +121,7 @@ class PlannedShardingPlan(ShardingPlan):
         """Return the inputs.
 
         Raises:
-            ValueError: The plan has none.
+            ValueError: the plan has none.
         """
         if self.inputs is None:
             raise ValueError("this plan does not contain its inputs; plan again, or use evaluate().")
@@ -131,8 +129,8 @@ class PlannedShardingPlan(ShardingPlan):
 
 
 def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
-    """Write a plan with its inputs as JSON. `ShardingPlan.load` can read the file, too, and ignores the
-    inputs.
+    """Write a plan with inputs as JSON, replacing an existing file. `ShardingPlan.load` also reads it,
+    ignoring the inputs.
     """
     data = json.loads(plan.to_json())
     inputs = plan.required_inputs()
@@ -150,15 +148,15 @@ def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> PlannedShardingPlan:
-    """Read a file of `save_plan`.
+    """Read `save_plan` output.
 
     Raises:
-        ValueError: The file is damaged, or holds a plan without its inputs.
+        ValueError: damaged file, or a plan without inputs.
     """
     plan = ShardingPlan.load(path)
     planner = read_json(path, "a saved plan").get("planner")
     if planner is None:
-        raise ValueError(f"{path} holds a plan without its inputs; read it with ShardingPlan.load().")
+        raise ValueError(f"{path} has a plan without its inputs; read it with ShardingPlan.load().")
     try:
         return PlannedShardingPlan(
             plan.plan,
@@ -169,7 +167,7 @@ def load_plan(path: str | Path) -> PlannedShardingPlan:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} holds a plan whose inputs are incomplete or of another release: {error}. Plan again."
+            f"{path} has a plan with incomplete inputs, or from another release: {error}. Plan again."
         ) from error
 
 
@@ -195,10 +193,10 @@ class PlannerTask:
     """Tables to plan, and the batch size.
 
     Attributes:
-        name: name of the task.
-        tables: the tables.
+        name: task name.
+        tables: tables.
         global_batch_size: samples per step over all ranks.
-        world_sizes: numbers of ranks that the task is meant for.
+        world_sizes: intended numbers of ranks.
     """
 
     name: str
@@ -214,12 +212,12 @@ class PlannerTask:
 def load_task(path: str | Path) -> PlannerTask:
     """Read a task file.
 
-    Its keys are ``task``, ``global_batch_size``, ``dtype``, ``world_sizes`` and ``tables``. Each table has
-    ``name``, ``num_embeddings``, ``embedding_dim`` and ``pooling_factors``. The file may also set
-    ``optimizer`` and ``wire`` (such as ``"fp16/bf16"``).
+    Keys: ``task``, ``global_batch_size``, ``dtype``, ``world_sizes`` and ``tables``; a table has ``name``,
+    ``num_embeddings``, ``embedding_dim`` and ``pooling_factors``. ``optimizer`` and ``wire`` (such as
+    ``"fp16/bf16"``) are optional.
 
     Raises:
-        ValueError: A key is missing or unknown; the error names it.
+        ValueError: missing or unknown key; the error names it.
     """
     data = read_json(path, "a task file")
     try:

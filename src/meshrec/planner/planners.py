@@ -1,4 +1,4 @@
-"""The planner of a model: `EmbeddingShardingPlanner`."""
+"""`EmbeddingShardingPlanner`: plan a model's tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from meshrec.comms.wire import FULL_PRECISION, TableWires, WireFormats
+from meshrec.optim.table_names import by_full_name
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.planner.diagnose import diagnose
 from meshrec.planner.evaluate import to_plan
-from meshrec.planner.module_tables import tables_of_model
+from meshrec.planner.module_tables import tables_by_path, tables_of_model
 from meshrec.planner.optimize import DEFAULT_EFFORT, optimize
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs
 from meshrec.planner.search import Effort
@@ -25,18 +26,18 @@ class EmbeddingShardingPlanner:
     Args:
         topology: the machine (default: CPUs, with the ranks of the process group, or one rank without a
             group).
-        constraints: constraints and assumptions, by table.
+        constraints: constraints and assumptions, by the table's name, or by ``path.name`` where modules have
+            tables of one name.
         batch_size: samples per rank.
-        time_limit: seconds after which the search returns its best plan.
+        time_limit: seconds after which the search returns the best plan.
         max_work: limit of the search in touched array elements. It does not depend on the machine's speed:
             unless the time limit ends the search, equal inputs give equal plans on every machine.
         gap: stop when the plan is proven to be within this fraction of the best one.
         static_plan: a plan to reuse. `plan` then only checks that it places the model's tables.
         default_optimizer: optimizer of the tables that have none attached.
-        default_wire: wire formats of embeddings and their gradients, for tables whose sharder sets none.
-        wire_bound: choose the formats of all tables within this bound. ``wire_choice.wires_of(plan)``
-            has them for
-            the sharders.
+        default_wire: wire formats for embeddings and their gradients, for tables whose sharder sets none.
+        wire_bound: choose the formats of all tables within this bound. ``wire_choice.wires_of(plan)`` has
+            them for the sharders.
     """
 
     def __init__(
@@ -62,11 +63,10 @@ class EmbeddingShardingPlanner:
         self._wire_bound = wire_bound
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
-        """Plan all tables of `module` that one of the `sharders` shards (None: all tables).
+        """Plan all tables of `module` supported by the `sharders` (None: all tables).
 
         Raises:
-            ValueError: Constraints cannot be met, or no plan fits into memory; the error says what would
-                help.
+            ValueError: unsatisfiable constraints, or no plan fits into memory; the error suggests remedies.
         """
         tables = tables_of_model(
             module,
@@ -80,11 +80,12 @@ class EmbeddingShardingPlanner:
         topology = self._topology or _present_topology()
         if self._wire_bound is not None:
             tables = choose_wires(tables, topology, batch_size=self._batch_size, bound=self._wire_bound)
+        names_by_path = tables_by_path(module, sharders)
         return plan_tables(
             tables,
             topology,
             batch_size=self._batch_size,
-            constraints=self._constraints,
+            constraints=by_full_name(self._constraints, names_by_path, "constraints name"),
             effort=self._effort,
         )
 
@@ -94,14 +95,29 @@ class EmbeddingShardingPlanner:
         sharders: Sequence[Any] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Run `plan` on rank 0 of `pg` (default: the default group), and return its plan on all ranks.
+        """Run `plan` on rank 0 of a group, and return the plan on all ranks. An error on rank 0 is raised on
+        all ranks.
 
-        An error of rank 0 is raised on all ranks.
+        Args:
+            module: model.
+            sharders: see `plan`.
+            pg: process group (default: the default group).
+
+        Raises:
+            ValueError: the world size of the topology does not divide the group size.
         """
+        size = 1 if pg is None and not dist.is_initialized() else dist.get_world_size(pg)
+        if self._topology is not None and size % self._topology.world_size:
+            raise ValueError(
+                f"the topology has {self._topology.world_size} ranks, but the group has {size}. Create the "
+                f"topology with world_size={size}, or call plan() to plan for another machine."
+            )
         if pg is None and not dist.is_initialized():
             return self.plan(module, sharders)
         group = pg if pg is not None else dist.group.WORLD
         assert group is not None
+        # An error on rank 0 travels in the result. If it were raised before the broadcast, the other ranks
+        # would hang.
         outcome: list[_Planned | None] = [None]
         if group.rank() == 0:
             try:
@@ -125,31 +141,32 @@ def plan_tables(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlannedShardingPlan:
-    """Plan tables that belong to no module, as `EmbeddingShardingPlanner.plan` plans those of a model.
+    """Plan tables without a model, like `EmbeddingShardingPlanner.plan`.
 
     Args:
-        tables: the tables.
-        topology: the machine.
+        tables: tables.
+        topology: machine.
         batch_size: samples per rank.
-        constraints: constraints, by table.
-        effort: limits of the search.
+        constraints: constraints by table name.
+        effort: search limits.
 
     Raises:
-        ValueError: Constraints cannot be met, or no plan fits into memory; the error says what would help.
+        ValueError: unsatisfiable constraints, or no plan fits into memory; the error suggests remedies.
     """
     constraints = dict(constraints or {})
-    found = None
+    optimized = None
     if topology.memory_cap > 0:
-        found = optimize(tables, topology, batch_size=batch_size, constraints=constraints, effort=effort)
-    if found is None:
+        optimized = optimize(tables, topology, batch_size=batch_size, constraints=constraints, effort=effort)
+    if optimized is None:
         raise ValueError(diagnose(tables, topology, batch_size=batch_size, constraints=constraints))
     return PlannedShardingPlan(
-        to_plan(found.placements, tables, found.types_T, topology.compute_device),
-        seconds=found.estimate.seconds,
-        lower_bound=found.lower_bound,
-        replicas=found.replicas,
+        to_plan(optimized.placements, tables, optimized.types_T, topology.compute_device),
+        seconds=optimized.estimate.seconds,
+        lower_bound=optimized.lower_bound,
+        replicas=optimized.replicas,
         inputs=PlannerInputs(
             tables=tuple(tables),
+            # The figures, not the profile's name: a saved plan must not change with a later release.
             topology=replace(topology, hardware=topology.profile),
             batch_size=batch_size,
             constraints=constraints,
@@ -165,7 +182,7 @@ class _Planned(NamedTuple):
 def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
     for table in tables:
         module_plan = plan.plan.get(table.module_path)
-        sharding = module_plan.get(table.name) if module_plan else None
+        sharding = module_plan.get(table.own_name) if module_plan else None
         if sharding is None:
             raise ValueError(
                 f"the static plan does not place table {table.name!r} of module {table.module_path!r}. "

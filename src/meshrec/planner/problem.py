@@ -1,8 +1,8 @@
-"""The planning problem in the form of the solver: candidates made of pieces, each a vector of loads.
+"""Planning problem in solver form: candidates made of pieces, each with a load vector.
 
-A *type* is a set of identical tables. A *candidate* is one way to split a table of a type. It costs every
-rank something (`common`), and consists of pieces that go to distinct places. A piece's place is a rank, or a
-whole node each of whose ranks takes the piece's load (rows split over the node).
+A *type* is a set of identical tables. A *candidate* is a way to split a table of a type. It costs every rank
+something (`common`), and has pieces which go to distinct slots. A slot is a rank, or a whole node in which
+every rank takes the piece's load (rows split over the node).
 """
 
 from enum import IntEnum
@@ -14,22 +14,20 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 
 class Scope(IntEnum):
-    """Places that the pieces of a candidate go to."""
+    """Slots to which the pieces of a candidate go."""
 
     RANKS = 0
-    """Each piece goes to another rank."""
+    """Distinct ranks."""
     NODES = 1
-    """Distinct nodes; each rank of the node takes the piece's load."""
+    """Distinct nodes; every rank of a node takes the piece's load."""
     ONE_NODE = 2
-    """Distinct ranks of one node."""
+    """Distinct ranks of a single node."""
     EVERYWHERE = 3
     """Every rank holds the table; there are no pieces."""
 
 
 class Layout(NamedTuple):
-    """The split of a table by a candidate. `row_parts` counts ranks per column part, or nodes for
-    `Scope.NODES`.
-    """
+    """Split of a table. `row_parts` counts ranks per column part, or nodes for `Scope.NODES`."""
 
     scope: Scope
     widths: tuple[int, ...]
@@ -37,14 +35,14 @@ class Layout(NamedTuple):
 
     @property
     def by_nodes(self) -> bool:
-        """Whether each piece goes to a whole node."""
+        """Whether pieces go to whole nodes."""
         return self.scope is Scope.NODES
 
 
 class Problem(NamedTuple):
-    """A planning problem: T tables, Y types, C candidates, P groups of equal pieces, K phases.
+    """Planning problem: T tables, Y types, C candidates, P groups of equal pieces, K phases.
 
-    Phases whose loads are proportional on every rank are merged, because their slowest rank is the same.
+    Phases with proportional loads on every rank are merged, because their slowest rank is the same.
     Candidates are sorted by type, pieces by candidate.
     """
 
@@ -55,34 +53,34 @@ class Problem(NamedTuple):
     layouts_C: list[Layout]
     type_C: Ints
     common_C: Floats
-    """Seconds that a candidate adds to every rank, summed over phases."""
+    """Seconds added by a candidate to every rank, summed over phases."""
     common_bytes_C: Floats
-    """Bytes that a candidate adds to every rank."""
+    """Bytes added by a candidate to every rank."""
     piece_start_C: Ints
-    """First group of each candidate; C + 1 entries."""
+    """First piece group per candidate; C + 1 entries."""
     candidate_P: Ints
     count_P: Ints
-    """Number of equal pieces in a group."""
+    """Equal pieces per group."""
     load_PK: Floats
-    """Seconds on the rank, or on each rank of the node, that holds a piece."""
+    """Seconds on a rank holding a piece, or on each rank of the node."""
     fixed_PK: Floats
-    """Part of the load that does not shrink with the piece.
+    """Part of the load which does not scale with the piece.
 
-    A piece `amount` times as large as its equals costs fixed + amount * (load - fixed). Rows can vary if
-    there are several row parts, otherwise columns.
+    A piece `amount` times the even size costs fixed + amount * (load - fixed). Rows vary if there are several
+    row parts, otherwise columns.
     """
     bytes_P: Floats
     fixed_bytes_P: Floats
     width_P: Ints
-    """Number of columns of a piece."""
+    """Columns per piece."""
     rows_P: Floats
-    """Number of rows of a piece."""
+    """Rows per piece."""
     min_partition_Y: Ints
-    """Least number of columns of a column part."""
+    """Minimum columns per column part."""
     merge_FK: Floats
-    """The merged phase [K] of each original phase [F]."""
+    """Merged phase [K] per original phase [F]."""
     ranks_Y: list[Bools | None]
-    """Ranks that a type may use; None: all."""
+    """Ranks allowed per type; None: all."""
     sharded_C: Bools
     """Whether a candidate has pieces."""
     row_stats_C: Bools
@@ -90,36 +88,34 @@ class Problem(NamedTuple):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the shard axis."""
+        """Nodes on the shard axis."""
         return self.num_ranks // self.node_size
 
     def pieces(self, candidate: int) -> slice:
-        """Return the slice of a candidate's pieces."""
+        """Slice a candidate's piece groups."""
         return slice(int(self.piece_start_C[candidate]), int(self.piece_start_C[candidate + 1]))
 
     def ranks_per_piece_C(self) -> Ints:
-        """Return the number of ranks that take a piece's load."""
+        """Count the ranks which take a piece's load."""
         nodes = np.array([layout.scope is Scope.NODES for layout in self.layouts_C], bool)
         return np.where(nodes, self.node_size, 1).astype(np.int64)
 
     def mean_load_CK(self) -> Floats:
-        """Return the seconds [C, K] that a candidate adds to the mean over ranks."""
+        """Return the mean seconds over ranks [C, K] per candidate."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self._sum_over_pieces(self.load_PK * weight_P[:, None])
 
     def mean_bytes_C(self) -> Floats:
-        """Return the bytes that a candidate adds to the mean over ranks."""
+        """Return the mean bytes over ranks per candidate."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
 
     def can_fit_C(self) -> Bools:
-        """Return whether a candidate fits into memory at all."""
+        """Return whether a candidate can fit into memory at all."""
         return np.asarray(self.piece_bytes_C() + self.common_bytes_C <= self.memory_cap)
 
     def piece_bytes_C(self) -> Floats:
-        """Return the bytes of a candidate's mean piece. Of pieces that are cut unevenly, at least one is as
-        large.
-        """
+        """Return a candidate's mean piece size. In an uneven split, at least one piece is as large."""
         count_C, total_CN = (
             np.zeros(len(self.layouts_C)),
             self._sum_over_pieces((self.bytes_P * self.count_P)[:, None]),
@@ -129,13 +125,13 @@ class Problem(NamedTuple):
         return mean_C
 
     def largest_load_CK(self) -> Floats:
-        """Return the seconds [C, K] of a candidate's largest piece."""
+        """Return the seconds [C, K] for a candidate's largest piece."""
         largest = np.zeros((len(self.layouts_C), self.load_PK.shape[1]))
         np.maximum.at(largest, self.candidate_P, self.load_PK)
         return largest
 
     def least_load_PK(self) -> Floats:
-        """Return the seconds [P, K] of the smallest possible piece: no rows, or the least columns; whole
+        """Return the seconds [P, K] of the smallest possible piece: no rows, or the minimum columns; unsplit
         tables stay whole.
         """
         uncut_C = [not layout.by_nodes and layout.row_parts == 1 for layout in self.layouts_C]
@@ -147,6 +143,7 @@ class Problem(NamedTuple):
         return least
 
     def _sum_over_pieces(self, values_P_: Floats) -> Floats:
+        """Sum values per piece group [P, N] over the groups of a candidate, to [C, N]."""
         total = np.zeros((len(self.layouts_C), values_P_.shape[1]))
         np.add.at(total, self.candidate_P, values_P_)
         return total

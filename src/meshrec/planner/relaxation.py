@@ -1,9 +1,8 @@
-"""Relaxation of the planning problem within a box lower <= T <= upper of the slowest ranks' loads T.
+"""Relaxation of the planning problem in a box lower <= T <= upper of the slowest ranks' loads T.
 
-T_k is at least the mean load, which is linear in how often each candidate is chosen. Cuts tell more about
-whole pieces (see `cuts`). Types of identical tables are one variable per candidate, and ranks need no
-variable at all, so the program is small whatever the cluster. Candidates with a piece above `upper` are
-excluded.
+T_k is at least the mean load, which is linear in the number of tables per candidate. Cuts add constraints on
+whole pieces (see `cuts`). A type of identical tables has a variable per candidate, and ranks need no
+variables, so the program is small for any cluster. Candidates with a piece above `upper` are excluded.
 """
 
 import time
@@ -17,26 +16,25 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats
 
 _MARGIN = 1e-6
-"""Tolerance of an optimum."""
+"""Optimum tolerance."""
 _USED = 1e-7
 _LEAST_GAIN, _MOST_CUTS = 1e-4, 3000
-"""Least gain of a round of cuts that makes another one worthwhile, and maximum number of cuts.
-
-Beyond that number programs are larger with the cuts than without.
+"""Minimum gain for another round of cuts, and maximum cut count; beyond that, programs grow too large.
 """
 
 
 class Box(NamedTuple):
-    """Optimum of a relaxation: no plan in the box costs less than `bound`.
+    """Relaxation optimum: no plan in the box costs less than `bound`.
 
     Attributes:
-        bound: the optimum.
-        share_C: how many tables use each candidate, before cuts, because plans start better from there.
-        slowest_K: T at the optimum, the time of each phase on its slowest rank.
-        cut_at_K: values at which to split T so that the relaxation comes closer to a plan; T itself where no
-            split is needed.
-        lower_K, upper_K: the bounds of T in this box.
-        admitted_C: candidates that plans in the box can use at a cost within the cutoff.
+        bound: optimum.
+        share_C: tables per candidate before cuts, because plans start better from there.
+        slowest_K: T at the optimum, each phase's time on the slowest rank.
+        cut_at_K: values at which to split T to bring the relaxation closer to a plan; T where no split is
+            needed.
+        lower_K: lower limits on T in this box.
+        upper_K: upper limits on T in this box.
+        admitted_C: candidates which plans in the box can use within the cutoff.
     """
 
     bound: float
@@ -49,10 +47,10 @@ class Box(NamedTuple):
 
 
 class Relaxation:
-    """The linear program of the relaxation, with its cuts.
+    """The relaxation's linear program and cuts.
 
-    T is at least the mean load of each phase, and the largest piece of what a single table uses. Loads are in
-    units of `scale` seconds. No cuts are added after `deadline`, a time of `time.perf_counter`.
+    T is at least the mean load per phase, and the largest piece used by any table. Loads are in units of
+    `scale` seconds. No cuts are added after `deadline`, a ``time.perf_counter`` time.
     """
 
     def __init__(self, problem: Problem, scale: float, deadline: float = INFINITY) -> None:
@@ -70,24 +68,32 @@ class Relaxation:
 
     @property
     def work(self) -> int:
-        """The work of the solves so far; see `Effort`."""
+        """Work in all solves; see `Effort`."""
         return self._earlier_work + self._solver.work
 
     def solve(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, rounds: int
     ) -> Box | None:
-        """Return the optimum over plans of `admitted_C` with lower <= T <= upper that cost at most `cutoff`.
+        """Return the optimum over plans in a box, or None if there are none within the cutoff.
 
-        Adds up to `rounds` rounds of cuts. Returns None if there are no such plans.
+        Args:
+            lower_K: lower limits on T.
+            upper_K: upper limits on T.
+            admitted_C: allowed candidates.
+            cutoff: maximum cost.
+            rounds: maximum cut rounds.
         """
         if len(self._cuts) > _MOST_CUTS:
             self._earlier_work += self._solver.work
+            # Start over without cuts, because the program has grown too large.
             self._solver, self._cuts = Solver(self._cost, self._rows), []
         admitted_C = (self._largest_CK <= upper_K * (1 + 1e-9)).all(axis=1) & admitted_C
         most_C = np.where(admitted_C, self._tables_C, 0.0)
         self._solver.set_bounds(np.append(0 * most_C, lower_K), np.append(most_C, upper_K))
         for index, cut in enumerate(self._cuts):
+            # Cuts are kept for later boxes, and disabled where they are not valid.
             self._solver.set_added_row(index, cut.limit if cut.holds(lower_K, upper_K) else INFINITY)
+        # Plans start from the optimum before cuts; the bound uses the optimum after them.
         optimum = first = self._solver.solve()
         for _ in range(rounds):
             is_late = time.perf_counter() >= self._deadline
@@ -99,8 +105,8 @@ class Relaxation:
         if optimum is None or first is None or optimum.objective > cutoff + _MARGIN:
             return None
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
-        # Reduced-cost fixing: a whole table more of a candidate that the optimum does not use raises the
-        # objective by its reduced cost at least (Nemhauser & Wolsey, Integer and Combinatorial Optimization,
+        # Reduced-cost fixing: using an unused candidate for a whole table raises the objective by at least
+        # its reduced cost (Nemhauser & Wolsey, Integer and Combinatorial Optimization,
         # 1988, II.5.2).
         reduced_C = optimum.reduced_costs[: len(share_C)]
         return Box(
@@ -116,19 +122,19 @@ class Relaxation:
     def _add_cuts(self, optimum: Optimum, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> bool:
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         share_C = np.where(admitted_C, share_C, 0.0)
-        found = self._rounding.violated(share_C, upper_K, admitted_C)
-        found += self._largest.violated(share_C, slowest_K, lower_K, admitted_C)
-        if found:
+        cuts = self._rounding.violated(share_C, upper_K, admitted_C)
+        cuts += self._largest.violated(share_C, slowest_K, lower_K, admitted_C)
+        if cuts:
             rows = ProgramRows()
-            for cut in found:
+            for cut in cuts:
                 columns = np.append(cut.candidate_N, len(share_C) + cut.phase)
                 rows.add(columns, np.append(cut.value_N, cut.slope), -INFINITY, cut.limit)
             self._solver.add_rows(rows)
-        self._cuts += found
-        return bool(found)
+        self._cuts += cuts
+        return bool(cuts)
 
     def _cut_at(self, share_C: Floats, slowest_K: Floats) -> Floats:
-        """Return the median size of the used pieces that are larger than T."""
+        """Return the median used piece size for pieces larger than T."""
         cut_at_K = slowest_K.copy()
         for phase in range(len(slowest_K)):
             sizes = np.unique(self._largest_CK[share_C > _USED, phase])
@@ -139,17 +145,17 @@ class Relaxation:
 
 
 def _rows(problem: Problem, scale: float) -> ProgramRows:
-    """Build the rows of the program: the tables of each type, mean loads, memory.
+    """Build the program rows: tables per type, mean loads, memory.
 
-    The variables are how many tables use each candidate [C], and T [K].
+    Variables: tables per candidate [C], and T [K].
     """
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)
     tables_Y = np.bincount(problem.type_T).astype(np.float64)
     rows = ProgramRows()
-    rows.add_each(problem.type_C, candidate, 1.0, tables_Y, tables_Y)
+    rows.add_many(problem.type_C, candidate, 1.0, tables_Y, tables_Y)
     mean_CK = problem.mean_load_CK() / scale
-    rows.add_each(
+    rows.add_many(
         np.append(np.tile(phase, num_candidates), phase),
         np.append(np.repeat(candidate, num_phases), num_candidates + phase),
         np.append(mean_CK.ravel(), -np.ones(num_phases)),

@@ -13,15 +13,15 @@ from meshrec.planner.state import Parts, State
 from meshrec.planner.types import Bools
 
 _WORK_PER_RANK = 2
-"""Work of computing one rank's load in the compiled loop, in array elements."""
+"""Work of computing a rank's load in the compiled loop, in array elements."""
 WORK_PER_SECOND = 1e8
-"""Work per second, as `Effort` counts it; it limits attempts to the time left."""
+"""Work per second, as counted by `Effort`; limits attempts to the remaining time."""
 
 
 class Effort(NamedTuple):
-    """Limits of a search: seconds of wall clock, work, and the gap (a fraction) that is good enough.
+    """Search limits: wall clock seconds, work, and sufficient gap (a fraction).
 
-    Work is counted in array elements touched, with a surcharge per operation: about 10 ns each.
+    Work counts touched array elements, with a surcharge per operation: about 10 ns each.
     """
 
     time_limit: float
@@ -29,45 +29,50 @@ class Effort(NamedTuple):
     gap: float
 
 
-class Manner(NamedTuple):
-    """Settings of the annealing. The best ones depend on the pieces per rank, and only attempts can tell.
+class AnnealingSettings(NamedTuple):
+    """Annealing settings. The best ones depend on the pieces per rank, and only attempts can tell.
 
     Attributes:
         hot: initial temperature, in mean loads of a rank.
-        place_share: maximum share of the work that places whole tables anew. The rest moves one piece or
-            exchanges two.
-        exponent: initial exponent of the norm over ranks.
+        placement_share: maximum fraction of work which re-places whole tables; other moves shift or swap
+            pieces.
+        exponent: initial exponent, for the norm over ranks.
     """
 
     hot: float
-    place_share: float
+    placement_share: float
     exponent: int
 
 
-MANNERS = (Manner(0.03, 1.0, 8), Manner(0.005, 0.1, 8), Manner(0.002, 0.05, 32))
-"""Manners to try.
+ANNEALING_SETTINGS = (
+    AnnealingSettings(0.03, 1.0, 8),
+    AnnealingSettings(0.005, 0.1, 8),
+    AnnealingSettings(0.002, 0.05, 32),
+)
+"""Settings to try, tuned on the planner benchmark.
 
-Few large pieces need new splits and much disorder; many small ones need patience. Where each rank is full
+Few large pieces need new splits and high temperature; many small pieces need patience. If every rank is full
 with one or two pieces, only the slowest rank counts from the start.
 """
 
-SETTLED = Manner(0.001, 1.0, 32)
-"""Manner for a plan that is good already."""
+SETTLED = AnnealingSettings(0.001, 1.0, 32)
+"""Settings for an already good plan."""
 
 
 class Start(NamedTuple):
-    """A plan to anneal, with the annealer that knows its candidates."""
+    """Plan to anneal, and an annealer with the candidates."""
 
     parts_T: list[Parts]
     annealer: Annealer
 
 
 class Search:
-    """The best plan so far, and the means to improve it.
+    """Best plan so far, and the means to improve it.
 
     Attributes:
-        seconds, parts_T: the best plan; ``parts_T`` is empty before the first.
-        work: the work done so far.
+        seconds: best plan's step time; infinite before the first.
+        parts_T: best plan; empty before the first.
+        work: work so far.
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, deadline: float) -> None:
@@ -77,19 +82,20 @@ class Search:
         self.parts_T: list[Parts] = []
         self._allowed_C = allowed_C
         self._deadline = deadline
+        # Counts attempts: each one anneals with another seed, and a repeated search uses the same sequence.
         self._seed = 0
 
     def add_start(self, box: Box, admitted_C: Bools) -> Start | None:
-        """Make a plan from a box's relaxation, to be annealed with the candidates `admitted_C`.
+        """Construct a plan from a box's relaxation, to be annealed with the candidates `admitted_C`.
 
-        Returns None if it does not fit into memory, or if there is no annealer.
+        Returns None if it does not fit into memory, or without annealer.
         """
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         state = construct(self.problem, box.share_C, candidates_Y)
         return None if state is None else self._started(state, admitted_C)
 
     def add_fitting(self, seconds: float) -> Start | None:
-        """Make a start from a plan that spreads memory, annealed for up to `seconds` until it fits."""
+        """Construct a memory-balanced plan, annealed for up to `seconds` until it fits."""
         by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
         return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
 
@@ -105,17 +111,23 @@ class Search:
             return None
         return Start(state.plan, Annealer(self.problem, candidates_by_type(self.problem, admitted_C)))
 
-    def attempt(self, start: Start, manner: Manner, max_work: float) -> float:
-        """Anneal a start, keep the plan if it is the best, and return its seconds."""
+    def attempt(self, start: Start, settings: AnnealingSettings, max_work: float) -> float:
+        """Anneal a start, keep the plan if it is the best, and return the seconds.
+
+        Args:
+            start: plan to anneal.
+            settings: annealing settings.
+            max_work: work limit.
+        """
         self._seed += 1
         seconds = max(0.0, self._deadline - time.perf_counter())
         parts_T, work = start.annealer.improve(
             start.parts_T,
             max_work=int(min(max_work, WORK_PER_SECOND * seconds) / _WORK_PER_RANK),
             seconds=seconds,
-            hot=manner.hot,
-            place_share=manner.place_share,
-            exponent=manner.exponent,
+            hot=settings.hot,
+            placement_share=settings.placement_share,
+            exponent=settings.exponent,
             seed=self._seed,
         )
         self.work += _WORK_PER_RANK * work
@@ -131,6 +143,7 @@ class Search:
 
     def _keep(self, state: State) -> None:
         self.work += state.work
+        # Counted once, even if the state is kept again.
         state.work = 0
         if state.seconds < self.seconds * (1 - 1e-12) and state.fits():
             self.seconds, self.parts_T = state.seconds, state.plan

@@ -1,8 +1,8 @@
-"""A plan under construction: the place of every piece, and the load of every rank.
+"""Plan under construction: position of every piece, and load of every rank.
 
-The search minimises a smooth substitute for the sum of slowest ranks: per phase the q-norm over ranks, scaled
-so that equal loads give the load itself. It depends on every rank, where the maximum depends only on the
-slowest, and tends to the maximum as q grows.
+The search minimizes a smooth substitute for the sum of slowest ranks: per phase the q-norm over ranks, scaled
+so that equal loads give the load itself. Unlike the maximum, it depends on every rank; it tends to the
+maximum as q grows.
 """
 
 from typing import NamedTuple
@@ -14,33 +14,42 @@ from meshrec.planner.types import Floats, Ints
 
 
 class Parts(NamedTuple):
-    """The pieces of one table, with an entry for each rank that holds one."""
+    """A table's pieces, with an entry per holding rank.
+
+    Attributes:
+        candidate: candidate index.
+        group_N: piece group per piece.
+        rank_N: rank per piece.
+        amount_N: size relative to the even split; see `Problem.fixed_PK`.
+    """
 
     candidate: int
     group_N: Ints
-    """The group of equal pieces that each piece belongs to."""
     rank_N: Ints
     amount_N: Floats
-    """Size relative to the even split; see `Problem.fixed_PK`."""
 
 
 class Placed(NamedTuple):
-    """The best places of a candidate, and the smooth objective with them."""
+    """Best ranks for a candidate, and the resulting smooth objective."""
 
     objective: float
     parts: Parts
 
 
 class State:
-    """Loads per rank and phase of the tables placed so far.
+    """Loads per rank and phase from the tables placed so far.
 
-    `target_K`: rough estimate of the slowest rank's load in each phase, to begin with.
+    Args:
+        problem: planning problem.
+        target_K: rough estimate of the slowest rank's final load per phase.
 
     Attributes:
-        parts_T: the pieces of each table; None before it is placed.
-        load_RK, bytes_R: seconds and bytes on each rank, without what all ranks share.
-        common, common_bytes: seconds and bytes that every rank has in addition.
-        work: array elements that were touched, a measure of effort that does not depend on the machine.
+        parts_T: pieces per table; None until placed.
+        load_RK: seconds per rank and phase, without common costs.
+        bytes_R: bytes per rank, without common bytes.
+        common: seconds added on every rank.
+        common_bytes: bytes added on every rank.
+        work: touched array elements, a machine-independent measure of effort.
     """
 
     def __init__(self, problem: Problem, target_K: Floats | None = None) -> None:
@@ -55,22 +64,22 @@ class State:
         self._exponent = 8
         self._least_K = 1e-3 * problem.load_PK.max(axis=0, initial=0) + 1e-30
         self._scale_K = 1 / np.maximum(0.0 if target_K is None else target_K, self._least_K)
+        # (load / scale) ** q, updated together with load_RK, so that a placement is priced without
+        # recomputing all.
         self._power_RK = np.zeros_like(self.load_RK)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step without latencies: the sum over phases of the slowest rank, and the common
-        part.
-        """
+        """Step time without latencies: slowest rank summed over phases, plus the common part."""
         return float(self.common + self.load_RK.max(axis=0).sum())
 
     @property
     def plan(self) -> list[Parts]:
-        """The pieces of the tables that are placed."""
+        """Placed pieces."""
         return [parts for parts in self.parts_T if parts is not None]
 
     def set_exponent(self, exponent: int) -> None:
-        """Set q, a power of two, after loads were set. The present maximum of each phase counts as 1."""
+        """Set q, a power of two, once loads are set. The current maximum of each phase is scaled to 1."""
         self._exponent = exponent
         self._scale_K = 1 / np.maximum(self.load_RK.max(axis=0), self._least_K)
         self._power_RK = self._power(self.load_RK)
@@ -92,22 +101,29 @@ class State:
         self._power_RK[parts.rank_N] = self._power(self.load_RK[parts.rank_N])
 
     def loads(self, parts: Parts) -> Floats:
-        """Return the seconds [N, K] of each piece."""
+        """Return the seconds [N, K] per piece."""
         fixed_NK = self.problem.fixed_PK[parts.group_N]
         return fixed_NK + parts.amount_N[:, None] * (self.problem.load_PK[parts.group_N] - fixed_NK)
 
     def sizes(self, parts: Parts) -> Floats:
-        """Return the bytes [N] of each piece."""
+        """Return the bytes [N] per piece."""
         fixed_N = self.problem.fixed_bytes_P[parts.group_N]
         return fixed_N + parts.amount_N * (self.problem.bytes_P[parts.group_N] - fixed_N)
 
     def fits(self) -> bool:
-        """Return whether every rank stays within its memory."""
+        """Return whether every rank is within the memory limit."""
         return bool(self.bytes_R.max() + self.common_bytes <= self.problem.memory_cap)
 
-    def best_place(self, table: int, candidate: int, weight_K: Floats) -> Placed | None:
-        """Return the best places for a candidate's even pieces, one group after the other; None if memory is
-        short.
+    def cheapest_placement(self, table: int, candidate: int, weight_K: Floats) -> Placed | None:
+        """Return the best ranks for a candidate's even pieces, placing group after group.
+
+        Args:
+            table: table index.
+            candidate: candidate index.
+            weight_K: `weights` result.
+
+        Returns:
+            None if memory is insufficient.
         """
         problem = self.problem
         scope = problem.layouts_C[candidate].scope
@@ -118,6 +134,7 @@ class State:
         allowed_R = problem.ranks_Y[problem.type_T[table]]
         change_K = np.zeros(self.num_phases)
         groups, ranks = [], []
+        # Slots used by earlier groups: pieces of a candidate go to distinct slots.
         taken: Ints | None = None
         only: slice | None = None
         for group in range(*problem.pieces(candidate).indices(len(problem.candidate_P))):
@@ -141,15 +158,16 @@ class State:
                 cost[taken] = np.inf
             if count > len(cost):
                 return None
-            places = np.argpartition(cost, count - 1)[:count] if count < len(cost) else np.arange(count)
-            if not np.isfinite(cost[places]).all():
+            # A full sort would cost more, and the order of equal pieces does not matter.
+            slots = np.argpartition(cost, count - 1)[:count] if count < len(cost) else np.arange(count)
+            if not np.isfinite(cost[slots]).all():
                 return None
-            taken = places if taken is None else np.concatenate((taken, places))
+            taken = slots if taken is None else np.concatenate((taken, slots))
             if scope is Scope.NODES:
-                places = (places[:, None] * problem.node_size + np.arange(problem.node_size)).ravel()
-            change_K += added_RK[places].sum(axis=0)
-            groups.append(np.full(len(places), group))
-            ranks.append(places)
+                slots = (slots[:, None] * problem.node_size + np.arange(problem.node_size)).ravel()
+            change_K += added_RK[slots].sum(axis=0)
+            groups.append(np.full(len(slots), group))
+            ranks.append(slots)
         norm_K = self._norm(self._power_RK.sum(axis=0) + change_K)
         objective = self.common + problem.common_C[candidate] + norm_K.sum()
         group_N = np.concatenate(groups) if groups else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""The attributes of tables as arrays, as the cost model computes with them."""
+"""Table attributes as arrays, for the cost model."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from meshrec.planner.types import Bools, Floats, Ints, Table
 
 ID_BYTES, WIDE_ID_BYTES = 4, 8
 _WIDE_ROWS = 1 << 31
-"""Number of rows of a table from which all IDs of its module travel as 64-bit numbers."""
+"""Row count above which all IDs of a module are sent as 64-bit integers."""
 SAMPLE_WEIGHT_BYTES = 4
 STATISTIC_BYTES = 4
 
 
 class TableArrays(NamedTuple):
-    """The attributes of T tables as arrays."""
+    """Table attributes as arrays, for T tables."""
 
     rows_T: Ints
     columns_T: Ints
@@ -25,7 +25,7 @@ class TableArrays(NamedTuple):
     bags_T: Floats
     """Bags per rank's batch."""
     outputs_T: Floats
-    """Output rows per rank's batch: one per bag of a pooled table, one per ID of others."""
+    """Output rows per rank's batch: a row per bag (pooled) or per ID."""
     pooled_T: Bools
     weight_bytes_T: Floats
     row_bytes_T: Floats
@@ -33,21 +33,21 @@ class TableArrays(NamedTuple):
     index_bytes_T: Floats
     trained_T: Bools
     id_bytes_T: Floats
-    """Bytes of an ID on the wire, with its per-sample weight."""
+    """Bytes per ID on the wire, with per-sample weight."""
     bare_id_bytes: int
-    """Bytes of an ID on the wire without a weight."""
+    """Bytes per ID on the wire, without weight."""
     state_per_column_T: Floats
     state_per_row_T: Floats
     wires_T: Ints
-    """Index into ``wires`` of each table's pair of wire formats."""
+    """Each table's wire format index in ``wires``."""
     wires: list[WireFormats]
     row_statistics_bytes_T: Floats
-    """Bytes of row statistics per distinct row, which column shards add up before the update."""
+    """Row statistics bytes per distinct row, summed over column shards before the update."""
     effective_rows_T: Floats
 
 
 def arrays_of(tables: Sequence[Table], batch_size: int) -> TableArrays:
-    """Return the attributes of tables, for so many samples per rank."""
+    """Convert tables to arrays, for a number of samples per rank."""
     batch = np.array([table.batch_size or batch_size for table in tables], np.float64)
     ids = batch * [table.ids_per_sample for table in tables]
     bags = batch * [table.bags_per_sample for table in tables]

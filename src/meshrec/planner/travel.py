@@ -1,4 +1,4 @@
-"""The path of IDs and rows between ranks, for the cost model."""
+"""Path for IDs and rows between ranks, for the cost model."""
 
 from typing import NamedTuple
 
@@ -11,55 +11,72 @@ from meshrec.planner.types import Bools, Floats, Topology
 
 
 class RowOnWire(NamedTuple):
-    """N rows of embeddings or gradients, as they travel."""
+    """Encoded sizes for N embedding or gradient rows.
+
+    Attributes:
+        wire_bytes: encoded row bytes.
+        kernel_bytes: bytes per value as written by kernels.
+        is_cast: whether kernels write the wire format directly, without a separate encoding.
+    """
 
     wire_bytes: Floats
-    """Bytes of the encoded row."""
     kernel_bytes: Floats
-    """Bytes of one value as kernels write it."""
     is_cast: Bools
-    """Whether kernels write the values as they travel, without encoding afterwards."""
 
 
 class Hops(NamedTuple):
-    """The path of the rows of N rectangles to the ranks that asked for them."""
+    """Row path from N rectangles to the requesting ranks.
+
+    Attributes:
+        two_N: whether rows take two hops: within a node, then between nodes.
+        summed_N: whether all ranks of the node hold parts of the rows, so that only sums take the second hop.
+    """
 
     two_N: Bools
-    """Whether the rows take two hops: first inside a node, then between nodes."""
     summed_N: Bools
-    """Whether all ranks of the node hold parts of the rows, so that only their sum takes the second hop."""
 
 
 class Sent(NamedTuple):
-    """The bytes that ranks send for each of N rectangles: inside their node, and between nodes."""
+    """Bytes sent per rectangle [N], within and between nodes."""
 
     inside_N: Floats
     across_N: Floats
 
 
 class GroupRoutes(NamedTuple):
-    """The links between the ranks of a group, and the shares of a batch that take them."""
+    """Links between the ranks of a group, and the fractions of a batch which use them.
+
+    Attributes:
+        outer: slowest link within the group.
+        replicas: slowest link between ranks with the same rectangles.
+        all_ranks: slowest link between any two ranks.
+        same_node: fraction of a rank's rows held by other ranks in the node.
+        other_nodes: fraction of a rank's rows held by other nodes.
+        wire: seconds per byte in an all-to-all, over both kinds of links.
+        latency: seconds until an embedding exchange starts, over all hops.
+        once: factor of work other than transfers; in half duplex, `shared_loads` adds the mean of a phase
+            again.
+    """
 
     outer: Link
-    """The slowest link between two ranks of the group."""
     replicas: Link
-    """The slowest link between ranks with the same rectangles."""
     all_ranks: Link
-    """The slowest link between any two ranks."""
     same_node: float
-    """Share of a rank's rows that other ranks of its node hold."""
     other_nodes: float
-    """Share of a rank's rows that ranks of other nodes hold."""
     wire: float
-    """Seconds per byte of an all-to-all, over both kinds of links."""
     latency: float
-    """Seconds until an exchange of the embeddings begins, over all its hops."""
     once: float
-    """Factor of work other than transfers. In half duplex, `shared_loads` adds the mean of a phase again."""
 
 
 def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across: bool) -> GroupRoutes:
-    """Return the links of a group of ranks, whose nodes have ``node_size`` of them."""
+    """Return a rank group's links.
+
+    Args:
+        topology: machine.
+        num_ranks: ranks in the group.
+        node_size: ranks per node.
+        rows_across: whether distinct rows cross the network instead of sums.
+    """
     profile = topology.profile
     multi_node = topology.world_size > topology.local_size
     crosses_nodes = num_ranks >= topology.local_size and multi_node
@@ -78,13 +95,14 @@ def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across
 
 
 def packed_id_bytes(num_rows_N: npt.ArrayLike, num_ids_N: npt.ArrayLike) -> Floats:
-    """Return the expected bytes of a packed ID in N runs, see ``ops/dist/ids_naive.py``; 0 without IDs.
+    """Return the expected bytes per packed ID in N runs, see ``ops/dist/ids_naive.py``; 0 without IDs.
 
-    Gaps between random IDs have a geometric distribution, and the largest of a group sets the bits of all.
+    Gaps between random IDs are geometrically distributed, and the largest in a group determines the bits of
+    all.
 
     Args:
-        num_rows_N: the rows that the IDs of each run are drawn from.
-        num_ids_N: the distinct IDs of each run, evenly spread over these rows.
+        num_rows_N: rows from which the IDs of each run are drawn.
+        num_ids_N: distinct IDs of each run, evenly spread over these rows.
     """
     rows, ids = np.asarray(num_rows_N, np.float64), np.asarray(num_ids_N, np.float64)
     group = np.clip(ids, 1.0, GROUP)

@@ -1,4 +1,4 @@
-"""The planner's input: tables, the machine, and constraints."""
+"""Planner input: tables, machine, and constraints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,35 +20,37 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 STATE_BYTES = 4
-"""Bytes of one value of optimizer state, which is fp32."""
+"""Bytes per optimizer state value (fp32)."""
 DEFAULT_MIN_PARTITION = 32
+# Column shards start at multiples of 4, the width of a 16-byte vector load.
 COLUMN_ALIGNMENT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table as the cost model sees it.
+    """Table as seen by the cost model.
 
     Attributes:
-        name: name, unique among the tables that are planned together.
-        num_embeddings: number of rows.
-        embedding_dim: number of columns.
-        pooling_factors: mean number of IDs in a bag, for each feature that looks the table up.
+        name: unique name: the table's name in its module, or ``module_path.name`` if several modules use that
+            name.
+        num_embeddings: rows.
+        embedding_dim: columns.
+        pooling_factors: mean IDs per bag, for each feature which looks up the table.
         num_poolings: bags per sample, for each feature; None: 1.
-        weight_bytes: bytes of a weight; less than 1 if several share a byte.
-        row_bytes: bytes of a row beside its weights, such as a scale. Each column shard has them.
-        index_bytes: bytes of a row in the index of a table with hashed keys, and in its policies. Each column
-            shard has them. 0: the IDs are the rows of the table.
-        trained: whether the table has a backward pass; otherwise only the forward phases cost.
-        pooled: whether a bag gives one output row; otherwise each ID gives one.
+        weight_bytes: bytes per weight; below 1 if several share a byte.
+        row_bytes: bytes per row in addition to weights, such as a scale; present in every column shard.
+        index_bytes: bytes per row in the index and policies of a hashed table; present in every column shard.
+            0: IDs are row numbers.
+        trained: whether the table has a backward pass; otherwise only forward phases cost time.
+        pooled: whether a bag gives an output row; otherwise each ID does.
         weighted: whether IDs have per-sample weights (4 bytes each).
-        optimizer: the fused optimizer.
-        effective_rows: the number of equally likely rows that would give as many distinct rows per batch as
-            the lookups do. It is below num_embeddings if a few rows are hot. None: all rows.
-        batch_size: samples per rank, if the features of the table have another number than the rest.
-        module_path: path of the module that holds the table.
-        wire: wire formats of its embeddings and their gradients.
-        in_memory: the fraction of the table's bytes that are in memory; the others are in a file.
+        optimizer: fused optimizer.
+        effective_rows: number of equally likely rows which would give as many distinct rows per batch as the
+            actual lookups; below num_embeddings if a few rows are hot. None: all rows.
+        batch_size: samples per rank, if it differs for the table's features.
+        module_path: path to the module with the table.
+        wire: wire formats for embeddings and gradients.
+        in_memory: fraction of the table's bytes in memory; the others are in a file.
     """
 
     name: str
@@ -87,6 +89,11 @@ class Table:
             )
 
     @property
+    def own_name(self) -> str:
+        """Name within the module."""
+        return self.name.rpartition(".")[2] if self.module_path else self.name
+
+    @property
     def bags_per_sample(self) -> float:
         """Bags per sample over all features."""
         return float(sum(self.num_poolings)) if self.num_poolings else float(len(self.pooling_factors))
@@ -108,18 +115,17 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterConstraints:
-    """Constraints and assumptions of the planner for one table. None leaves a choice to the planner.
+    """Constraints and assumptions for a table. None leaves a choice to the planner.
 
     Attributes:
-        sharding_types: the allowed sharding types.
-        min_partition: smallest number of columns of a column shard (default 32).
+        sharding_types: allowed sharding types.
+        min_partition: minimum columns per column shard (default 32).
         pooling_factors: see `Table` (default: 1 ID per bag).
         num_poolings: see `Table`.
-        batch_sizes: samples per rank of each feature; the planner uses their mean.
-        ranks: the ranks that may hold a part of the table.
+        batch_sizes: samples per rank per feature; the planner uses their mean.
+        ranks: ranks which may hold parts of the table.
         effective_rows: see `Table`.
-        all_ranks: whether a row-wise table is split over every rank; otherwise the planner chooses the
-            number.
+        all_ranks: split a row-wise table over every rank; otherwise the planner selects the number.
     """
 
     sharding_types: Sequence[ShardingType | str] | None = None
@@ -133,7 +139,7 @@ class ParameterConstraints:
 
     def __post_init__(self) -> None:
         if self.all_ranks and self.ranks is not None:
-            raise ValueError(f"all_ranks asks for every rank, and ranks for {list(self.ranks)}. Give one.")
+            raise ValueError(f"all_ranks conflicts with ranks={list(self.ranks)}. Give one of them.")
         if self.sharding_types is not None:
             allowed = [kind.value for kind in ShardingType]
             for kind in self.sharding_types:
@@ -144,7 +150,7 @@ class ParameterConstraints:
 
     @property
     def allowed_types(self) -> frozenset[ShardingType]:
-        """The allowed sharding types as a set."""
+        """Allowed sharding types as a set."""
         if self.sharding_types is None:
             return frozenset(ShardingType)
         return frozenset(ShardingType(kind) for kind in self.sharding_types)
@@ -152,26 +158,25 @@ class ParameterConstraints:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The machine: the number of ranks, their nodes, and the capabilities of a rank.
+    """The machine: ranks, nodes, and the capabilities of a rank.
 
     Attributes:
-        world_size: number of ranks.
-        compute_device: ``cpu`` or ``cuda``. It selects the default profile and the memory cap that applies.
-        local_world_size: ranks per node (default: all of them; on cuda at most 8).
+        world_size: rank count.
+        compute_device: ``cpu`` or ``cuda``; selects the default profile and the applicable memory cap.
+        local_world_size: ranks per node (default: all; on cuda at most 8).
         hbm_cap: bytes per rank on cuda (default: the profile's).
         ddr_cap: bytes per rank on cpu (default: the profile's).
-        hardware: a `HardwareProfile` or the name of one (default: ``h100`` on cuda, ``cpu`` on cpu).
-        intra_host_bandwidth: bytes/s inside a node (default: the profile's).
+        hardware: `HardwareProfile` or profile name (default: ``h100`` on cuda, ``cpu`` on cpu).
+        intra_host_bandwidth: bytes/s within a node (default: the profile's).
         inter_host_bandwidth: bytes/s between nodes (default: the profile's).
-        reserve: fraction of the memory that is kept free.
+        reserve: memory fraction kept free.
         dense_bytes: bytes per rank of the dense model: parameters, gradients, optimizer state, activations.
-        replicate: sizes of the ``replicate`` axis to choose from; 1 is no replication.
-        sum_in_node: whether partial rows are summed inside a node before they cross the network. The mesh
-            then has the axes ``node`` and ``local``.
-        across_nodes: the option of the sharders, see ``EmbeddingBagCollectionSharder``: ``"sums"`` or
-            ``"rows"``.
-        packed_ids: whether the IDs between nodes travel packed, as the log of a run with ``"rows"`` says.
-        disk: the disk of each node, for tables in files; see ``planner.disk.place_rows``.
+        replicate: ``replicate`` axis sizes to select from; 1 means no replication.
+        sum_in_node: whether partial rows are summed within a node before crossing the network. The mesh then
+            has the axes ``node`` and ``local``.
+        across_nodes: sharder option, see ``EmbeddingBagCollectionSharder``: ``"sums"`` or ``"rows"``.
+        packed_ids: whether IDs between nodes are packed, as logged by a run with ``"rows"``.
+        disk: disk per node, for table files; see ``planner.disk.place_rows``.
     """
 
     world_size: int
@@ -203,7 +208,7 @@ class Topology:
                 "nodes must have equally many ranks."
             )
         if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve is {self.reserve}; it is a fraction of the memory in [0, 1).")
+            raise ValueError(f"reserve is {self.reserve}; it must be a fraction of the memory in [0, 1).")
         if self.across_nodes not in ("sums", "rows"):
             raise ValueError(f"across_nodes is {self.across_nodes!r}; use 'sums' or 'rows'.")
         if self.across_nodes == "rows" and self.replicate != (1,):
@@ -228,7 +233,7 @@ class Topology:
 
     @property
     def profile(self) -> HardwareProfile:
-        """The hardware profile with this topology's caps and bandwidths."""
+        """Hardware profile with this topology's caps and bandwidths."""
         given = self.hardware or ("h100" if self.compute_device == "cuda" else "cpu")
         profile = get_profile(given) if isinstance(given, str) else given
         cap = self.hbm_cap if self.compute_device == "cuda" else self.ddr_cap
@@ -237,12 +242,12 @@ class Topology:
 
     @property
     def memory_cap(self) -> float:
-        """Bytes per rank that tables and their buffers may take."""
+        """Maximum bytes per rank for tables and their buffers."""
         return self.profile.memory * (1 - self.reserve) - self.dense_bytes
 
     @classmethod
     def from_mesh(cls, mesh: "DeviceMesh", *, hardware: HardwareProfile | str | None = None) -> "Topology":
-        """Return the topology of a mesh with axes ``shard``, or ``node`` and ``local``, and perhaps
+        """Build a topology from a mesh with axes ``shard``, or ``node`` and ``local``, and optionally
         ``replicate``.
         """
         names = mesh.mesh_dim_names or ()
@@ -262,10 +267,10 @@ class Topology:
 
 
 class Placements(NamedTuple):
-    """A plan as arrays: N rectangles of T tables.
+    """Plan as arrays: N rectangles of T tables.
 
-    ``table_N`` is the index of the table. Rows and columns are half-open intervals. ``replicated_T`` marks
-    the tables that every rank holds whole; they have no rectangle.
+    ``table_N`` is the table index. Rows and columns are half-open intervals. ``replicated_T`` marks
+    data-parallel tables, which have no rectangle.
     """
 
     table_N: Ints

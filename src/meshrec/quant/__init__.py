@@ -1,4 +1,4 @@
-"""Post-training quantisation: tables with a quarter to a sixteenth of their size, for inference."""
+"""Post-training quantization: tables at 1/4 to 1/16 of their size, for inference."""
 
 from meshrec.ops.nbit import from_fbgemm_bytes, to_fbgemm_bytes
 from meshrec.quant.budget import Choice, Rise, choose_precision

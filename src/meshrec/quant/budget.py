@@ -1,13 +1,13 @@
-"""A precision for every table, such that the loss on validation data rises by no more than a budget.
+"""Select a precision per table, so that the loss on validation data rises by at most a budget.
 
-The same samples are scored before and after. The rise of a sample's log loss has a much smaller variance than
-the loss itself, so a few thousand samples reveal rises of parts of a per mille. Normalized entropy is log
-loss over a constant of the data, so both rise by the same fraction.
+The same samples are scored before and after. A sample's change in log loss has much lower variance than the
+loss, so a few thousand samples reveal rises below a per mille. Normalized entropy is log loss divided by a
+data constant, so both rise by the same fraction.
 
-Each table is quantised alone to 4 bits, and then to 2 bits, or to 8 if 4 bits alone exceed the budget. The
-rise of several tables is predicted as the sum of their rises, sample by sample. With this sum, tables are
-made smaller, those that save most bytes per rise first. Then all choices are measured together. As long as
-their rise exceeds the budget, the table with the largest predicted rise goes back by one step.
+Each table is quantized alone to 4 bits, then to 2 bits, or to 8 bits if 4 bits alone exceed the budget. The
+rise for several tables is predicted as the sum of their per-sample changes. Tables are shrunk greedily by
+bytes saved per rise. Then all types are measured together. While the rise exceeds the budget, the table with
+the largest predicted rise goes back by a step.
 """
 
 import math
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_for
+from meshrec.optim.table_names import full_names
 from meshrec.quant.collections import rows_by_table
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
@@ -29,29 +30,34 @@ from meshrec.quant.quantize import quantize
 INT8, INT4, INT2, FP16, FP32 = DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32
 
 _QUANTILE = 1.6448536269514722
-"""The 95 % quantile of the normal distribution."""
+"""Normal distribution's 95 % quantile."""
 _STEPS = 17
-"""Ratio of the steps between codes, 4 bits to 8 bits."""
+"""Quantization step ratio, 4 bits to 8 bits."""
 
 
 class Rise(NamedTuple):
-    """The rise of the loss as a fraction: its mean, and an upper bound with a confidence of 95 %."""
+    """Relative loss increase: mean, and upper bound with 95 % confidence."""
 
     mean: float
     bound: float
 
 
 class Choice(NamedTuple):
-    """The result of ``choose_precision``."""
+    """``choose_precision`` result.
+
+    Attributes:
+        types: selected type per table.
+        num_bytes: bytes per table and type.
+        rises: rise by each table alone, for measured types.
+        rise: measured rise with all selected types.
+        budget: maximum rise.
+        num_evaluations: ``losses`` call count.
+    """
 
     types: dict[str, DataType]
-    """The chosen type of each table."""
     num_bytes: dict[str, dict[DataType, int]]
-    """The bytes of each table in each type."""
     rises: dict[str, dict[DataType, Rise]]
-    """The rise by each table alone, for the types that were measured."""
     rise: Rise
-    """The measured rise of the loss when all tables have their chosen types."""
     budget: float
     num_evaluations: int
 
@@ -63,18 +69,18 @@ def choose_precision(
     max_loss: float,
     rounding: Rounding = "search",
 ) -> Choice:
-    """Choose data types with few bytes whose measured rise stays below the budget.
+    """Select data types with few bytes whose measured rise stays below the budget.
 
-    It takes at most three evaluations per table, and two more.
+    Takes at most three evaluations per table, plus two.
 
     Args:
-        model: the unsharded model, not quantised.
-        losses: returns the log loss of every validation sample [N] for a model, always in the same order.
-        max_loss: the fraction by which the loss may rise: 0.0002 is 0.02 %.
+        model: unsharded, unquantized model.
+        losses: returns the log loss of every validation sample [N] for a model, in a fixed order.
+        max_loss: maximum relative loss increase: 0.0002 is 0.02 %.
         rounding: see ``quantize``.
 
     Raises:
-        ValueError: the budget is not between 0 and 1, or there are fewer than two samples.
+        ValueError: a budget outside (0, 1), or fewer than two samples.
     """
     if not 0 < max_loss < 1:
         raise ValueError(
@@ -89,100 +95,119 @@ class _Search:
         self, model: nn.Module, losses: Callable[[nn.Module], Tensor], budget: float, rounding: Rounding
     ) -> None:
         self._model, self._losses, self._budget, self._rounding = model, losses, budget, rounding
+        collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
+        names_by_path = {
+            path: [config.name for config, _ in m.tables().values()] for path, m in collections.items()
+        }
+        names = full_names(names_by_path)
         tables = [
-            (config, num_rows[config.name])
-            for module in model.modules()
-            if isinstance(module, TableCollection)
+            (names[path, config.name], config, num_rows[config.name])
+            for path, module in collections.items()
             for num_rows in [rows_by_table(module)]
             for config, _ in module.tables().values()
         ]
         self._num_bytes = {
-            config.name: {
-                each: storage_for(each).num_bytes(num_rows, config.embedding_dim)
-                for each in (FP32, FP16, INT8, INT4, INT2)
+            name: {
+                data_type: storage_for(data_type).num_bytes(num_rows, config.embedding_dim)
+                for data_type in (FP32, FP16, INT8, INT4, INT2)
             }
-            for config, num_rows in tables
+            for name, config, num_rows in tables
         }
         self._num_evaluations = 1
+        # Kept for the whole search: every candidate is compared with it, sample by sample.
         self._before = losses(model).double()
         if self._before.numel() < 2:
             raise ValueError("there are fewer than two validation samples. Give the run validation data.")
 
     def run(self) -> Choice:
+        # The first question is whether fp16 may replace fp32 everywhere, because it is the start of the
+        # shrinking.
         halves = self._measured(dict.fromkeys(self._num_bytes, FP16))
-        # If 16 bits exceed the budget already, tables stay fp32 unless they are quantised.
+        # If fp16 alone exceeds the budget, tables which are not quantized stay fp32.
         first = FP16 if self._rise(halves).bound <= self._budget else FP32
-        changes = {name: self._alone(name) for name in self._num_bytes}
-        rises = {name: {each: self._rise(c) for each, c in own.items()} for name, own in changes.items()}
-        for own in changes.values():
-            if INT8 not in own:
-                own[INT8] = own[INT4] / _STEPS
-            own[first] = torch.zeros(())
+        changes = {name: self._changes_of(name) for name in self._num_bytes}
+        rises = {
+            name: {data_type: self._rise(c) for data_type, c in table_changes.items()}
+            for name, table_changes in changes.items()
+        }
+        for table_changes in changes.values():
+            if INT8 not in table_changes:
+                # Not measured: the error is proportional to the quantization step. A measurement would cost
+                # an evaluation.
+                table_changes[INT8] = table_changes[INT4] / _STEPS
+            table_changes[first] = torch.zeros(())
         common = halves if first is FP16 else torch.zeros_like(halves)
         types = dict.fromkeys(self._num_bytes, first)
         self._shrink(types, changes, common)
         rise = Rise(0.0, 0.0)
+        # Predictions add per-table changes, but tables interact, so the sum is only a proposal. Every round
+        # moves one table back by a step.
         for _ in range(len(types) + 1):
-            if all(each is FP32 for each in types.values()):
+            if all(data_type is FP32 for data_type in types.values()):
                 rise = Rise(0.0, 0.0)
                 break
             rise = self._rise(self._measured(types))
             if rise.bound <= self._budget:
                 break
+            # No quantized table is left, so fp16 itself exceeds the budget.
             if not self._back(types, changes):
                 types = dict.fromkeys(types, FP32)
         else:
             types, rise = dict.fromkeys(types, FP32), Rise(0.0, 0.0)
         return Choice(types, self._num_bytes, rises, rise, self._budget, self._num_evaluations)
 
-    def _alone(self, name: str) -> dict[DataType, Tensor]:
-        """Measure the change of the samples' losses for two precisions of one table."""
-        others = dict.fromkeys(self._num_bytes, FP32)
-        found = {INT4: self._measured({**others, name: INT4})}
-        more = INT2 if self._rise(found[INT4]).bound <= self._budget else INT8
-        found[more] = self._measured({**others, name: more})
-        return found
+    def _changes_of(self, name: str) -> dict[DataType, Tensor]:
+        """Measure per-sample loss changes for two precisions of a table."""
+        other_types = dict.fromkeys(self._num_bytes, FP32)
+        changes = {INT4: self._measured({**other_types, name: INT4})}
+        more = INT2 if self._rise(changes[INT4]).bound <= self._budget else INT8
+        changes[more] = self._measured({**other_types, name: more})
+        return changes
 
     def _shrink(
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]], total: Tensor
     ) -> None:
-        """Make tables smaller as long as the sum of changes stays within the budget."""
+        """Shrink tables while the summed changes stay within the budget."""
         while True:
             rise = self._rise(total).bound
             best: tuple[float, str, DataType, Tensor] | None = None
             for name, now in types.items():
-                for each, change in changes[name].items():
-                    saved = self._num_bytes[name][now] - self._num_bytes[name][each]
+                for data_type, change in changes[name].items():
+                    saved = self._num_bytes[name][now] - self._num_bytes[name][data_type]
                     if saved <= 0:
                         continue
+                    # Per-sample changes are summed before the bound is taken: noise of different tables
+                    # partly cancels.
                     after = total - changes[name][now] + change
                     bound = self._rise(after).bound
+                    # Noise can make a change look free or helpful. The floor keeps such a table from winning
+                    # without saving much.
                     value = saved / max(bound - rise, 1e-3 * self._budget)
                     if bound <= self._budget and (best is None or value > best[0]):
-                        best = (value, name, each, after)
+                        best = (value, name, data_type, after)
             if best is None:
                 return
             _, name, types[name], total = best
 
     def _back(self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]]) -> bool:
-        """Give the table with the largest rise its next larger type; return False if no table is
-        quantised.
-        """
-        small = [name for name, each in types.items() if each.bits]
+        """Give the table with the largest rise the next larger type. False: no table is quantized."""
+        small = [name for name, candidate in types.items() if candidate.bits]
         if not small:
             return False
-        name = max(small, key=lambda each: float(changes[each][types[each]].mean()))
+        name = max(small, key=lambda candidate: float(changes[candidate][types[candidate]].mean()))
         larger = [
-            each for each in changes[name] if self._num_bytes[name][each] > self._num_bytes[name][types[name]]
+            candidate
+            for candidate in changes[name]
+            if self._num_bytes[name][candidate] > self._num_bytes[name][types[name]]
         ]
-        types[name] = min(larger, key=lambda each: self._num_bytes[name][each])
+        types[name] = min(larger, key=lambda candidate: self._num_bytes[name][candidate])
         return True
 
     def _measured(self, types: dict[str, DataType]) -> Tensor:
-        """Measure the change of each sample's loss."""
+        """Measure the loss change per sample."""
         self._num_evaluations += 1
-        made = quantize(self._model, FP32, per_table=types, output_dtype=FP32, rounding=self._rounding)
-        return self._losses(made).double() - self._before
+        quantised = quantize(self._model, FP32, per_table=types, output_dtype=FP32, rounding=self._rounding)
+        return self._losses(quantised).double() - self._before
 
     def _rise(self, change: Tensor) -> Rise:
         mean = float(change.mean())

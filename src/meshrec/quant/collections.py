@@ -15,16 +15,23 @@ from meshrec.modules import (
 )
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant.precision import Rounding, encoded
-from meshrec.tables.hashed import HashedRows, HashedTable
+from meshrec.tables.hashed.table import HashedRows, HashedTable
 from meshrec.tables.table import RowBlock, Span
 
 
 def empty_like(
     module: Any, types: Mapping[str, DataType], bounds_check: BoundsCheckMode, output_dtype: DataType | None
 ) -> TableCollection:
-    """Return an unsharded collection on ``meta`` with the tables of ``module`` in other data types."""
+    """Create an unsharded collection on ``meta`` with the tables of ``module`` in other data types.
+
+    Args:
+        module: collection, sharded or not.
+        types: data type by table name.
+        bounds_check: how to handle IDs outside a table.
+        output_dtype: output data type.
+    """
     if hasattr(module, "embedding_bag_configs"):
-        made: TableCollection = EmbeddingBagCollection(
+        collection: TableCollection = EmbeddingBagCollection(
             tables=[_retyped(config, types) for config in module.embedding_bag_configs()],
             is_weighted=module.is_weighted(),
             device="meta",
@@ -32,17 +39,17 @@ def empty_like(
             output_dtype=output_dtype,
         )
     else:
-        made = EmbeddingCollection(
+        collection = EmbeddingCollection(
             tables=[_retyped(config, types) for config in module.embedding_configs()],
             device="meta",
             bounds_check=bounds_check,
             output_dtype=output_dtype,
         )
-    return made.requires_grad_(False)
+    return collection.requires_grad_(False)
 
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
-    """Return the number of rows of each table; for a hashed table, of the rows that exist now."""
+    """Return the row count per table; for a hashed table, the current number."""
     hashed = module.hashed_tables()
     return {
         config.name: hashed[config.name].num_alive if config.name in hashed else config.num_embeddings
@@ -53,12 +60,19 @@ def rows_by_table(module: TableCollection) -> dict[str, int]:
 def encoded_blocks(
     table: HashedTable, storage: HashedRows, data_type: DataType, rounding: Rounding
 ) -> Iterator[RowBlock]:
-    """Yield the rows of a hashed table, whole rows, in another type.
+    """Yield all current rows of an unsharded hashed table in blocks, converted to another data type.
+
+    Args:
+        table: source table.
+        storage: storage of the target table.
+        data_type: target data type.
+        rounding: see ``quantize``.
 
     Raises:
-        ValueError: a value does not fit the type; the error names table and ID.
+        ValueError: a value is NaN, infinite or out of range; the error names table and ID.
     """
     for block in table.stream():
+        # Blocks without weights are admission counts, which inference does not need.
         if "weight" in block.parts:
             assert isinstance(block.keys, Tensor)
             ids = table.ids_of(block.keys)
@@ -67,7 +81,14 @@ def encoded_blocks(
 
 
 def block_of(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> RowBlock:
-    """Return a block of rows that lie in memory as ``storage`` says; ``columns``: those that they have."""
+    """Create a row block from rows that are already in the memory format of ``storage``.
+
+    Args:
+        rows: rows [n, ...].
+        keys: keys, int64 [n].
+        storage: storage of the target table.
+        columns: table columns in ``rows``, start and end.
+    """
     form = storage.form
     parts = zip(form.row_parts, form.parts(rows, columns[1] - columns[0]), strict=True)
     return RowBlock(keys, columns, {part.name: values for part, values in parts})
@@ -76,6 +97,6 @@ def block_of(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> 
 def _retyped(config: Any, types: Mapping[str, DataType]) -> Any:
     assert isinstance(config, BaseEmbeddingConfig)
     keys = config.keys
-    if keys is not None:  # a number of bytes would give another number of rows, and so other first rows
+    if keys is not None:  # with max_bytes, another row size would change max_rows and the initial rows
         keys = replace(keys, max_rows=config.num_embeddings, max_bytes=None)
     return replace(config, data_type=types[config.name], storage=None, keys=keys)

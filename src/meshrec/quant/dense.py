@@ -1,11 +1,11 @@
-"""The dense part in bf16: the weights of linear layers, and their products."""
+"""Dense layers in bf16: weights of linear layers, and their products."""
 
 import torch
 from torch import Tensor, nn
 
 
 class BFloat16Linear(nn.Linear):
-    """A linear layer with weights and products in bf16. Its output has the type of its input."""
+    """Linear layer with bf16 weights and products. Outputs have the input's type."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(torch.bfloat16)).to(input.dtype)
@@ -16,11 +16,13 @@ def in_bfloat16(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                made = BFloat16Linear(child.in_features, child.out_features, device="meta")
-                made._parameters.update(
+                # On meta, because the weights are replaced below and initializing them would draw random
+                # numbers.
+                replacement = BFloat16Linear(child.in_features, child.out_features, device="meta")
+                replacement._parameters.update(
                     {
-                        own: None if p is None else nn.Parameter(p.detach().to(torch.bfloat16))
-                        for own, p in child._parameters.items()
+                        parameter_name: None if p is None else nn.Parameter(p.detach().to(torch.bfloat16))
+                        for parameter_name, p in child._parameters.items()
                     }
                 )
-                setattr(module, name, made)
+                setattr(module, name, replacement)

@@ -1,4 +1,4 @@
-"""Quantisation straight from a checkpoint: tables stream through memory block by block."""
+"""Quantize directly from a checkpoint, streaming tables through memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,14 +12,12 @@ from meshrec.checkpoint.manifest import Manifest, TensorRecord
 from meshrec.checkpoint.tables import whole_blocks
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.index import mix
 from meshrec.quant.collections import block_of, empty_like, rows_by_table
 from meshrec.quant.precision import Rounding, check_rounding, encoded
 from meshrec.quant.quantize import checked_types, copied_but_for, finish
-from meshrec.tables.at_rest import IDS
-from meshrec.tables.hashed import HashedRows
+from meshrec.tables.hashed.table import IDS, HashedRows, is_growable
 from meshrec.tables.table import RowBlock
 
 
@@ -34,57 +32,60 @@ def quantize_checkpoint(
     rounding: Rounding = "minmax",
     entry: str = "model",
 ) -> nn.Module:
-    """Quantise a model whose weights are in a checkpoint, saved under any plan; see ``quantize``.
+    """Quantize a model with weights from a checkpoint, saved under any plan; see ``quantize``.
 
-    Tables pass through memory in blocks. Besides the result, this takes some tens of megabytes.
+    Tables are processed in blocks, so in addition to the result this needs only tens of megabytes.
 
     Args:
-        path: a checkpoint, or a run's folder, see ``meshrec.checkpoint.find_checkpoint``.
-        model: the unsharded model. Only its tables may be on ``meta``. It does not change.
+        path: checkpoint, or run folder; see ``meshrec.checkpoint.find_checkpoint``.
+        model: unsharded model; unchanged. Only tables may be on ``meta``.
         weights: see ``quantize``.
         per_table: see ``quantize``.
         output_dtype: see ``quantize``.
         dense: see ``quantize``.
         rounding: see ``quantize``.
-        entry: the model's name in the saved state.
+        entry: the model's state entry in the checkpoint.
 
     Raises:
-        ValueError: as for ``quantize``, or a tensor is missing in the checkpoint or has another shape there.
-        DamagedCheckpointError: the data is not what was written.
+        ValueError: as in ``quantize``, or a tensor is missing from the checkpoint or has another shape.
+        DamagedCheckpointError: damaged data.
     """
     check_rounding(rounding)
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
     collections = {name: m for name, m in model.named_modules() if isinstance(m, TableCollection)}
-    configs = [config for m in collections.values() for config, _ in m.tables().values()]
+    configs = {where: [config for config, _ in m.tables().values()] for where, m in collections.items()}
     types = checked_types(configs, weights, per_table)
     memo: dict[int, nn.Module] = {
-        id(m): empty_like(m, types, m.bounds_check, output_dtype or DataType.FP32)
-        for m in collections.values()
+        id(m): empty_like(m, types[where], m.bounds_check, output_dtype or DataType.FP32)
+        for where, m in collections.items()
     }
     result = memo.get(id(model)) or copied_but_for(model, memo)
     tables: set[str] = set()
     for where in collections:
-        made = result.get_submodule(where)
-        assert isinstance(made, TableCollection)
-        _, holders = made.table_holders()
-        for name, (config, _) in made.tables().items():
+        target_module = result.get_submodule(where)
+        assert isinstance(target_module, TableCollection)
+        _, holders = target_module.table_holders()
+        for name, (config, _) in target_module.tables().items():
             full = f"{where}.{name}" if where else name
+            # Names of table tensors, so that the loop over the state dict below handles the dense part only.
             tables.add(full)
             size = (config.num_embeddings, config.embedding_dim)
-            holder = holders._modules[config.name]
-            if isinstance(holder, HashedHolder):
-                holder.to_empty(device="cpu")
-                stored = _hashed_blocks(folder, manifest, f"{entry}.{full}", holder.storage)
-                holder.table.load(_coded(stored, holder.storage, config.data_type, rounding))
+            module = target_module.table_modules().get(config.name)
+            if module is not None and is_growable(module.storage):
+                # The collection is on meta until here.
+                module.to_empty(device="cpu")
+                stored = _hashed_blocks(folder, manifest, f"{entry}.{full}", module.storage)
+                module.tables[0].load(_coded(stored, module.storage, config.data_type, rounding))
                 continue
             blocks = _blocks(folder, manifest, f"{entry}.{full}", size)
             rows = _streamed(config, blocks, rounding)
             holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
-    own = {name for name in result.state_dict() if not any(map(name.startswith, tables))}
+    other_names = {name for name in result.state_dict() if not any(map(name.startswith, tables))}
     for name, tensor in result.state_dict().items():
-        if name in own:
+        if name in other_names:
             first = 0
+            # Blocks are slices along the first dimension, which a scalar lacks.
             target = tensor.view(1) if tensor.dim() == 0 else tensor
             for block in _blocks(folder, manifest, f"{entry}.{name}", tuple(tensor.shape)):
                 target[first : first + len(block)] = block
@@ -96,18 +97,19 @@ def quantize_checkpoint(
 def _hashed_blocks(
     folder: Path, manifest: Manifest, name: str, storage: HashedRows
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield IDs and rows of a hashed table, some at a time, by key. A fixed table has the IDs of its rows."""
+    """Yield IDs and rows of a hashed table in blocks, by key. For a fixed table, IDs are row numbers."""
     record, prefix = manifest.tensors.get(name), name.removesuffix("weight")
     if record is None or len(record.shape) != 2 or not _fits(record.shape, storage):
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
         raise ValueError(
-            f"{folder}: {name!r} must have at most {storage.max_rows:,} rows of {storage.dim} columns, the "
-            f"checkpoint has {there}. Give the model that was saved, and entry, its name in the saved state."
+            f"{folder}: {name!r} must have at most {storage.max_rows:,} rows x {storage.dim}, but the "
+            f"checkpoint has {there}. Pass the saved model, and its state entry as entry."
         )
     has_ids, first = f"{prefix}{IDS}" in manifest.tensors, 0
     for rows in whole_blocks(folder, manifest, name, record):
         span = (first, first + len(rows))
         ids = read_rows(folder, manifest, f"{prefix}{IDS}", span) if has_ids else torch.arange(*span)
+        # load() expects blocks in key order, and a key is the mixed ID.
         order = mix(ids, storage.keys.seed).argsort()
         first = span[1]
         yield ids[order], rows[order]
@@ -140,17 +142,17 @@ def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...])
     if record is None or tuple(record.shape) != shape:
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
         raise ValueError(
-            f"{folder}: {name!r} must have the shape {list(shape)}, the checkpoint has {there}. Give "
-            "the model that was saved, and entry, its name in the saved state."
+            f"{folder}: {name!r} must have the shape {list(shape)}, but the checkpoint has {there}. Pass "
+            "the saved model, and its state entry as entry."
         )
     return whole_blocks(folder, manifest, name, record)
 
 
 def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
-    """Return the description of a quantised model for a manifest.
+    """Describe a quantized model for a manifest.
 
-    It holds the data type, the bytes, and the padding bits per row of each table, and ``source``, such as the
-    run and the step that the model was made from.
+    Has the data type, bytes and padding bits per row of each table, and ``source``, such as the run and step
+    of the model.
     """
     tables = {}
     for module in model.modules():

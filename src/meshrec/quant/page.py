@@ -1,4 +1,4 @@
-"""The page that shows, for each table, bytes against loss, and the chosen precision."""
+"""HTML page with bytes, loss increase and selected precision per table."""
 
 from html import escape
 
@@ -15,25 +15,25 @@ _STYLE = (
 
 
 def page_of(choice: Choice, title: str) -> str:
-    """Return one self-contained HTML page."""
-    head = "".join(f"<th>{each}</th>" for each in _TYPES)
+    """Return a self-contained HTML page."""
+    head = "".join(f"<th>{data_type}</th>" for data_type in _TYPES)
     rows = "".join(
-        f"<tr><td>{escape(name)}</td>{''.join(_cell(choice, name, each) for each in _TYPES)}</tr>"
+        f"<tr><td>{escape(name)}</td>{''.join(_cell(choice, name, data_type) for data_type in _TYPES)}</tr>"
         for name in choice.types
     )
     return (
         f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
         f"<h1>{escape(title)}</h1><p>{escape(summary(choice))}</p>"
         f"<table><tr><th>table</th>{head}</tr>{rows}</table>"
-        "<p><small>Bytes of a table, and by how much the loss rises when it alone has them: the mean, and "
-        "what it is below with a confidence of 95 %, where it was measured.</small></p>"
+        "<p><small>Bytes per table and type, and the loss increase if only this table has it: mean, and "
+        "95 % upper bound, where measured.</small></p>"
     )
 
 
 def summary(choice: Choice) -> str:
-    """Return one line about the choice: bytes before and after, and the rise of the loss."""
-    before = sum(own[DataType.FP32] for own in choice.num_bytes.values())
-    after = sum(choice.num_bytes[name][each] for name, each in choice.types.items())
+    """Summarize a selection in a line: bytes before and after, and the loss increase."""
+    before = sum(by_type[DataType.FP32] for by_type in choice.num_bytes.values())
+    after = sum(choice.num_bytes[name][data_type] for name, data_type in choice.types.items())
     return (
         f"{size_text(before)} as fp32, {size_text(after)} as chosen; the loss rises by "
         f"{choice.rise.mean:.4%}, and with 95 % confidence by less than {choice.rise.bound:.4%} (budget "
@@ -41,8 +41,8 @@ def summary(choice: Choice) -> str:
     )
 
 
-def _cell(choice: Choice, name: str, each: DataType) -> str:
-    rise = choice.rises[name].get(each)
-    told = "" if rise is None else f"<br><small>{rise.mean:+.4%}, &lt; {rise.bound:+.4%}</small>"
-    mark = " class=chosen" if choice.types[name] is each else ""
-    return f"<td{mark}>{size_text(choice.num_bytes[name][each])}{told}</td>"
+def _cell(choice: Choice, name: str, data_type: DataType) -> str:
+    rise = choice.rises[name].get(data_type)
+    rise_text = "" if rise is None else f"<br><small>{rise.mean:+.4%}, &lt; {rise.bound:+.4%}</small>"
+    mark = " class=chosen" if choice.types[name] is data_type else ""
+    return f"<td{mark}>{size_text(choice.num_bytes[name][data_type])}{rise_text}</td>"

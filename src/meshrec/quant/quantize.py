@@ -1,4 +1,4 @@
-"""Quantisation of the tables of a trained model."""
+"""Quantize a trained model's tables."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,13 @@ from torch import nn
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.table_lookup import storage_of
+from meshrec.optim.table_names import full_names
 from meshrec.quant.collections import empty_like, encoded_blocks, rows_by_table
 from meshrec.quant.dense import in_bfloat16
-from meshrec.quant.precision import Rounding, check_rounding, chosen_types, encoded
+from meshrec.quant.precision import Rounding, check_rounding, encoded, types_by_table
 from meshrec.quant.sharded import configs_of, quantised_shards
+from meshrec.tables.hashed.table import is_growable
 
 
 def quantize(
@@ -27,27 +28,25 @@ def quantize(
     dense: DataType | None = None,
     rounding: Rounding = "minmax",
 ) -> nn.Module:
-    """Return a copy of ``model`` for inference with the rows of its tables quantised. ``model`` does not
-    change.
+    """Return a copy of ``model`` for inference with quantized tables.
 
-    Every EmbeddingBagCollection and EmbeddingCollection in it is replaced by one that holds the same tables
-    in other data types. No table is copied as fp32: a table that keeps its type shares its memory with
-    ``model``.
+    Every EmbeddingBagCollection and EmbeddingCollection is replaced by one with the same tables in other data
+    types. No table is copied as fp32: a table with unchanged type shares memory with ``model``.
 
     Args:
-        model: a model with embedding collections, fused ones included, or a collection. A
-            DistributedModelParallel, passed on all its ranks, gives one under the same plan: each rank
-            quantises its own part, and no table is gathered.
-        weights: data type of the tables.
-        per_table: other data types for some tables, by name.
-        output_dtype: data type of the collections' outputs: FP32 (None), FP16 or BF16.
-        dense: BF16 computes ``nn.Linear`` layers, and stores their weights, in bf16. None leaves them as they
-            are.
+        model: a model with embedding collections (fused or not), a collection, or a
+            DistributedModelParallel. A DistributedModelParallel must be passed on all ranks: every rank
+            quantizes the local shards without gathering, and the copy keeps the plan.
+        weights: data type of all tables that ``per_table`` does not name.
+        per_table: data types for some tables, by table name, or by ``path.name`` if tables of several modules
+            have the same name.
+        output_dtype: output data type of the collections: FP32, FP16 or BF16. None: FP32.
+        dense: BF16 stores and computes ``nn.Linear`` layers in bf16; None leaves them unchanged.
         rounding: see ``Rounding``.
 
     Raises:
-        ValueError: the model has no collections; a table does not exist or is quantised already; a data type
-            is unknown; or a row contains NaN or infinity (the error names table and row).
+        ValueError: no collections; an unknown or already quantized table; an unknown data type; or a row with
+            NaN or infinity (the error names table and row).
     """
     check_rounding(rounding)
     output_dtype = output_dtype or DataType.FP32
@@ -55,25 +54,23 @@ def quantize(
         raise ValueError(f"dense must be DataType.BF16 or None, got {dense!r}.")
     if isinstance(model, DistributedModelParallel):
         sharded = model.sharded_modules
-        types = checked_types(
-            [config for m in sharded.values() for config in configs_of(m)], weights, per_table
-        )
+        types = checked_types({path: configs_of(m) for path, m in sharded.items()}, weights, per_table)
         moved = quantised_shards(sharded, types, output_dtype, rounding)
-        made = model.with_sharded(
+        quantised = model.with_sharded(
             copied_but_for(model.module, {id(sharded[p]): m for p, m in moved.items()}), moved
         )
-        finish(made, dense)
-        return made
+        finish(quantised, dense)
+        return quantised
     collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
     if not collections:
         raise ValueError(
             f"{type(model).__name__} contains no EmbeddingBagCollection and no EmbeddingCollection. Pass a "
             "module that does."
         )
-    configs = [config for m in collections.values() for config, _ in m.tables().values()]
+    configs = {path: [config for config, _ in m.tables().values()] for path, m in collections.items()}
     types = checked_types(configs, weights, per_table)
     memo: dict[int, nn.Module] = {
-        id(m): _quantised(m, types, output_dtype, rounding) for m in collections.values()
+        id(m): _quantised(m, types[path], output_dtype, rounding) for path, m in collections.items()
     }
     result = memo.get(id(model)) or copied_but_for(model, memo)
     finish(result, dense)
@@ -81,21 +78,32 @@ def quantize(
 
 
 def checked_types(
-    configs: Sequence[BaseEmbeddingConfig], weights: DataType, per_table: Mapping[str, DataType] | None
-) -> dict[str, DataType]:
-    """Return the data type of each table. ``quantize`` lists the errors."""
-    if quantised := [config for config in configs if config.data_type.bits]:
+    configs: Mapping[str, Sequence[BaseEmbeddingConfig]],
+    weights: DataType,
+    per_table: Mapping[str, DataType] | None,
+) -> dict[str, dict[str, DataType]]:
+    """Return data types by module path and table name; see ``quantize`` for errors.
+
+    Args:
+        configs: table configs by module path.
+        weights: default data type.
+        per_table: data types for some tables.
+    """
+    if quantised := [
+        config for module_configs in configs.values() for config in module_configs if config.data_type.bits
+    ]:
         raise ValueError(
             f"table {quantised[0].name!r} is already quantised ({quantised[0].data_type}). Quantise the "
             "trained model."
         )
-    return chosen_types([config.name for config in configs], weights, per_table)
+    names = {path: [config.name for config in module_configs] for path, module_configs in configs.items()}
+    return types_by_table(names, weights, per_table)
 
 
 def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """Copy a model deeply, with some modules (by ``id``) replaced.
+    """Deep-copy a model with some modules (by ``id``) replaced.
 
-    Optimizers are left out; ``meshrec.fuse`` keeps them as attributes of modules.
+    Optimizers, which ``meshrec.fuse`` stores as module attributes, are omitted.
     """
     optimizers = {
         (path, name): value
@@ -103,6 +111,7 @@ def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Mo
         for name, value in vars(module).items()
         if isinstance(value, torch.optim.Optimizer) and id(module) not in replaced
     }
+    # deepcopy looks objects up by id here, so replaced modules and optimizers are not copied.
     memo: dict[int, Any] = {**replaced, **{id(value): None for value in optimizers.values()}}
     result = copy.deepcopy(model, memo)
     for path, name in optimizers:
@@ -112,21 +121,26 @@ def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Mo
 
 
 def finish(model: nn.Module, dense: DataType | None) -> None:
-    """Finish a copy: convert linear layers to bf16 if asked, and switch to evaluation mode."""
+    """Finish a copy: convert linear layers to bf16 if requested, and switch to evaluation mode."""
     if dense is DataType.BF16:
         in_bfloat16(model)
     model.eval()
 
 
 def table_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of the rows of each table, by the table's name, without optimizer state.
+    """Return the size of all rows of every table in bytes, without optimizer state.
 
-    A hashed table has the rows of the IDs that are alive.
+    A hashed table counts its current rows. The result is keyed by table name, or by ``path.name`` if tables
+    of several modules have the same name.
     """
+    collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
+    tables = {path: [config.name for config, _ in m.tables().values()] for path, m in collections.items()}
+    names = full_names(tables)
     return {
-        config.name: storage_of(config, weight).num_bytes(num_rows[config.name], config.embedding_dim)
-        for module in model.modules()
-        if isinstance(module, TableCollection)
+        names[path, config.name]: storage_of(config, weight).num_bytes(
+            num_rows[config.name], config.embedding_dim
+        )
+        for path, module in collections.items()
         for num_rows in [rows_by_table(module)]
         for config, weight in module.tables().values()
     }
@@ -138,23 +152,25 @@ def _quantised(
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> TableCollection:
-    made = empty_like(module, types, module.bounds_check, output_dtype)
-    _, holders = made.table_holders()
+    collection = empty_like(module, types, module.bounds_check, output_dtype)
+    _, holders = collection.table_holders()
     hashed = module.hashed_tables()
     for config, weight in module.tables().values():
         if weight.is_meta:
             continue
         if (table := hashed.get(config.name)) is not None:
-            holder = holders._modules[config.name]
-            assert isinstance(holder, HashedHolder)
-            if holder.storage.form == table.storage.form:
-                holder.share(table)
+            target = collection.table_modules()[config.name]
+            assert is_growable(target.storage)
+            if target.storage.form == table.storage.form:
+                target.share(table)
             else:
-                holder.to_empty(device="cpu")
-                holder.table.load(encoded_blocks(table, holder.storage, types[config.name], rounding))
+                target.to_empty(device="cpu")
+                blocks = encoded_blocks(table, target.storage, types[config.name], rounding)
+                target.tables[0].load(blocks)
         else:
-            numbers, data_type = weight.detach(), types[config.name]
-            rows = encoded(numbers, data_type, rounding, config.name)
+            values, data_type = weight.detach(), types[config.name]
+            rows = encoded(values, data_type, rounding, config.name)
             holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
-    made.train(module.training)
-    return made
+    # finish() switches to eval later. Until then the copy has the mode of the original.
+    collection.train(module.training)
+    return collection

@@ -1,9 +1,8 @@
-"""Search for the scale and bias of a row with a smaller squared error than its minimum and maximum give.
+"""Search for a row's scale and bias with lower squared error than minimum and maximum give.
 
-A few outliers stretch the steps between all codes. So we start from ranges that are shrunk by several
-factors, and alternate two steps, each of which reduces the squared error: every value takes the nearest code,
-and the codes take the scale and bias that fit them best (a line through the points (code, value), by least
-squares). This is Lloyd's algorithm for a quantiser with evenly spaced levels.
+Outliers stretch all quantization steps. So start from ranges shrunk by several factors, and alternate two
+steps which each reduce the squared error: assign every value to the nearest code, then fit scale and bias to
+the codes (linear regression of values on codes). This is Lloyd's algorithm for a uniform quantizer.
 """
 
 import torch
@@ -14,31 +13,33 @@ from meshrec.ops.nbit.naive import split_rows
 # D width
 
 _SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)
+# Alternations per starting range; more gain little.
 _TURNS = 4
 
 
-def searched_params(numbers: Tensor, rows: Tensor, bits: int) -> Tensor:
-    """Return the best scale and bias found for each row, fp16 [n, 2]. They are never worse than the given
-    ones.
+def searched_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
+    """Return the best scale and bias per row, fp16 [n, 2]; never worse than the given ones.
 
     Args:
-        numbers: the rows, [n, D].
-        rows: the rows, quantised by their minimum and maximum.
+        original: rows [n, D].
+        rows: rows quantized by minimum and maximum.
         bits: bits per code.
     """
-    values, top = numbers.float(), (1 << bits) - 1
-    best = split_rows(rows, bits, numbers.shape[1])[1].clone()
-    least_error = _error(values, best, top)
+    values32, top = original.float(), (1 << bits) - 1
+    # Starts from the minimum and maximum, so the result is never worse.
+    best = split_rows(rows, bits, original.shape[1])[1].clone()
+    least_error = _error(values32, best, top)
     scale, bias = best.float().unbind(1)
     middle = bias + scale * top / 2
     for shrink in _SHRINKS:
         params = _halves(scale * shrink, middle - scale * shrink * top / 2)
         for _ in range(_TURNS):
-            error = _error(values, params, top)
+            error = _error(values32, params, top)
             better = error < least_error
             best[better], least_error = params[better], torch.minimum(error, least_error)
-            params = _fitted(values, params, top)
-        error = _error(values, params, top)
+            # The error of the last fit is checked after the loop.
+            params = _fitted(values32, params, top)
+        error = _error(values32, params, top)
         better = error < least_error
         best[better], least_error = params[better], torch.minimum(error, least_error)
     return best
@@ -46,6 +47,8 @@ def searched_params(numbers: Tensor, rows: Tensor, bits: int) -> Tensor:
 
 def _halves(scale: Tensor, bias: Tensor) -> Tensor:
     scale = scale.half()
+    # Rounded to fp16 before the error is measured, because the rows store fp16. A scale of 0 would divide by
+    # zero.
     return torch.stack([torch.where(scale == 0, torch.ones_like(scale), scale), bias.half()], 1)
 
 
@@ -55,16 +58,14 @@ def _codes(values: Tensor, params: Tensor, top: int) -> Tensor:
 
 
 def _error(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Return the squared error of each row; infinite if its scale or bias is NaN."""
+    """Return the squared error per row; infinite if scale or bias is NaN."""
     scale, bias = params.float().unbind(1)
     error = (_codes(values, params, top) * scale[:, None] + bias[:, None] - values).square_().sum(1)
     return error.nan_to_num_(nan=torch.inf)
 
 
 def _fitted(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Fit the line through (code, value) by least squares. Keep ``params`` for rows whose codes are all
-    equal.
-    """
+    """Fit scale and bias by least squares; keep ``params`` for rows with equal codes."""
     codes = _codes(values, params, top)
     code_mean, value_mean = codes.mean(1, keepdim=True), values.mean(1, keepdim=True)
     spread = (codes - code_mean).square().sum(1)

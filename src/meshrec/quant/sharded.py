@@ -1,4 +1,4 @@
-"""Quantisation of sharded tables under the same plan: each rank quantises its own part."""
+"""Quantize sharded tables under the same plan: every rank quantizes local shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshrec.comms.agreement import together
 from meshrec.comms.collectives import all_gather, gather_objects
-from meshrec.comms.mesh import Axis
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.routing import Routing
@@ -17,23 +18,25 @@ from meshrec.modules.table_lookup import storage_for
 from meshrec.ops import nbit
 from meshrec.quant.collections import block_of, empty_like
 from meshrec.quant.precision import Rounding, check_rows, encoded
-from meshrec.tables.hashed import HashedRows, HashedTable
-from meshrec.tables.holdings import Held, Holdings, in_parameter, in_table
-from meshrec.tables.key_space import key_at
+from meshrec.tables.hashed.admission import in_span
+from meshrec.tables.hashed.keys import key_at
+from meshrec.tables.hashed.table import HashedRows, HashedTable, has_growable_rows, is_growable
+from meshrec.tables.local_shards import LocalShard, LocalShards, parameter_shard, table_shard
 from meshrec.tables.packing import Packing
-from meshrec.tables.storage import RowStorage, SideRows
-from meshrec.tables.table import RowBlock, TableRows
-from meshrec.tables.waiting import in_span
+from meshrec.tables.storage import RowStorage
+from meshrec.tables.table import RowBlock, Table
 
 # R rows of a block
 
 _BLOCK_ROWS = 1 << 18
+_NAME = "quantising"
+"""Collective name."""
 
 Sharded = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
 def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
-    """Return the configs of a sharded module's tables."""
+    """Return a sharded module's table configs."""
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     result: list[BaseEmbeddingConfig] = configs()
     return result
@@ -41,36 +44,39 @@ def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
 
 def quantised_shards(
     modules: Mapping[str, Any],
-    types: Mapping[str, DataType],
+    types: Mapping[str, Mapping[str, DataType]],
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> dict[str, Any]:
-    """Return quantised sharded modules, by path, for sharded modules. Collective.
+    """Return quantized sharded modules by path. Collective.
+
+    Args:
+        modules: sharded modules by path.
+        types: data types by path and table name.
+        output_dtype: output data type.
+        rounding: see ``quantize``.
 
     Raises:
-        ValueError: a row cannot be quantised, or the plan cuts columns within a byte. It is raised on every
-            rank.
+        ValueError: a row cannot be quantized, or the plan splits columns within a byte; raised on every rank,
+            as are all other errors.
     """
-    for module in modules.values():
+    for path, module in modules.items():
         if module.built.env.devices:
             raise ValueError(
-                "the model is split over several devices of one process. Quantise it first, then shard it."
+                "the model is split over several devices of one process. Quantize it first, then shard it."
             )
-        check_cuts(_storages(module, types), module.plan)
-        _check_search(module, types, rounding)
-    made, error = {}, None
-    for path, module in modules.items():
-        quantised = _Quantised(module.built, types, rounding)
-        made[path] = _sharded(module, quantised, types, output_dtype) if quantised.error is None else None
-        error = error or quantised.error
-    world = next(iter(modules.values())).built.env.world
-    if reasons := [reason for reason in gather_objects(error, world, "quantising") if reason is not None]:
-        raise ValueError(reasons[0])
-    return made
+        # Both checks depend on arguments which are equal on all ranks, so all raise alike, before any
+        # collective.
+        check_cuts(_storages(module, types[path]), module.plan)
+        _check_search(module, types[path], rounding)
+    return {
+        path: _sharded(module, _Quantised(module.built, types[path], rounding), types[path], output_dtype)
+        for path, module in modules.items()
+    }
 
 
 class _Quantised:
-    """The quantised tables of one module on this rank; ``error`` says why a row could not be quantised."""
+    """A module's quantized tables on this rank. Construction and errors are collective."""
 
     def __init__(self, built: ModuleParts, types: Mapping[str, DataType], rounding: Rounding) -> None:
         self._types, self._rounding, self._built = types, rounding, built
@@ -78,74 +84,72 @@ class _Quantised:
             _storage(types[table.name], storage)
             for table, storage in zip(built.routing.tables, built.storages, strict=True)
         ]
-        self.error: str | None = None
         split, local = built.tables.split.held, built.tables.local.held
+        # Scale and bias belong to whole rows, so the ranks must agree on them where columns are split. Every
+        # rank visits the same tables in the same order, because each one is a collective.
         cut = [t for t, is_cut in enumerate(_cut_by_columns(built.routing)) if is_cut]
         self._by_key: dict[int, _RowParams] = {}
         params = {}
         for t in cut:
             storage = self.storages[t]
-            if storage.bits and isinstance(storage, HashedRows):
+            if storage.bits and is_growable(storage):
                 here = split.of_table(t)
-                self._by_key[t] = _params_by_key(
-                    [] if here is None else here.tables, storage, self._built.env.shard
-                )
+                tables = [] if here is None else here.tables
+                self._by_key[t] = _params_by_key(tables, storage, built.env)
             elif storage.bits:
                 params[t] = self._params_of_whole_rows(split, t)
-        self.split, self.local = self._converted(split, params), self._converted(local, {})
+        # An error on one rank is raised on all of them. Otherwise the other ranks would wait in the next
+        # collective.
+        with together(built.env.world, _NAME):
+            self.split, self.local = self._converted(split, params), self._converted(local, {})
 
-    def _params_of_whole_rows(self, held: Holdings, table: int) -> Tensor:
-        """Return the scale and bias of whole rows, fp16 [rows, 2], from the columns on all ranks.
-        Collective.
-        """
-        axis, num_rows = self._built.env.shard, self._built.routing.tables[table].num_rows
+    def _params_of_whole_rows(self, held: LocalShards, table: int) -> Tensor:
+        """Return whole-row scale and bias, fp16 [rows, 2], from the columns on all ranks. Collective."""
+        env, num_rows = self._built.env, self._built.routing.tables[table].num_rows
         here = held.of_table(table)
         tables = [] if here is None else here.tables
         blocks = [
-            _extremes(tables, first, min(first + _BLOCK_ROWS, num_rows), axis)
+            _extremes(tables, first, min(first + _BLOCK_ROWS, num_rows), env)
             for first in range(0, num_rows, _BLOCK_ROWS)
         ]
         least, greatest = torch.cat(blocks, 1)
         return nbit.params_of(least, greatest, self.storages[table].bits)
 
-    def _converted(self, held: Holdings, params: Mapping[int, Tensor]) -> Holdings:
-        converted: list[Held] = []
-        for each in held.held:
-            storage = self.storages[each.packing.table]
-            if isinstance(storage, HashedRows):
-                converted.append(self._hashed(each, storage))
+    def _converted(self, held: LocalShards, params: Mapping[int, Tensor]) -> LocalShards:
+        converted: list[LocalShard] = []
+        for shard in held.held:
+            storage = self.storages[shard.packing.table]
+            if is_growable(storage):
+                converted.append(self._hashed(shard, storage))
                 continue
-            made = Packing(each.packing.rectangles, storage)
-            rows = storage.allocate(*made.shape, each.parameter.device)
-            for table, target in zip(each.tables, made.views(rows), strict=True):
+            packing = Packing(shard.packing.rectangles, storage)
+            rows = storage.allocate(*packing.shape, shard.parameter.device)
+            for table, target in zip(shard.tables, packing.views(rows), strict=True):
                 for block in table.stream():
                     assert isinstance(block.keys, range)
                     first = block.keys.start - table.rectangle.r0
-                    try:
-                        target[first : first + len(block.keys)] = self._encoded(
-                            table.rectangle.table, block, params
-                        )
-                    except ValueError as error:
-                        self.error = self.error or str(error)
-            no_state: list[list[Tensor]] = [[] for _ in made.rectangles]
-            converted.append(in_parameter(nn.Parameter(rows, requires_grad=False), made, no_state, None))
-        return Holdings(converted)
+                    target[first : first + len(block.keys)] = self._encoded(
+                        table.rectangle.table, block, params
+                    )
+            no_state: list[list[Tensor]] = [[] for _ in packing.rectangles]
+            converted.append(
+                parameter_shard(nn.Parameter(rows, requires_grad=False), packing, no_state, None)
+            )
+        return LocalShards(converted)
 
-    def _hashed(self, held: Held, storage: HashedRows) -> Held:
+    def _hashed(self, held: LocalShard, storage: HashedRows) -> LocalShard:
         packing = Packing(held.packing.rectangles, storage)
         rows = storage.allocate(0, packing.shape[1], None)
-        made = [storage.table(rectangle, None, None) for rectangle in packing.rectangles]
-        for source, target in zip(held.tables, made, strict=True):
-            assert isinstance(source, HashedTable)
-            try:
-                target.load(self._blocks_of(source, storage))
-            except ValueError as error:
-                self.error = self.error or str(error)
-        return in_table(nn.Parameter(rows, requires_grad=False), packing, made)
+        tables = [storage.table(rectangle, None, None) for rectangle in packing.rectangles]
+        for source, target in zip(held.tables, tables, strict=True):
+            assert has_growable_rows(source)
+            target.load(self._blocks_of(source, storage))
+        return table_shard(nn.Parameter(rows, requires_grad=False), packing, tables)
 
     def _blocks_of(self, table: HashedTable, storage: HashedRows) -> Iterator[RowBlock]:
         data_type, columns = self._types[storage.name], table.rectangle.columns
         if table.storage.form == storage.form:
+            # Same format: rows are passed through, without optimizer state.
             names = {"waiting", *(part.name for part in storage.row_parts)}
             for block in table.stream():
                 yield block._replace(parts={n: part for n, part in block.parts.items() if n in names})
@@ -154,77 +158,80 @@ class _Quantised:
             if "weight" not in block.parts:
                 continue
             assert isinstance(block.keys, Tensor)
-            numbers, ids = block.parts["weight"], table.ids_of(block.keys)
+            weights, ids = block.parts["weight"], table.ids_of(block.keys)
             by_key = self._by_key.get(table.rectangle.table)
             if by_key is None:
-                rows = encoded(numbers, data_type, self._rounding, storage.name, ids=ids)
+                rows = encoded(weights, data_type, self._rounding, storage.name, ids=ids)
             else:
-                own = by_key.params[torch.searchsorted(by_key.keys, block.keys)]
-                for values in (numbers.half(), own):
-                    check_rows(values, data_type, storage.name, ids=ids)
-                rows = nbit.quantize(numbers, storage.bits, own)
+                row_params = by_key.params[torch.searchsorted(by_key.keys, block.keys)]
+                for checked in (weights.half(), row_params):
+                    check_rows(checked, data_type, storage.name, ids=ids)
+                rows = nbit.quantize(weights, storage.bits, row_params)
             yield block_of(rows, block.keys, storage, columns)
 
     def _encoded(self, table: int, block: RowBlock, params: Mapping[int, Tensor]) -> Tensor:
         assert isinstance(block.keys, range)
-        numbers, first = block.parts["weight"], block.keys.start
+        weights, first = block.parts["weight"], block.keys.start
         name = self._built.routing.tables[table].name
         data_type = self._types[name]
         if table not in params:
-            return encoded(numbers, data_type, self._rounding, name, first_row=first)
-        own = params[table][first : block.keys.stop]
-        check_rows(numbers.half(), data_type, name, first_row=first)
-        check_rows(own, data_type, name, first_row=first)
-        return nbit.quantize(numbers, self.storages[table].bits, own)
+            return encoded(weights, data_type, self._rounding, name, first_row=first)
+        row_params = params[table][first : block.keys.stop]
+        check_rows(weights.half(), data_type, name, first_row=first)
+        check_rows(row_params, data_type, name, first_row=first)
+        return nbit.quantize(weights, self.storages[table].bits, row_params)
 
 
 class _RowParams(NamedTuple):
-    """The scales and biases of whole rows, fp16 [n, 2], by key, int64 [n] ascending."""
+    """Whole-row scale and bias, fp16 [n, 2], by key, int64 [n] ascending."""
 
     keys: Tensor
     params: Tensor
 
 
-def _params_by_key(tables: Sequence[TableRows], storage: HashedRows, axis: Axis) -> _RowParams:
-    """Return the scale and bias of the whole rows of which this rank has columns. Collective."""
-    found = [(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))]
-    for table in tables:
-        for block in table.stream():
-            if "weight" in block.parts:
-                assert isinstance(block.keys, Tensor)
-                rows = block.parts["weight"].float()
-                found.append((block.keys, rows.amin(1), rows.amax(1)))
-    keys, least, greatest = _by_key(found)
+def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEnv) -> _RowParams:
+    """Return whole-row scale and bias for the keys on this rank. Collective."""
+    with together(env.world, _NAME):
+        extremes = [(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))]
+        for table in tables:
+            for block in table.stream():
+                if "weight" in block.parts:
+                    assert isinstance(block.keys, Tensor)
+                    rows = block.parts["weight"].float()
+                    extremes.append((block.keys, rows.amin(1), rows.amax(1)))
+        keys, least, greatest = _by_key(extremes)
+    # Key ranges bound the size of a gathered message, whatever the table's size.
     for first in range(0, storage.max_rows, _BLOCK_ROWS):
         span = [key_at(min(row, storage.max_rows), storage.max_rows) for row in (first, first + _BLOCK_ROWS)]
         inside = in_span(keys, (span[0], span[1]))
-        own = keys[inside], least[inside], greatest[inside]
-        others, low, high = _by_key(gather_objects(own, axis, "quantising"))
-        place = torch.searchsorted(others, own[0])
-        least[inside], greatest[inside] = low[place], high[place]
+        local = keys[inside], least[inside], greatest[inside]
+        all_keys, low, high = _by_key(gather_objects(local, env.shard, _NAME))
+        positions = torch.searchsorted(all_keys, local[0])
+        least[inside], greatest[inside] = low[positions], high[positions]
     return _RowParams(keys, nbit.params_of(least, greatest, storage.bits))
 
 
 def _by_key(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Join keys, and the minimum and maximum of the rows of each."""
-    keys, least, greatest = (torch.cat(each) for each in zip(*parts, strict=True))
+    """Merge keys, with minimum and maximum over their rows."""
+    keys, least, greatest = (torch.cat(part) for part in zip(*parts, strict=True))
     distinct, inverse = torch.unique(keys, return_inverse=True)
     low = torch.full((len(distinct),), torch.inf).scatter_reduce_(0, inverse, least, "amin")
     high = torch.full((len(distinct),), -torch.inf).scatter_reduce_(0, inverse, greatest, "amax")
     return distinct, low, high
 
 
-def _extremes(tables: Sequence[TableRows], first: int, end: int, axis: Axis) -> Tensor:
+def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -> Tensor:
     """Return the minimum and maximum of each row in [first, end) over all ranks, fp32 [2, R]."""
-    own = torch.stack([torch.full((end - first,), torch.inf), torch.full((end - first,), -torch.inf)])
-    for table in tables:
-        for block in table.stream(keys=(first, end)):
-            assert isinstance(block.keys, range)
-            rows = block.parts["weight"].float()
-            place = slice(block.keys.start - first, block.keys.stop - first)
-            own[0, place] = torch.minimum(own[0, place], rows.amin(1))
-            own[1, place] = torch.maximum(own[1, place], rows.amax(1))
-    everywhere = all_gather(own, axis, "quantising").wait().view(-1, *own.shape)
+    with together(env.world, _NAME):
+        local = torch.stack([torch.full((end - first,), torch.inf), torch.full((end - first,), -torch.inf)])
+        for table in tables:
+            for block in table.stream(keys=(first, end)):
+                assert isinstance(block.keys, range)
+                rows = block.parts["weight"].float()
+                span = slice(block.keys.start - first, block.keys.stop - first)
+                local[0, span] = torch.minimum(local[0, span], rows.amin(1))
+                local[1, span] = torch.maximum(local[1, span], rows.amax(1))
+    everywhere = all_gather(local, env.shard, _NAME).wait().view(-1, *local.shape)
     return torch.stack([everywhere[:, 0].amin(0), everywhere[:, 1].amax(0)])
 
 
@@ -249,9 +256,10 @@ def _sharded(
         steps=[0] * num_tables,
         trained=[False] * num_tables,
     )
-    made = assemble(blueprint, contents)
-    made.tables.recount()
-    return type(module)(empty_like(module, types, options.bounds_check, output_dtype), made)  # type: ignore[arg-type]
+    parts = assemble(blueprint, contents)
+    # Collective: counts hashed rows over all ranks.
+    parts.tables.recount()
+    return type(module)(empty_like(module, types, options.bounds_check, output_dtype), parts)  # type: ignore[arg-type]
 
 
 def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorage]:
@@ -263,9 +271,9 @@ def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorag
 
 
 def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
-    if isinstance(before, HashedRows):
-        return replace(before, dtype=data_type.dtype, bits=data_type.bits)
-    stays = before.dtype == data_type.dtype and not isinstance(before, SideRows)
+    if is_growable(before):
+        return replace(before, dtype=data_type.dtype, bits=data_type.bits, file=None)
+    stays = before.dtype == data_type.dtype and before.rows_in_parameter
     return before if stays else storage_for(data_type)
 
 
@@ -279,7 +287,7 @@ def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding
 
 
 def _cut_by_columns(routing: Routing) -> list[bool]:
-    """Return, for each table, whether some rank holds only a part of a row."""
+    """Return, per table, whether some rank holds only part of a row."""
     cut = [False] * len(routing.tables)
     for work in routing.work:
         for rectangle in work.rectangles:

@@ -1,1 +1,1 @@
-"""Reports about plans: text and pages."""
+"""Self-contained HTML pages: a common skeleton and style, and a script per kind of page."""

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages. All pages share one skeleton, one style, and one set of parts."""
+"""Self-contained HTML pages. All pages share skeleton, style, and components."""
 
 import json
 from importlib.resources import files
@@ -10,11 +10,11 @@ def to_page(script: str, data: Any) -> str:
     """Return a page as HTML.
 
     Args:
-        script: the file of this package that draws the page, such as ``plan.js``. It can use the parts of
+        script: file in this package that draws the page, such as ``plan.js``. It can use the components in
             ``page.js``.
-        data: plain JSON types, which the script finds as ``data``.
+        data: plain JSON types, which the script reads as ``data``.
     """
-    # "</" would end the script element inside a name.
+    # "</" in a name would end the script element.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     return Template(_read("page.html")).substitute(
         style=_read("page.css"), data=text, shared=_read("page.js"), script=_read(script)

@@ -22,6 +22,8 @@ const skipped = Object.entries(summary.skipped || {}), lost = skipped.flatMap(([
 if (skipped.length) cards.push([count(lost), "rows skipped"]);
 facts(cards);
 if (summary.winner) append(note(summary.winner));
+if (summary.ended_because) append(note(summary.ended_because));
+if (summary.final) append(note(summary.final.text));
 for (const text of summary.remarks || []) append(note(text));
 
 const models = { validation: [], test: [] };
@@ -102,19 +104,25 @@ for (const table of hashed) {
 }
 
 // Points in the unit square, one line for each part of the data, over the diagonal.
-function square(title, below, left, lines, dots) {
+function square(title, below, left, lines, dots, hasDiagonal = true) {
   const size = 300, at = 50, x = v => at + (size - at - 10) * v, y = v => size - at - (size - at - 10) * v;
   const picture = element("svg", { viewBox: `0 0 ${size} ${size}`, role: "img", "aria-label": title, style: "max-width:420px" });
   for (const v of [0, 0.25, 0.5, 0.75, 1]) picture.append(element("line", { x1: x(0), x2: x(1), y1: y(v), y2: y(v), stroke: "var(--line)" }), element("text", { x: at - 6, y: y(v) + 4, "text-anchor": "end" }, String(v)), element("text", { x: x(v), y: size - at + 15, "text-anchor": "middle" }, String(v)));
-  picture.append(element("line", { x1: x(0), x2: x(1), y1: y(0), y2: y(1), stroke: "var(--dim)", "stroke-dasharray": "4 4" }), element("text", { x: x(0.5), y: size - 8, "text-anchor": "middle" }, below), element("text", { x: -y(0.5), y: 9, transform: "rotate(-90)", "text-anchor": "middle" }, left));
+  if (hasDiagonal) picture.append(element("line", { x1: x(0), x2: x(1), y1: y(0), y2: y(1), stroke: "var(--dim)", "stroke-dasharray": "4 4" }));
+  picture.append(element("text", { x: x(0.5), y: size - 8, "text-anchor": "middle" }, below), element("text", { x: -y(0.5), y: 9, transform: "rotate(-90)", "text-anchor": "middle" }, left));
   for (const line of lines) {
     picture.append(element("path", { d: line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""), fill: "none", stroke: line.color, "stroke-width": 2 }));
     if (dots) for (const p of line.points) picture.append(element("circle", { cx: x(p[0]), cy: y(p[1]), r: 3.5, fill: line.color }, element("title", {}, `${line.label}: predicted ${p[0].toFixed(4)}, measured ${p[1].toFixed(4)}, ${count(p[2])} samples`)));
   }
   return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
 }
-const curves = Object.entries(summary.curves || {}).filter(([, c]) => c.roc.length), lineOf = name => curves.map(([label, c]) => ({ label, color: label === "test" ? "var(--third)" : "var(--second)", points: c[name] }));
-if (curves.length) section("Ranking and calibration", element("div", { class: "charts" }, square("Receiver operating curve", "false positive rate", "true positive rate", lineOf("roc")), square("Calibration", "mean prediction", "share of positive samples", lineOf("calibration"), true)), paragraph("The reported weights. A perfect ranking goes through the upper left corner; perfect probabilities lie on the diagonal."));
+const curves = Object.entries(summary.curves || {}).filter(([, c]) => c.roc.length), lineOf = name => curves.map(([label, c]) => ({ label, color: label === "test" ? "var(--third)" : "var(--second)", points: c[name] || [] })).filter(line => line.points.length);
+if (curves.length) section("Ranking and calibration", element("div", { class: "charts" }, ...[
+  ["Receiver operating curve", "false positive rate", "true positive rate", lineOf("roc")],
+  ["Precision and recall", "recall", "precision", lineOf("precision_recall"), false, false],
+  ["Gains", "share of all samples, best scores first", "share of positive samples", lineOf("gains")],
+  ["Calibration", "mean prediction", "share of positive samples", lineOf("calibration"), true],
+].filter(([, , , lines]) => lines.length).map(each => square(...each))), paragraph("The reported weights. A perfect ranking goes through the upper left corner of the operating curve and the upper right corner of precision and recall. The lift is the height of the gains over the share of samples: 1 on the diagonal. Perfect probabilities lie on the diagonal."));
 
 const explained = summary.explained;
 if (explained) {

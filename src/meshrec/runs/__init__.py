@@ -1,5 +1,4 @@
-"""Work with runs: training one on ranks, reading its recipe back, scoring and judging data, exporting,
-quantising.
+"""Work with runs: train on ranks, restore recipes, score and evaluate data, export, quantize.
 
 ``runs.export`` and ``runs.quantize`` are not imported here, because they import the compiler, which training
 does not need.

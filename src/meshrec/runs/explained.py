@@ -1,4 +1,4 @@
-"""The explanation of a run's model in its report: importance of features, and metrics by value."""
+"""Explanation of a run's model for the report: feature importance, and metrics by value."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,19 +13,18 @@ from meshrec.train.trainer import Trainer
 def explained(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
     """Return permutation importance and slices as plain JSON types. Collective.
 
-    None for a stopped run, without validation data, and for other labels than one of clicks.
+    None for a stopped run, without validation data, or if the loss is not `BinaryCrossEntropy`.
     """
     reader, recipe = trainer.dataset.validation, trainer.recipe
     if trainer.stopped or reader is None or not isinstance(recipe.loss, BinaryCrossEntropy):
         return None
-    bf16 = recipe.training.bf16
-    found = explain(trainer.built.model, trainer.dataset, reader, trainer.ranks, bf16=bf16)
+    found = explain(trainer.built.model, trainer.dataset, reader, trainer.ranks)
     return None if found is None else found.to_json(names_of_rows(folder, found.slices))
 
 
 def names_of_rows(folder: RunFolder, wanted: Mapping[str, Iterable[int]]) -> dict[str, dict[int, str]]:
-    """Return the values that rows of tables stand for, as text, by feature; rows of hashes have none."""
-    from meshrec.data.features import Vocabulary
+    """Return the values of table rows as strings, by feature; hashed rows have no values."""
+    from meshrec.data.features import Buckets, DatePart, Vocabulary
 
     if folder.read_json(FEATURES) is None:
         return {}
@@ -35,8 +34,13 @@ def names_of_rows(folder: RunFolder, wanted: Mapping[str, Iterable[int]]) -> dic
         feature = features[name]
         if isinstance(feature, Vocabulary):
             first, values = feature.rows - len(feature.vocabulary), feature.vocabulary
+            # A fixed table size leaves spare rows after the vocabulary.
             if feature.num_embeddings is not None:
                 first = 1 + feature.num_unseen
             known = {row: str(values[row - first]) for row in rows if first <= row < first + len(values)}
             found[name] = {0: "missing", **dict.fromkeys(range(1, first), "unseen"), **known}
+        elif isinstance(feature, Buckets):
+            found[name] = {0: "missing", **dict(enumerate(feature.ranges(), 1))}
+        elif isinstance(feature, DatePart):
+            found[name] = {row: feature.text_of(row) for row in rows if row >= 0}
     return found

@@ -1,4 +1,4 @@
-"""The export of a training run as a package."""
+"""Export of a run as a package."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,9 +14,10 @@ from meshrec.data.features import Key
 from meshrec.data.interactions import SEEN
 from meshrec.data.log_columns import ITEM
 from meshrec.data.logs import requests_of_histories, vocabulary_of
+from meshrec.data.raw_values import RawValues
 from meshrec.export.next_items import NextItemQuery, RankedItems
+from meshrec.export.onnx import export_onnx
 from meshrec.export.package import export
-from meshrec.export.raw_values import RawValues
 from meshrec.export.towers import Side, Tower, TowerQuery
 from meshrec.export.whole_tables import give_rows
 from meshrec.models import HistoryModel, TowerRanking
@@ -28,7 +29,7 @@ from meshrec.quant.quantize import copied_but_for
 from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.runs.recommending import ItemValues
 from meshrec.runs.saved_recipe import load_recipe
-from meshrec.tables.hashed import HashedTable
+from meshrec.tables.hashed.table import HashedTable
 from meshrec.train.log_sources import LogSource
 from meshrec.train.losses import Tasks
 from meshrec.train.progress import origin_of
@@ -48,25 +49,27 @@ def export_run(
     compile: bool = True,
     torchscript: bool = False,
     sign: str | Path | None = None,
+    onnx: bool = False,
 ) -> Path:
-    """Write the package of a run's model, with the weights that the run reports.
+    """Write a package with the run's reported weights.
 
-    Whatever the plan and the number of ranks of the run: this is one process, with whole tables. Where the
-    run fitted features, the package holds them, and takes raw values.
+    This runs in one process with whole tables, independent of the run's plan and number of ranks. If the run
+    fitted features, the package contains them, and takes raw values.
 
     Args:
         run: the run.
-        folder: the package, which must not exist yet.
+        folder: the package folder, which must not exist.
         step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
-        quantised: a checkpoint of the run's model with quantised tables (`meshrec.quant.quantize_run`), whose
-            weights are taken instead.
-        tower: one side of a two-tower model: the package gives vectors.
+        quantised: checkpoint with quantized tables for this run's model (`meshrec.quant.quantize_run`), used
+            instead.
+        tower: tower of a two-tower model to export; the package then returns vectors.
         shared: see `export`; with raw values, also names of numbers, if all of them are shared.
         compile, torchscript, sign: see `export`.
+        onnx: write ``folder`` as an ONNX file instead; see [Note: ONNX].
 
     Raises:
-        ValueError: the run's recipe or checkpoint is missing, the run has several labels, or the quantised
-            checkpoint is another run's; also as for `export`.
+        ValueError: the run's recipe or checkpoint is missing, the run has several labels, or the quantized
+            checkpoint belongs to another run; also as for `export`.
     """
     recipe = load_recipe(run)
     if isinstance(recipe.loss, Tasks):
@@ -76,7 +79,7 @@ def export_run(
         )
     dataset = data_of_run(recipe.data, run)
     model = recipe.model.build(dataset)
-    about: dict[str, Any] = {"run": run.path.name, "recipe": recipe.name}
+    about: dict[str, Any] = {"run": run.name, "recipe": recipe.name}
     rounding = None
     if quantised is None:
         checkpoint = find_checkpoint(run.path, step=step, last=last)
@@ -96,6 +99,19 @@ def export_run(
         parts = _recommending(parts, run, recipe.data)
     elif tower is not None:
         parts, about = _of_tower(parts, tower), {**about, "tower": tower}
+    if onnx:
+        if parts.items is not None:
+            raise ValueError(
+                f"{run.path} learned next items, and an ONNX file has no operators for histories. Export a "
+                "package instead (`meshrec export` without --format onnx)."
+            )
+        return export_onnx(
+            parts.model,
+            folder,
+            features=parts.features,
+            num_dense=parts.num_dense,
+            scores=parts.scores,
+        )
     return export(
         parts.model,
         folder,
@@ -114,7 +130,7 @@ def export_run(
 
 
 class _PackageParts(NamedTuple):
-    """The parts of a package; see `export`."""
+    """Constructor arguments for a package; see `export`."""
 
     model: nn.Module
     features: list[str]
@@ -125,9 +141,9 @@ class _PackageParts(NamedTuple):
 
 
 def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
-    """Return the parts of a whole model, or the query and the items of a model of next items."""
+    """Return the package parts for a whole model, or query and items for a next-item model."""
     if isinstance(model, TowerRanking) and isinstance(recipe.data, LogSource):
-        return _tower_parts(model, recipe.data, run, dataset)
+        return _tower_parts(model, recipe.data, run)
     if not isinstance(model, HistoryModel):
         features, raw = [feature.name for feature in dataset.features], _raw_values(recipe, run, dataset)
         return _PackageParts(model, features, dataset.num_dense, raw, recipe.loss.scores)
@@ -143,14 +159,17 @@ def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -
             vocabulary_of(fitted, ITEM),
             history=recipe.data.history,
             times=query.reads_times,
-            seen=dataset.seen is not None,
         )
     )
-    return _PackageParts(query, raw.keys, 0, raw, None, RankedItems.of(query, found.ids, found.values))
+    scores_I = model.new_user_scores(torch.from_numpy(found.ids)).numpy() if model.scores_new_users else None
+    items = RankedItems.of(
+        query, found.ids, found.values, new_user_scores_I=scores_I, keep_seen=not recipe.data.exclude_seen
+    )
+    return _PackageParts(query, raw.keys, 0, raw, None, items)
 
 
-def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder, dataset: Dataset) -> _PackageParts:
-    """Return the parts of two towers of a log, of which requests have the features of both sides."""
+def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder) -> _PackageParts:
+    """Return the package parts for two towers trained on a log; requests have the features of both sides."""
     fitted, towers = features_of(run), model.model
     own = {*towers.query_features, *towers.item_features}
     raw = RawValues(
@@ -158,7 +177,6 @@ def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder, dataset: D
             vocabulary_of(fitted, ITEM),
             history=log.history,
             times=False,
-            seen=dataset.seen is not None,
             more=[vocabulary_of(fitted, each.name) for each in fitted.ids if each.name in own],
         )
     )
@@ -166,18 +184,25 @@ def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder, dataset: D
 
 
 def _recommending(parts: _PackageParts, run: RunFolder, log: LogSource) -> _PackageParts:
-    """Return the parts of the query tower and the items to recommend, of the parts of two towers."""
+    """Reduce two-tower package parts to the query tower and the items to recommend."""
     assert isinstance(parts.model, TowerRanking)
     assert parts.raw is not None
     found = ItemValues.of(log, features_of(run))
     query = TowerQuery(parts.model, found.ids)
     names = [each for each in parts.features if each in (*query.tower.features, SEEN)]
-    items = RankedItems(found.ids, found.values, "item_vectors", False, 1 / parts.model.similarity.options[1])
+    items = RankedItems(
+        found.ids,
+        found.values,
+        "item_vectors",
+        False,
+        1 / parts.model.similarity.options[1],
+        keep_seen=not log.exclude_seen,
+    )
     return _PackageParts(query, names, 0, parts.raw.of(names, dense=False), None, items)
 
 
 def _of_tower(parts: _PackageParts, tower: Side) -> _PackageParts:
-    """Return the parts of one tower of a model."""
+    """Reduce package parts to one tower."""
     model = Tower(parts.model, tower)
     features = [feature for feature in parts.features if feature in model.features]
     raw = None if parts.raw is None else parts.raw.of(features, dense=bool(model.num_dense))
@@ -187,13 +212,13 @@ def _of_tower(parts: _PackageParts, tower: Side) -> _PackageParts:
 def _with_item_rows(
     model: nn.Module, recipe: Recipe, log: LogSource, run: RunFolder, quantised: str | Path | None
 ) -> tuple[nn.Module, Recipe, Dataset]:
-    """Return a model whose items have hashed keys as one with a row for each item, as a package lists them.
+    """Replace hashed item keys by a table with a row per item, as a package lists them.
 
-    Missing and unknown items share the first row of a missing one. The recipe and the dataset that fit the
-    new model come with it.
+    Missing and unknown items share the row of the missing key. Returns the new model with a matching recipe
+    and dataset.
 
     Raises:
-        ValueError: the model is that of a quantised checkpoint.
+        ValueError: the rows come from a quantized checkpoint.
     """
     if quantised is not None:
         raise ValueError(
@@ -218,11 +243,14 @@ def _with_item_rows(
     with torch.no_grad():
         for name, weight in made.named_parameters():
             weight.copy_(_rows_of(hashed[name], ids_I) if name in hashed else trained[name])
+        if isinstance(made, HistoryModel) and made.scores_new_users:
+            assert isinstance(model, HistoryModel)
+            made.new_user_scores.scores_I.copy_(model.new_user_scores(ids_I[made.new_user_scores.ids_I]))
     return made, recipe, dataset
 
 
 def _rows_of(table: HashedTable, ids_N: Tensor) -> Tensor:
-    """Return the rows of IDs, fp32 [N, D]; an ID without a row has its first one."""
+    """Return rows for IDs, fp32 [N, D]; an ID without a row gets its initial values."""
     rows = table.storage.first_rows(ids_N)
     slots = table.slots.find(mix(ids_N, table.storage.keys.seed))
     is_alive = slots >= 0
@@ -231,7 +259,7 @@ def _rows_of(table: HashedTable, ids_N: Tensor) -> Tensor:
 
 
 def _with_rows(model: nn.Module) -> nn.Module:
-    """Return the model with rows for its tables, not filled."""
+    """Allocate uninitialized rows for the model's tables."""
     memo: dict[int, nn.Module] = {}
     for child in model.modules():
         if not isinstance(child, TableCollection):
@@ -247,7 +275,11 @@ def _with_rows(model: nn.Module) -> nn.Module:
 
 
 def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the model with the tables of a quantised checkpoint, and the checkpoint's description."""
+    """Load a quantized checkpoint into the model; return it with the checkpoint's description.
+
+    Raises:
+        ValueError: the checkpoint belongs to another run.
+    """
     state: dict[str, Any] = {"quantised": {}}
     load(checkpoint, state)
     said = state["quantised"]

@@ -1,9 +1,10 @@
-"""The features of a run. Rank 0 fits them once and stores them in the run's folder, from which all later
+"""Fitted features of a run. Rank 0 fits them once and stores them in the run folder, from which all later
 commands read them.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from meshrec.comms.failures import sendable
 from meshrec.data.faults import DataError
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DataSource, FittedSource
@@ -17,11 +18,17 @@ FEATURES = "features.json"
 
 
 def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
-    """Load the data of a run. Rank 0 fits the features, unless the run has fitted them before. Collective.
+    """Load a run's data. Rank 0 fits the features, unless the run has fitted them before. Collective.
+
+    Args:
+        source: the recipe's data source.
+        folder: run folder.
+        ranks: the ranks, from `join`.
 
     Raises:
-        ValueError: rank 0 failed; raised on every rank with the same cause.
+        Exception: rank 0 failed; raised on every rank with the same cause.
     """
+    # Sources without features need no agreement: every rank loads the same data.
     if not isinstance(source, FittedSource):
         return source.load()
     from meshrec.data.features import Features
@@ -33,16 +40,17 @@ def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
             if saved is None:
                 saved = source.fit().to_json()
                 folder.write_json(FEATURES, saved, seal=True)
-        except ValueError as error:
-            saved = error
+        # An error must reach all ranks: they wait for rank 0 in the broadcast below.
+        except Exception as error:
+            saved = sendable(error)
     saved = ranks.share(saved)
-    if isinstance(saved, ValueError):
+    if isinstance(saved, Exception):
         raise saved
     return source.dataset(Features.from_json(saved))
 
 
 def features_of(folder: RunFolder) -> "Features":
-    """Return the fitted features of a run.
+    """Return a run's fitted features.
 
     Raises:
         DataError: there are none, or they cannot be read.
@@ -59,7 +67,7 @@ def features_of(folder: RunFolder) -> "Features":
 
 
 def data_of_run(source: DataSource, folder: RunFolder) -> "Dataset":
-    """Open the data of a finished run as the run read it.
+    """Open a finished run's data with the run's features.
 
     Raises:
         DataError: the data cannot be read, or the run's features are missing.

@@ -1,9 +1,8 @@
-"""The folder of a run on hosts that may share none.
+"""Run folders on hosts without shared storage.
 
-Rank 0's host has the run's folder. A rank that sees the same folder, through a mount or because it runs on
-the same host, uses it. A rank that does not has a folder of its own host, ``runs/NAME.HOST``, for its log
-and its error. Whether two ranks see one folder is tried out, and not concluded from names: rank 0 writes a
-file with a random word, and the others look for it.
+Rank 0's host has the run folder. A rank that sees the same folder, through a mount or on the same host, uses
+it. Any other rank uses a local folder, ``runs/NAME.HOST``, for log and errors. Whether ranks see the same
+folder is tested, not inferred from names: rank 0 writes a file with a random name, and all ranks look for it.
 """
 
 import os
@@ -15,31 +14,32 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from meshrec.checkpoint.stored import ObjectStore
+from meshrec.durable import Created
 from meshrec.runs.job import RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.train.ranks import Ranks
-from meshrec.train.run_folder import RunFolder, all_runs
+from meshrec.train.run_folder import RunFolder, all_runs, make_folder
 from meshrec.train.stored_run import download_run, stored_launch
 
 LAUNCH = "launch.json"
-"""The file with the ID of the launch that made the run's folder."""
+"""File with the ID of the launch behind the run folder."""
 LAUNCH_VARIABLE = "MESHREC_LAUNCH"
-"""The environment variable with the ID of a launch, for launchers that start a job again under one ID.
-Without it, torchrun's --rdzv-id is the ID.
+"""Environment variable with a launch ID, for launchers that restart a job under the same ID. Without it,
+torchrun's --rdzv-id is the ID.
 """
 _LOOK_SECONDS = 5.0  # network file systems may remember for some seconds that a file was not there
 _POLL_SECONDS = 0.1
 
 
 def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
-    """Return the folder that this rank writes to, and the ranks that do not see rank 0's. Collective.
+    """Return this rank's output folder, and the ranks unable to see rank 0's folder. Collective.
 
     Args:
-        path: the run's folder, as rank 0 names it.
+        path: run folder, as rank 0 names it.
         ranks: the ranks, from `join`.
 
     Raises:
-        ValueError: rank 0 cannot write to the folder, or another rank cannot make one of its own; raised on
+        ValueError: rank 0 cannot write to the folder, or another rank cannot create a local folder; raised on
             every rank.
     """
     blind, error = ranks_without(path, ranks)
@@ -47,7 +47,7 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
     if error is None and ranks.rank in blind:
         folder = RunFolder(path.with_name(f"{path.name}.{socket.gethostname()}"))
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.path)
         except OSError as refused:
             error = f"{folder.path} cannot be made for its log ({refused.strerror})"
     for rank, each in enumerate(ranks.collect(error)):
@@ -57,16 +57,17 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
 
 
 def ranks_without(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
-    """Return the ranks that do not see the folder of rank 0, and why rank 0 cannot write there, if it cannot.
-
+    """Return the ranks unable to see rank 0's folder, and the error if rank 0 cannot write there.
     Collective.
     """
     probe, error = path / f".seen-{secrets.token_hex(4)}", None
     if ranks.is_first:
         try:
-            probe.write_text("")
+            descriptor, created = Created.file(probe)
+            os.close(descriptor)
         except OSError as refused:
             error = f"{path} cannot be written to ({refused.strerror})"
+    # The broadcast also orders the test: the file exists before any rank looks for it.
     probe, error = ranks.share((probe, error))
     if error is not None:
         return [], error
@@ -74,16 +75,23 @@ def ranks_without(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
     while not (seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     found = ranks.collect(seen)
+    # Only after all ranks have looked.
     if ranks.is_first:
-        probe.unlink(missing_ok=True)
+        created.remove()
     return [rank for rank, each in enumerate(found) if not each], None
 
 
 def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Ranks) -> None:
-    """Check that all ranks reach the place of the checkpoints. Collective.
+    """Check that all ranks can reach the checkpoint storage. Collective.
+
+    Args:
+        job: run options.
+        folder: this rank's folder.
+        blind: ranks unable to see rank 0's folder.
+        ranks: the ranks, from `join`.
 
     Raises:
-        ValueError: some do not; raised on every rank.
+        ValueError: some ranks cannot; raised on every rank.
     """
     if job.store is not None:
         _check_store(job.store, ranks)
@@ -111,8 +119,8 @@ def _check_store(address: str, ranks: Ranks) -> None:
     error = None
     try:
         ObjectStore(address).check()
-    except (OSError, ValueError) as refused:
-        error = str(refused).splitlines()[0]
+    except Exception as refused:
+        error = (str(refused) or type(refused).__name__).splitlines()[0]
     for rank, each in enumerate(ranks.collect(error)):
         if each is not None:
             raise ValueError(
@@ -124,17 +132,18 @@ def _check_store(address: str, ranks: Ranks) -> None:
 
 @contextmanager
 def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]:
-    """Yield the folder that this rank writes to, and the ranks that do not see rank 0's. Collective.
+    """Yield this rank's output folder, and the ranks unable to see rank 0's folder. Collective.
 
-    Rank 0 locks the run's folder unless our launcher holds the lock.
+    Rank 0 locks the run folder unless MeshRec's launcher holds the lock.
 
     Raises:
-        ValueError: rank 0 cannot have the folder; raised on every rank.
+        ValueError: rank 0 cannot claim the folder; raised on every rank.
     """
     made = os.environ.get(RUN_VARIABLE)
     if made:
         yield RunFolder(Path(made)), []
         return
+    # Only rank 0 takes the lock; the other ranks learn the outcome below.
     lock: RunLock | None = None
     path, refusal = "", ""
     if ranks.is_first:
@@ -154,9 +163,11 @@ def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]
 
 
 def _claim(job: Job) -> RunLock:
-    """Take the lock of the run's folder: a new one, or the one that this launch made before it restarted."""
+    """Lock the run folder: a new folder, or the folder created by this launch before a restart."""
+    # torchrun sets the run ID "none" if no --rdzv-id is given.
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
+        # Newest first: a restart continues the latest run of this launch.
         for known in reversed(all_runs(job.runs)):
             if _launch_of(known) == launch and known.state().name != "finished":
                 return _locked_again(known, job.rank_timeout)
@@ -173,7 +184,7 @@ def _claim(job: Job) -> RunLock:
 
 
 def _launch_of(folder: RunFolder) -> str | None:
-    """Return the ID of the launch that made a run's folder; None if there is none, or it cannot be read."""
+    """Return the ID of the launch that created a run folder; None if it cannot be read."""
     try:
         return str((folder.read_json(LAUNCH) or {}).get("id"))
     except ValueError:
@@ -181,8 +192,12 @@ def _launch_of(folder: RunFolder) -> str | None:
 
 
 def _locked_again(folder: RunFolder, seconds: float) -> RunLock:
-    """Wait for the lock of this launch's folder: on other hosts, ranks from before the restart may still
-    hold it.
+    """Wait for the lock on this launch's folder: ranks from before the restart may still hold it on other
+    hosts.
+
+    Args:
+        folder: run folder.
+        seconds: timeout in seconds.
     """
     deadline = time.monotonic() + seconds
     while True:

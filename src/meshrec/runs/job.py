@@ -1,8 +1,9 @@
-"""The options of a run, as every rank gets them."""
+"""Run options, equal on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from meshrec.runs.saved_recipe import Change
 from meshrec.train.launch import RANK_TIMEOUT
@@ -11,36 +12,35 @@ from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RUNS, RunFolder
 
 RUN_VARIABLE = "MESHREC_RUN"
-"""The environment variable with the run's folder, which our launcher has made, for the ranks that it
-starts.
-"""
+"""Environment variable with the run folder created by MeshRec's launcher, for the ranks."""
 BEGAN_VARIABLE = "MESHREC_BEGAN"
-"""The environment variable with the time at which the command began, in seconds; ranks start later."""
+"""Environment variable with the start time of the command, in seconds; ranks start later."""
 
 GOES_ON = "goes_on"
-"""The entry of a run's summary that asks the launcher to start the ranks again, since another host leaves."""
+"""Summary entry that asks the launcher to restart the ranks, because another host leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The options of a run.
+    """Options of a run.
 
     Attributes:
         recipe: the recipe to train.
-        source: the name of the recipe, as given to `meshrec.train.resolve`.
-        name: the name of the run's folder; if none, the recipe's name with a number.
-        runs: the folder of all run folders.
+        source: recipe name, as given to `meshrec.train.resolve`.
+        name: name of the run folder; if none, the recipe's name with a number.
+        runs: folder with all run folders.
         device: ``cpu`` or ``cuda``; if none, ``cuda`` where torch sees a GPU.
-        resume: continue the run of that name from its last checkpoint.
-        changes: the options that a resumed run changes.
+        resume: continue the named run from the last checkpoint.
+        changes: options changed by a resumed run.
         profile: trace a few steps.
         baselines: also compute the baselines.
-        track: names of further observers, see `meshrec.train.trackers.make_trackers`.
+        track: names of additional observers, see `meshrec.train.trackers.make_trackers`.
         rank_timeout: seconds that ranks wait, during training, for a rank that does not answer.
-        folder: the run's folder, if the caller has made it and holds its `RunLock`.
+        folder: run folder, if the caller has created it and holds the `RunLock`.
         keep: save checkpoints.
-        store: the address of the object store for checkpoints; if none, they are in the run's folder.
-        on_event: gets every event, on every rank.
+        store: object store address for checkpoints; if none, they are in the run folder.
+        final: ``all``: after the run, refit on all rows; see runs/refit.py.
+        on_event: called with every event, on every rank.
     """
 
     recipe: Recipe
@@ -57,4 +57,5 @@ class Job:
     folder: RunFolder | None = None
     keep: bool = True
     store: str | None = None
+    final: Literal["all"] | None = None
     on_event: Observer | None = None

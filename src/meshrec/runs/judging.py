@@ -1,6 +1,4 @@
-"""Evaluation of a run on labelled data: overall, by user, by values of a column, and with confidence
-intervals.
-"""
+"""Evaluation of a run on labelled data: overall, by user, by column value, and with confidence intervals."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from meshrec.metrics import Interval, bootstrap_intervals, grouped_auc, place_intervals, sliced_metrics
+from meshrec.metrics import Interval, bootstrap_intervals, grouped_auc, rank_intervals, sliced_metrics
 from meshrec.runs.scoring import Scorer, gathered
 from meshrec.train.evaluation import Scored
 from meshrec.train.losses import BinaryCrossEntropy, NextItem
@@ -21,15 +19,16 @@ class Judged(NamedTuple):
     """Result of an evaluation, on rank 0.
 
     Attributes:
-        metrics: metrics of the loss, and ``gauc`` if a group is given.
-        intervals: 95 % confidence intervals of the metrics; empty unless asked for.
-        slices: metrics by column, for each of its most frequent values and for the others together as
-            "others".
+        metrics: loss metrics, and ``gauc`` if a group is given.
+        intervals: 95 % confidence intervals for the metrics; empty unless requested.
+        num_nan: number of NaN scores. Dependent metrics are NaN.
+        slices: metrics by column, for the most frequent values and for all others together as "others".
     """
 
     metrics: dict[str, float]
     intervals: dict[str, Interval]
     slices: dict[str, dict[str, dict[str, float]]]
+    num_nan: int = 0
 
 
 def judge(
@@ -46,13 +45,13 @@ def judge(
     Args:
         scorer: a scorer with labelled data.
         ranks: the ranks, from `join`.
-        by: columns of the data whose values are evaluated one by one.
-        group: a column, such as the user, within whose values AUCs are computed (GAUC).
-        draws: number of bootstrap resamplings; 0: no intervals.
-        seed: seed of the bootstrap.
+        by: columns to slice by value.
+        group: a column, such as the user, to group by for grouped AUC (GAUC).
+        draws: number of bootstrap resamples; 0: no intervals.
+        seed: bootstrap seed.
 
     Raises:
-        ValueError: a column does not exist; raised before anything is scored.
+        ValueError: a column does not exist, which is raised before scoring; or all sample weights are 0.
     """
     loss = scorer.recipe.loss
     if (by or group is not None) and not isinstance(loss, BinaryCrossEntropy):
@@ -67,28 +66,34 @@ def judge(
         )
     reader = scorer.dataset.train
     names = list(dict.fromkeys([*by, *([] if group is None else [group])]))
+    # Read the columns before scoring, so that an unknown name fails early.
     columns = _columns(reader, names) if names and ranks.is_first else {}
     found = list(gathered(scorer, ranks))
     if not ranks.is_first:
         return None
-    whole = _joined(found)
-    metrics = loss.metrics(whole.logits_B, whole.labels_B, gather=False)
+    whole = Scored.joined(found)
+    outputs = (whole.logits_B, whole.labels_B, whole.weights_B)
+    metrics = loss.metrics(*outputs, gather=False)
+    if len(whole.labels_B) and whole.weights_B is not None and not bool((whole.weights_B > 0).any()):
+        raise ValueError("the data has no metrics: all its sample weights are 0. Name data with weights.")
     slices = {}
     for name in names:
         assert whole.rows_B is not None
+        # Row numbers align data columns with scores.
         values, numbers = _numbered(columns[name], whole.rows_B.numpy())
         if name == group:
-            area = grouped_auc(whole.logits_B, whole.labels_B, torch.from_numpy(numbers))
+            area = grouped_auc(
+                whole.logits_B, whole.labels_B, torch.from_numpy(numbers), weights=whole.weights_B
+            )
             metrics |= {} if area is None else {"gauc": area}
         if name in by:
             slices[name] = _slices(whole, values, numbers)
     intervals = {}
     if draws and isinstance(loss, NextItem):
-        losses, places = whole.logits_B.unbind(1)
-        intervals = place_intervals(losses, places, ks=loss.ks, num=draws, seed=seed)
+        intervals = rank_intervals(*loss.judged(*outputs), ks=loss.ks, num=draws, seed=seed)
     elif draws:
-        intervals = bootstrap_intervals(whole.logits_B, whole.labels_B, num=draws, seed=seed)
-    return Judged(metrics, intervals, slices)
+        intervals = bootstrap_intervals(*outputs, num=draws, seed=seed)
+    return Judged(metrics, intervals, slices, int(whole.logits_B.isnan().sum()))
 
 
 def _columns(reader: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -98,19 +103,10 @@ def _columns(reader: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: pa.chunked_array([block[name] for block in blocks]) for name in names}
 
 
-def _joined(found: Sequence[Scored]) -> Scored:
-    rows = [each.rows_B for each in found if each.rows_B is not None]
-    return Scored(
-        torch.cat(rows) if rows else None,
-        torch.cat([each.logits_B for each in found]),
-        torch.cat([each.labels_B for each in found]),
-    )
-
-
 def _numbered(
     column: Any, rows: "np.typing.NDArray[np.int64]"
 ) -> "tuple[list[str], np.typing.NDArray[np.int64]]":
-    """Return distinct values as text, most frequent first, and the number of each row's value."""
+    """Return distinct values as strings, most frequent first, and the value index of each row."""
     import pyarrow as pa
 
     array = column.combine_chunks().take(pa.array(rows))
@@ -133,5 +129,11 @@ def _slices(whole: Scored, values: Sequence[str], numbers: Any) -> dict[str, dic
     kept = list(values[:_MOST_SLICES])
     rest = "others (the rest)" if "others" in kept else "others"
     names = kept + ([rest] if len(values) > len(kept) else [])
-    found = sliced_metrics(whole.logits_B, whole.labels_B, np.minimum(numbers, len(names) - 1), len(names))
+    found = sliced_metrics(
+        whole.logits_B,
+        whole.labels_B,
+        np.minimum(numbers, len(names) - 1),
+        len(names),
+        weights=whole.weights_B,
+    )
     return dict(zip(names, found, strict=True))

@@ -1,14 +1,15 @@
-"""Models side by side on one split: trained, chosen on validation data, and judged once on test data."""
+"""Models side by side on one split: trained, selected on validation data, and evaluated once on test data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 
-from meshrec.metrics import Interval, auc_interval
+from meshrec.metrics import Interval, auc_interval, effective_sizes, score_histograms
 from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig
 from meshrec.train.baselines import baselines
+from meshrec.train.evaluation import joined_weights
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import join
 from meshrec.train.recipe import FittedSource, ModelConfig, Placement, Recipe
@@ -21,11 +22,13 @@ MODELS: dict[str, ModelConfig] = {
     "dcn": DLRMDCNConfig(table_std=0.001, bottom=(32,), top=(128, 64)),
     "deepfm": DeepFMConfig(table_std=0.001, bottom=(32,), deep=(128, 64)),
 }
-"""The models by name. `meshrec inspect` proposes the first; it has no trees here, beside LightGBM."""
+"""Models by name. `meshrec inspect` proposes the first; it has no trees here, because LightGBM is a
+baseline.
+"""
 
 
 class Standing(NamedTuple):
-    """The result of a model: its AUCs, and the 95 % interval of the one on test data."""
+    """A model's AUCs, and the 95 % interval of the test AUC."""
 
     model: str
     validation: float
@@ -38,15 +41,15 @@ class Standing(NamedTuple):
 def leaderboard(
     recipe: Recipe, *, models: Sequence[str] = tuple(MODELS), tell: Callable[[str], None] = lambda text: None
 ) -> list[Standing]:
-    """Train models and baselines on the recipe's data, and return them by falling test AUC.
+    """Train models and baselines on the recipe's data, and return them by decreasing test AUC.
 
-    All learn from the same training rows, choose on the same validation rows, and read the test rows once.
-    The features are fitted once. Everything runs in this process.
+    All models learn from the same training rows, are selected on the same validation rows, and read the test
+    rows once. The features are fitted once. Everything runs in this process.
 
     Args:
-        recipe: data, optimizers and training; its model is not used.
-        models: names of `MODELS`.
-        tell: is called with the name of the model that begins.
+        recipe: data, optimizers and training; the model is not used.
+        models: names in `MODELS`.
+        tell: called with a model's name before it is trained.
 
     Raises:
         ValueError: a name is unknown, the label is not 0 and 1, or there is no validation or test data.
@@ -61,6 +64,7 @@ def leaderboard(
         )
     source = recipe.data
     features = source.fit() if isinstance(source, FittedSource) else None
+    # Unsharded: everything runs in this process.
     recipe = replace(recipe, placement=replace(Placement(), sharded=False))
     found: list[Standing] = []
     for name, quality in _judged(recipe, features, models, tell):
@@ -78,7 +82,7 @@ def leaderboard(
 def _judged(
     recipe: Recipe, features: Any, models: Sequence[str], tell: Callable[[str], None]
 ) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """Train each model, and return its name and its metrics by part of the data."""
+    """Train the models and compute the baselines; yield names with metrics by part of the data."""
     source = recipe.data
 
     def opened() -> Any:
@@ -87,8 +91,11 @@ def _judged(
     dataset = opened()
     if dataset.validation is None or dataset.test is None:
         raise ValueError("there is no validation or no test data. Give the recipe a split, or files of both.")
-    labels = np.concatenate([batch.labels.numpy() for batch in dataset.test.batches(8192)])
-    classes = {"positive": float(labels.sum()), "negative": float(len(labels) - labels.sum())}
+    batches = list(dataset.test.batches(8192))
+    labels = torch.cat([batch.labels for batch in batches])
+    weights = joined_weights([(batch.weights, len(batch)) for batch in batches])
+    sizes = effective_sizes(score_histograms(labels, labels, weights))
+    classes = dict(zip(("positive", "negative"), sizes, strict=True))
     for name in models:
         tell(name)
         trainer = Trainer(replace(recipe, model=MODELS[name]), opened(), join("cpu"))

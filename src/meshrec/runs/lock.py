@@ -1,11 +1,11 @@
-"""The locks of a run's folder, which let only one process or launch train into it at a time.
+"""Locks on a run folder, which let only one process or launch train into it at a time.
 
-Both kinds of lock are ``flock`` locks. The system releases them when the process ends, however it ends:
+Both kinds of lock are ``flock`` locks. The system releases them when the process ends for any reason:
 
-- ``.lock`` is held by the process that the user started: our launcher, the single process of a run, or rank 0
-  of another launcher. It is taken before the folder is read or written.
-- ``.process_rankN`` is held by each rank. When a launcher is killed, its ranks still write a last checkpoint;
-  no other launch may write to the folder before they are done.
+- ``.lock`` is held by the process started by the user: MeshRec's launcher, the single process in a run, or
+  rank 0 under another launcher. It is taken before the folder is read or written.
+- ``.process_rankN`` is held by rank N. When a launcher is killed, the ranks still write a last checkpoint; no
+  other launch may write to the folder before they have ended.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshrec.durable import remove_named
 from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, new_run, now
 
 _logger = logging.getLogger("meshrec")
@@ -27,18 +28,19 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class RunLock:
-    """The right to train into a run's folder, until ``release`` or the end of this process.
+    """The right to train into a run folder, until ``release`` or the end of this process.
 
     Args:
-        folder: the run's folder.
+        folder: run folder.
 
     Raises:
-        ValueError: another process, or a rank of an earlier start, holds the folder.
+        ValueError: another process, or a rank from an earlier start, holds the folder.
     """
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._path = folder.path / ".lock"
+        # File descriptor of the locked file; None after release.
         self._file = _locked(self._path)
         if self._file is None:
             raise ValueError(_told(folder, "process", _holder(self._path)))
@@ -68,13 +70,21 @@ class RunLock:
 
 
 def claim_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = False) -> RunLock:
-    """Find or make the folder of a run, as `new_run` does, and lock it.
+    """Find or create a run folder as `new_run` does, and lock it.
+
+    Args:
+        name: run name; None: derive it from ``recipe``.
+        recipe: recipe name.
+        runs: folder with all runs.
+        resume: whether to continue an existing run.
 
     Raises:
         ValueError: `new_run` fails, or another process holds the folder.
     """
+    # The lock comes second, because its file lies in the folder.
     lock = RunLock(new_run(name, recipe, runs, resume=resume))
-    # The folder was looked at before it was locked: a start that held it meanwhile may have trained there.
+    # The folder was checked before it was locked: a start that held the lock meanwhile may have trained
+    # there.
     if not resume and (lock.folder.path / CONFIG).exists():
         lock.release()
         raise ValueError(
@@ -85,7 +95,7 @@ def claim_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool 
 
 @contextmanager
 def hold_as_rank(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Keep the lock of a rank while inside. The lock file contains the rank's process ID."""
+    """Hold a rank's lock in this context. The lock file contains the rank's process ID."""
     path = folder.process(rank)
     descriptor = _locked(path)
     if descriptor is None:
@@ -97,17 +107,18 @@ def hold_as_rank(folder: RunFolder, rank: int) -> Iterator[None]:
         _let_go(path, descriptor)
 
 
+# Descriptors of all held locks, so that a forked child can close its copies.
 _open_descriptors: set[int] = set()
 
 
 def _locked(path: Path) -> int | None:
     """Open a file and lock it; return None if another process holds the lock.
 
-    A holder removes the file before it releases the lock. The file that we locked may thus have been replaced
-    meanwhile; in that case we try again with the new one.
+    A holder removes the file before it releases the lock. The file behind the new lock may thus have been
+    replaced meanwhile; in this case, try again with the new file.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -119,7 +130,7 @@ def _locked(path: Path) -> int | None:
                 path,
                 error.strerror,
             )
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         if _lies_at(path, descriptor):
             _open_descriptors.add(descriptor)
             return descriptor
@@ -128,19 +139,19 @@ def _locked(path: Path) -> int | None:
 
 def _let_go(path: Path, descriptor: int) -> None:
     if _lies_at(path, descriptor):  # the folder may have been removed, and another start made a new one
-        path.unlink()
+        remove_named(path.parent, [path.name])
     _open_descriptors.discard(descriptor)
     os.close(descriptor)
 
 
 def _lies_at(path: Path, descriptor: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False
 
 
 def _is_free(path: Path) -> bool:
-    """Return whether no process holds the lock of a file. The lock is left free."""
+    """Return whether no process holds the lock on a file. The lock is left free."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -160,7 +171,7 @@ def _write(descriptor: int, value: Any) -> None:
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """Return the holder of a lock as its file describes it; empty if the holder has not written it yet."""
+    """Return the lock holder described in the file; empty if the holder has not written it yet."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):

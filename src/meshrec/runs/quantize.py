@@ -1,4 +1,4 @@
-"""Quantisation of a training run's model into a checkpoint."""
+"""Quantization of a run's model into a checkpoint."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint import find_checkpoint, load, save
+from meshrec.metrics.binary import log_losses
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant.budget import Choice, choose_precision
@@ -16,7 +17,7 @@ from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
 from meshrec.runs.fitting import data_of_run
 from meshrec.runs.saved_recipe import load_recipe
-from meshrec.train.evaluation import score
+from meshrec.train.evaluation import outputs_of
 from meshrec.train.progress import origin_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class QuantisedRun(NamedTuple):
-    """A quantised model, and how its precisions were chosen; None if they were given."""
+    """A quantized model, and how its data types were chosen; ``choice`` is None if they were given."""
 
     model: nn.Module
     choice: Choice | None
 
 
 class TrainedModel(NamedTuple):
-    """The unsharded model of a run, with the weights of a checkpoint, its recipe and its data."""
+    """A run's unsharded model with checkpoint weights, recipe and data."""
 
     model: nn.Module
     recipe: Recipe
@@ -43,13 +44,20 @@ class TrainedModel(NamedTuple):
 
 
 def trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
-    """Load the model of a run, from the checkpoint that ``meshrec.checkpoint.find_checkpoint`` chooses."""
+    """Load a run's model from the checkpoint selected by ``meshrec.checkpoint.find_checkpoint``.
+
+    Args:
+        run: the run.
+        step: load the checkpoint at this step.
+        last: load the last checkpoint instead of the best.
+    """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
     dataset = data_of_run(recipe.data, run)
     model = recipe.model.build(dataset)
     for child in model.modules():
         if isinstance(child, TableCollection):
+            # Tables are built on meta; the checkpoint fills all rows.
             child.to_empty(device=torch.device("cpu"))
     load(checkpoint, {"model": model})
     return TrainedModel(model, recipe, dataset, checkpoint)
@@ -66,7 +74,7 @@ def quantize_run(
     step: int | None = None,
     last: bool = False,
 ) -> QuantisedRun:
-    """Quantise a run's model, with the weights that the run reports, and save it.
+    """Quantize a run's model with the reported weights, and save it.
 
     The result is a checkpoint with the entries ``model`` and ``quantised`` (see ``quantised_about``). With a
     budget, the folder also contains a page ``report.html``.
@@ -74,13 +82,13 @@ def quantize_run(
     Args:
         run: the run.
         ranks: the ranks of a single process.
-        folder: the new checkpoint; it must not exist yet.
-        max_loss: the budget, see ``choose_precision``; measured on the run's validation data. None: all
+        folder: the new checkpoint; it must not exist.
+        max_loss: loss budget, see ``choose_precision``; measured on the run's validation data. None: all
             tables get ``weights``.
-        weights: data type of all tables if there is no budget.
+        weights: data type for all tables without a budget.
         rounding: see ``quantize``.
-        step: use the checkpoint of this step instead.
-        last: use the run's last checkpoint instead of its best one.
+        step: use the checkpoint at this step instead.
+        last: use the run's last checkpoint instead of the best.
 
     Raises:
         ValueError: a budget is given but the run has no validation data; the folder exists; or as for
@@ -89,7 +97,7 @@ def quantize_run(
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} exists. Name another folder, or remove it.")
-    model, recipe, dataset, checkpoint = trained_model(run, step=step, last=last)
+    model, _, dataset, checkpoint = trained_model(run, step=step, last=last)
     choice = None
     if max_loss is None:
         made = quantize(model, weights, rounding=rounding)
@@ -101,10 +109,10 @@ def quantize_run(
             )
 
         def losses(scored: nn.Module) -> Tensor:
-            found = list(score(scored, reader, ranks, bf16=recipe.training.bf16))
-            logits = torch.cat([each.logits_B for each in found]).double()
-            labels = torch.cat([each.labels_B for each in found]).double()
-            return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+            logits, labels, weights = outputs_of(scored, reader, ranks)
+            values = log_losses(logits.double(), labels.double())
+            # The budget limits the plain mean of these values; scaled like this, it is the weighted mean.
+            return values if weights is None else values * weights / weights.double().mean()
 
         choice = choose_precision(model, losses, max_loss=max_loss, rounding=rounding)
         made = quantize(model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding)

@@ -1,4 +1,4 @@
-"""Recommendations of a run of next items: the best items for the users of a log."""
+"""Next-item recommendations from a run: the best items for users in a log."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from meshrec.data import Reader
 from meshrec.data.faults import DataError
-from meshrec.data.features.values import is_missing
+from meshrec.data.features.values import is_missing, kind_of, one_number, whole
 from meshrec.data.frames import read_columns
-from meshrec.data.interactions import latest
-from meshrec.data.log_columns import ITEM
+from meshrec.data.interactions import SEEN, latest
+from meshrec.data.log_columns import ITEM, USER
 from meshrec.data.logs import item_ids, vocabulary_of
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe
@@ -31,21 +31,23 @@ _BATCH = 512
 
 
 class Recommender(NamedTuple):
-    """A run's model, the users to recommend items to, and the values of the items."""
+    """A run's model, the users to recommend items to, and the item values."""
 
     model: nn.Module
     reader: Reader
-    """The histories of the users, in their order."""
+    """User histories, in the order of ``users``."""
     users: pa.Array
     user_column: str
     items: "ItemValues"
     num_unknown: int
     """Number of users without a history."""
     step: int | None
+    keep_seen: bool = False
+    """Whether the recipe also ranks items from a user's history."""
 
 
 class ItemValues(NamedTuple):
-    """The value that each item's ID stands for; the IDs ascend."""
+    """Item IDs, ascending, and the value of each."""
 
     ids: "np.typing.NDArray[np.int64]"
     values: pa.Array
@@ -55,19 +57,20 @@ class ItemValues(NamedTuple):
         """Return the values of a run's items."""
         vocabulary = vocabulary_of(features, ITEM)
         ids = item_ids(vocabulary, vocabulary.vocabulary, source.key)
+        # Ascending, so that `take` can search.
         order = np.argsort(ids)
         return ItemValues(ids[order], vocabulary.vocabulary.take(pa.array(order)))
 
     def take(self, ids: "np.typing.NDArray[np.int64]") -> pa.Array:
-        """Return the values of IDs."""
+        """Return the values for IDs."""
         return self.values.take(pa.array(np.searchsorted(self.ids, ids)))
 
 
 def log_source(run: RunFolder) -> LogSource:
-    """Return the source of a run that learned next items from a log.
+    """Return the log source of a next-item run.
 
     Raises:
-        ValueError: the run learned something else.
+        ValueError: the run was not trained on a log.
     """
     source = load_recipe(run).data
     if not isinstance(source, LogSource):
@@ -82,105 +85,128 @@ def load_recommender(
     run: RunFolder,
     ranks: Ranks,
     *,
-    users: str | Path | None = None,
+    users: Any = None,
     data: Any = None,
     step: int | None = None,
     last: bool = False,
 ) -> Recommender:
-    """Load a run's model, and the histories of users. Collective.
+    """Load a run's model and user histories. Collective.
 
     Args:
         run: the run.
         ranks: the ranks, from `join`.
-        users: Parquet or CSV file with a column of users, called as in the log; a user in several rows counts
-            once. None: all users of the log.
-        data: another log that has the histories; None: that of the run, held-out items included.
-        step, last: other weights than those that the run reports, see ``meshrec.checkpoint.find_checkpoint``.
+        users: Parquet or CSV file, or table, with a user column named as in the log; duplicate users count
+            once. None: all users in the log.
+        data: another log with the histories; None: the run's log, held-out items included.
+        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
-        ValueError: the run learned no next items, or a file does not fit.
+        ValueError: the run was not trained on a log, or a file does not fit.
     """
     recipe, source, features = load_recipe(run), log_source(run), features_of(run)
     logged = source.interactions(features, data)
     column = source.columns.user
-    wanted = logged.values if users is None else _column(users, column).unique()
-    try:
-        numbers = pc.index_in(wanted, value_set=logged.values.cast(wanted.type))
-    except pa.ArrowException as error:
-        raise DataError(
-            f"{users}: column {column!r} holds {wanted.type}, and the log's {logged.values.type}: {error}. "
-            "Give it as it is in the log."
-        ) from error
+    wanted = logged.values if users is None else _column(users, column, logged.values).unique()
+    numbers = pc.index_in(wanted, value_set=logged.values.cast(wanted.type))
     known = numbers.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    has_history = (known >= 0) & (logged.log.stops > logged.log.firsts)[known]
+    user_ids = None if source.windows else vocabulary_of(features, USER).lookup_values(wanted)
     model, step = load_model(run, ranks, recipe, source.dataset(features), step=step, last=last)
     return Recommender(
         model=model,
-        reader=latest(logged.log, known, history=source.history, windows=source.windows),
+        reader=latest(logged.log, known, history=source.history, windows=source.windows, user_ids=user_ids),
         users=wanted,
         user_column=column,
         items=ItemValues.of(source, features),
-        num_unknown=int((known < 0).sum()),
+        num_unknown=int((~has_history).sum()),
         step=step,
+        keep_seen=not source.exclude_seen,
     )
 
 
 def recommendations(
-    found: Recommender, ranks: Ranks, k: int, *, keep_seen: bool = False
+    found: Recommender, ranks: Ranks, k: int, *, keep_seen: bool | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the IDs and scores [B, K] of the best items, step by step in the order of users, on rank 0.
+    """Yield item IDs and scores [B, K] for the best items, step by step in user order, on rank 0.
 
     Other ranks yield nothing. Collective: every rank must exhaust the iterator.
+
+    Args:
+        found: the recommender.
+        ranks: the ranks, from `join`.
+        k: number of items per user.
+        keep_seen: whether to recommend items from a user's history; None: as the recipe ranks them.
     """
+    seen = None if (found.keep_seen if keep_seen is None else keep_seen) else SEEN
     model: Any = found.model
     inner = model if hasattr(model, "recommend") else model.module
     inner.eval()
     for batch in found.reader.batches(_BATCH, rank=ranks.rank, world_size=ranks.size):
         with torch.no_grad():
-            best = inner.recommend(batch.sparse.to(ranks.device), k, keep_seen=keep_seen)
+            best = inner.recommend(batch.sparse.to(ranks.device), k, keep_seen=seen is None, seen=seen)
         every = ranks.collect((best.ids_BK.cpu(), best.scores_BK.cpu()))
         if ranks.is_first:
             yield torch.cat([each[0] for each in every]), torch.cat([each[1] for each in every])
 
 
 def write_recommendations(out: Path, found: Recommender, best: Iterator[tuple[Tensor, Tensor]]) -> int:
-    """Write one row for each recommendation: the user, the rank from 1, the item and its score.
+    """Write a row per recommendation: user, rank from 1, item and score.
 
     Args:
         out: a ``.parquet`` or ``.csv`` file. An existing file is replaced once everything is written.
         found: the recommender.
-        best: the results of `recommendations`.
+        best: the results from `recommendations`.
 
     Returns:
         The number of rows.
     """
-    first = num_rows = 0
+    num_rows = 0
     with table_writer(out) as write:
-        for ids_BK, scores_BK in best:
-            kept = scores_BK > float("-inf")
-            of_user, rank = kept.nonzero().unbind(1)
-            write(
-                pa.table(
-                    {
-                        found.user_column: found.users.take(pa.array(first + of_user.numpy())),
-                        "rank": pa.array(rank.numpy() + 1),
-                        "item" if found.user_column != "item" else "recommended": found.items.take(
-                            ids_BK[kept].numpy()
-                        ),
-                        "score": pa.array(scores_BK[kept].float().numpy()),
-                    }
-                )
-            )
-            first, num_rows = first + len(ids_BK), num_rows + len(rank)
+        for table in recommendation_tables(found, best):
+            write(table)
+            num_rows += len(table)
     return num_rows
 
 
-def _column(path: str | Path, name: str) -> pa.Array:
-    table = read_columns(str(path), [name])
+def recommendation_tables(found: Recommender, best: Iterator[tuple[Tensor, Tensor]]) -> Iterator[pa.Table]:
+    """Yield the rows for `write_recommendations`, step by step."""
+    first = 0
+    for ids_BK, scores_BK in best:
+        # A score of -inf marks an excluded item, where a user has fewer than K candidates.
+        kept = scores_BK > float("-inf")
+        of_user, rank = kept.nonzero().unbind(1)
+        yield pa.table(
+            {
+                found.user_column: found.users.take(pa.array(first + of_user.numpy())),
+                "rank": pa.array(rank.numpy() + 1),
+                "item" if found.user_column != "item" else "recommended": found.items.take(
+                    ids_BK[kept].numpy()
+                ),
+                "score": pa.array(scores_BK[kept].float().numpy()),
+            }
+        )
+        first += len(ids_BK)
+
+
+def _column(path: Any, name: str, logged: pa.Array) -> pa.Array:
+    """Read the user column ``name`` from a file or table; values must have the log's kind.
+
+    Raises:
+        DataError: there are no users, a user is missing, or the values have another kind.
+    """
+    kind = kind_of(logged.type)
+    table = read_columns(str(path) if isinstance(path, Path) else path, [name], {name: kind})
     if name not in table.column_names or not table.num_rows:
         raise DataError(f"{path} has no users in a column {name!r}. Call it as in the log, and give some.")
     missing = is_missing(found := table[name].combine_chunks())
     if missing is not None and missing.any():
         raise DataError(
             f"{path}: column {name!r} has no user in row {int(missing.argmax())}. Leave out rows without one."
+        )
+    found = one_number(whole(found))
+    if kind_of(found.type) != kind:
+        raise DataError(
+            f"{path}: column {name!r} holds {kind_of(found.type)}, and the log's {kind}. Give it as it is in "
+            "the log."
         )
     return found

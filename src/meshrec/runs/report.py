@@ -1,4 +1,4 @@
-"""The report of a run, as one self-contained HTML page: curves, times, plan, and metrics."""
+"""Run report as a self-contained HTML page: curves, times, plan, and metrics."""
 
 import statistics
 from collections import defaultdict
@@ -9,12 +9,13 @@ from typing import Any
 from meshrec.metrics import Interval, auc_interval
 from meshrec.metrics.named import METRICS, leading_metric, metric_of, title_of
 from meshrec.planner import load_plan
-from meshrec.reports.measured import DENSE, read_phases
+from meshrec.planner.measured import DENSE, read_phases
+from meshrec.planner.plan_report import make_report
 from meshrec.reports.page import to_page
-from meshrec.reports.plan_report import make_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
 from meshrec.train.table_counts import PREFIX
 
+# More points than a screen is wide add size but no detail.
 _MOST_POINTS = 800
 _CURVES = (
     "step",
@@ -31,12 +32,12 @@ _CURVES = (
 
 
 def write_report(folder: RunFolder) -> None:
-    """Write ``report.html`` from the files in the run's folder."""
+    """Write ``report.html`` from the files in the run folder."""
     folder.report.write_text(to_page("run.js", report_data(folder)), encoding="utf-8")
 
 
 def report_data(folder: RunFolder) -> dict[str, Any]:
-    """Return all data of the page as plain JSON types."""
+    """Return all page data as plain JSON types."""
     config, summary = folder.read_json(CONFIG) or {}, folder.read_json(SUMMARY) or {}
     leading = leading_metric({**(summary.get("test") or {}), **(summary.get("validation") or {})}) or "auc"
     return {
@@ -57,9 +58,9 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
 
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, by rank, the share of the other ranks' time that they waited for it; the worst rank first.
+    """Return stragglers, slowest first: rank, and the share of other ranks' time spent waiting for it.
 
-    Of each line of metrics, only the rank that was waited for longest is known.
+    Metrics lines record only the slowest rank.
     """
     seconds: dict[int, float] = defaultdict(float)
     total, before = 0.0, 0.0
@@ -72,7 +73,7 @@ def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
-    """Return the 95 % intervals of the AUCs, by part of the data."""
+    """Return 95 % AUC intervals by part of the data."""
     found = {}
     for data, curves in summary.get("curves", {}).items():
         auc = summary[data].get("auc")
@@ -82,11 +83,9 @@ def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
 
 
 def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the median seconds per phase as ``{"rank", "phases": {name: seconds}}`` per rank, dense part
-    last.
+    """Return median seconds per phase as ``{"rank", "phases": {name: seconds}}`` per rank, dense part last.
 
-    For a pipelined run, ``"hidden"`` gives, by phase, the additional seconds of an exchange that nothing
-    overlaps.
+    For a pipelined run, ``"hidden"`` gives the additional seconds by phase if nothing overlaps the exchange.
     """
     whole = dict(_medians(folder.whole_phases))
     found: list[dict[str, Any]] = []
@@ -99,7 +98,7 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Return the median seconds per phase, for each rank in the file."""
+    """Return median seconds per phase, for every rank in the file."""
     if not path.is_file():
         return []
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -118,7 +117,7 @@ def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of metrics, thinned to about as many points as a screen can show."""
+    """Return metrics lines, thinned to about as many points as a screen can show."""
     train = [line for line in lines if line["kind"] == "train"]
     judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
@@ -133,6 +132,7 @@ def _is_curve(name: str) -> bool:
 
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    # Keep the last line too: it has the final values.
     stride = -(-len(lines) // _MOST_POINTS) or 1
     return lines[::stride] + (lines[-1:] if lines and (len(lines) - 1) % stride else [])
 

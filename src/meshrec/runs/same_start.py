@@ -1,7 +1,7 @@
-"""A comparison of the ranks' starts: ranks train together only if they were started alike.
+"""Comparison of rank starts: ranks train together only if they were started alike.
 
-Ranks that differ would train without an error, for example each with its own learning rate on its own part of
-the tables. So they are compared when they join, and again once their data is loaded.
+Ranks with different settings would train without an error, for example with different learning rates for
+different table shards. So they are compared when they join, and again once their data is loaded.
 """
 
 import dataclasses
@@ -37,29 +37,29 @@ ENVIRONMENT = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TRITON_INTERPRET",
 )
-"""Variables on which the results of a step depend. MESHREC_HOST_LINK may differ: it changes no bit of
-them.
-"""
+"""Variables that affect a step's results. MESHREC_HOST_LINK may differ: it does not change any bit."""
 _FINGERPRINT_BYTES = 1 << 16
 _FINGERPRINT_PARTS = 9  # a file of up to half a MiB is read whole
 _MOST_FILES = 1000
 _MOST_NAMED = 5
 _DATA_SUFFIXES = (".parquet", ".csv", ".tsv", ".dat", ".txt", ".json", ".npy", ".gz", ".bz2", ".zst")
+# Object addresses in reprs differ between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], what: str) -> None:
-    """Check that values are equal on all ranks: their digests first, then every value. Collective.
+    """Check that values are equal on all ranks: digests first, then every value. Collective.
 
     Args:
         ranks: the ranks, from `join`.
         mine: this rank's plain values, by name.
-        what: the end of "the ranks ..." in the error, such as "were not started alike".
+        what: completes "the ranks ..." in the error, such as "were not started alike".
 
     Raises:
-        ValueError: values differ. It is raised on every rank, and names them and their ranks.
+        ValueError: values differ. Raised on every rank, with value names and ranks.
     """
     words = {name: repr(value) for name, value in mine.items()}
+    # Usually all digests agree, and a single small exchange suffices.
     digest = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()
     if len(set(ranks.collect(digest))) == 1:
         return
@@ -75,12 +75,12 @@ def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], what: str) -> None:
 
 
 def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a description of this rank's start, as plain values by name.
+    """Describe this rank's start as plain values by name.
 
     Args:
         recipe: the recipe to train.
-        source: the name of the recipe, as given to `resolve`.
-        options: command-line options that must be equal on all ranks.
+        source: recipe name, as given to `resolve`.
+        options: command-line options, which must be equal on all ranks.
     """
     places = dict(_places(recipe.data, "data"))
     found: dict[str, Any] = {name: _ADDRESS.sub("", str(value)) for name, value in flat(to_json(recipe))}
@@ -99,7 +99,7 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
 
 
 def describe_places(source: DataSource) -> dict[str, str]:
-    """Return the files that a data source names, by name, each with its size and a digest."""
+    """Return fingerprints of all files named by a data source: size and digest, by name."""
     return {
         f"{name}: {file}": about
         for name, path in _places(source, "data")
@@ -108,7 +108,7 @@ def describe_places(source: DataSource) -> dict[str, str]:
 
 
 def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
-    """Return a description of the data that this rank has loaded: its sizes and its files."""
+    """Describe the data loaded on this rank: sizes and files."""
     found = dict(flat(describe_data(dataset), "data"))
     for name, reader in (
         ("train", dataset.train),
@@ -126,7 +126,7 @@ def _files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
 
 
 def _by_rank(values: list[str]) -> str:
-    """Return the values with the ranks that have them; the most frequent value comes first."""
+    """Group ranks by value in a string; the most frequent value comes first."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -138,7 +138,7 @@ def _by_rank(values: list[str]) -> str:
 
 
 def _places(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
-    """Find the options of a data source that name existing files or folders."""
+    """Yield data source options with paths of existing files or folders."""
     if isinstance(value, str | Path):
         if value and "\0" not in str(value) and os.path.exists(value):
             yield name, value
@@ -151,7 +151,7 @@ def _places(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
 
 
 def _listing(path: Path) -> Iterator[tuple[str, str]]:
-    """Find a file, or the data files of a folder, each with its fingerprint."""
+    """Yield a file, or the data files in a folder, with fingerprints."""
     if path.is_dir() and path.resolve() == Path.cwd():
         return  # a default such as Path() means no folder of data; logs that grow may lie here
     files = [path]
@@ -164,7 +164,7 @@ def _listing(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return the size of a file and a digest of evenly spaced parts; a fixed text if it does not exist."""
+    """Return a file's size and a digest over evenly spaced parts; a fixed string if it does not exist."""
     if not path.is_file():
         return "no file of this machine"
     size = path.stat().st_size
@@ -178,8 +178,8 @@ def _fingerprint(path: Path) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of everything that computes a step; the sizes of our files tell unreleased ones
-    apart.
+    """Return the versions of everything that computes a step. Source file sizes distinguish unreleased
+    versions.
     """
     root = Path(library.__file__).parents[1]
     sources = sorted(f"{path.relative_to(root)} {path.stat().st_size}" for path in root.rglob("*.py"))

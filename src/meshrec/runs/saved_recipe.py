@@ -1,4 +1,4 @@
-"""A run's recipe, restored from its ``config.json``, and the options that a resumed run may change."""
+"""A run's recipe, restored from ``config.json``, and the options open to change in a resumed run."""
 
 import dataclasses
 import typing
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Options on which a checkpoint's weights, optimizer state and position in the data depend.
+# Options that determine a checkpoint's weights, optimizer state and data position.
 _FIXED = ("name", "model", "data", "tables.type", "dense.kind", "dense.type", "training.seed")
 
 
@@ -25,7 +25,7 @@ _REMEDY = "Resume with the recipe that the run was trained with"
 
 
 class Change(NamedTuple):
-    """An option whose value a resumed run changes."""
+    """An option changed by a resumed run."""
 
     name: str
     old: Any
@@ -33,17 +33,17 @@ class Change(NamedTuple):
 
 
 def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
-    """Return the recipe of a run, as it was trained.
+    """Return a run's recipe as it was trained.
 
     Args:
-        folder: the run's folder.
-        source: the recipe to take the classes from; if none, the one that the run names. All values come from
-            the run. A source that you name is executed; the run's is executed only if you trained the run,
+        folder: run folder.
+        source: recipe that provides the classes; if none, the run's recorded recipe. All values come from the
+            run. A source given here is executed; the recorded source is executed only if you trained the run,
             see [Note: whose code a run executes].
 
     Raises:
         ValueError: the recipe may not be executed, no longer exists, or has other classes or fields than the
-            run's.
+            run.
     """
     config = folder.read_json(CONFIG)
     if config is None:
@@ -52,7 +52,10 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
         )
     if source is None and not isinstance(config.get("source"), str):
         raise ValueError(f"{folder.path} does not record its recipe; name the recipe.")
+    # The template provides classes and defaults, the configuration all recorded values.
     template = kept_recipe(folder, config) if source is None else resolve(source)
+    if config.get("all_rows"):  # its tables in memory are no values of the configuration
+        template = dataclasses.replace(template, data=template.data.all_rows())
     where = f"{folder.path / CONFIG}: recipe"
     try:
         return restored(template, config["recipe"], where)
@@ -63,8 +66,12 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
 
 
 def restored(template: T, saved: Any, where: str) -> T:
-    """Return ``template`` with the values of ``saved``, which `to_json` made of an object of the same
-    classes.
+    """Return ``template`` with values from ``saved``, the `to_json` form of an object with the same classes.
+
+    Args:
+        template: a recipe, or a part of it.
+        saved: plain values.
+        where: name for errors.
 
     Raises:
         ValueError: a field cannot be read back; the error names it.
@@ -92,11 +99,11 @@ def restored(template: T, saved: Any, where: str) -> T:
 
 
 def changes(before: Recipe, after: Recipe) -> list[Change]:
-    """Return the options in which ``after`` differs from ``before``, the recipe that the run was trained
-    with.
+    """Return the options with different values in ``before``, the recipe the run was trained with, and
+    ``after``.
 
     Raises:
-        ValueError: an option cannot change during a run, because its checkpoints would no longer fit.
+        ValueError: an option cannot change during a run, because old checkpoints would no longer fit.
     """
     old, new = (dict(flat(to_json(each))) for each in (before, after))
     found = [
@@ -125,7 +132,7 @@ def _is_place(recipe: Recipe, name: str) -> bool:
 
 
 def describe_data(dataset: "Dataset") -> dict[str, Any]:
-    """Return, as plain values, the properties of the data that a position in it depends on."""
+    """Return plain values on which a position in the data depends: name, sizes and features."""
     sizes = {
         name: None if reader is None else reader.num_samples
         for name, reader in (
@@ -139,10 +146,15 @@ def describe_data(dataset: "Dataset") -> dict[str, Any]:
 
 
 def check_data(config: dict[str, Any], dataset: "Dataset", where: Path) -> None:
-    """Check that the data is that of the run's ``config.json``.
+    """Check that the data matches the run's ``config.json``.
+
+    Args:
+        config: contents of ``config.json``.
+        dataset: the loaded data.
+        where: run folder, for errors.
 
     Raises:
-        ValueError: they differ; the error says in what.
+        ValueError: a property differs; the error names it.
     """
     before, today = (dict(flat(each)) for each in (config.get("data", {}), describe_data(dataset)))
     for name, value in before.items():

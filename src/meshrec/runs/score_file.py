@@ -1,21 +1,20 @@
-"""Files of scores: one row for every row of the data, in its order, with columns of the data beside the
-score.
-"""
+"""Score files with a row per data row, in data order, and data columns next to the score."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from meshrec.durable import durable_file
 from meshrec.train.evaluation import DEFAULT_LOSS, Scored
 from meshrec.train.losses import Loss
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, StreamReader
 
+# Rows per row group or write: small batches are collected first.
 _ROW_GROUP = 1 << 17
 
 
@@ -27,22 +26,23 @@ def write_scores(
     keep: Sequence[str] = (),
     loss: Loss = DEFAULT_LOSS,
 ) -> int:
-    """Write one row for every row of the data, in its order: ``score``, and columns of the data beside it.
+    """Write a row per data row, in data order: ``score``, and data columns.
 
-    Several tasks have one column each, ``score_TASK``. A damaged row that was skipped has a null score.
+    Several tasks have a column each, ``score_TASK``. A skipped damaged row has a null score.
 
     Args:
         out: a ``.parquet`` or ``.csv`` file. An existing file is replaced once everything is written.
-        dataset: its training part is the data to score.
-        scored: the results of `gathered`.
-        keep: columns of the data to write; by default those of the IDs.
-        loss: converts outputs of the model to scores.
+        dataset: the training part is the data to score.
+        scored: the results from `gathered`.
+        keep: data columns to write; by default the ID columns.
+        loss: converts model outputs to scores.
 
     Returns:
         The number of rows without a score.
 
     Raises:
         DataError: a column does not exist; raised before anything is scored.
+        ValueError: a data column has the name of a score.
     """
     import pyarrow as pa
 
@@ -64,7 +64,7 @@ def write_scores(
 
 
 def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) -> Iterator[list[Any]]:
-    """Split scores of consecutive rows by task; null if there are none."""
+    """Split scores for consecutive rows by task; null where a row has no score."""
     import pyarrow as pa
 
     done = 0
@@ -72,18 +72,20 @@ def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) 
         assert each.rows_B is not None
         if len(each.rows_B) == 0:
             continue
+        # Gaps between row numbers are skipped rows, which get a null score.
         size = int(each.rows_B[-1]) + 1 - done
         values, known = np.zeros((size, num_tasks), np.float32), np.zeros(size, np.bool_)
         at = each.rows_B.numpy() - done
         values[at], known[at] = loss.scores(each.logits_B).reshape(-1, num_tasks).numpy(), True
         yield [pa.array(values[:, task], mask=~known) for task in range(num_tasks)]
         done += size
+    # Skipped rows at the end of the data have no batch.
     if done < num_rows:
         yield [pa.nulls(num_rows - done, pa.float32())] * num_tasks
 
 
 class _ColumnReader:
-    """Reader of columns of the data, in portions of any number of rows."""
+    """Reader of data columns, in portions of any size."""
 
     def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:
         import pyarrow as pa
@@ -103,7 +105,7 @@ class _ColumnReader:
 
 @contextmanager
 def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
-    """Open a writer of tables. The file appears only when all tables are written without an error."""
+    """Open a table writer. The file appears only after all tables are written without an error."""
     import pyarrow as pa
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet
@@ -113,32 +115,31 @@ def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
         raise ValueError(
             f"{out} ends in {out.suffix!r}: scores are written as {' or '.join(kinds)}. Name one of these."
         )
-    scratch = out.with_name(f".{out.name}.{os.getpid()}")
-    opened: list[Any] = []
     waiting: list[Any] = []
 
-    def flush() -> None:
-        whole = pa.concat_tables(waiting)
-        waiting.clear()
-        if not opened:
-            nested = [field.name for field in whole.schema if pa.types.is_nested(field.type)]
-            if nested and out.suffix == ".csv":
-                raise ValueError(
-                    f"{out}: CSV has no lists, as {nested} are. Write .parquet, or --keep others."
-                )
-            opened.append(kinds[out.suffix](str(scratch), whole.schema))
-        opened[0].write_table(whole)
+    def writer_of(schema: Any, file: BinaryIO) -> Any:
+        nested = [field.name for field in schema if pa.types.is_nested(field.type)]
+        if nested and out.suffix == ".csv":
+            raise ValueError(f"{out}: CSV has no lists, as {nested} are. Write .parquet, or --keep others.")
+        return kinds[out.suffix](file, schema)
 
-    def write(table: Any) -> None:
-        waiting.append(table)
-        if sum(map(len, waiting)) >= _ROW_GROUP:
-            flush()
+    with durable_file(out) as file, ExitStack() as opened:
+        writer: Any = None
 
-    try:
+        # The schema comes from the first tables, so the writer opens at the first flush.
+        def flush() -> None:
+            nonlocal writer
+            whole = pa.concat_tables(waiting)
+            waiting.clear()
+            if writer is None:
+                writer = opened.enter_context(writer_of(whole.schema, file))
+            writer.write_table(whole)
+
+        def write(table: Any) -> None:
+            waiting.append(table)
+            if sum(map(len, waiting)) >= _ROW_GROUP:
+                flush()
+
         yield write
-        if waiting:
+        if waiting or writer is None:
             flush()
-        opened[0].close()
-        scratch.replace(out)
-    finally:
-        scratch.unlink(missing_ok=True)

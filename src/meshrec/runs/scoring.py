@@ -1,11 +1,10 @@
-"""Scoring of new data with a run's weights, on any number of ranks, in the order of the data."""
+"""Scoring of new data with a run's weights, on any number of ranks, in data order."""
 
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import nn
 
 from meshrec.checkpoint import find_checkpoint, load, read_manifest
@@ -26,19 +25,19 @@ if TYPE_CHECKING:
 
 _MANY_UNSEEN = 0.5
 _logger = logging.getLogger("meshrec")
-# Sharding types with which one rank sums over all IDs of a column, in the order of a single process.
+# Sharding types where a single rank sums all IDs for a column, in the same order as one process.
 _EXACT = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
 
 
 class Scorer(NamedTuple):
-    """A run's model with the weights of ``step``, and the data to score: ``dataset.train``, in its order."""
+    """A run's model with weights from ``step``, and the data to score: ``dataset.train``, in order."""
 
     model: nn.Module
     recipe: Recipe
     dataset: "Dataset"
     step: int | None
     features: "Features | None" = None
-    """The fitted features that read the data, if the recipe has some."""
+    """Fitted features for reading the data, if the recipe has any."""
 
 
 def load_scorer(
@@ -53,16 +52,16 @@ def load_scorer(
 ) -> Scorer:
     """Load a run's model on the current number of ranks. Collective.
 
-    With the same number of ranks as the run, the run's plan places the tables. Otherwise a plan is made that
-    splits no table by rows, so that sums have the same order as in a single process.
+    With the run's number of ranks, the run's plan places the tables. Otherwise a new plan splits no table by
+    rows, so that sums have the same order as in a single process.
 
     Args:
         run: the run.
         ranks: the ranks, from `join`.
         paths: data to score: files, folders or patterns, in the form of the run's training data.
         labelled: whether to read labels.
-        on_error: handling of damaged rows; None keeps that of the recipe.
-        step, last: other weights than those that the run reports, see ``meshrec.checkpoint.find_checkpoint``.
+        on_error: handling of damaged rows; None: as in the recipe.
+        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
         ValueError: the run or the checkpoint does not exist, or the data has another form.
@@ -77,14 +76,19 @@ def load_scorer(
 def load_model(
     run: RunFolder, ranks: Ranks, recipe: Recipe, dataset: "Dataset", *, step: int | None, last: bool
 ) -> tuple[nn.Module, int | None]:
-    """Build a run's model for a dataset on the current number of ranks, and return it with its step.
+    """Build a run's model for a dataset on the current number of ranks; return model and step. Collective.
 
-    Collective.
+    Args:
+        run: the run.
+        ranks: the ranks, from `join`.
+        recipe: the run's recipe.
+        dataset: describes the tables.
+        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     # Nothing is updated here, so no optimizer state is allocated.
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
-    # A table with hashed keys has its rows in shards, also on one rank.
+    # Hashed tables keep their rows in shards, even on a single rank.
     sharded = ranks.size > 1 or any(each.keys is not None for each in dataset.features)
     model = build(_placed(scored, run, ranks, sharded=sharded), dataset, ranks).model
     load(checkpoint, {"model": model})
@@ -106,8 +110,14 @@ def _handling(source: DataSource, on_error: "OnError | None") -> DataSource:
 def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: bool) -> "Dataset":
     """Open other data in the form of a run's training data, as the training part of a dataset.
 
+    Args:
+        source: the recipe's data source.
+        run: the run.
+        paths: files, folders, patterns or a table.
+        labelled: whether to read labels.
+
     Raises:
-        ValueError: the source reads no files, or its form is no longer that of the run.
+        ValueError: the source cannot read files, or the columns no longer match the run.
     """
     if isinstance(source, FittedSource):
         return source.scored(features_of(run), paths, labelled=labelled)
@@ -135,29 +145,24 @@ def _placed(recipe: Recipe, run: RunFolder, ranks: Ranks, *, sharded: bool) -> R
             placement = replace(placement, plan=run.plan)
         elif placement.sharding_types is None and placement.memory_gib is None:
             placement = replace(placement, sharding_types=_EXACT, replicate_mib=None)
+    # Round up to a multiple of the current number of ranks, which may differ from the run's.
     batch = -(-recipe.training.batch_size // ranks.size) * ranks.size
     return replace(recipe, placement=placement, training=replace(recipe.training, batch_size=batch))
 
 
 def gathered(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
-    """Yield the results of `score` of all ranks, step by step and in order, on rank 0. Other ranks yield
-    nothing.
+    """Yield scores from all ranks, step by step and in order, on rank 0. Other ranks yield nothing.
 
-    At the end, rank 0 logs a warning about each feature whose values training has rarely seen.
+    At the end, rank 0 warns about features with mostly unseen values.
 
     Collective: every rank must exhaust the iterator.
     """
+    # Counts on every rank, and summed at the end.
     unseen = _UnseenValues(scorer.features)
-    bf16 = scorer.recipe.training.bf16
-    for mine in score(scorer.model, scorer.dataset.train, ranks, bf16=bf16, watch=unseen):
+    for mine in score(scorer.model, scorer.dataset.train, ranks, watch=unseen):
         every = ranks.collect(mine)
         if ranks.is_first:
-            rows = [each.rows_B for each in every if each.rows_B is not None]
-            yield Scored(
-                torch.cat(rows) if rows else None,
-                torch.cat([each.logits_B for each in every]),
-                torch.cat([each.labels_B for each in every]),
-            )
+            yield Scored.joined(every)
     unseen.tell(ranks)
 
 
@@ -168,10 +173,11 @@ def _vocabularies(features: "Features") -> "list[Vocabulary]":
 
 
 class _UnseenValues:
-    """Counts values that are in no vocabulary of the training data."""
+    """Counts values outside the training vocabularies."""
 
     def __init__(self, features: "Features | None") -> None:
         self._features = [] if features is None else _vocabularies(features)
+        # Two counts per feature: values, and unseen values.
         self._counts = [0.0] * (2 * len(self._features))
 
     def __call__(self, batch: "Batch") -> None:
@@ -181,7 +187,7 @@ class _UnseenValues:
             self._counts[2 * number + 1] += int(((ids > 0) & (ids <= feature.num_unseen)).sum())
 
     def tell(self, ranks: Ranks) -> None:
-        """Warn of each feature whose vocabulary has fewer than half of its values. Collective."""
+        """Warn about features with at least half of their values unseen in training. Collective."""
         counts = ranks.sum(self._counts) if self._counts else []
         for number, feature in enumerate(self._features):
             num, unseen = counts[2 * number : 2 * number + 2]

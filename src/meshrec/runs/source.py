@@ -1,21 +1,21 @@
-"""A run's own copy of its recipe's source code, and the decision whether it may be executed.
+"""Copied recipe source code in a run, and the decision whether it may be executed.
 
 [Note: whose code a run executes]
 
 A run's ``config.json`` names the Python code of its recipe, and `evaluate`, `export` or ``--resume`` execute
-it to build the model again. A run that came from somebody else could name any code. So the code is executed
-only if
+it to build the model again. A run from somebody else could name any code. So the code is executed only if
 
-- the recipe is one of MeshRec's own, or the caller names the source; or
+- the recipe is a built-in MeshRec recipe, or the caller names the source; or
 - this user trained the run: it carries a seal, made with a key that only this user can read (`key_path`),
-  over the name of the source and the digest of each of its files; or
+  over the source name and all file digests; or
 - the user confirms it: ``--trust``, in Python ``find_run(name, trust=True)``.
 
-The copy is the code that the run was trained with. The original files are used as long as they are unchanged,
-so that code which looks for files beside itself finds them. The copy is executed from the bytes whose digests
-were compared: nothing else in its folder, such as cached bytecode, is used.
+The copy is the code that trained the run. Unchanged original files take precedence, so that code can still
+find files next to itself. The copy is executed from the bytes whose digests were compared: nothing else in
+the folder, such as cached bytecode, is used.
 """
 
+import contextlib
 import hashlib
 import hmac
 import importlib
@@ -32,34 +32,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshrec.durable import Created, write_durably
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, module_name, module_of_file, recipe_by, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.yaml_recipes import SUFFIXES, recipe_of
 
 COPY = "source"
-"""The folder of the copy, in a run's folder."""
+"""Folder of the copy, inside the run folder."""
 _KEY_BYTES = 32
 _logger = logging.getLogger("meshrec")
 
 
 def key_path() -> Path:
-    """Return the path of this user's key for seals."""
+    """Return the path of this user's sealing key."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "meshrec" / "run-key"
 
 
 def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> dict[str, Any] | None:
-    """Copy the source of a recipe that was resolved in this process into the run's folder, and seal it.
+    """Copy the source of a recipe resolved in this process into the run folder, and seal it.
 
     Args:
-        folder: the run's folder.
-        source: the name of the recipe, as given to `resolve`.
-        before: the entry that this function returned at an earlier start of the run.
+        folder: run folder.
+        source: recipe name, as given to `resolve`.
+        before: the entry returned at an earlier start of the run.
 
     Returns:
-        The entry of ``config.json``: the files with their digests, their original folder, and the seal. None
-            for MeshRec's own recipes, and if there is no source.
+        The ``config.json`` entry: file digests, original folder, and seal. None for built-in recipes, and
+        without a source.
     """
     if source is None or not _is_code(source):
         return None
@@ -75,9 +76,8 @@ def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> di
         path = copy / name
         if not path.is_file() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_name(f".{path.name}.{os.getpid()}")
-            scratch.write_bytes(content)
-            scratch.replace(path)
+            write_durably(path, content)
+    # The seal covers these digests, so the copy cannot change unnoticed.
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     entry = {"origin": str(origin), "files": digests}
     try:
@@ -93,7 +93,7 @@ def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> di
 
 
 def digests_of_source(source: str | None) -> dict[str, str]:
-    """Return the digest of each file of a recipe's source; none for MeshRec's own recipes."""
+    """Return a digest per file in a recipe's source; empty for built-in recipes."""
     if source is None or not _is_code(source):
         return {}
     try:
@@ -104,10 +104,10 @@ def digests_of_source(source: str | None) -> dict[str, str]:
 
 
 def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
-    """Run the source that a run's ``config.json`` names, and return its recipe.
+    """Execute the source named in a run's ``config.json``, and return the recipe.
 
     Raises:
-        ValueError: the source may not be executed, or it is not there any more.
+        ValueError: the source may not be executed, or no longer exists.
     """
     source, entry = config["source"], config.get("code")
     if source in RECIPES:
@@ -140,12 +140,12 @@ def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
 
 
 def _is_code(source: str) -> bool:
-    """Return whether a recipe is Python code of its own; YAML is not, and config.json holds all of it."""
+    """Return whether a recipe is user Python code. YAML is not code: config.json holds all of it."""
     return source not in RECIPES and not source.endswith(SUFFIXES)
 
 
 def _where(folder: RunFolder, source: str) -> str:
-    """Return the path of the code that the user should read."""
+    """Return the path of the code for the user to read."""
     place = source.rpartition(":")[0]
     name = Path(place).name if place.endswith(".py") else f"{place.replace('.', '/')}.py"
     copy = folder.path / COPY / name
@@ -153,7 +153,7 @@ def _where(folder: RunFolder, source: str) -> str:
 
 
 def _doubt(source: str, entry: Any) -> str | None:
-    """Return why we cannot know that this user trained the run; None if the seal proves it."""
+    """Return why it is uncertain that this user trained the run; None if the seal proves it."""
     if not isinstance(entry, dict) or not entry.get("seal"):
         return "the run has no seal that says who trained it"
     try:
@@ -172,20 +172,20 @@ def _seal(key: bytes | None, source: str, entry: Mapping[str, Any]) -> str:
 
 
 def _key(*, make: bool) -> bytes | None:
-    """Return this user's key. If there is none, make it if ``make`` is True, else return None."""
+    """Return this user's key. If it does not exist, create it if ``make`` is True, else return None."""
     path = key_path()
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Write the key under another name first, so that no process reads a partial key.
         scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
+        descriptor, created = Created.file(scratch, 0o600)
         try:
-            os.link(scratch, path)  # fails where another process was faster: its key counts
-        except FileExistsError:
-            pass
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+                os.link(scratch, path)
         finally:
-            scratch.unlink()
+            created.remove()
     try:
         about = path.stat()
     except FileNotFoundError:
@@ -201,9 +201,7 @@ def _key(*, make: bool) -> bytes | None:
 
 
 def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
-    """Return the folder of a recipe's source, and its files: the recipe's, and those it imported from
-    beside it.
-    """
+    """Return a recipe's source folder and files: the recipe, and modules imported from the same folder."""
     place = source.rpartition(":")[0]
     if not place.endswith(".py"):
         path = Path(str(importlib.import_module(place).__file__))
@@ -216,7 +214,7 @@ def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
         path = Path(file).resolve()
-        # Only what was found through the recipe's folder: not an installation that lies below it.
+        # Include only modules found through the recipe's folder, not an installation below it.
         expected = main.parent.joinpath(*name.split("."))
         if path in (expected.with_suffix(".py"), expected / "__init__.py"):
             found[path.relative_to(main.parent).as_posix()] = path.read_bytes()
@@ -224,10 +222,11 @@ def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
 
 
 def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict[str, bytes] | None:
-    """Read the recorded files; return None if one is missing or, with ``check``, has changed."""
+    """Read the recorded files; return None if a file is missing or, with ``check``, has changed."""
     found = {}
     for name, digest in entry["files"].items():
         path = folder / name
+        # The entry may come from somebody else: its names must not leave the folder.
         if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
             return None
         found[name] = path.read_bytes()
@@ -237,7 +236,7 @@ def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict
 
 
 class _Bytes(SourceFileLoader):
-    """Executes a module from bytes in memory, never from cached bytecode."""
+    """Loader that executes a module from bytes in memory, never from cached bytecode."""
 
     def __init__(self, name: str, path: Path, content: bytes) -> None:
         super().__init__(name, str(path))
@@ -247,18 +246,18 @@ class _Bytes(SourceFileLoader):
         return self._content
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
-        """Raise OSError, which tells the loader to ignore bytecode."""
+        """Raise OSError, which makes the loader ignore bytecode."""
         raise OSError(path)
 
 
 class _Neighbours(MetaPathFinder):
-    """Finds, in memory, the modules that lay beside a recipe when its source was copied."""
+    """Finder for in-memory copies of modules next to a recipe."""
 
     def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
         self._folder, self._files = folder, files
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of a module; None for one that is not among the files."""
+        """Return a module's spec; None if the module is not among the files."""
         place = fullname.replace(".", "/")
         for name, is_package in ((f"{place}.py", False), (f"{place}/__init__.py", True)):
             if name in self._files:
@@ -270,7 +269,8 @@ class _Neighbours(MetaPathFinder):
 
 
 def _executed(folder: Path, main: str, files: Mapping[str, bytes]) -> ModuleType:
-    """Run the kept copy of a recipe's file, and return its module."""
+    """Execute the copy of a recipe file, and return the module."""
+    # A finder ahead of sys.path: the copied modules must win over changed files.
     neighbours = {name: content for name, content in files.items() if name != main}
     if neighbours:
         sys.meta_path.insert(0, _Neighbours(folder, neighbours))

@@ -1,4 +1,4 @@
-"""Learned embeddings of a run: the table of a feature, and the value that each row stands for."""
+"""Learned embeddings of a run: a feature's table, and the value for every row."""
 
 from typing import Any, NamedTuple
 
@@ -16,20 +16,20 @@ from meshrec.train.run_folder import RunFolder
 
 
 class Vectors(NamedTuple):
-    """The rows of a table, [rows, width]; and the ID of each row of a hashed table, int64 [rows]."""
+    """Table rows, [rows, width]; for a hashed table also the row IDs, int64 [rows]."""
 
     rows: Tensor
     ids: Tensor | None
 
 
 def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: bool = False) -> Vectors:
-    """Load the whole table of a feature with the weights that the run reports.
+    """Load a feature's whole table with the reported weights.
 
-    A hashed table has the rows of the IDs that are alive, in the order of their keys.
+    For a hashed table, the rows are those of live IDs, in key order.
 
     Args:
         run: the run.
-        feature: name of the feature.
+        feature: feature name.
         step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
@@ -59,9 +59,14 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
 
 
 def values_of_rows(run: RunFolder, feature: str, num_rows: int) -> Any:
-    """Return the value of each row as an Arrow array; null if a row stands for no single value.
+    """Return row values as an Arrow array; null for a row without a single value.
 
-    Values are known for vocabularies and integers. For hashed features only the rows are known.
+    Only vocabularies and integers have values; all other features give nulls.
+
+    Args:
+        run: the run.
+        feature: feature name.
+        num_rows: number of table rows.
     """
     import pyarrow as pa
 
@@ -72,6 +77,7 @@ def values_of_rows(run: RunFolder, feature: str, num_rows: int) -> Any:
         return pa.nulls(num_rows, pa.int64())
     found = features_of(run)[feature]
     if isinstance(found, Vocabulary):
+        # Rows before the vocabulary are for missing and unseen values; spare rows may follow.
         first = num_rows - len(found.vocabulary) if found.num_embeddings is None else 1 + found.num_unseen
         spare = num_rows - first - len(found.vocabulary)
         kind = found.vocabulary.type

@@ -1,32 +1,34 @@
-"""The work of one rank, from joining the others to the last report.
+"""Work of a rank, from joining the others to the last report.
 
 [Note: who closes what at the end of a run]
 
-Whoever opens something closes it, in the reverse order, also after an error:
+Whoever opens something closes it, in reverse order, also after an error:
 
-1. ``Trainer`` closes what a step uses: the prefetch thread at the end of each epoch, the batches in flight
-   with it, and the profiler. Then it waits for the checkpoint in the background, and saves the last one.
-2. ``_Run.do`` ends the observers with the event ``Finished``, after the first rank has written the summary
-   and the report. It returns only when all ranks have arrived, so that no rank ends while another one waits
-   for it.
+1. ``Trainer`` closes everything a step uses: the prefetch thread at the end of every epoch, together with the
+   batches in flight, and the profiler. Then it waits for the background checkpoint, and saves the last
+   checkpoint.
+2. ``_Run.do`` ends the observers with the event ``Finished``, after rank 0 has written summary and report. It
+   returns only when all ranks have arrived, so that no rank ends while another waits for it.
 3. ``work`` writes an error to the rank's file before it closes anything. Closing the process group makes the
    other ranks fail, too, and the launcher must find the first cause.
-4. ``_logged`` gives back the rank's lock and the log file; ``held_folder`` gives back the lock of the
-   folder.
+4. ``_logged`` releases the rank's lock and the log file; ``held_folder`` releases the folder lock.
 5. ``leave_process_group`` comes last: it closes the links between ranks, which wait until the others have
    read, and then the sockets.
 
-The launcher removes the store of the ranks, and kills ranks that do not end (train/launch.py).
+The launcher removes the ranks' store, and kills ranks that do not end (train/launch.py).
 """
 
+import json
 import logging
 import os
 import socket
+import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,17 +38,22 @@ from meshrec.checkpoint import find_checkpoint
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.random_state import seed_python_and_numpy
 from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
+from meshrec.comms.agreement import together
 from meshrec.comms.collectives import named_failure
 from meshrec.comms.leaving import leave_process_group
+from meshrec.durable import name_full_disk
+from meshrec.metrics.named import leading_text
 from meshrec.planner import save_plan
-from meshrec.reports.measured import compare, read_phases
-from meshrec.reports.plan_html import write_html
-from meshrec.reports.plan_report import make_report
+from meshrec.planner.measured import compare, read_phases
+from meshrec.planner.plan_html import write_html
+from meshrec.planner.plan_report import make_report
 from meshrec.runs.explained import explained
 from meshrec.runs.fitting import load_data
 from meshrec.runs.host_folder import check_storage, held_folder
 from meshrec.runs.job import BEGAN_VARIABLE, GOES_ON, RUN_VARIABLE, Job
 from meshrec.runs.lock import hold_as_rank
+from meshrec.runs.refit import about_refit, check_refit, refit
+from meshrec.runs.removing import drop_unstarted
 from meshrec.runs.report import write_report
 from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
 from meshrec.runs.saved_recipe import check_data, describe_data
@@ -72,7 +79,6 @@ from meshrec.train.run_folder import (
     RUNS,
     SUMMARY,
     RunFolder,
-    drop_unstarted,
     now,
     to_json,
 )
@@ -87,16 +93,18 @@ _logger = logging.getLogger("meshrec")
 
 
 def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
-    """Train as one rank, and return the summary of the run.
+    """Train as a rank, and return the run's summary.
 
     Args:
-        job: the options of the run.
-        screen: makes the observer that shows the run to its user; called on rank 0 only.
+        job: run options.
+        screen: creates the observer for the user's screen; called on rank 0 only.
 
     Raises:
-        ValueError: the run cannot be done as asked; raised on every rank.
+        ValueError: the run cannot start or finish as requested; raised on every rank.
     """
+    # The launcher's start time, so that the run's duration includes the start of the ranks.
     began = float(os.environ.get(BEGAN_VARIABLE, time.time()))
+    # Joined before the folder is claimed: rank 0 tells the others which folder it has.
     ranks = join(choose_device(job.device))
     try:
         with held_folder(job, ranks) as (folder, blind), _logged(folder, ranks):
@@ -105,6 +113,8 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
                     check_storage(job, folder, blind, ranks)
                 return _Run(job, ranks, folder, screen, began).do()
             except BaseException as error:
+                if isinstance(error, OSError):
+                    name_full_disk(error, [folder.path, tempfile.gettempdir()])
                 cause = named_failure(error) if isinstance(error, RuntimeError) else error
                 _failed(folder, ranks, cause, blind)
                 if cause is not error:
@@ -116,7 +126,8 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
 
 
 def _failed(folder: RunFolder, ranks: Ranks, error: BaseException, blind: Sequence[int]) -> None:
-    """Write the error to the run's folder, for the launcher and for later readers."""
+    """Write the error to the run folder, for the launcher and for later readers."""
+    # Without MeshRec's launcher, nobody else records the failure or removes an unstarted folder.
     alone = RUN_VARIABLE not in os.environ
     try:
         folder.error(ranks.rank).write_text("".join(traceback.format_exception(error)))
@@ -129,14 +140,14 @@ def _failed(folder: RunFolder, ranks: Ranks, error: BaseException, blind: Sequen
 
 
 def line_of(error: BaseException) -> str:
-    """Return an error as one line."""
+    """Return an error as a single line."""
     text = str(error).strip().splitlines()
     message = text[0] if text else ""
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
 def record_failure(folder: RunFolder, error: str) -> None:
-    """Record in the run's folder that the run failed, and write the report of what was trained."""
+    """Record the failure in the run folder, and write a report on the completed training."""
     if (folder.path / CONFIG).exists():
         step = max((line["step"] for line in folder.metrics()), default=None)
         folder.write_state("failed", error=error, step=step)
@@ -145,13 +156,14 @@ def record_failure(folder: RunFolder, error: str) -> None:
 
 @contextmanager
 def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """Write the log to the rank's own file while inside. Rank 0 also shows warnings, for all ranks."""
+    """Write the log to this rank's file in this context. Rank 0 also shows warnings, for all ranks."""
     handlers: list[logging.Handler] = [logging.FileHandler(folder.log(ranks.rank))]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if ranks.is_first and not logging.getLogger().handlers:
         handlers.append(logging.StreamHandler())
         handlers[1].setLevel(logging.WARNING)
     before = _logger.level, _logger.propagate
+    # The file records INFO; the console handler above shows only warnings.
     _logger.setLevel(min(logging.INFO, _logger.level or logging.INFO))
     _logger.propagate = before[1] and ranks.is_first
     for handler in handlers:
@@ -169,12 +181,13 @@ def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 
 
 class _Run:
-    """One run on one rank."""
+    """A run on one rank."""
 
     def __init__(
         self, job: Job, ranks: Ranks, folder: RunFolder, screen: Callable[[RunFolder], Observer], began: float
     ) -> None:
         self._job, self._ranks, self._folder = job, ranks, folder
+        # Empty on ranks other than 0, unless the job has an observer for every rank.
         self._observers: list[Observer] = []
         if ranks.is_first:
             self._observers = [
@@ -191,13 +204,15 @@ class _Run:
             self._store = ObjectStore(job.store).under(ranks.share(folder.path.name))
 
     def do(self) -> dict[str, Any]:
-        """Run everything from the comparison of the ranks to the summary, which is returned."""
+        """Run all stages from comparing the ranks to the summary, and return the summary."""
         stop = StopRequest()
         with stop.listening():
             if RUN_VARIABLE in os.environ:
                 stop_with_parent()
-            self._folder.error(self._ranks.rank).unlink(missing_ok=True)
+            # An error file from an earlier start would look like a failure of this start.
+            self._folder.discard(self._folder.error(self._ranks.rank))
             self._compare_starts()
+            check_refit(self._job)
             seed = self._job.recipe.training.seed
             torch.manual_seed(seed)  # a source of data that draws numbers draws the same ones on every rank
             seed_python_and_numpy(seed, "data")
@@ -215,6 +230,8 @@ class _Run:
             )
             self._resume(trainer)
             self._write_inputs(trainer)
+            # Loading and planning may take any time; only from here on do ranks expect answers within the
+            # timeout.
             self._ranks.wait_for_all()
             self._ranks.expect_answers_within(self._job.rank_timeout)
             trained = trainer.progress.seconds
@@ -222,42 +239,57 @@ class _Run:
             skipped = _merged(self._ranks.collect(dict(dataset.skipped)))
             summary = self._summary(trainer, trainer.progress.seconds - trained, skipped)
             summary["explained"] = explained(trainer, self._folder)
+            if self._job.final is not None and summary["state"] == "finished":
+                self._refit(trainer, summary, stop)
             if self._ranks.is_first:
                 self._conclude(trainer, summary, stop)
             self._ranks.wait_for_all()
+        # The process that asked to stop leaves; on other hosts the launcher restarts the ranks.
         if trainer.stopped and stop.signal is None and goes_on_without_a_host():
             return {**summary, GOES_ON: True}
         return summary
+
+    def _refit(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
+        """Refit on all rows, and add the result to the summary. Collective."""
+        self._tell(Said("fitting again on all rows, validation and test rows too"))
+
+        def tell(done: float) -> None:
+            self._tell(Advanced("the fit on all rows", done))
+
+        found = refit(self._job, trainer, self._folder, self._ranks, stop=stop, tell=tell)
+        if found.is_stopped:
+            summary["state"] = "stopped"
+        else:
+            summary["final"] = about_refit(found, self._folder, summary)
+            self._tell(Said(summary["final"]["text"]))
 
     def _compare_starts(self) -> None:
         """Check that the ranks were started alike. Collective."""
         job = self._job
         # The name is not compared: rank 0 alone chooses the folder.
-        names = ("resume", "changes", "profile", "baselines", "track", "rank_timeout", "keep", "store")
+        names = (
+            "resume",
+            "changes",
+            "profile",
+            "baselines",
+            "track",
+            "rank_timeout",
+            "keep",
+            "store",
+            "final",
+        )
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
         options["device"] = self._ranks.device.type
         compare_ranks(self._ranks, describe_start(job.recipe, job.source, options), "were not started alike")
 
     def _load(self) -> "Dataset":
-        """Load the data, and compare it with that of the other ranks. Collective.
+        """Load the data, and compare it between ranks. Collective.
 
         Raises:
-            ValueError: on every rank, where one cannot load its data, or has other data.
+            Exception: on every rank, if any rank cannot load the data, or has other data.
         """
-        dataset, failure = None, None
-        try:
+        with together(self._ranks.axis, "loading the data"):
             dataset = load_data(self._job.recipe.data, self._folder, self._ranks)
-        except ValueError as error:
-            failure = error
-        failures = self._ranks.collect(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(failures):
-            if text is not None:
-                raise ValueError(
-                    f"rank {rank} cannot load its data: {text}. Repair it, and start all ranks again."
-                )
-        assert dataset is not None
         compare_ranks(self._ranks, describe_dataset(dataset), "have loaded different data")
         return dataset
 
@@ -302,6 +334,8 @@ class _Run:
             "data": describe_data(trainer.dataset),
             "ranks": self._ranks.size,
             "device": self._ranks.device.type,
+            "baselines": self._job.baselines,
+            "final": self._job.final,
             "began": before.get("began", self._began),
             "torch": torch.__version__,
             "starts": [*before.get("starts", []), start],
@@ -309,6 +343,7 @@ class _Run:
         }
         self._folder.write_json(CONFIG, config, seal=True)
         self._folder.write_state("running", step=trainer.progress.step)
+        # None if the model is unsharded.
         plan = trainer.built.plan
         if plan is not None:
             save_plan(plan, self._folder.plan)
@@ -319,8 +354,8 @@ class _Run:
     ) -> dict[str, Any]:
         progress = trainer.progress
         error = None
-        if not trainer.keeper.is_saved:
-            error = f"the last checkpoint could not be saved: {trainer.keeper.failures[-1]}"
+        if not trainer.saver.is_saved:
+            error = f"the last checkpoint could not be saved: {trainer.saver.failures[-1]}"
         return {
             "state": "failed" if error else "stopped" if trainer.stopped else "finished",
             "error": error,
@@ -334,20 +369,38 @@ class _Run:
             "train_seconds_of_all_starts": progress.seconds,
             "seconds": time.time() - self._start,
             "samples_per_second": progress.num_samples / progress.seconds if progress.seconds else 0.0,
+            "ended_because": trainer.ended_because,
             "best_step": trainer.judge.early.best_step,
             "weights_step": trainer.judge.weights_step,
             "validation": trainer.validation,
             "test": trainer.test,
             "curves": trainer.judge.curves,
+            "dense_precision": self._precision(trainer),
             "baselines": {},
             "baselines_test": {},
             "best_possible_auc": trainer.dataset.best_auc,
+            "held_back": self._held_back(trainer.dataset),
             "checkpoints": self._checkpoints(trainer.judge.weights_step),
-            "failed_saves": trainer.keeper.failures,
+            "failed_saves": trainer.saver.failures,
             "phases": self._phases(trainer),
             "began": self._began,
             "ended": now(),
         }
+
+    def _precision(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the dense precision, and for bf16 the loss of the weights in both precisions."""
+        check = trainer.loss_check
+        if check is None:
+            return {"used": "bf16" if trainer.precision.bf16 else "fp32"}
+        return {"used": "bf16", **check._asdict(), "difference": check.difference}
+
+    def _held_back(self, dataset: "Dataset") -> int:
+        """Return the number of additional samples in a refit on all rows; 0 without a source of all rows."""
+        try:
+            self._job.recipe.data.all_rows()
+        except ValueError:
+            return 0
+        return sum(part.num_samples for part in (dataset.validation, dataset.test) if part is not None)
 
     def _checkpoints(self, weights_step: int) -> dict[str, str | None]:
         """Return the paths of the reported weights, and of the checkpoint from which training can
@@ -362,7 +415,7 @@ class _Run:
         return found
 
     def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """Return predicted and measured seconds of each phase, on its slowest rank, and of the ``step``."""
+        """Return predicted and measured seconds per phase on the slowest rank, and for the ``step``."""
         plan = trainer.built.plan
         times = read_phases(self._folder.path) if self._folder.phases.is_file() else []
         return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
@@ -373,6 +426,7 @@ class _Run:
         if self._store is not None:
             self._fetch(trainer.judge.weights_step, summary)
         summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
+        # Write the summary now, in case the baselines fail or the process is killed.
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
         judged = dataset.validation is not None or dataset.test is not None
@@ -386,7 +440,7 @@ class _Run:
         self._tell(Finished(summary))
 
     def _fetch(self, step: int, summary: dict[str, Any]) -> None:
-        """Fetch the reported weights from the store into the run's folder, where commands look for them."""
+        """Fetch the reported weights from the store into the run folder, where commands look for them."""
         assert self._store is not None
         for name in (BEST, CHECKPOINTS):
             kept = StoredCheckpoints(self._store.under(name), self._folder.path, group=None)
@@ -415,15 +469,18 @@ class _Run:
                 for data, key in (("validation", "baselines"), ("test", "baselines_test")):
                     if data in quality:
                         summary[key][name] = quality[data]
+                # Some baselines take minutes, and a screen without a terminal has no progress bar.
+                judged = quality.get("test") or quality.get("validation") or {}
+                self._tell(Said(f"baseline {name}: {leading_text(judged)}"))
         except _Stopped:
             self._tell(Said("the baselines were skipped, as you asked; the run itself is complete"))
 
 
 def goes_on_without_a_host() -> bool:
-    """Return whether an elastic launcher of several hosts starts this host's ranks again when they fail.
+    """Return whether an elastic launcher on several hosts restarts this host's ranks when they fail.
 
-    In that case, after a signal, the ranks of the host that leaves end with exit code 0. All other ranks fail
-    on purpose, so that the launcher starts them again in a smaller world.
+    In this case, after a signal, ranks on the leaving host end with exit code 0. All other ranks fail on
+    purpose, so that the launcher restarts them in a smaller world.
     """
     values = [
         int(os.environ.get(f"{name}", "0"))
@@ -433,28 +490,28 @@ def goes_on_without_a_host() -> bool:
 
 
 class _Stopped(Exception):
-    """Raised during the baselines when the user asks the run to stop."""
+    """Raised while baselines are computed, when the user asks the run to stop."""
 
 
 def commands(folder: RunFolder) -> dict[str, str]:
-    """Return the commands to type next: to resume the run, export its weights, and load them in Python."""
-    runs = "" if folder.path.parent == RUNS else f" --runs {folder.path.parent}"
+    """Return the next commands to type: to resume the run, export the weights, and load them in Python."""
+    runs = "" if folder.path.parent == RUNS else f" --runs {quote(str(folder.path.parent))}"
+    name, path = folder.path.name, quote(str(folder.path))
     return {
-        "resume": f"meshrec train --resume --name {folder.path.name}{runs}",
-        "export": f"meshrec checkpoint export {folder.path} {folder.path.name}.safetensors",
-        "evaluate": f"meshrec evaluate {folder.path} --data FILES",
-        "predict": f"meshrec predict {folder.path} --data FILES --out scores.parquet",
-        "recommend": f"meshrec recommend {folder.path} --users FILE -k 20 --out recs.parquet",
-        "package": f"meshrec export {folder.path} --out {folder.path.name}-package",
-        "serve": f"meshrec serve {folder.path.name}-package",
-        "load": f'meshrec.checkpoint.load("{folder.path}", {{"model": model}})',
+        "resume": f"meshrec train --resume --name {quote(name)}{runs}",
+        "final": f"meshrec train --resume --name {quote(name)}{runs} --final all",
+        "export": f"meshrec checkpoint export {path} {quote(f'{name}.safetensors')}",
+        "evaluate": f"meshrec evaluate {path} --data FILES",
+        "predict": f"meshrec predict {path} --data FILES --out scores.parquet",
+        "recommend": f"meshrec recommend {path} --users FILE -k 20 --out recs.parquet",
+        "package": f"meshrec export {path} --out {quote(f'{name}-package')}",
+        "serve": f"meshrec serve {quote(f'{name}-package')}",
+        "load": f'meshrec.checkpoint.load({json.dumps(str(folder.path))}, {{"model": model}})',
     }
 
 
 def _merged(found: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Merge the rows that ranks skipped, by file and reason. Ranks that read the same window name the same
-    rows.
-    """
+    """Merge rows skipped by ranks, by file and reason. Ranks with the same window report the same rows."""
     merged: dict[str, dict[str, int]] = {}
     for of_rank in found:
         for file, reasons in of_rank.items():

@@ -1,4 +1,4 @@
-"""An HTTP server for packages: batching, limits, several models, versions that replace each other."""
+"""HTTP server for packages: dynamic batching, limits, several models, and updates without downtime."""
 
 from meshrec.serve.batching import Limits
 from meshrec.serve.options import ConnectionLimits, ServerOptions

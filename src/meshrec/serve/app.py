@@ -1,7 +1,7 @@
-"""The routes of a server other than those for scores, and the check of the token before all routes."""
+"""Routes other than scoring, and the token check for all routes."""
 
 import hmac
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version as version_of
 from typing import Any, Protocol
 
@@ -12,61 +12,66 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshrec.data.faults import shown
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Served
 from meshrec.serve.open_api import page, schema
 from meshrec.serve.open_inference import metadata
 from meshrec.serve.origins import check_origin
 from meshrec.serve.requests import RequestError
-from meshrec.serve.scoring import Scoring, asked_by, refusal, respond
+from meshrec.serve.samples import read_json
+from meshrec.serve.scoring import Scoring, body_of, refusal, respond, score_request_of
 
 _EXTENSIONS = ["binary_tensor_data", "model_repository"]
+_MOST_BYTES = 1 << 20
+"""Maximum body size of model repository requests."""
 
 
-class Everywhere(Protocol):
-    """A function that changes a model in every worker of a server."""
+class ChangeAllWorkers(Protocol):
+    """Function which changes a model in every worker."""
 
     async def __call__(self, action: str, model: str, delta: int | None = None) -> None:
-        """Load a model, with the deltas up to ``delta`` or with all, or unload it.
+        """Load or unload a model.
 
         Args:
             action: ``load`` or ``unload``.
-            model: the model's name.
-            delta: the last delta; None takes all.
+            model: model name.
+            delta: last delta to apply; None: all.
 
         Raises:
-            RequestError: a worker failed; the message is the first such worker's.
+            RequestError: a worker failed; the error is the first one received.
         """
 
 
 class Routes:
-    """The routes of a server other than those for scores.
+    """HTTP handlers for all requests except scoring: health, models, metrics and API pages.
 
     Args:
-        repository: the server's models.
-        metrics: the server's metrics.
-        everywhere: loads and unloads models in every worker.
-        refusal: returns why a request for scores would be refused now; None if it would be answered.
+        repository: models.
+        metrics: server metrics.
+        change_all: function which loads or unloads a model in every worker process.
+        refusal: function which returns the reason why the server refuses scoring requests now, or None if it
+            accepts them.
         admin: whether requests may load and unload models.
-        hosts: names of this server that such requests may use; None if clients have to show a token.
+        hosts: allowed ``Host`` names for such requests; None if clients must send a token instead.
     """
 
     def __init__(
         self,
         repository: Repository,
         metrics: Metrics,
-        everywhere: Everywhere,
+        change_all: ChangeAllWorkers,
         refusal: Callable[[], str | None],
         *,
         admin: bool = True,
         hosts: Collection[str] | None = (),
     ) -> None:
         self._repository, self._metrics = repository, metrics
-        self._everywhere, self._refusal = everywhere, refusal
+        self._change_all, self._refusal = change_all, refusal
         self._admin, self._hosts = admin, hosts
 
     def app(self) -> Starlette:
-        """Return an application with all of these routes."""
+        """Return an application with these routes."""
         get, post = ["GET"], ["POST"]
         model = "/v2/models/{model}"
         routes = [
@@ -102,14 +107,14 @@ class Routes:
 
     async def _ready(self, _: HttpRequest) -> Response:
         refusal, problems = self._refusal(), self._repository.problems
-        said: dict[str, Any] = {"ready": refusal is None}
+        status: dict[str, Any] = {"ready": refusal is None}
         if refusal is not None:
-            said["reason"] = refusal
+            status["reason"] = refusal
         if problems:
-            said["reasons"] = problems
+            status["reasons"] = problems
         if refusal is None:
-            return JSONResponse(said)
-        return JSONResponse(said, 503, {"Retry-After": "1"})
+            return JSONResponse(status)
+        return JSONResponse(status, 503, {"Retry-After": "1"})
 
     async def _metadata(self, http: HttpRequest) -> Response:
         served = self._served(http)
@@ -119,31 +124,39 @@ class Routes:
         served = self._served(http)
         return JSONResponse({"name": served.name, "ready": True})
 
-    async def _index(self, _: HttpRequest) -> Response:
-        return JSONResponse(self._repository.index())
+    async def _index(self, http: HttpRequest) -> Response:
+        given = await _fields_of(http, ("ready",))
+        only_ready = given.get("ready", False)
+        if type(only_ready) is not bool:
+            raise RequestError(f"ready must be true or false, got {shown(only_ready)}.")
+        index = self._repository.index()
+        return JSONResponse([entry for entry in index if entry["state"] == "READY"] if only_ready else index)
 
     async def _load(self, http: HttpRequest) -> Response:
         self._check_admin(http)
-        await self._everywhere("load", http.path_params["model"])
+        await _check_parameters(http)
+        await self._change_all("load", http.path_params["model"])
         return JSONResponse({})
 
     async def _unload(self, http: HttpRequest) -> Response:
         self._check_admin(http)
-        await self._everywhere("unload", http.path_params["model"])
+        await _check_parameters(http, "unload_dependents")  # models have no dependents
+        await self._change_all("unload", http.path_params["model"])
         return JSONResponse({})
 
     async def _rollback(self, http: HttpRequest) -> Response:
         self._check_admin(http)
         text = http.path_params["delta"]
         if not text.isascii() or not text.isdecimal() or len(text) > 18:
-            raise RequestError(f"a delta has a number, such as 15, and not {text[:40]!r}.")
-        await self._everywhere("load", http.path_params["model"], int(text))
+            raise RequestError(f"the delta must be a number such as 15, got {text[:40]!r}.")
+        await _check_parameters(http)
+        await self._change_all("load", http.path_params["model"], int(text))
         return JSONResponse({})
 
     def _check_admin(self, http: HttpRequest) -> None:
         if not self._admin:
             raise RequestError(
-                "this server was started with --no-admin. Start it without, to change models.",
+                "this server was started with --no-admin. To change models, start it without that option.",
                 403,
             )
         if self._hosts is not None:
@@ -167,29 +180,33 @@ class Routes:
 
 
 class Guard:
-    """The entry of a server: it checks the token, and passes requests on.
+    """Entry point for requests: checks the token, then dispatches.
 
-    While the server stops, its answers tell clients to close their connections.
+    While the server stops, answers tell clients to close their connections.
 
     Args:
-        scoring: answers the requests for scores.
-        app: answers all others.
-        token: the token that clients must show, except for health; None if they need none.
+        scoring: answers scoring requests.
+        app: answers all other requests.
+        token: required bearer token, except for health checks; None: no token needed.
+
+    Attributes:
+        is_stopping: set by the server when shutdown starts; never reset.
     """
 
     def __init__(self, scoring: Scoring, app: ASGIApp, token: str | None) -> None:
         self._scoring, self._app = scoring, app
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._token = None if token is None else token.strip().encode()
         self.is_stopping = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, by the ASGI protocol."""
+        """Answer an ASGI request."""
         if scope["type"] != "http":
             return
         reply = self._closing(send) if self.is_stopping else send
-        if self._expected is not None and not scope["path"].startswith("/v2/health/"):
-            shown = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(shown, self._expected):
+        if self._token is not None and not scope["path"].startswith("/v2/health/"):
+            scheme, _, shown = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            # Constant time, so that response times do not reveal the token.
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(shown.strip(), self._token):
                 error = RequestError(
                     "the bearer token is missing or wrong. Send the header Authorization.",
                     401,
@@ -197,8 +214,8 @@ class Guard:
                 )
                 await respond(refusal(error), reply)
                 return
-        if (asked := asked_by(scope["path"])) is not None:
-            await self._scoring(asked, scope, receive, reply)
+        if (requested := score_request_of(scope["path"])) is not None:
+            await self._scoring(requested, scope, receive, reply)
         else:
             await self._app(scope, receive, reply)
 
@@ -212,6 +229,37 @@ class Guard:
         return closing
 
 
+async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any]:
+    """Return the non-null fields of a JSON body; an empty body has no fields.
+
+    Raises:
+        RequestError: not a JSON object, or a field outside ``allowed``.
+    """
+    body = await body_of(dict(http.scope["headers"]), http.receive, _MOST_BYTES)
+    given = read_json(body) if body.strip() else {}
+    if not isinstance(given, dict):
+        raise RequestError(f"the body must be a JSON object, got {shown(given)}.")
+    return _checked_names(given, allowed, "field")
+
+
+async def _check_parameters(http: HttpRequest, *allowed: str) -> None:
+    """Refuse repository parameters which this server would ignore."""
+    parameters = (await _fields_of(http, ("parameters",))).get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise RequestError(f"parameters must be a JSON object, got {shown(parameters)}.")
+    _checked_names(parameters, allowed, "parameter")
+
+
+def _checked_names(given: Mapping[str, Any], allowed: Sequence[str], kind: str) -> dict[str, Any]:
+    values = {name: value for name, value in given.items() if value is not None}
+    if unknown := sorted(values.keys() - set(allowed)):
+        raise RequestError(
+            f"unknown {kind} {shown(unknown[0])}; allowed: {list(allowed)}. Remove it: a "
+            "model has no options besides the package folder."
+        )
+    return values
+
+
 async def _refused(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return JSONResponse({"error": str(error)}, error.status, error.headers)
@@ -219,9 +267,9 @@ async def _refused(_: HttpRequest, error: Exception) -> Response:
 
 async def _unknown(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = f"{error.detail}: see / for what there is."
-    return JSONResponse({"error": said}, error.status_code, error.headers)
+    message = f"{error.detail}: see / for the available paths."
+    return JSONResponse({"error": message}, error.status_code, error.headers)
 
 
 async def _failed(_: HttpRequest, error: Exception) -> Response:
-    return JSONResponse({"error": "the server failed; its log says how."}, 500)
+    return JSONResponse({"error": "internal error; see the server log."}, 500)

@@ -1,4 +1,4 @@
-"""Dynamic batching: requests that arrive while a batch is computed form the next batch."""
+"""Dynamic batching: requests which arrive during a batch form the next batch."""
 
 import asyncio
 import math
@@ -14,16 +14,17 @@ import numpy as np
 from meshrec.serve.requests import Floats, Pieces, Request, RequestError, joined
 
 _LONGEST = 5e-3
-"""Longest time, in seconds, that a batch of several requests should take. A compiled program holds Python's
-lock, so nothing is read, answered or refused while it runs."""
+"""Maximum duration of a batch with several requests, in seconds. A compiled program holds the GIL, so the
+server neither reads, answers nor refuses requests meanwhile.
+"""
 _PIECE = 1e-3
-"""Time, in seconds, that a piece of a request should take that is too large for one batch."""
+"""Target duration, in seconds, of a piece of a request too large for a batch."""
 _MARGIN = 1.5
-"""Factor by which an estimated wait is raised before it is compared with a deadline."""
+"""Safety factor on estimated waits before comparison with deadlines."""
 
 
 class VersionedScores(NamedTuple):
-    """Scores [B] and the version of the model that computed them."""
+    """Scores [B], and the model version which computed them."""
 
     scores: Floats
     version: str
@@ -34,15 +35,16 @@ Score = Callable[[Request], VersionedScores]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of batches and of the queue."""
+    """Batch and queue limits."""
 
     max_batch: int = 512
-    """Largest number of samples in a batch. A larger request is computed in pieces, others between them."""
+    """Maximum samples per batch. Larger requests are computed in pieces, interleaved with other requests."""
     max_wait_ms: float = 0.0
-    """Milliseconds that a request may wait for others while the model is idle. With 0, a batch consists of
-    the requests that arrived while the previous one was computed."""
+    """Milliseconds a request may wait for others while the model is idle. With 0, a batch has the requests
+    which arrived during the previous batch.
+    """
     max_queue: int = 1024
-    """Largest number of requests that wait for scores; further ones are answered with 503."""
+    """Maximum number of waiting requests; further requests get status 503."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue"):
@@ -53,7 +55,7 @@ class Limits:
 
 
 class Batched(NamedTuple):
-    """Metrics of a batch: its number of samples, and the seconds that its requests had waited."""
+    """Metrics of a batch: sample count, and queue time per request in seconds."""
 
     num_samples: int
     waits: list[float]
@@ -67,13 +69,13 @@ class _Work(NamedTuple):
 
 
 class Batcher:
-    """The queue of a model. It scores requests in a thread, one batch at a time, for one event loop.
+    """Request queue of a model. A thread scores requests batch by batch, on behalf of a single event loop.
 
-    If a request cannot be scored, the others of its batch still are.
+    If scoring a batch fails, the requests are scored individually.
 
     Args:
-        score: computes the scores of samples; called in the thread.
-        limits: limits of batches and of the queue.
+        score: scores a request; called in the thread.
+        limits: batch and queue limits.
         observe: called after every batch.
     """
 
@@ -93,13 +95,13 @@ class Batcher:
         self._idle.set()
 
     def __enter__(self) -> "Batcher":
-        """Admit a request whose body has arrived. Unfinished requests take no place in the queue.
+        """Admit a request whose body has arrived. Requests still being received do not occupy the queue.
 
         Raises:
             RequestError: the queue is full (status 503).
         """
         if self.is_full:
-            raise self._busy(f"{self._num_admitted} requests are waiting already")
+            raise self._busy(f"{self._num_admitted} requests are already waiting")
         self._num_admitted += 1
         self._idle.clear()
         return self
@@ -115,11 +117,14 @@ class Batcher:
             self._idle.set()
 
     async def __call__(self, request: Request, deadline: float = math.inf) -> VersionedScores:
-        """Return the scores [B] of an admitted request.
+        """Score an admitted request.
 
         Args:
-            request: a checked request.
-            deadline: a time of ``time.monotonic``; the request is not scored after it.
+            request: checked request.
+            deadline: ``time.monotonic`` time after which the request is dropped.
+
+        Returns:
+            Scores [B] and model version.
 
         Raises:
             RequestError: the queue is too long for the deadline (status 503), the deadline has passed (504),
@@ -130,20 +135,20 @@ class Batcher:
         if request.num_samples <= self._limits.max_batch:
             return await self._queued(request, deadline)
         piece, start = Pieces(request), 0
-        found: list[VersionedScores] = []
+        scored: list[VersionedScores] = []
         while start < request.num_samples:
             stop = start + self._samples_of_a_piece()
-            found.append(await self._queued(piece(start, stop), deadline))
+            scored.append(await self._queued(piece(start, stop), deadline))
             start = stop
-        # Deltas may arrive meanwhile; all of the scores have at least those of the first piece.
-        return VersionedScores(np.concatenate([each.scores for each in found]), found[0].version)
+        # Deltas may be applied between pieces; every piece has at least the first piece's version.
+        return VersionedScores(np.concatenate([part.scores for part in scored]), scored[0].version)
 
     async def _queued(self, request: Request, deadline: float) -> VersionedScores:
         work = _Work(request, deadline, time.monotonic(), asyncio.get_running_loop().create_future())
         self._waiting.append(work)
         self._num_waiting += request.num_samples
         if self._timer is None and not self._num_running:
-            # Not at once: requests that were read with this one join its batch.
+            # On the next loop iteration: requests read in this iteration join the batch.
             self._timer = asyncio.get_running_loop().call_soon(self._on_timer)
         return await work.answer
 
@@ -153,12 +158,12 @@ class Batcher:
         return max(1, min(int(_PIECE / self._computing_per_sample), self._limits.max_batch))
 
     def check(self, deadline: float, num_samples: int | None = None) -> None:
-        """Check that a request that arrives now would get its scores before its deadline.
+        """Check that a request arriving now would be scored before the deadline.
 
         Args:
-            deadline: a time of ``time.monotonic``.
-            num_samples: the number of samples; None before the body is read, which assumes as many as usual
-                and also checks that the queue has room, so that a refusal costs little.
+            deadline: ``time.monotonic`` time.
+            num_samples: sample count; None before the body is read: assume the usual count, and also check
+                that the queue has room, so that a refusal is cheap.
 
         Raises:
             RequestError: the queue is full or too long for the deadline (status 503), or the deadline has
@@ -166,7 +171,7 @@ class Batcher:
         """
         now = time.monotonic()
         if num_samples is None and self.is_full:
-            raise self._busy(f"{self._num_admitted} requests are waiting already")
+            raise self._busy(f"{self._num_admitted} requests are already waiting")
         if deadline <= now:
             raise expired()
         if num_samples is None:
@@ -176,12 +181,12 @@ class Batcher:
             raise self._busy(f"an answer would take about {1e3 * wait:.0f} ms, past the request's deadline")
 
     async def drain(self) -> None:
-        """Wait until every admitted request has its answer, then end the thread."""
+        """Wait until all admitted requests are answered, then end the thread."""
         await self._idle.wait()
         self._pool.shutdown(wait=False)
 
     async def in_thread(self, call: Callable[[], None]) -> None:
-        """Run a function in the thread that computes batches, between two of them."""
+        """Run a function in the scoring thread, between batches."""
         await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     def _busy(self, reason: str) -> RequestError:
@@ -202,27 +207,28 @@ class Batcher:
             return
         self._num_running = sum(work.request.num_samples for work in batch) or 1
         running = asyncio.get_running_loop().run_in_executor(self._pool, self._scores, batch)
-        running.add_done_callback(lambda done: self._finish(batch, now, done))
+        running.add_done_callback(lambda future: self._finish(batch, now, future))
 
     def _on_timer(self) -> None:
         self._timer = None
         self._start()
 
     def _take(self, now: float) -> list[_Work]:
-        """Take the next batch from the queue: as many requests as it may contain, without expired ones."""
+        """Take the next batch from the queue, dropping expired requests."""
         batch: list[_Work] = []
         num_samples = 0
         while self._waiting:
             work = self._waiting[0]
-            wanted = work.deadline > now and not work.answer.done()
+            is_live = work.deadline > now and not work.answer.done()
             together = num_samples + work.request.num_samples
-            if wanted and batch and together > self._limits.max_batch:
+            if is_live and batch and together > self._limits.max_batch:
                 break
-            if wanted and batch and together * self._computing_per_sample > _LONGEST:
+            # Computing time alone: queueing does not hold the GIL.
+            if is_live and batch and together * self._computing_per_sample > _LONGEST:
                 break
             self._waiting.popleft()
             self._num_waiting -= work.request.num_samples
-            if wanted:
+            if is_live:
                 batch.append(work)
                 num_samples += work.request.num_samples
             elif not work.answer.done():
@@ -230,46 +236,49 @@ class Batcher:
         return batch
 
     def _scores(self, batch: Sequence[_Work]) -> list[VersionedScores | Exception]:
-        """Return the scores of each request, or the error that it causes. Called in the thread."""
+        """Return scores or an error per request. Runs in the thread."""
         requests = [work.request for work in batch]
-        found: list[VersionedScores | Exception] = []
+        results: list[VersionedScores | Exception] = []
         try:
             scores, version = self._score(joined(requests))
             start = 0
             for request in requests:
-                found.append(VersionedScores(scores[start : start + request.num_samples], version))
+                results.append(VersionedScores(scores[start : start + request.num_samples], version))
                 start += request.num_samples
         except Exception as error:
             if len(batch) == 1:
                 return [error]
-            return [each for work in batch for each in self._scores([work])]
-        return found
+            return [result for work in batch for result in self._scores([work])]
+        return results
 
     def _finish(
-        self, batch: Sequence[_Work], began: float, done: "asyncio.Future[list[VersionedScores | Exception]]"
+        self,
+        batch: Sequence[_Work],
+        began: float,
+        future: "asyncio.Future[list[VersionedScores | Exception]]",
     ) -> None:
         now = time.monotonic()
-        # Under load, reading and answering requests takes a share of the time as well.
+        # Wall time since the last batch: under load, reading and answering requests also takes time.
         since = max(self._finished, min(work.since for work in batch))
         self._finished = now
         pace = (now - since) / self._num_running
         self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)
         computing = (now - began) / self._num_running
         if self._computing_per_sample:
-            computing = min(computing, 2 * self._computing_per_sample)  # one hiccup says little
+            computing = min(computing, 2 * self._computing_per_sample)  # damp outliers
         self._computing_per_sample += 0.2 * (computing - self._computing_per_sample)
         num_samples, self._num_running = self._num_running, 0
         self._start()
-        for work, found in zip(batch, done.result(), strict=True):
+        for work, result in zip(batch, future.result(), strict=True):
             if work.answer.done():
-                continue  # the client went away
-            if isinstance(found, Exception):
-                work.answer.set_exception(found)
+                continue  # the client disconnected
+            if isinstance(result, Exception):
+                work.answer.set_exception(result)
             else:
-                work.answer.set_result(found)
+                work.answer.set_result(result)
         self._observe(Batched(num_samples, [began - work.since for work in batch]))
 
 
 def expired() -> RequestError:
-    """Return the error of a request whose deadline has passed."""
-    return RequestError("the deadline has passed, nothing was computed. Give more time.", 504)
+    """Return the error for a request past the deadline."""
+    return RequestError("the deadline passed before the request was computed. Allow more time.", 504)

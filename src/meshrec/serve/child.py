@@ -1,10 +1,11 @@
-"""Child processes for work that a server must not do itself.
+"""Child processes for work which must not run in the server.
 
-Reading a large body would keep the event loop from all other clients (`reading`). Loading a damaged package
-could end the process (`trial`).
+Parsing a large body would block the event loop (`reading`). Loading a damaged package could end the process
+(`trial`).
 
-A fork copies one thread, and the locks that other threads hold, which nobody releases in the copy. So only a
-process with a single thread forks. Any other process starts a new interpreter, which takes seconds.
+A fork copies only the calling thread, together with locks held by other threads, which are never released in
+the copy. So only a single-threaded process forks. Otherwise a new interpreter is started, which takes
+seconds.
 """
 
 import contextlib
@@ -22,21 +23,23 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from meshrec.interpreter import interpreter_arguments
+
 _SIZE = struct.Struct("<Q")
 _SOCKET = 3
 """File descriptor of the connection in a new interpreter."""
-_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from meshrec.serve.child import begin; begin()"
+_PROGRAM = "from meshrec.serve.child import run_child; run_child()"
 Work = Callable[[socket.socket], None]
 
 
 class Child:
-    """A process that answers questions one after another, until its parent is gone.
+    """Process which answers questions in order, until the parent exits.
 
-    A process with a single thread forks it at once. Otherwise call `start` before the first question.
+    A single-threaded process forks it on construction. Otherwise, call `start` before the first question.
 
     Args:
-        work: a function of a module that is called in the child process with its end of the connection. It
-            raises EOFError once the parent's end is closed.
+        work: module-level function, called in the child with the child's end of the connection. It raises
+            EOFError once the parent's end is closed.
     """
 
     def __init__(self, work: Work) -> None:
@@ -48,14 +51,14 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether the child was started and can answer. One that ended between two questions cannot."""
+        """Whether the child runs. Also detects a child which ended since the last question."""
         if self._socket is not None and os.waitpid(self._pid, os.WNOHANG)[0]:
-            self._socket.close()  # not `stop`: by now another process may have this ID
+            self._socket.close()  # not `stop`: the reaped process ID may already be reused
             self._socket = None
         return self._socket is not None
 
     def start(self) -> None:
-        """Start the child: by a fork if this process has a single thread, else as a new interpreter."""
+        """Start the child: fork if this process is single-threaded, else start an interpreter."""
         here, there = socket.socketpair()
         with there:
             if _has_other_threads():
@@ -67,22 +70,22 @@ class Child:
                     _live(there, self._work)
         self._socket = here
 
-    def ask(self, *what: Any) -> Any:
-        """Send a question, and return the answer.
+    def ask(self, *question: Any) -> Any:
+        """Send a question and return the answer.
 
         Raises:
-            EOFError: the process ended. `start` starts another one.
+            EOFError: the child ended. Call `start` to replace it.
         """
         assert self._socket is not None
         try:
-            send(self._socket, *what)
+            send(self._socket, *question)
             return receive(self._socket)
         except (OSError, EOFError) as error:
             self.stop()
             raise EOFError("the child process ended") from error
 
     def stop(self) -> None:
-        """Stop the child process."""
+        """Kill the child."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -92,21 +95,21 @@ class Child:
                 os.waitpid(self._pid, 0)
 
 
-def begin() -> None:
-    """Run the function that the parent sends first. A new interpreter begins here."""
+def run_child() -> None:
+    """Entry point of a new interpreter: receive the work function and run it."""
     parent = socket.socket(fileno=_SOCKET)
     work: Work = receive(parent)
     _live(parent, work)
 
 
 def _has_other_threads() -> bool:
-    """Return whether a fork would leave threads behind."""
+    """Return whether this process has threads which a fork would lose."""
     tasks = Path("/proc/self/task")
     if threading.active_count() > 1 or not tasks.is_dir():
         return True
-    # NumPy's OpenBLAS has threads from the start, but ends them before a fork.
+    # OpenBLAS starts threads on import, and ends them before a fork: fork once, then count.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads; this child only exits
+        warnings.simplefilter("ignore", DeprecationWarning)  # this child only exits
         pid = os.fork()
     if not pid:
         os._exit(0)
@@ -115,13 +118,13 @@ def _has_other_threads() -> bool:
 
 
 def _start_interpreter(parent: socket.socket) -> int:
-    """Start an interpreter that runs `begin`, and return its process ID.
+    """Start an interpreter which runs `run_child`, and return the process ID.
 
-    It inherits the standard streams and the socket, and no other file descriptor.
+    It inherits the standard streams and the socket, but no other file descriptors.
     """
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-c", _PROGRAM, *sys.path],
+        [sys.executable, *interpreter_arguments(_PROGRAM, sys.path)],
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, parent.fileno(), _SOCKET)],
     )
@@ -129,7 +132,7 @@ def _start_interpreter(parent: socket.socket) -> int:
 
 def _live(parent: socket.socket, work: Work) -> NoReturn:
     try:
-        # The socket that clients connect to is among those that were inherited, and must end with the server.
+        # Close the inherited listening socket: it must end with the server.
         os.closerange(3, parent.fileno())
         os.closerange(parent.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         for number in (signal.SIGINT, signal.SIGHUP):
@@ -140,11 +143,11 @@ def _live(parent: socket.socket, work: Work) -> NoReturn:
         os._exit(0)
 
 
-def send(to: socket.socket, *what: Any) -> None:
-    """Send objects. Arrays and bytes are sent from their own memory, and other threads run meanwhile."""
+def send(to: socket.socket, *objects: Any) -> None:
+    """Send objects. Arrays and bytes are sent without a copy, and the GIL is released meanwhile."""
     buffers: list[pickle.PickleBuffer] = []
-    plain = [pickle.PickleBuffer(each) if isinstance(each, bytes) else each for each in what]
-    head = pickle.dumps(plain if len(what) > 1 else what[0], 5, buffer_callback=buffers.append)
+    plain = [pickle.PickleBuffer(item) if isinstance(item, bytes) else item for item in objects]
+    head = pickle.dumps(plain if len(objects) > 1 else objects[0], 5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
     sizes = [len(head), *(view.nbytes for view in views)]
     to.sendall(_SIZE.pack(len(sizes)) + b"".join(map(_SIZE.pack, sizes)))
@@ -154,10 +157,10 @@ def send(to: socket.socket, *what: Any) -> None:
 
 
 def receive(source: socket.socket) -> Any:
-    """Return what `send` sent: the object, or the list of several.
+    """Return the object sent by `send`, or a list if several were sent.
 
     Raises:
-        EOFError: the other process is gone.
+        EOFError: the other process ended.
     """
     (num,) = _SIZE.unpack(_exactly(source, _SIZE.size))
     sizes = [size for (size,) in _SIZE.iter_unpack(_exactly(source, num * _SIZE.size))]
@@ -166,11 +169,11 @@ def receive(source: socket.socket) -> Any:
 
 
 def _exactly(source: socket.socket, size: int) -> memoryview:
-    found = np.empty(size, np.uint8).data  # not filled with zeros first
+    buffer = np.empty(size, np.uint8).data  # unlike bytearray, not zeroed
     at = 0
     while at < size:
-        num = source.recv_into(found[at:])
+        num = source.recv_into(buffer[at:])
         if not num:
-            raise EOFError("the other process is gone")
+            raise EOFError("the other process ended")
         at += num
-    return found
+    return buffer

@@ -1,14 +1,15 @@
-"""The connections of a server process: how many there are, what they hold, and when they are closed.
+"""Connection limits of a server process: number, memory and deadlines.
 
-uvicorn answers whoever has sent a whole request. What a client may hold until then is limited here: headers,
-bodies and idle connections have deadlines and sizes. A client that opens ever more connections loses its own
-slowest one.
+uvicorn only acts on complete requests. Until then, this module limits clients: headers, bodies and idle
+connections have deadlines and maximum sizes. A client which opens too many connections loses the slowest.
 """
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
@@ -23,17 +24,32 @@ from meshrec.serve.options import ConnectionLimits
 
 _SECONDS_BETWEEN_SWEEPS = 0.25
 _SECONDS_TO_LINGER = 2.0
-"""Seconds for which a refused connection still reads. If it closed with unread data, the kernel would reset
-it, and the client would lose the answer."""
+"""Seconds for which a refused connection continues reading. Closing it with unread data would make the kernel
+reset the connection, and the client would lose the answer.
+"""
 _MOST_PIPELINED = 64
 _MOST_HEADERS = 256
-_TOO_MUCH = "the server holds too many bytes of unanswered requests. Try again later."
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::\d*)?", re.ASCII)
+"""Grammar of the Host header: name or address, and port (RFC 9110, 7.2)."""
+_SINGLE_HEADERS = (
+    b"host",
+    b"authorization",
+    b"content-encoding",
+    b"content-type",
+    b"inference-header-content-length",
+    b"origin",
+    b"sec-fetch-site",
+    b"transfer-encoding",
+    b"x-timeout-ms",
+)
+"""Headers allowed once: servers and proxies differ in which of two values they use."""
+_TOO_MUCH = "unanswered requests take too much memory on the server. Try again later."
 IDLE, HEADER, BODY, UNREAD, REFUSED = "idle", "header", "body", "unread", "refused"
 ANSWER, ANSWERS = "answer", "answers"
 
 
 class _Waits(NamedTuple):
-    """The state of a connection: what it waits for, and since when."""
+    """What a connection waits for, and since when."""
 
     state: str
     since: float
@@ -43,21 +59,22 @@ class Connections:
     """All connections of a server process.
 
     Args:
-        limits: what clients may hold.
-        count: a function that is called with the status of each refusal.
+        limits: per-client and total limits.
+        count: called with the status of every refusal.
     """
 
     def __init__(self, limits: ConnectionLimits, count: Callable[[int], None] = lambda _: None) -> None:
         self.limits, self.count = limits, count
-        # Dictionaries as ordered sets: the connections that were opened first come first.
+        # Dictionaries as ordered sets, oldest connection first; from `admit` until `leave`.
         self._all: dict[Connection, None] = {}
         self._of: dict[str, dict[Connection, None]] = {}
+        # Bytes of unanswered requests, over all connections and `reserve` calls.
         self._held = 0
         self._sweep: asyncio.TimerHandle | None = None
 
     @property
     def refusal(self) -> str | None:
-        """The reason why a new request would be refused; None if it would not be."""
+        """Why a new request would be refused; None if it would be accepted."""
         if self._held >= self.limits.max_unanswered and self._largest() is None:
             return f"requests of {self._held} bytes wait for their answers already"
         if len(self._all) >= self.limits.max_connections and self._slowest(self._all) is None:
@@ -65,17 +82,18 @@ class Connections:
         return None
 
     def admit(self, connection: "Connection") -> str | None:
-        """Admit a new connection. If there are too many, close the slowest one.
+        """Register a new connection, closing the slowest one if there are too many.
 
         Returns:
-            The reason why it is refused, or None.
+            Reason for refusing the connection, or None.
         """
-        own = self._of.get(connection.owner, {})
+        siblings = self._of.get(connection.owner, {})
         limits = self.limits
         refusal = None
-        if len(own) >= limits.max_per_client and not self._evict(own):
-            refusal = f"{len(own)} connections of this client wait for their answers already"
+        if len(siblings) >= limits.max_per_client and not self._evict(siblings):
+            refusal = f"{len(siblings)} connections of this client wait for their answers already"
         elif len(self._all) >= limits.max_connections:
+            # The client with most connections gives way first.
             crowd = max(self._of.values(), key=len)
             if not self._evict(crowd) and not self._evict(self._all):
                 refusal = f"{len(self._all)} connections wait for their answers already"
@@ -86,29 +104,29 @@ class Connections:
         return refusal
 
     def leave(self, connection: "Connection") -> None:
-        """Remove a connection that is closed."""
+        """Unregister a closed connection."""
         if connection not in self._all:
             return
-        own = self._of[connection.owner]
-        del self._all[connection], own[connection]
-        if not own:
+        siblings = self._of[connection.owner]
+        del self._all[connection], siblings[connection]
+        if not siblings:
             del self._of[connection.owner]
         if not self._all and self._sweep is not None:
             self._sweep.cancel()
             self._sweep = None
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes of an unfinished body. If there are too many in all, refuse the largest bodies."""
+        """Count bytes of an incomplete body. Above the limit, refuse the largest bodies."""
         self._held += num_bytes
         while self._held > self.limits.max_unanswered and (largest := self._largest()) is not None:
             largest.refuse(503, _TOO_MUCH)
 
     def release(self, num_bytes: int) -> None:
-        """Subtract bytes that `hold` or `reserve` counted."""
+        """Subtract bytes counted by `hold` or `reserve`."""
         self._held -= num_bytes
 
     def reserve(self, num_bytes: int) -> str | None:
-        """Count bytes of a complete request; return the reason if there are too many in all."""
+        """Count bytes of a complete request; return the reason if the limit is exceeded."""
         if self._held + num_bytes > self.limits.max_unanswered:
             return _TOO_MUCH
         self._held += num_bytes
@@ -116,11 +134,11 @@ class Connections:
 
     def _largest(self) -> "Connection | None":
         unfinished = (
-            each
-            for each in self._all
-            if each.held and each.waits().state == BODY and not each.transport.is_closing()
+            connection
+            for connection in self._all
+            if connection.held and connection.waits().state == BODY and not connection.transport.is_closing()
         )
-        return max(unfinished, key=lambda each: each.held, default=None)
+        return max(unfinished, key=lambda connection: connection.held, default=None)
 
     def _evict(self, some: "Iterable[Connection]") -> bool:
         slowest = self._slowest(some)
@@ -133,26 +151,26 @@ class Connections:
 
     @staticmethod
     def _slowest(some: "Iterable[Connection]") -> "Connection | None":
-        """Return the connection whose request or answer has been unfinished longest.
+        """Return the connection whose request or answer has been incomplete longest.
 
-        If there is none, return the one that has been idle longest. If there is none of these either, take
-        one that waits for several answers: its client has to send these requests again.
+        Otherwise, return the connection which has been idle longest; otherwise, one which waits for several
+        pipelined answers, because the client must resend those requests.
         """
-        found: Connection | None = None
+        slowest: Connection | None = None
         last = {IDLE: 1, ANSWERS: 2}
         lowest = (3, 0.0)
-        for each in some:
-            if lowest[0] == 0 and lowest[1] <= each.opened:
-                break  # neither this one nor a later one can have been unfinished for longer
-            state, since = each.waits()
+        for connection in some:
+            if lowest[0] == 0 and lowest[1] <= connection.opened:
+                break  # later connections are newer, so they cannot have waited longer
+            state, since = connection.waits()
             if state != ANSWER and (order := (last.get(state, 0), since)) < lowest:
-                found, lowest = each, order
-        return found
+                slowest, lowest = connection, order
+        return slowest
 
     def _on_sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Drop connections whose deadline has passed.
+        """Drop connections past their deadline.
 
-        One walk over all connections four times a second costs less than a timer for each request.
+        A pass over all connections four times per second is cheaper than a timer per request.
         """
         self._sweep = loop.call_later(_SECONDS_BETWEEN_SWEEPS, self._on_sweep, loop)
         now = time.monotonic()
@@ -171,11 +189,16 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection of a client.
+    """Client connection.
 
     Args:
-        registry: all connections of the process.
-        given: arguments of uvicorn's protocol.
+        registry: connections of the process.
+        given: arguments for uvicorn's protocol.
+
+    Attributes:
+        owner: client address or network; set when the connection is made.
+        held: body bytes received and not yet answered.
+        opened: ``time.monotonic`` time of construction.
     """
 
     def __init__(self, registry: Connections, **given: Any) -> None:
@@ -183,15 +206,20 @@ class Connection(HttpToolsProtocol):
         self._registry = registry
         self.owner = ""
         self.held = 0
-        """Bytes of bodies that were received and not answered yet."""
         self.opened = self._began = time.monotonic()
-        self._reading: str | None = HEADER  # of a new connection a request is expected at once
+        # Part of a request being received, None between requests; a new connection must send a request.
+        self._reading: str | None = HEADER
+        # Request being answered, from its start until the response is complete.
         self._active: RequestResponseCycle | None = None
+        # No byte of a request received yet.
         self._is_silent = True
         self._begins_here = False
         self._num_header = self._num_fields = self._num_between = 0
+        # Since when the client has not read its answer.
         self._unread_since: float | None = None
+        # When an error was sent; nothing more is read from then on.
         self._refused_at: float | None = None
+        # Status and reason to refuse with, set inside parser callbacks.
         self._reason: tuple[int, str] | None = None
 
     def waits(self) -> _Waits:
@@ -205,14 +233,14 @@ class Connection(HttpToolsProtocol):
         return _Waits(self._reading or IDLE, self._began)
 
     def expire(self, state: str) -> None:
-        """Close this connection, since its deadline has passed; answer an unfinished request with 408."""
+        """Close this connection after the deadline; answer an incomplete request with status 408."""
         if state in (HEADER, BODY) and not self._is_silent:
-            self.refuse(408, f"the {state} of the request did not arrive in time. Send it at once.")
+            self.refuse(408, f"the {state} of the request did not arrive in time. Send it without pauses.")
         else:
             self.drop()
 
     def drop(self) -> None:
-        """Close the connection, whether or not the client reads what was sent to it."""
+        """Close the connection, even if the client does not read the answer."""
         self._registry.leave(self)
         if self._unread_since is not None:
             self.transport.abort()
@@ -221,7 +249,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(_SECONDS_TO_LINGER, self.transport.abort)
 
     def refuse(self, status: int, reason: str) -> None:
-        """Answer the unfinished request with an error, then close the connection."""
+        """Answer the incomplete request with an error, then close the connection."""
         if self._refused_at is not None or self.transport.is_closing():
             return
         self._registry.count(status)
@@ -232,7 +260,7 @@ class Connection(HttpToolsProtocol):
             self.cycle = self.pipeline[0][0] if self.pipeline else self._active  # type: ignore[assignment]
             unfinished = False
         earlier = self._active is not None and not (unfinished and self._active is self.cycle)
-        if earlier:  # their answers come first, and then the connection ends
+        if earlier:  # pipelined answers come first, then the connection ends
             self.cycle.keep_alive = False
             self.flow.pause_reading()
             self._reading = None
@@ -243,7 +271,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._release()
-        if started or (self._reading == BODY and not unfinished):  # it has its answer
+        if started or (self._reading == BODY and not unfinished):  # already answered
             self.drop()
             return
         body = json.dumps({"error": reason}).encode()
@@ -272,11 +300,13 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep a connection whose client has sent all, and waits for its answers."""
+        """Keep a connection open if the client only closed the sending side and waits for answers."""
         if self._refused_at is not None or self._active is None or self.scheme == "https":
             return False
-        if self._reading is not None:  # of the last request, which will never be whole
-            self.refuse(400, "the client closed the connection before its request was whole. Send all of it.")
+        if self._reading is not None:  # the last request will never be complete
+            self.refuse(
+                400, "the client closed the connection before the request was complete. Send all of it."
+            )
             return self._refused_at is None
         self.cycle.keep_alive = False
         return True
@@ -291,19 +321,18 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = (
-                False  # answered as it is; what follows is of no protocol that is spoken here
-            )
+            # The request is answered; data after an upgrade has an unsupported protocol.
+            self.cycle.keep_alive = False
             self.flow.pause_reading()
         except httptools.HttpParserError as error:
-            self.refuse(*(self._reason or (400, f"the request is not HTTP/1.1: {error}. Send it anew.")))
+            self.refuse(*(self._reason or (400, f"the request is not HTTP/1.1: {error}. Send it again.")))
             return
         if self._reading == HEADER and not self._is_silent:
-            # How much of the first part is header is not known; what is read at once limits it.
+            # The header's share of the first chunk is unknown; the chunk size bounds it.
             self._num_header += 0 if self._begins_here else len(data)
             self._check_header()
         elif self._reading == BODY and self._num_between > self._registry.limits.max_header:
-            self._reason = 400, "there is too much between the parts of the body. Send it in larger chunks."
+            self._reason = 400, "the body has too much chunk overhead. Send larger chunks."
         if self._reason is not None:
             self.refuse(*self._reason)
 
@@ -322,19 +351,20 @@ class Connection(HttpToolsProtocol):
         if self._num_fields > _MOST_HEADERS:
             self._reason = 431, f"the request has more than {_MOST_HEADERS} headers. Send fewer."
             raise ValueError(self._reason[1])
-        super().on_header(name, value)
+        super().on_header(name, value.strip(b" \t"))
 
     @override
     def on_headers_complete(self) -> None:
         self._num_header = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         self._check_header()
         if self._refused_at is not None:
-            raise ValueError("this connection was refused, and takes no further request")
+            raise ValueError("this connection was refused and accepts no further requests")
         if len(self.pipeline) >= _MOST_PIPELINED:
             self._reason = (
                 429,
                 f"more than {_MOST_PIPELINED} requests wait on this connection. Send fewer at once.",
             )
+        self._reason = self._reason or self._check_request()
         if self._reason is not None:
             raise ValueError(self._reason[1])
         super().on_headers_complete()
@@ -380,6 +410,44 @@ class Connection(HttpToolsProtocol):
         self._active = cycle
         super()._start_asgi_task(cycle, app)
 
+    def _check_request(self) -> tuple[int, str] | None:
+        """Check RFC 9112 rules which the parser does not; return status and reason, or None.
+
+        An absolute-form target is replaced by the path, and the authority replaces the Host header.
+        """
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return 505, f"the request uses HTTP/{version}. Send HTTP/1.1."
+        headers = dict(self.headers)
+        if len(headers) != len(self.headers):
+            for single in _SINGLE_HEADERS:
+                if (count := sum(name == single for name, _ in self.headers)) > 1:
+                    return 400, f"the request has the header {single.decode()} {count} times. Send it once."
+        if version == "1.1" and b"host" not in headers:
+            return 400, "the request has no header host, which HTTP/1.1 requires. Send it."
+        if (coding := headers.get(b"transfer-encoding")) is not None:
+            if version == "1.0":
+                return 400, "HTTP/1.0 has no header transfer-encoding. Send HTTP/1.1."
+            if coding.lower() != b"chunked":
+                return 501, f"the transfer-encoding {_shown(coding)} is not supported. Send chunked."
+        if b"#" in self.url or not (self.url.startswith(b"/") or self._resolve_target()):
+            return 400, f"the target {_shown(self.url)} is neither a path nor an address. Send a path."
+        if _HOST.fullmatch(headers.get(b"host", b"")) is None:
+            return 400, f"the header host is {_shown(headers[b'host'])}. Send a name or an address."
+        return None
+
+    def _resolve_target(self) -> bool:
+        """Replace an absolute-form target by the path, and the Host header by the authority."""
+        with contextlib.suppress(httptools.HttpParserInvalidURLError):
+            url = httptools.parse_url(self.url)
+            if (url.schema or b"").lower() in (b"http", b"https") and url.host and url.userinfo is None:
+                host = b"[%s]" % url.host if b":" in url.host else url.host
+                self.headers[:] = [field for field in self.headers if field[0] != b"host"]
+                self.headers.append((b"host", host if url.port is None else b"%s:%d" % (host, url.port)))
+                self.url = (url.path or b"/") + (b"" if url.query is None else b"?" + url.query)
+                return True
+        return False
+
     def _check_header(self) -> None:
         limit = self._registry.limits.max_header
         if self._num_header > limit:
@@ -390,15 +458,19 @@ class Connection(HttpToolsProtocol):
         self.held = 0
 
 
+def _shown(value: bytes) -> str:
+    return repr(value[:80].decode("latin-1"))
+
+
 @functools.lru_cache(1024)
 def client_of(address: str) -> str:
-    """Return the client that an address belongs to: itself, or its network of 64 bits for IPv6."""
+    """Return the client of an address: the address itself, or the 64-bit network for IPv6."""
     try:
-        found = ipaddress.ip_address(address.split("%")[0])
+        parsed = ipaddress.ip_address(address.split("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.ip_network((found, 64), strict=False))
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
     return address

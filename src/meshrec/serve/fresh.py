@@ -1,4 +1,4 @@
-"""Deltas applied to the weights of a model while it answers."""
+"""Apply deltas to a model's weights while it serves."""
 
 import logging
 import time
@@ -24,11 +24,18 @@ from meshrec.modules.served_table import INDEX
 from meshrec.serve.hashed_weights import HashedWeights
 
 _log = logging.getLogger(__name__)
+# Rows per portion: bounds the pause between batches.
 ROWS_AT_A_TIME = 1024
 
 
 class Freshness(NamedTuple):
-    """The last delta of a model: its number, its training step, and the reason if the next one failed."""
+    """State of a model's deltas.
+
+    Attributes:
+        delta: last applied delta; None: none.
+        step: training step of that delta.
+        reason: why the next delta failed; empty if it did not.
+    """
 
     delta: int | None
     step: int | None
@@ -36,24 +43,24 @@ class Freshness(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """The quantised weights of a package: data types by name, and how the weights were rounded."""
+    """Quantized weights of a package: data types by name, and rounding mode."""
 
     types: Mapping[str, str]
     rounding: str | None
 
 
 class Deltas:
-    """The deltas of a folder, in the order in which they are applied to a package.
+    """Deltas of a folder, in the order in which they are applied to a package.
 
-    Rows of quantised tables are quantised as the package was, so that they equal those of a fresh export.
+    Rows of quantized tables are quantized like the package, so that they equal those of a new export.
 
     Args:
-        folder: the folder that a `DeltaPublisher` writes to.
-        about: what the package's manifest says of its run, step and last delta: where to begin.
-        weights: the package's weights by name; changed in place.
-        until: the last delta to apply; None applies all.
-        codes: the package's quantised weights.
-        hashed: what the package's manifest says of hashed tables, by the name of their rows.
+        folder: folder of a `DeltaPublisher`.
+        about: run, step and last delta from the package's manifest, which tell where to start.
+        weights: package weights by name; changed in place.
+        until: last delta to apply; None: all.
+        codes: quantized weights of the package.
+        hashed: hashed table fields of the manifest, by weight name.
     """
 
     def __init__(
@@ -72,15 +79,17 @@ class Deltas:
             name: HashedWeights(weights, name, formula, _bits(codes.types.get(name)))
             for name, formula in (hashed or {}).items()
         }
+        # Last delta in the exported weights; None if unknown.
         self._published = _published(about)
+        # Last delta applied here; None until the first one.
         self._last: DeltaRecord | None = None
         self._reason = ""
+        # Modification time of the folder when it had no new delta; None: read the folder again.
         self._looked_at: int | None = None
-        """Time of the folder's last change when it had no new delta; None if it must be read again."""
 
     @property
     def freshness(self) -> Freshness:
-        """The last delta that was applied."""
+        """Last applied delta, and the reason if the next one failed."""
         if self._last is None:
             return Freshness(None, None, self._reason)
         return Freshness(self._last.number, self._last.step, self._reason)
@@ -89,7 +98,7 @@ class Deltas:
         """Read and check the next delta.
 
         Returns:
-            None where there is no further delta, or none that can be used. `freshness` then says why, and the
+            Record and delta; None if there is no usable next delta. `freshness` then has the reason, and the
             next call tries again.
         """
         try:
@@ -105,21 +114,21 @@ class Deltas:
         return None if record is None or delta is None else (record, delta)
 
     def failed(self, error: Exception) -> None:
-        """Keep the reason why the next delta cannot be applied, and log it once."""
-        is_known = isinstance(error, DeltaError | ValueError | OSError)
+        """Store why the next delta cannot be applied, and log each reason once."""
+        is_expected = isinstance(error, DeltaError | ValueError | OSError)
         reason = (
-            str(error) if is_known else f"the next delta cannot be used ({type(error).__name__}: {error})"
+            str(error) if is_expected else f"the next delta cannot be used ({type(error).__name__}: {error})"
         )
         if self._reason != reason:
             self._reason = reason
-            _log.error("%s: %s", self._folder, reason, exc_info=None if is_known else error)
+            _log.error("%s: %s", self._folder, reason, exc_info=None if is_expected else error)
 
     def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
-        """Yield functions that together apply a delta. Call each while nothing is computed."""
+        """Yield functions which together apply a delta. Call them while no batch is computed."""
         nothing = torch.empty(0, dtype=torch.int64)
         for name, hashed in self._hashed.items():
             ids, rows = delta.rows.get(name, (nothing, self._weights[name][:0]))
-            yield from hashed.portions(ids, rows, delta.gone.get(name, nothing), ROWS_AT_A_TIME)
+            yield from hashed.portions(ids, rows, delta.evicted.get(name, nothing), ROWS_AT_A_TIME)
         for name, (ids, rows) in delta.rows.items():
             if name in self._hashed:
                 continue
@@ -138,68 +147,72 @@ class Deltas:
     def _next_record(self) -> DeltaRecord | None:
         stamp = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
         if stamp == self._looked_at:
-            return None  # with many deltas, each look would take long
+            return None  # reading the folder is slow with many deltas
         last, step = self._published, self._about["step"]
         if self._last is not None:
             last, step = self._last.published, self._last.step
         record = self._first_after(last, step)
         if record is None or (self._until is not None and record.number > self._until):
-            # Within a second, more may come under the same stamp.
+            # Time stamps may be as coarse as a second, so a recent one may hide further deltas.
             self._looked_at = stamp if time.time_ns() - stamp > 1_000_000_000 else None
             return None
         self._looked_at = None
         if record.run != self._about.get("run"):
             raise DeltaError(
-                f"delta {record.number} is of run {record.run[:100]!r}, and the package of "
-                f"{self._about.get('run')!r}. Name the deltas of its own run."
+                f"delta {record.number} belongs to run {record.run[:100]!r}, the package to "
+                f"{self._about.get('run')!r}. Pass the deltas of the package's run."
             )
         check_follows(record, last, step)
         return record
 
     def _first_after(self, last: Published | None, step: int) -> DeltaRecord | None:
-        """Return the record of the folder's next delta, which is not always the one that must follow."""
-        if last is None:  # nothing was published before the package, or by an earlier release
-            return next((each for each in delta_records(self._folder) if each.step > step), None)
-        numbers = delta_numbers(self._folder)
-        if self._last is None and numbers:
-            self._check_history(numbers, last)
-        number = next((each for each in numbers if each > last.number), None)
+        """Return the folder's next record, which may not be the one which must follow."""
+        if last is None:  # the run had not published, or an earlier release exported the package
+            return next(
+                (candidate for candidate in delta_records(self._folder) if candidate.step > step), None
+            )
+        available = delta_numbers(self._folder)
+        if self._last is None and available:
+            self._check_history(available, last)
+        number = next((candidate for candidate in available if candidate > last.number), None)
         return None if number is None else read_record(self._folder, number)
 
-    def _check_history(self, numbers: Sequence[int], last: Published) -> None:
-        """Check that the package's last delta is one of the folder's, unless it was deleted since."""
-        known = last.number in numbers
-        if numbers[-1] < last.number or (known and read_record(self._folder, last.number).published != last):
+    def _check_history(self, available: Sequence[int], last: Published) -> None:
+        """Check that the package's last delta is in the folder, unless it was deleted since."""
+        is_present = last.number in available
+        if available[-1] < last.number or (
+            is_present and read_record(self._folder, last.number).published != last
+        ):
             raise DeltaError(
-                f"the weights are those of delta {last.number}, and the folder holds deltas of another "
+                f"the package has the weights of delta {last.number}, but the folder has deltas of another "
                 "training. Export the run again."
             )
 
     def _coded(self, record: DeltaRecord, delta: Delta) -> Delta:
-        """Return a delta with its rows quantised as the package's."""
+        """Quantize a delta's rows like the package's."""
         if not self._codes.types:
             return delta
         from meshrec.modules import DataType
         from meshrec.quant.precision import encoded
 
-        def coded(name: str, numbers: Tensor) -> Tensor:
-            if name not in self._codes.types or numbers.dtype == torch.uint8:
-                return numbers
+        def coded(name: str, values: Tensor) -> Tensor:
+            if name not in self._codes.types or values.dtype == torch.uint8:
+                return values
             if self._codes.rounding is None:
                 raise DeltaError(
-                    f"delta {record.number}: the package does not say how {name!r} was rounded. Export it "
+                    f"delta {record.number}: the package does not record the rounding of {name!r}. Export it "
                     "with rounding=, or from a checkpoint of `meshrec quantize`."
                 )
-            return encoded(numbers, DataType[self._codes.types[name]], self._codes.rounding, name)  # type: ignore[arg-type]
+            return encoded(values, DataType[self._codes.types[name]], self._codes.rounding, name)  # type: ignore[arg-type]
 
         return Delta(
             {name: (ids, coded(name, rows)) for name, (ids, rows) in delta.rows.items()},
             {name: coded(name, tensor) for name, tensor in delta.whole.items()},
-            delta.gone,
+            delta.evicted,
         )
 
     def _check(self, record: DeltaRecord, delta: Delta) -> None:
-        """Check that all of a delta fits the package, so that it is applied as a whole or not at all."""
+        """Check that a whole delta fits the package, so that it is applied completely or not at all."""
         for name, tensor in [*((n, r) for n, (_, r) in delta.rows.items()), *delta.whole.items()]:
             weight = self._weights.get(name)
             whole = name in delta.whole
@@ -210,26 +223,26 @@ class Deltas:
                 or (weight.shape if whole else weight.shape[1:]) != shape
             ):
                 raise DeltaError(
-                    f"delta {record.number}: {name!r} does not fit the package. Name deltas of its own run."
+                    f"delta {record.number}: {name!r} does not fit the package. Pass deltas of its run."
                 )
         if record.tracked is not None and record.whole is not None:
-            said = {*record.tracked, *record.whole}
+            published_names = {*record.tracked, *record.whole}
             index = {name.removesuffix("weight") + part for name in self._hashed for part in INDEX}
-            if said != set(self._weights) - index or set(record.tracked) & set(record.whole):
+            if published_names != set(self._weights) - index or set(record.tracked) & set(record.whole):
                 raise DeltaError(
-                    f"delta {record.number} is of a model with other weights than the package, such as "
-                    f"{sorted(said ^ (set(self._weights) - index))[:3]}. Name deltas of its own run."
+                    f"delta {record.number} has other weights than the package, such as "
+                    f"{sorted(published_names ^ (set(self._weights) - index))[:3]}. Pass deltas of its run."
                 )
-        if set(delta.gone) != set(self._hashed):
+        if set(delta.evicted) != set(self._hashed):
             raise DeltaError(
-                f"delta {record.number} is of a model with other hashed tables than the package, such as "
-                f"{sorted(set(delta.gone) ^ set(self._hashed))[:3]}. Name deltas of its own run."
+                f"delta {record.number} has other hashed tables than the package, such as "
+                f"{sorted(set(delta.evicted) ^ set(self._hashed))[:3]}. Pass deltas of the package's run."
             )
         for name, hashed in self._hashed.items():
             num = len(delta.rows[name][0]) if name in delta.rows else 0
             if num > hashed.max_rows:
                 raise DeltaError(
-                    f"delta {record.number}: {num:,} rows of {name!r}, which has at most "
+                    f"delta {record.number}: {num:,} rows for {name!r}, which has at most "
                     f"{hashed.max_rows:,}. Publish it again."
                 )
         for name, (ids, rows) in delta.rows.items():
@@ -251,21 +264,21 @@ def _bits(data_type: str | None) -> int:
 
 
 def _published(about: Mapping[str, Any]) -> Published | None:
-    """Return the last delta that the package's weights contain."""
-    said = about.get("published")
-    if said is None:
+    """Return the last delta in the package's weights."""
+    published = about.get("published")
+    if published is None:
         return None
-    if not isinstance(said, list | tuple) or [type(each) for each in said] != [int, str]:
+    if not isinstance(published, list | tuple) or [type(part) for part in published] != [int, str]:
         raise ValueError(
-            f"the package says that its weights are those of delta {said!r:.80}; a number and a digest were "
+            f"the package's last delta is {published!r:.80}; a number and a digest were "
             "expected. Export the run again."
         )
-    return Published(*said)
+    return Published(*published)
 
 
-def place(deltas: Deltas) -> None:
-    """Apply all deltas of a folder, while nothing is computed."""
-    while (found := deltas.next()) is not None:
+def apply_deltas(deltas: Deltas) -> None:
+    """Apply all deltas of a folder. No batch may be running."""
+    while (next_delta := deltas.next()) is not None:
         with torch.no_grad():
-            for portion in deltas.portions(*found):
+            for portion in deltas.portions(*next_delta):
                 portion()

@@ -1,5 +1,6 @@
-"""Metrics for Prometheus: requests by outcome, and how long they took."""
+"""Prometheus metrics: requests by outcome, and durations."""
 
+import contextlib
 import functools
 import os
 from pathlib import Path
@@ -14,26 +15,27 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from meshrec.durable import Created
 from meshrec.serve.batching import Batched
-from meshrec.serve.kept_histories import KeptCounts
+from meshrec.serve.history_cache import CacheCounts
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SAMPLES = tuple(2.0**power for power in range(13))
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable with the folder in which workers share their metrics."""
+"""Environment variable for the folder in which workers share metrics."""
 _KINDS = ("counter", "gauge_livesum", "histogram")
 _BYTES_PER_MODEL = 1 << 16
-"""Room for the metrics of a model: about 60 values, whose names take up to 600 bytes each."""
+"""Space for a model's metrics: about 60 values with names of up to 600 bytes."""
 
 
 class Metrics:
-    """The metrics of a server, by model.
+    """Metrics of a server, by model.
 
     Args:
-        num_models: the number of models.
+        num_models: number of models.
 
     Raises:
-        OSError: there is no room for the metrics that workers share.
+        OSError: no disk space for shared metrics.
     """
 
     def __init__(self, num_models: int = 1) -> None:
@@ -45,14 +47,14 @@ class Metrics:
         )
         self._latency = Histogram(
             "meshrec_request_seconds",
-            "From the first byte to the answer, of requests that got scores.",
+            "Time from first byte to answer, for scored requests.",
             ["model"],
             buckets=_SECONDS,
             registry=self._registry,
         )
         self._queue = Histogram(
             "meshrec_queue_seconds",
-            "How long requests waited for their batch.",
+            "Time requests waited for their batch.",
             ["model"],
             buckets=_SECONDS,
             registry=self._registry,
@@ -66,54 +68,60 @@ class Metrics:
         )
         self._refused = Counter(
             "meshrec_refused_connections",
-            "Connections that were closed before their request was whole, by the status they were told.",
+            "Connections closed before their request was complete, by status.",
             ["status"],
             registry=self._registry,
         )
         self._histories = Counter(
             "meshrec_histories",
-            "Histories that were encoded, by whether a beginning of theirs was kept (hit or miss).",
+            "Encoded histories, by whether a prefix was cached (hit or miss).",
             ["model", "outcome"],
             registry=self._registry,
         )
-        self._kept_bytes = Gauge(
+        self._cache_bytes = Gauge(
             "meshrec_kept_history_bytes",
-            "Bytes of keys and values of histories that are kept for later requests.",
+            "Size of the history cache in bytes.",
             ["model"],
             registry=self._registry,
             multiprocess_mode="livesum",
         )
-        # prometheus_client looks children up under a lock, and converts labels to text each time.
+        # Cached because prometheus_client looks up labels under a lock and formats them every time.
         self._count = functools.cache(self._requests.labels)
         self._latency_of = functools.cache(self._latency.labels)
         self._queue_of = functools.cache(self._queue.labels)
         self._batches_of = functools.cache(self._batches.labels)
 
     def finished(self, model: str, outcome: str, seconds: float) -> None:
-        """Count a request by its outcome, and record how long it took if it got scores."""
+        """Count a finished request; if it was scored, record the duration.
+
+        Args:
+            model: model name; empty if unknown.
+            outcome: "ok", or the kind of refusal.
+            seconds: duration.
+        """
         self._count(model, outcome).inc()
         if outcome == "ok":
             self._latency_of(model).observe(seconds)
 
     def refused(self, status: int) -> None:
-        """Count a connection that was refused."""
+        """Count a refused connection."""
         self._refused.labels(status).inc()
 
     def batched(self, model: str, batch: Batched) -> None:
-        """Record a batch that was computed."""
+        """Record a computed batch."""
         self._batches_of(model).observe(batch.num_samples)
         queue = self._queue_of(model)
         for wait in batch.waits:
             queue.observe(wait)
 
-    def kept(self, model: str, found: KeptCounts) -> None:
-        """Count the histories of a batch, and record the bytes that are kept."""
-        self._histories.labels(model, "hit").inc(found.hits)
-        self._histories.labels(model, "miss").inc(found.misses)
-        self._kept_bytes.labels(model).set(found.num_bytes)
+    def histories_encoded(self, model: str, counts: CacheCounts) -> None:
+        """Record cache hits, misses and size after a batch."""
+        self._histories.labels(model, "hit").inc(counts.hits)
+        self._histories.labels(model, "miss").inc(counts.misses)
+        self._cache_bytes.labels(model).set(counts.num_bytes)
 
     def page(self) -> tuple[bytes, str]:
-        """Return the metrics of all workers as text, and the media type of that text."""
+        """Return the metrics of all workers as text, and the media type."""
         registry = self._registry
         if SHARED in os.environ:
             registry = CollectorRegistry()
@@ -122,18 +130,23 @@ class Metrics:
 
 
 def _reserve(folder: Path, num_bytes: int) -> None:
-    """Reserve this process's files of metrics on the disk, before prometheus_client opens them.
+    """Preallocate this process's metrics files before prometheus_client opens them.
 
-    It would make files with holes and map them. On a full disk, the first write to a hole ends the process by
+    prometheus_client would map sparse files: on a full disk, the first write to a hole ends the process by
     SIGBUS.
     """
     for kind in _KINDS:
         path = folder / f"{kind}_{os.getpid()}.db"
+        created = None
         try:
+            with contextlib.suppress(FileExistsError):  # from an earlier process with the same ID
+                descriptor, created = Created.file(path)
+                os.close(descriptor)
             with path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            if created is not None:
+                created.remove()
             raise OSError(
                 f"there is no room for {num_bytes} bytes of metrics in {folder} ({error.strerror}). Make "
                 "room there, or set TMPDIR to a folder on another disk."

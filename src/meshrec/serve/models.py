@@ -1,4 +1,4 @@
-"""The models of a server: they are loaded, warmed up, and replaced without losing a request."""
+"""Models of a server: load, warm up, and replace without losing requests."""
 
 import asyncio
 import contextlib
@@ -13,30 +13,37 @@ import torch
 from meshrec.export import PackageError, Predictor, check_package
 from meshrec.export.next_items import Recommended
 from meshrec.serve.batching import Batcher, Limits, VersionedScores
-from meshrec.serve.fresh import Codes, Deltas, Freshness, place
-from meshrec.serve.kept_histories import IncrementalScores
+from meshrec.serve.fresh import Codes, Deltas, Freshness, apply_deltas
+from meshrec.serve.history_cache import IncrementalScores
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.recommending import ItemsWanted, ItemVectors
+from meshrec.serve.recommending import ItemOptions, ItemVectors
 from meshrec.serve.requests import Floats, Request, RequestError
 from meshrec.serve.trial import PackageTrial, WarmUp, scores_of, signature_of
 
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
+# Backoff of failed loads, about a minute in total.
 _SECONDS_BETWEEN_TRIES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_LOOKS_AT_FILES = 0.5
-_MOST_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta cannot be used: each look may read all of it
+_MOST_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta is unusable: a retry may read all of it
 
 
-class Wish(NamedTuple):
-    """The last change that was requested of a model: ``load`` (up to ``delta``, or all) or ``unload``."""
+class ModelChange(NamedTuple):
+    """Last requested change of a model: ``load`` (up to ``delta``; None: all) or ``unload``."""
 
     action: str
     delta: int | None
 
 
 class FailedLoad(NamedTuple):
-    """A load that failed: the model, the last delta to apply (None: all), and the reason that is shown."""
+    """Failed load.
+
+    Attributes:
+        name: model name.
+        until: last delta to apply; None: all.
+        reason: reason shown in the index.
+    """
 
     name: str
     until: int | None
@@ -44,12 +51,13 @@ class FailedLoad(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """The options with which packages are opened.
+    """Options for opening packages.
 
     Attributes:
-        verify, public_key: see `check_package`.
+        verify: see `check_package`.
+        public_key: see `check_package`.
         copy_weights: see `Predictor`.
-        warm_up: what models score before they answer.
+        warm_up: samples scored before a model answers.
         keep_histories: see `ServerOptions`.
     """
 
@@ -61,13 +69,14 @@ class Opening(NamedTuple):
 
 
 class Served:
-    """One version of a model, ready to score.
+    """A model version, ready to score.
 
     Args:
-        name: the name of the model.
-        predictor: the predictor of its package.
-        limits, metrics: those of the server.
-        deltas: the deltas to apply to the weights; None for a package as it is.
+        name: model name.
+        predictor: predictor of the package.
+        limits: batch and queue limits.
+        metrics: server metrics.
+        deltas: deltas to apply; None: the package as exported.
         keep_histories: see `ServerOptions`.
     """
 
@@ -88,50 +97,51 @@ class Served:
         self._predictor, self._deltas = predictor, deltas
         self._items = ItemVectors(predictor)
         self._incremental = _incremental(name, predictor, keep_histories)
+        # Set after the warm-up: only requests from then on count in the metrics.
         self._is_warm = False
         self.batcher = Batcher(self.score, limits, lambda batch: metrics.batched(name, batch))
 
     @property
     def version(self) -> str:
-        """The version: a digest of the package, and the number of the last delta in the weights."""
+        """Package digest, and number of the last applied delta."""
         delta = self.freshness.delta
         return self._package if delta is None else f"{self._package}+{delta}"
 
     @property
     def freshness(self) -> Freshness:
-        """The last delta in the weights."""
+        """Last applied delta."""
         return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
 
     @torch.no_grad()
     def _apply(self, portion: Callable[[], None]) -> None:
-        """Change some weights, and forget what was computed with the old ones."""
+        """Change some weights, and clear the history cache, which depends on them."""
         portion()
         self.forget_histories()
 
     def forget_histories(self) -> None:
-        """Remove what is kept of histories. Call it in the batcher's thread."""
+        """Clear the history cache. Call in the batcher's thread."""
         if self._incremental is not None:
             self._incremental.clear()
 
     def count_histories(self) -> None:
-        """Count histories in the metrics from now on, as requests come after the warm-up."""
+        """Count histories in the metrics from now on, after the warm-up."""
         self._is_warm = True
 
     def catch_up(self) -> None:
-        """Apply all deltas that exist, before the model answers."""
+        """Apply all available deltas, before the model answers."""
         if self._deltas is not None:
-            place(self._deltas)
+            apply_deltas(self._deltas)
 
     async def follow(self) -> None:
-        """Apply deltas as they appear, in portions between batches, until this is cancelled."""
+        """Apply new deltas in portions between batches, until cancelled."""
         if self._deltas is None:
             return
         pause = _SECONDS_BETWEEN_LOOKS
         while True:
-            found = await asyncio.to_thread(self._deltas.next)
-            if found is not None:
+            next_delta = await asyncio.to_thread(self._deltas.next)
+            if next_delta is not None:
                 try:
-                    for portion in self._deltas.portions(*found):
+                    for portion in self._deltas.portions(*next_delta):
                         await self.batcher.in_thread(partial(self._apply, portion))
                 except Exception as error:
                     self._deltas.failed(error)
@@ -144,7 +154,7 @@ class Served:
             pause = min(2 * pause, _MOST_SECONDS_BETWEEN_LOOKS) if has_failed else _SECONDS_BETWEEN_LOOKS
 
     async def watch(self) -> PackageError:
-        """Wait until the package's file of weights is damaged under the model; return the error."""
+        """Wait until the package's weights file is damaged; return the error."""
         while True:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS_AT_FILES)
             try:
@@ -154,45 +164,51 @@ class Served:
 
     @property
     def recommends(self) -> bool:
-        """Whether the model's package lists items to recommend."""
-        return self._items.are_known
+        """Whether the package lists items to recommend."""
+        return self._items.is_available
 
-    def recommend(self, queries: Floats, request: Request, wanted: ItemsWanted) -> Recommended:
-        """Return the best items for the vectors that were computed for a request."""
-        return self._items.best(queries, request, wanted, self.version)
+    def recommend(self, queries: Floats, request: Request, options: ItemOptions) -> Recommended:
+        """Return the best items for computed query vectors.
+
+        Args:
+            queries: float32 [B, V].
+            request: request which produced the queries.
+            options: number of items, and whether seen items are allowed.
+        """
+        return self._items.best(queries, request, options, self.version)
 
     def score(self, request: Request) -> VersionedScores:
-        """Compute scores [B], or vectors [B, V], in this thread.
+        """Compute scores [B] or vectors [B, V] in this thread.
 
         Raises:
-            RequestError: with status 503, where the package's file of weights was cut short; with 400, where
-                a history is too long or its times do not fit.
+            RequestError: status 503: the weights file was truncated; 400: a history is too long, or its times
+                do not match.
         """
         try:
             if self._incremental is None:
                 return VersionedScores(scores_of(self._predictor, request), self.version)
             try:
-                queries, found = self._incremental(request)
+                queries, counts = self._incremental(request)
             except ValueError as error:
                 raise RequestError(str(error)) from error
             if self._is_warm:
-                self._metrics.kept(self.name, found)
+                self._metrics.histories_encoded(self.name, counts)
             return VersionedScores(queries, self.version)
-        except PackageError as error:  # `watch` takes the model away
+        except PackageError as error:  # `watch` will unload the model
             raise RequestError(f"model {self.name!r} is not ready: {error}", 503) from error
 
 
 class Repository:
-    """Models by name, each in one version at a time.
+    """Models by name, with a single served version each.
 
     Args:
-        folders: the packages, by the model's name.
-        limits: limits of each model's batches and queue.
-        metrics: the server's metrics.
-        opening: the options with which packages are opened.
-        trial: loads each package before this process does.
-        deltas: folders of deltas that models follow, by name.
-        wishes: the first change of a model, if not to load it with all deltas.
+        folders: packages by model name.
+        limits: limits per model.
+        metrics: server metrics.
+        opening: options for opening packages.
+        trial: loads every package in a child process first.
+        deltas: delta folders by model name.
+        changes: initial change per model; default: load with all deltas.
     """
 
     def __init__(
@@ -204,32 +220,36 @@ class Repository:
         opening: Opening,
         trial: PackageTrial,
         deltas: Mapping[str, Path] | None = None,
-        wishes: Mapping[str, Wish] | None = None,
+        changes: Mapping[str, ModelChange] | None = None,
     ) -> None:
         self.folders, self._opening, self._trial = dict(folders), opening, trial
         self._limits, self._metrics = limits, metrics
         self._served: dict[str, Served] = {}
-        self._deltas, self._wishes = dict(deltas or {}), dict(wishes or {})
-        unloaded = {name for name, wish in self._wishes.items() if wish.action == "unload"}
+        self._deltas, self._changes = dict(deltas or {}), dict(changes or {})
+        unloaded = {name for name, change in self._changes.items() if change.action == "unload"}
+        # Why a model is not ready, or its last load failed; empty after success.
         self._reasons = {n: _UNLOADED if n in unloaded else "it is being loaded" for n in folders}
+        # Watching the weights file first, then following deltas; until the version is replaced.
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        # Held by loads and unloads, so that they take effect in order.
         self._changing = asyncio.Lock()
+        # Replaced versions which still answer; the set keeps their tasks alive.
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that was not unloaded answers, in its newest version or an older one."""
+        """Whether all models which were not unloaded can answer, in the newest version or an older one."""
         return all(name in self._served or why == _UNLOADED for name, why in self._reasons.items())
 
     @property
     def problems(self) -> dict[str, str]:
-        """The reasons why models are not loaded, serve an older version, or miss deltas, by name."""
-        found = {each["name"]: each["reason"] for each in self.index()}
-        return {name: reason for name, reason in found.items() if reason not in ("", _UNLOADED)}
+        """Reasons for unavailable models, old versions and missing deltas, by model name."""
+        reasons = {entry["name"]: entry["reason"] for entry in self.index()}
+        return {name: reason for name, reason in reasons.items() if reason not in ("", _UNLOADED)}
 
     @property
     def refusal(self) -> str | None:
-        """The reason why a request for scores would be refused now; None if it would be answered."""
+        """Why a scoring request would be refused now; None if it would be answered."""
         for name in sorted(self.folders):
             served, reason = self._served.get(name), self._reasons[name]
             if served is None and reason != _UNLOADED:
@@ -239,13 +259,13 @@ class Repository:
         return None
 
     def get(self, name: str, version: str | None = None) -> Served:
-        """Return a model that is ready to score.
+        """Return a ready model.
 
         Raises:
-            RequestError: there is no such model or version (status 404), or it is not ready (503).
+            RequestError: unknown model or version (status 404), or not ready (503).
         """
         if name not in self.folders:
-            raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
+            raise RequestError(f"there is no model {name!r}; models: {sorted(self.folders)}.", 404)
         served = self._served.get(name)
         if served is None:
             if self._reasons[name] == _UNLOADED:
@@ -263,20 +283,20 @@ class Repository:
         """Return the only model.
 
         Raises:
-            RequestError: there are several models (status 404), or the only one is not ready (503).
+            RequestError: several models (status 404), or not ready (503).
         """
         if len(self.folders) != 1:
             raise RequestError(f"there are several models: {sorted(self.folders)}. Use /predict/NAME.", 404)
         return self.get(next(iter(self.folders)))
 
     def index(self) -> list[dict[str, str]]:
-        """Return name, version, state and reason of each model, in the form of the repository API."""
-        found = []
+        """Return name, version, state and reason per model, as in the repository API."""
+        entries = []
         for name in sorted(self.folders):
             served = self._served.get(name)
             reason = self._reasons[name] or (served.freshness.reason if served else "")
             state = "READY" if served else "UNAVAILABLE"
-            found.append(
+            entries.append(
                 {
                     "name": name,
                     "version": served.version if served else "",
@@ -284,17 +304,18 @@ class Repository:
                     "reason": reason,
                 }
             )
-        return found
+        return entries
 
     async def load(self, name: str, until: int | None = None) -> None:
-        """Load a model from its folder. The old version serves until the new one is ready, and if that fails.
+        """Load a model from the folder. The old version serves until the new one is ready, and also if that
+        fails.
 
         Args:
-            name: the name of the model.
-            until: the last delta to apply; None applies all, also those that appear later.
+            name: model name.
+            until: last delta to apply; None: all, including future ones.
 
         Raises:
-            RequestError: the package cannot be served, or there is no such model.
+            RequestError: unknown model, or the package cannot be served.
         """
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
@@ -317,7 +338,9 @@ class Repository:
             except Exception as error:
                 if not isinstance(error, PackageError | ValueError | RuntimeError | OSError):
                     error = RuntimeError(f"{type(error).__name__}: {error}")
-                self._reasons[name] = str(error)
+                # A failed rollback does not affect the served version or an unloaded model.
+                if until is None or (name not in self._served and self._reasons[name] != _UNLOADED):
+                    self._reasons[name] = str(error)
                 _log.error("model %r was not loaded: %s", name, error)
                 raise RequestError(f"model {name!r} was not loaded: {error}") from error
             self._replace(name, served)
@@ -327,10 +350,10 @@ class Repository:
             _log.info("model %r: version %s is ready", name, served.version)
 
     async def unload(self, name: str) -> None:
-        """Remove a model. Requests that were admitted are still answered.
+        """Unload a model. Admitted requests are still answered.
 
         Raises:
-            RequestError: there is no such model.
+            RequestError: unknown model.
         """
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
@@ -338,34 +361,35 @@ class Repository:
             self._replace(name, None)
 
     async def load_all(self) -> list[FailedLoad]:
-        """Load every model that was not unloaded. Failures are logged and shown in the index.
+        """Load all models which were not unloaded. Failures are logged and shown in the index.
 
         Returns:
-            The failures, to pass to `try_again`.
+            Failures, for `try_again`.
         """
         names = [name for name, reason in self._reasons.items() if reason != _UNLOADED]
-        wishes = {name: self._wishes.pop(name, None) for name in names}
-        return await self._load_each({name: wish and wish.delta for name, wish in wishes.items()})
+        changes = {name: self._changes.pop(name, None) for name in names}
+        return await self._load_models({name: change and change.delta for name, change in changes.items()})
 
     async def try_again(self, failed: Sequence[FailedLoad], stop: asyncio.Event) -> None:
-        """Repeat loads that failed, up to seven times in a minute.
+        """Retry failed loads, up to seven times within a minute.
 
-        No client waits for these loads, so none would repeat them after a failure that passes: a trial that
-        was killed, a full disk, a folder that is still being copied. A model that was loaded or unloaded
-        meanwhile is left as it is.
+        No client waits for these loads, so nobody else would retry after a transient failure: a killed trial,
+        a full disk, a folder still being copied. Models loaded or unloaded meanwhile are skipped.
 
         Args:
-            failed: what `load_all` returned.
-            stop: ends this before the next try.
+            failed: `load_all` result.
+            stop: ends the retries.
         """
         for pause in _SECONDS_BETWEEN_TRIES:
             if not failed:
                 return
-            _log.warning("loading %s again in %g s", ", ".join(repr(each.name) for each in failed), pause)
+            _log.warning(
+                "loading %s again in %g s", ", ".join(repr(failure.name) for failure in failed), pause
+            )
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), pause)
                 return
-            failed = await self._load_each(
+            failed = await self._load_models(
                 {name: until for name, until, reason in failed if self._reasons[name] == reason}
             )
 
@@ -374,8 +398,8 @@ class Repository:
         for name in list(self._tasks):
             self._cancel(name)
 
-    async def _load_each(self, models: Mapping[str, int | None]) -> list[FailedLoad]:
-        """Load models up to a delta each; return the failures, which `load` has logged."""
+    async def _load_models(self, models: Mapping[str, int | None]) -> list[FailedLoad]:
+        """Load models up to the given deltas; return the failures, which `load` has logged."""
         failed = []
         for name, until in models.items():
             try:
@@ -385,7 +409,7 @@ class Repository:
         return failed
 
     async def _open(self, name: str) -> Predictor:
-        """Open a package, after its files are verified and another process has loaded it."""
+        """Open a package after verifying the files and loading it in a child process."""
         verify, public_key, copy_weights, warm_up, _ = self._opening
         package = await asyncio.to_thread(
             check_package, self.folders[name], verify=verify, public_key=public_key
@@ -394,11 +418,11 @@ class Repository:
         return await asyncio.to_thread(Predictor, package, copy_weights=copy_weights)
 
     async def _watch(self, name: str, served: Served) -> None:
-        """Take a model away when its file of weights is damaged, since its scores would be wrong."""
+        """Unload a model when the weights file is damaged, because scores would be wrong."""
         error = await served.watch()
         async with self._changing:
             if self._served.get(name) is served:
-                _log.error("model %r is taken away: %s", name, error)
+                _log.error("model %r is unloaded: %s", name, error)
                 del self._tasks[name][0]  # this task
                 self._replace(name, None, str(error))
 
@@ -409,16 +433,16 @@ class Repository:
     def _deltas_of(self, name: str, predictor: Predictor, until: int | None) -> Deltas | None:
         if name not in self._deltas:
             if until is not None:
-                raise ValueError(f"model {name!r} follows no deltas. Start the server with --deltas.")
+                raise ValueError(f"model {name!r} does not follow deltas. Start the server with --deltas.")
             return None
         if "run" not in predictor.about or "step" not in predictor.about:
-            raise ValueError(f"the package of {name!r} does not say its run. Export it from a run.")
+            raise ValueError(f"the package of {name!r} has no run in its manifest. Export it from a run.")
         codes, hashed = Codes(predictor.quantised, predictor.rounding), predictor.hashed
         folder, weights = self._deltas[name], predictor.weights
         return Deltas(folder, predictor.about, weights, until, codes=codes, hashed=hashed)
 
     def _replace(self, name: str, served: Served | None, reason: str = _UNLOADED) -> None:
-        """Replace a model by another version, or by none for the given reason."""
+        """Replace a model by another version, or unload it for the given reason."""
         self._cancel(name)
         old = self._served.pop(name, None)
         if served is not None:
@@ -437,13 +461,13 @@ class Repository:
 
 
 def _incremental(name: str, predictor: Predictor, max_bytes: int) -> IncrementalScores | None:
-    """Return what computes queries from kept histories; None if nothing is to be kept, or can be."""
+    """Return an incremental scorer; None if caching is off or the package does not support it."""
     if not max_bytes or predictor.items is None:
         return None
     if predictor.incremental is None:
         _log.warning(
-            "model %r keeps no histories, and encodes the whole history for each request: its package "
-            "describes no model that continues from kept keys and values, as HSTU with float32 rows does",
+            "model %r has no history cache and encodes the whole history per request: the package "
+            "has no model which can continue from cached keys and values, such as HSTU with float32 rows",
             name,
         )
         return None
@@ -453,7 +477,7 @@ def _incremental(name: str, predictor: Predictor, max_bytes: int) -> Incremental
 def _unreached(until: int, served: Served) -> ValueError:
     delta, _, reason = served.freshness
     if delta is not None:
-        can = f"the last that can is {delta}"
+        can = f"the last reachable delta is {delta}"
     else:
-        can = f"no delta up to it comes after the package, which is of step {served.about['step']}"
+        can = f"the package already has step {served.about['step']}"
     return ValueError(f"delta {until} cannot be reached; {can}.{reason and f' {reason}'}")

@@ -1,4 +1,4 @@
-"""The description of a server: an OpenAPI 3.1 document, and a page for people."""
+"""Server description as an OpenAPI 3.1 document and an HTML page."""
 
 import html
 import json
@@ -18,7 +18,7 @@ _ERRORS = {
 
 
 def schema(repository: Repository) -> dict[str, Any]:
-    """Return the OpenAPI document. It describes the samples of each model that is ready."""
+    """Return the OpenAPI document, with the sample format of every ready model."""
     paths: dict[str, Any] = {
         "/v2": {"get": _operation("Name, version and extensions of the server.")},
         "/v2/health/live": {"get": _operation("Whether the server answers.")},
@@ -35,14 +35,14 @@ def schema(repository: Repository) -> dict[str, Any]:
         }
         paths[f"{model}/freshness"] = {"get": _operation("The last delta in the model's weights.")}
         paths[f"/v2/repository/models/{name}/rollback/{{delta}}"] = {
-            "post": _operation("Return to a delta, and stay there until the model is loaded.")
+            "post": _operation("Roll back to a delta, and stay there until the next load.")
         }
         for action in ("load", "unload"):
             paths[f"/v2/repository/models/{name}/{action}"] = {"post": _operation(f"{action}s the model.")}
         try:
             served = repository.get(name)
         except RequestError:
-            continue  # not ready: nothing is known of its samples
+            continue  # not ready: its sample format is unknown
         signature = served.signature
         sample = _sample(signature)
         parts = {key: {**part, "required": []} for key, part in (("shared", sample), ("sample", sample))}
@@ -56,11 +56,14 @@ def schema(repository: Repository) -> dict[str, Any]:
         }
         several = {"oneOf": [sample, {"type": "array", "items": sample}, common]}
         verb = "predict" if signature.outputs == "scores" else "embed"
-        said = f"{signature.outputs.capitalize()} of one sample, of a list, or of samples that share values."
-        paths[f"/{verb}/{name}"] = {"post": _operation(said, several)}
+        summary = f"{signature.outputs.capitalize()} for a sample, a list, or samples with shared values."
+        paths[f"/{verb}/{name}"] = {"post": _operation(summary, several)}
         if served.recommends:
-            said = "The best items for one history, or a list. ?k=20 wants 20, &keep_seen=1 seen ones, too."
-            paths[f"/recommend/{name}"] = {"post": _operation(said, several)}
+            summary = (
+                "Best items for a history, or for a list. ?k=20: 20 items; &keep_seen=1: with seen items; "
+                "&keep_seen=0: without; default: as the recipe ranks."
+            )
+            paths[f"/recommend/{name}"] = {"post": _operation(summary, several)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "MeshRec", "version": version_of("meshrec")},
@@ -69,7 +72,7 @@ def schema(repository: Repository) -> dict[str, Any]:
 
 
 def page(document: dict[str, Any]) -> str:
-    """Return the document as HTML."""
+    """Render the document as HTML."""
     rows = []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -102,6 +105,7 @@ def _operation(summary: str, body: dict[str, Any] | None = None) -> dict[str, An
 
 def _sample(signature: Signature) -> dict[str, Any]:
     properties: dict[str, Any] = {}
+    optional = {} if signature.raw is None else signature.raw.optional
     if signature.raw is not None:
         types = signature.raw.columns
         properties = {
@@ -125,13 +129,13 @@ def _sample(signature: Signature) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
-        "required": list(properties),
+        "required": [name for name in properties if name not in optional],
         "additionalProperties": False,
     }
 
 
 def _value(kind: str, is_boolean: bool) -> dict[str, Any]:
-    """Return the schema of a column's values."""
+    """Return the JSON schema of a column's values."""
     if kind.startswith("list of "):
         return {"type": ["array", "null"], "items": _value(kind.removeprefix("list of "), is_boolean)}
     names = {"integer": "boolean" if is_boolean else "integer", "number": "number"}

@@ -1,51 +1,90 @@
-"""Requests and answers of the Open Inference Protocol v2, as JSON or with binary tensors behind it.
+"""Open Inference Protocol v2 requests and answers, as JSON or with binary tensors appended.
 
-https://github.com/kserve/open-inference-protocol; binary tensors and the parameter ``timeout`` (microseconds)
-as NVIDIA's Triton server extends it.
+https://github.com/kserve/open-inference-protocol; binary tensors and the ``timeout`` parameter (microseconds)
+as in NVIDIA's Triton server; ``content_type`` as in MLServer's codecs. A null field counts as absent. Unknown
+fields and parameters are refused, because they may change the scores.
 """
 
+import base64
+import binascii
 import functools
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrec.export.program import DENSE
-from meshrec.serve.columns import encoded_request, table_of
-from meshrec.serve.requests import Floats, Request, RequestError, Signature, as_array, checked, shown
+from meshrec.data.faults import shown
+from meshrec.data.raw_values import DENSE
+from meshrec.serve.requests import (
+    Floats,
+    Ints,
+    Request,
+    RequestError,
+    Signature,
+    as_array,
+    checked,
+    encoded_request,
+)
 from meshrec.serve.samples import read_json
-from meshrec.serve.writing import JSON_ANSWER, with_numbers
+from meshrec.serve.writing import JSON_ANSWER, json_with_array
 
 SCORES = "scores"
 VALUES, LENGTHS = ".values", ".lengths"
 RAW = "raw."
-"""The prefix of the names of raw inputs."""
+"""Name prefix of raw inputs."""
 TEXTS = "BYTES"
 _MOST_DIMS = 8
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _DTYPES: dict[str, np.dtype[Any]] = {
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-    "INT64": np.dtype("<i8"),
-    "INT32": np.dtype("<i4"),
+    "BOOL": np.dtype("?"),
+    **{f"INT{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
+    **{f"UINT{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
+    **{f"FP{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
+    "BF16": np.dtype("<u2"),  # the upper halves of FP32
 }
+"""Binary format of numeric datatypes."""
+_MOST_INT64 = (1 << 63) - 1
+_JSON_COLUMN = "pd_json"
+"""MLServer's content type for a column with values other than strings: each value is JSON in a string."""
+_CONTENT_TYPES = {
+    "np": {*_DTYPES, TEXTS},
+    "pd": {*_DTYPES, TEXTS},
+    "str": {TEXTS},
+    "datetime": {TEXTS},
+    "base64": {TEXTS},
+    _JSON_COLUMN: {TEXTS},
+}
+"""Datatypes allowed per content type of MLServer's codecs."""
+_REQUEST_FIELDS = frozenset(("id", "parameters", "inputs", "outputs", "model_name", "model_version"))
+_INPUT_FIELDS = frozenset(("name", "shape", "datatype", "parameters", "data"))
+# MLServer adds the HTTP headers as a parameter.
+_REQUEST_PARAMETERS = frozenset(("binary_data_output", "content_type", "headers", "shared", "timeout"))
+_INPUT_PARAMETERS = frozenset(("binary_data_size", "content_type"))
+_OUTPUT_PARAMETERS = frozenset(("binary_data", "content_type"))
 
 
 class InferRequest(NamedTuple):
-    """A request, its id, the seconds that it may take, and how the scores are wanted."""
+    """Parsed inference request.
+
+    Attributes:
+        request: checked samples.
+        id: request ID to echo; None: not given.
+        timeout: maximum duration in seconds.
+        wants_binary: whether scores are returned as a binary tensor.
+    """
 
     request: Request
     id: str | None
     timeout: float
-    wants_scores: bool
     wants_binary: bool
 
 
 def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
-    """Return datatype and shape of each input of ids and dense values; -1 is any size."""
+    """Return datatype and shape of ID and dense inputs; -1 means any size."""
     inputs: dict[str, tuple[str, list[int]]] = {}
     if signature.num_dense:
         inputs[DENSE] = "FP32", [-1, signature.num_dense]
@@ -56,7 +95,7 @@ def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
 
 
 def raw_inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
-    """Return datatype and shape of each input of raw values, which a request may have instead of ids."""
+    """Return datatype and shape of raw value inputs, which a request may use instead of IDs."""
     inputs: dict[str, tuple[str, list[int]]] = {}
     for name, kind in (signature.raw.kinds if signature.raw is not None else {}).items():
         if kind.startswith("list"):
@@ -68,12 +107,18 @@ def raw_inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
 
 
 def _datatype(kind: str) -> str:
-    """Return the datatype of a column's values; times are texts."""
+    """Return the datatype of a column's values; times are strings."""
     return {"integer": "INT64", "number": "FP64"}.get(kind.removeprefix("list of "), TEXTS)
 
 
 def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
-    """Return the answer to ``GET /v2/models/NAME``. Its inputs are raw values if the model takes them."""
+    """Return the answer to ``GET /v2/models/NAME``, with raw inputs if the model accepts them.
+
+    Args:
+        name: model name.
+        version: model version.
+        signature: model signature.
+    """
     inputs = (raw_inputs_of(signature) or inputs_of(signature)).items()
     shape = [-1] if signature.outputs == SCORES else [-1, -1]
     return {
@@ -86,19 +131,19 @@ def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
 
 
 def read_infer(body: bytes, header_length: str | None, signature: Signature) -> InferRequest:
-    """Parse the body of ``POST .../infer``.
+    """Parse a ``POST .../infer`` body.
 
     Args:
-        body: JSON, which binary tensors may follow.
-        header_length: how many bytes are JSON (from the header of that name); None if all are.
-        signature: the model's signature.
+        body: JSON, optionally followed by binary tensors.
+        header_length: JSON length in bytes, from the header of that name; None: the whole body.
+        signature: model signature.
 
     Raises:
-        RequestError: the protocol or the model does not allow the body.
+        RequestError: the body violates the protocol, or does not match the model.
     """
     end = len(body)
     if header_length is not None:
-        # A number of many digits is too large, and Python refuses to read one of more than 4,300.
+        # int() raises for strings of more than 4,300 digits.
         is_number = header_length.isascii() and header_length.isdecimal() and len(header_length) < 20
         if not is_number or int(header_length) > len(body):
             raise RequestError(
@@ -108,28 +153,31 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
     given = read_json(body[:end])
     if not isinstance(given, dict):
         raise RequestError("the request must be a JSON object with inputs.")
+    _check_names("field", given, _REQUEST_FIELDS, "the request")
     if header_length is None:
         binary: memoryview | None = None
     else:
         binary = memoryview(body)[end:]
     arrays = _read_inputs(given.get("inputs"), binary, signature)
-    is_raw = next(iter(arrays), "").startswith(RAW)  # they are all of one kind
+    is_raw = next(iter(arrays), "").startswith(RAW)  # _read_inputs refuses a mix
     request_id = given.get("id")
     if request_id is not None and not isinstance(request_id, str):
         raise RequestError(f"id must be a string, got {type(request_id).__name__}.")
-    parameters = _parameters(given, "the request")
-    wants_scores, wants_binary = _read_outputs(
-        given, signature.outputs, _flag(parameters, "binary_data_output")
-    )
+    parameters = _parameters(given, _REQUEST_PARAMETERS, "the request")
+    if (content_type := parameters.get("content_type")) not in (None, "np", "pd", "str"):
+        raise RequestError(
+            f"the request has the content_type {shown(content_type)}; set it on the inputs instead."
+        )
+    wants_binary = _read_outputs(given, signature.outputs, _flag(parameters, "binary_data_output"))
     shares = _flag(parameters, "shared")
     request = _raw_request(arrays, shares, signature) if is_raw else _request(arrays, shares, signature)
-    return InferRequest(request, request_id, _timeout(parameters), wants_scores, wants_binary)
+    return InferRequest(request, request_id, _timeout(parameters), wants_binary)
 
 
-def _request(arrays: Mapping[str, NDArray[Any]], shares: bool, signature: Signature) -> Request:
+def _request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
     values = {f: arrays[f + VALUES] for f in signature.features if f + VALUES in arrays}
     lengths = {f: arrays[f + LENGTHS] for f in signature.features if f + LENGTHS in arrays}
-    sizes = {name: each.size for name, each in lengths.items()}
+    sizes = {name: feature_lengths.size for name, feature_lengths in lengths.items()}
     if DENSE in arrays:
         sizes[DENSE] = len(arrays[DENSE]) if arrays[DENSE].ndim else 0
     shared, num_samples = _common(sizes) if shares else (frozenset[str](), None)
@@ -137,25 +185,31 @@ def _request(arrays: Mapping[str, NDArray[Any]], shares: bool, signature: Signat
 
 
 def _common(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]:
-    """Return the inputs that have one row for all samples, and the number of samples of the others."""
+    """Return the inputs with a single row shared by all samples, and the sample count of the others."""
     several = [size for size in sizes.values() if size != 1]
     if not several:
         return frozenset(), None
     return frozenset(name for name, size in sizes.items() if size == 1), several[0]
 
 
-def _raw_request(arrays: Mapping[str, NDArray[Any]], shares: bool, signature: Signature) -> Request:
+def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
     assert signature.raw is not None
-    if missing := sorted(raw_inputs_of(signature).keys() - arrays.keys()):
-        raise RequestError(f"the request has raw values, and lacks {missing}. Give all columns.")
-    columns = {}
+    columns, missing = {}, []
     for name, kind in signature.raw.kinds.items():
-        if kind.startswith("list"):
-            columns[name] = _lists(name, arrays[RAW + name + VALUES], arrays[RAW + name + LENGTHS])
-        else:
-            if arrays[RAW + name].ndim != 1:
-                raise RequestError(f"input {RAW + name!r} must have one dimension, the samples.")
-            columns[name] = arrays[RAW + name].tolist()
+        whole, parts = RAW + name, (RAW + name + VALUES, RAW + name + LENGTHS)
+        if whole in arrays:
+            columns[name] = arrays[whole]
+            if not arrays.keys().isdisjoint(parts):
+                raise RequestError(f"column {name!r} is given twice, as {whole!r} and in parts. Give one.")
+            continue
+        names = parts if kind.startswith("list") else (whole,)
+        if name in signature.raw.optional and arrays.keys().isdisjoint(names):
+            continue
+        missing += [part for part in names if part not in arrays]
+        if not missing:
+            columns[name] = _lists(name, *map(arrays.__getitem__, parts))
+    if missing:
+        raise RequestError(f"the request has raw values but lacks {sorted(missing)}. Give all columns.")
     sizes = {name: len(values) for name, values in columns.items()}
     shared, num_samples = _common(sizes) if shares else (frozenset[str](), None)
     if num_samples is None:
@@ -163,178 +217,326 @@ def _raw_request(arrays: Mapping[str, NDArray[Any]], shares: bool, signature: Si
     for name, size in sizes.items():
         if name not in shared and size != num_samples:
             raise RequestError(
-                f"column {name!r} has {size} values for {num_samples} samples; give one for each."
+                f"column {name!r} has {size} values for {num_samples} samples; give one per sample."
             )
-    own, common = (
-        table_of({n: v for n, v in columns.items() if (n in shared) == is_shared}, signature.raw)
-        for is_shared in (False, True)
+    per_sample, common = (
+        {n: v for n, v in columns.items() if (n in shared) == is_shared} for is_shared in (False, True)
     )
-    return encoded_request(own, common, signature)
+    return encoded_request(per_sample, common, signature)
 
 
-def _lists(name: str, values: NDArray[Any], lengths: NDArray[Any]) -> list[Any]:
-    if lengths.ndim != 1 or values.ndim != 1 or (lengths < 0).any() or lengths.sum() != len(values):
+def _lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
+    if (lengths < 0).any() or lengths.sum() != len(values):
         raise RequestError(
-            f"column {name!r}: lengths of 0 or more must sum to the number of values, {values.size}."
+            f"column {name!r}: lengths of 0 or more must sum to the number of values, {len(values)}."
         )
-    return [part.tolist() for part in np.split(values, np.cumsum(lengths)[:-1])] if len(lengths) else []
+    ends = [0, *lengths.cumsum().tolist()]
+    return [values[start:end] for start, end in itertools.pairwise(ends)]
 
 
 async def answer(
     infer: InferRequest, name: str, version: str, outputs: str, scores: Floats
 ) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of an answer; ``outputs`` is ``scores``, or ``vectors``."""
-    said: dict[str, Any] = {"model_name": name, "model_version": version}
+    """Serialize an inference answer.
+
+    Args:
+        infer: parsed request.
+        name: model name.
+        version: model version.
+        outputs: ``scores`` or ``vectors``.
+        scores: float32 [B] or [B, V].
+
+    Returns:
+        Body and headers.
+    """
+    fields: dict[str, Any] = {"model_name": name, "model_version": version}
     if infer.id is not None:
-        said["id"] = infer.id
-    if not infer.wants_scores:
-        return json.dumps({**said, "outputs": []}).encode(), dict(JSON_ANSWER)
+        fields["id"] = infer.id
     output: dict[str, Any] = {"name": outputs, "datatype": "FP32", "shape": list(scores.shape)}
     if not infer.wants_binary:
-        tensor = await with_numbers(output, "data", scores.reshape(-1))
-        return b'%s, "outputs": [%s]}' % (json.dumps(said)[:-1].encode(), tensor), dict(JSON_ANSWER)
+        tensor = await json_with_array(output, "data", scores.reshape(-1))
+        return b'%s, "outputs": [%s]}' % (json.dumps(fields)[:-1].encode(), tensor), dict(JSON_ANSWER)
     data = scores.astype("<f4", copy=False).tobytes()
     output["parameters"] = {"binary_data_size": len(data)}
-    head = json.dumps({**said, "outputs": [output]}).encode()
+    head = json.dumps({**fields, "outputs": [output]}).encode()
     return head + data, {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
 
 
-def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -> dict[str, NDArray[Any]]:
+def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -> dict[str, Any]:
+    """Return arrays of ID, dense and length inputs, and lists of raw values."""
     if not isinstance(inputs, list):
         raise RequestError(
-            "the request has no list of inputs. Give the tensors that the model's metadata names."
+            "the request has no list of inputs. Give the tensors listed in the model's metadata."
         )
     allowed = _allowed(signature)
-    found: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, Any] = {}
     start = num_raw = 0
-    # A request has two tensors a feature; so what is looked at for each counts.
+    # Hot loop: a request has two tensors per feature, so common cases skip the helper calls.
     for given in inputs:
         name = given.get("name") if isinstance(given, dict) else None
         if not isinstance(name, str) or (expected := allowed.get(name)) is None:
-            raise RequestError(f"there is no input {shown(name)}; the model has {list(allowed)}.")
-        if name in found:
-            raise RequestError(f"input {name!r} is there twice. Give it once.")
-        if given.get("datatype") != expected.datatype:
-            raise RequestError(
-                f"input {name!r} must be {expected.datatype}, got {shown(given.get('datatype'))}."
-            )
+            raise RequestError(f"unknown input {shown(name)}; allowed: {list(allowed)}.")
+        if name in arrays:
+            raise RequestError(f"input {name!r} is given twice. Give it once.")
+        if not given.keys() <= _INPUT_FIELDS:
+            _check_names("field", given, _INPUT_FIELDS, f"input {name!r}")
         shape = _shape(given.get("shape"), name)
-        parameters = given.get("parameters")
-        if parameters is not None and not isinstance(parameters, dict):
-            parameters = _parameters(given, "input", name)
-        size = None if parameters is None else parameters.get("binary_data_size")
-        if size is None:
-            if "data" not in given:
-                raise RequestError(f"input {name!r} has neither data nor binary_data_size. Give one.")
-            array = _array_of(given["data"], expected, name)
+        if given.get("parameters") is not None:
+            parameters = _parameters(given, _INPUT_PARAMETERS, f"input {name!r}")
+            content_type, size = parameters.get("content_type"), parameters.get("binary_data_size")
         else:
-            if binary is None or "data" in given:
-                raise RequestError(
-                    f"input {name!r} has a binary_data_size; it needs the header {HEADER_LENGTH} and no data."
-                )
-            if not _is_whole(size) or start + size > len(binary):
-                raise RequestError(
-                    f"input {name!r}: binary_data_size is {shown(size)}, but {len(binary) - start} bytes "
-                    "are left; give as many as it says."
-                )
-            array = _from_bytes(binary[start : start + size], expected, name)
+            content_type = size = None
+        datatype = given.get("datatype")
+        if datatype != expected.datatype or content_type is not None:
+            _check_datatype(datatype, content_type, expected, name)
+        data = given.get("data")
+        if size is None:
+            if data is None:
+                raise RequestError(f"input {name!r} has neither data nor binary_data_size. Give one.")
+            array = _array_of(data, datatype, shape, name)
+        else:
+            raw = _tail(binary, start, size, given, name)
+            array = _from_bytes(raw, datatype, name)
             start += size
         num_values = shape[0] if len(shape) == 1 else math.prod(shape)
         if array.size != num_values:
             raise RequestError(f"input {name!r}: {array.size} values for the shape {shape}; they must agree.")
-        found[name] = array if len(shape) == 1 else array.reshape(shape)
+        if name == DENSE:
+            array = array.reshape(shape)
+        elif len(shape) != 1 and (len(shape) != 2 or shape[1] != 1):
+            raise RequestError(f"input {name!r} must be of shape [n] or [n, 1], got {shape}.")
+        arrays[name] = _values_of(array, content_type, expected, name)
         num_raw += expected.is_raw
-    if num_raw and num_raw != len(found):
+    if num_raw and num_raw != len(arrays):
         raise RequestError("the request has both ids and raw values. Give one kind.")
     if binary is not None and start != len(binary):
         raise RequestError(
-            f"{len(binary) - start} bytes behind the last tensor belong to none; "
-            "give each binary tensor its binary_data_size."
+            f"{len(binary) - start} bytes after the last tensor are not part of a tensor; "
+            "set binary_data_size on every binary tensor."
         )
-    return found
+    return arrays
+
+
+def _tail(
+    binary: memoryview | None, start: int, size: Any, given: Mapping[str, Any], name: str
+) -> memoryview | bytes:
+    """Return the next ``size`` bytes after the JSON. Without the length header, only size 0 is allowed."""
+    if (binary is None and size != 0) or given.get("data") is not None:
+        raise RequestError(
+            f"input {name!r} has a binary_data_size; it needs the header {HEADER_LENGTH} and no data."
+        )
+    num_left = 0 if binary is None else len(binary) - start
+    if not _is_whole(size) or size > num_left:
+        raise RequestError(
+            f"input {name!r}: binary_data_size is {shown(size)}, but {num_left} bytes "
+            "are left; the sizes must agree."
+        )
+    return b"" if binary is None else binary[start : start + size]
 
 
 class _Input(NamedTuple):
-    """An allowed input: its datatype, and the dtypes in which it is sent and kept (None for texts)."""
+    """Allowed input.
+
+    Attributes:
+        datatype: datatype in the metadata.
+        dtype: dtype in the model; None for raw values.
+        is_raw: whether it belongs to a raw request.
+        takes: other accepted datatypes; values are checked if ``datatype`` is narrower.
+    """
 
     datatype: str
-    sent: np.dtype[Any] | None
-    kept: np.dtype[Any] | None
+    dtype: np.dtype[Any] | None
     is_raw: bool
+    takes: Set[str]
 
 
 @functools.lru_cache(16)
 def _allowed(signature: Signature) -> dict[str, _Input]:
-    """Return the allowed inputs of a model, by name."""
-    found = {}
-    for is_raw, inputs in ((False, inputs_of(signature)), (True, raw_inputs_of(signature))):
-        for name, (datatype, _) in inputs.items():
-            sent = _DTYPES.get(datatype)
-            # Lengths are sent in 32 bits, and the model takes 64.
-            kept = _DTYPES["INT64"] if name.endswith(LENGTHS) and not is_raw else sent
-            found[name] = _Input(datatype, sent, kept, is_raw)
-    return found
+    """Return a model's allowed inputs by name."""
+    whole = {datatype for datatype in _DTYPES if "INT" in datatype}
+    takes = {"INT32": whole, "INT64": whole, "FP32": {*_DTYPES} - {"BOOL"}, "FP64": {*_DTYPES} - {"BOOL"}}
+    allowed = {}
+    for name, (datatype, _) in inputs_of(signature).items():
+        allowed[name] = _Input(datatype, _MODEL_DTYPES[datatype], False, takes[datatype])
+    for name, (datatype, _) in raw_inputs_of(signature).items():
+        if name.endswith(LENGTHS):
+            allowed[name] = _Input(datatype, _MODEL_DTYPES[datatype], True, whole)
+        else:
+            # Data frames store booleans, and integers with missing values, in columns of other types.
+            numeric = {*_DTYPES} if datatype == "INT64" else takes.get(datatype, set())
+            allowed[name] = _Input(datatype, None, True, numeric)
+    for name, kind in (signature.raw.kinds if signature.raw is not None else {}).items():
+        if kind.startswith("list"):
+            allowed[RAW + name] = _Input(_JSON_COLUMN, None, True, frozenset())
+    return allowed
 
 
-def _array_of(data: Any, expected: _Input, name: str) -> NDArray[Any]:
-    """Return numbers or texts of JSON as a flat array."""
-    if expected.sent is not None:
-        array = as_array(data, expected.sent, f"input {name!r}").reshape(-1)
-        return array.astype(expected.kept, copy=False)
-    if not isinstance(data, list) or not all(isinstance(each, str) for each in data):
-        raise RequestError(f"input {name!r} must be a flat list of texts.")
-    return np.array([*data, ""], object)[:-1]
+# Lengths are sent as 32 bits; models use 64.
+_MODEL_DTYPES = {"FP32": _DTYPES["FP32"], "INT64": _DTYPES["INT64"], "INT32": _DTYPES["INT64"]}
 
 
-def _from_bytes(data: memoryview, expected: _Input, name: str) -> NDArray[Any]:
-    """Parse binary numbers, or texts that follow their lengths of four bytes each."""
-    if (sent := expected.sent) is not None:
+def _check_datatype(datatype: Any, content_type: Any, expected: _Input, name: str) -> None:
+    if not isinstance(datatype, str):
+        raise RequestError(f"input {name!r} must be {expected.datatype}, got {shown(datatype)}.")
+    if content_type is not None and datatype not in _CONTENT_TYPES.get(str(content_type), ()):
+        raise RequestError(
+            f"input {name!r} has the content_type {shown(content_type)} and the datatype {shown(datatype)}; "
+            f"content types are {sorted(_CONTENT_TYPES)}; numbers need np or pd."
+        )
+    takes_json = expected.is_raw and expected.dtype is None
+    if content_type == _JSON_COLUMN and takes_json:
+        return
+    if content_type == _JSON_COLUMN or not (datatype == expected.datatype or datatype in expected.takes):
+        raise RequestError(
+            f"input {name!r} must be {expected.datatype}, got {shown(datatype)} of content_type "
+            f"{shown(content_type)}. Send {expected.datatype}."
+        )
+
+
+def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[Any]:
+    """Return JSON numbers or strings as a flat array, with dtype object if some are null."""
+    if not isinstance(data, list):
+        raise RequestError(f"the data of input {name!r} must be a list, got {shown(data)}.")
+    is_nested = bool(data) and type(data[0]) is list
+    if not (is_nested or datatype in (TEXTS, "BOOL") or None in data):
+        return _numeric_array(data, datatype, name)
+    # The trailing None keeps numpy from treating inner lists as rows.
+    array = np.array(data, object) if is_nested else np.array([*data, None], object)[:-1]
+    if is_nested and list(array.shape) != shape:
+        raise RequestError(
+            f"input {name!r}: lists of shape {list(array.shape)} for the shape {shape}; they must agree."
+        )
+    values = array.reshape(-1).tolist()
+    present = [value for value in values if value is not None]
+    if datatype not in (TEXTS, "BOOL"):
+        numeric = _numeric_array(present, datatype, name)
+        if len(present) == len(values):
+            return numeric
+        present = numeric.tolist()
+    elif wrong := [value for value in present if type(value) is not (str if datatype == TEXTS else bool)]:
+        kind = "strings" if datatype == TEXTS else "true or false"
+        raise RequestError(f"input {name!r} must be {kind}, got {shown(wrong[0])}.")
+    remaining = iter(present)
+    return np.array([*(None if value is None else next(remaining) for value in values), None], object)[:-1]
+
+
+def _numeric_array(data: list[Any], datatype: str, name: str) -> NDArray[Any]:
+    """Convert JSON numbers to the dtype in which they are sent."""
+    if datatype == "BF16":
+        raise RequestError(f"input {name!r} is BF16, which JSON cannot represent. Send it as binary.")
+    sent = _DTYPES[datatype]
+    wide = as_array(data, np.dtype(np.float64 if sent.kind == "f" else np.int64), f"input {name!r}")
+    with np.errstate(over="ignore"):
+        array = wide.reshape(-1).astype(sent)
+    fits = np.isfinite(array) | ~np.isfinite(wide) if sent.kind == "f" else array == wide
+    if not fits.all():
+        raise RequestError(f"input {name!r} must fit {datatype}, got {wide[~fits][0]}.")
+    return array
+
+
+def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[Any]:
+    """Parse binary numbers, or strings with 4-byte lengths."""
+    if (sent := _DTYPES.get(datatype)) is not None:
         if len(data) % sent.itemsize:
             raise RequestError(
-                f"input {name!r}: {len(data)} bytes are not a whole number of {expected.datatype}; "
-                "give all of each."
+                f"input {name!r}: {len(data)} bytes are not a multiple of {datatype}; send whole values."
             )
-        # A copy: the tensor may stand at any byte.
-        return np.frombuffer(data, sent).astype(expected.kept)
-    found: list[str] = []
+        array: NDArray[Any] = np.frombuffer(data, sent)
+        if datatype == "BF16":
+            return (array.astype(np.uint32) << 16).view(np.float32)
+        if datatype == "BOOL" and (array.view(np.uint8) > 1).any():
+            raise RequestError(f"input {name!r} has bytes above 1; BOOL allows only 0 and 1.")
+        return array
+    texts: list[str] = []
     at = 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 4], "little")
         text = bytes(data[at + 4 : at + 4 + size])
         at += 4 + size
         if at > len(data) or len(text) != size:
-            raise RequestError(f"input {name!r}: text {len(found)} ends behind its bytes; give all of each.")
+            raise RequestError(
+                f"input {name!r}: string {len(texts)} exceeds the remaining bytes; send complete strings."
+            )
         try:
-            found.append(text.decode())
+            texts.append(text.decode())
         except UnicodeDecodeError as error:
-            raise RequestError(f"input {name!r}: text {len(found)} is not UTF-8. Send UTF-8.") from error
-    return np.array([*found, ""], object)[:-1]
+            raise RequestError(f"input {name!r}: string {len(texts)} is not UTF-8. Send UTF-8.") from error
+    return np.array([*texts, ""], object)[:-1]
 
 
-def _read_outputs(given: dict[str, Any], known: str, binary_by_default: bool) -> tuple[bool, bool]:
+def _values_of(array: NDArray[Any], content_type: str | None, expected: _Input, name: str) -> Any:
+    """Convert an input to the model's format: an array of the model dtype, or a list of raw values."""
+    if (dtype := expected.dtype) is not None:
+        if array.dtype == object:
+            raise RequestError(f"input {name!r} has null; only raw values may be null.")
+        if dtype.kind == "i" and array.dtype == np.uint64 and (array > _MOST_INT64).any():
+            raise RequestError(f"input {name!r} must fit int64, got {array.max()}.")
+        # astype copies: a binary tensor may be unaligned.
+        with np.errstate(over="ignore"):
+            return array.astype(dtype) if name == DENSE else array.reshape(-1).astype(dtype)
+    values = array.reshape(-1).tolist()
+    if content_type in ("base64", _JSON_COLUMN):
+        return [None if value is None else _decoded(value, content_type, name) for value in values]
+    if expected.datatype == "INT64" and array.dtype.kind == "f":
+        # NaN stands for a missing integer.
+        return [None if value != value else value for value in values]
+    return values
+
+
+def _decoded(value: str, content_type: str, name: str) -> Any:
+    try:
+        if content_type == _JSON_COLUMN:
+            return json.loads(value)
+        return base64.b64decode(value, validate=True).decode()
+    except (ValueError, binascii.Error) as error:
+        raise RequestError(f"input {name!r}: {shown(value)} is not {content_type}: {error}.") from error
+
+
+def _read_outputs(given: dict[str, Any], output_name: str, binary_by_default: bool) -> bool:
+    """Return whether scores are requested as binary. No output list, or an empty one, means all outputs."""
     outputs = given.get("outputs")
     if outputs is None:
-        return True, binary_by_default
+        return binary_by_default
     if not isinstance(outputs, list):
         raise RequestError("outputs must be a list of objects with a name.")
+    if len(outputs) > 1:
+        raise RequestError(
+            f"the request has {len(outputs)} outputs; the model only has {output_name!r}. Name it once."
+        )
     wants_binary = binary_by_default
     for output in outputs:
         name = output.get("name") if isinstance(output, dict) else None
-        if name != known:
-            raise RequestError(f"there is no output {shown(name)}; the model has {known!r}.")
-        parameters = _parameters(output, "output", known)
+        if name != output_name:
+            raise RequestError(f"unknown output {shown(name)}; the model only has {output_name!r}.")
+        _check_names("field", output, {"name", "parameters"}, f"output {output_name!r}")
+        parameters = _parameters(output, _OUTPUT_PARAMETERS, f"output {output_name!r}")
+        if parameters.get("content_type") not in (None, "np"):
+            raise RequestError(
+                f"output {output_name!r} must have content_type 'np', got {parameters['content_type']!r}."
+            )
         if "binary_data" in parameters:
             wants_binary = _flag(parameters, "binary_data")
-    return bool(outputs), wants_binary
+    return wants_binary
 
 
-def _parameters(given: dict[str, Any], what: str, name: str | None = None) -> dict[str, Any]:
-    parameters = given.get("parameters", {})
-    if isinstance(parameters, dict):
-        return parameters
-    if name is not None:
-        what = f"{what} {name!r}"
-    raise RequestError(f"the parameters of {what} must be an object, got {type(parameters).__name__}.")
+def _parameters(given: dict[str, Any], allowed: Set[str], owner: str) -> dict[str, Any]:
+    """Return the non-null parameters."""
+    parameters = given.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise RequestError(
+            f"the parameters of {owner} must be an object, got {type(parameters).__name__}. Send an object."
+        )
+    _check_names("parameter", parameters, allowed, owner)
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
+def _check_names(kind: str, given: Mapping[str, Any], allowed: Set[str], owner: str) -> None:
+    if unknown := sorted(name for name in given.keys() - allowed if given[name] is not None):
+        raise RequestError(
+            f"unknown {kind} {shown(unknown[0])} of {owner}; allowed: {sorted(allowed)}. Remove it."
+        )
 
 
 def _flag(parameters: dict[str, Any], name: str) -> bool:
@@ -345,7 +547,7 @@ def _flag(parameters: dict[str, Any], name: str) -> bool:
 
 
 def _timeout(parameters: dict[str, Any]) -> float:
-    """Return the timeout in seconds; Triton's parameter is in microseconds."""
+    """Return the timeout in seconds, from Triton's parameter in microseconds."""
     value = parameters.get("timeout")
     if value is None:
         return math.inf
@@ -355,7 +557,7 @@ def _timeout(parameters: dict[str, Any]) -> float:
 
 
 def _shape(shape: Any, name: str) -> list[int]:
-    if isinstance(shape, list) and len(shape) <= _MOST_DIMS:  # of a million, the product would take minutes
+    if isinstance(shape, list) and len(shape) <= _MOST_DIMS:  # the product of a million sizes takes minutes
         for dim in shape:
             if not _is_whole(dim) or dim >= 1 << 40:
                 break
@@ -367,4 +569,4 @@ def _shape(shape: Any, name: str) -> list[int]:
 
 
 def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62  # true is an int, and no number
+    return type(value) is int and 0 <= value < 1 << 62  # isinstance would accept bool

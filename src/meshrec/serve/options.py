@@ -1,4 +1,4 @@
-"""The options of a server."""
+"""Server options."""
 
 import ipaddress
 import socket
@@ -12,26 +12,26 @@ from meshrec.serve.batching import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Limits on what clients may hold of one server process, and for how long.
+    """Limits per server process on connections, unfinished requests and their duration.
 
-    A client is an IPv4 address or an IPv6 network of 64 bits. If there are too many connections, the server
-    closes the one whose request has been unfinished longest. If there is none, it refuses the new one.
+    A client is an IPv4 address or a 64-bit IPv6 network. Above a limit, the server closes the connection
+    whose request has been incomplete longest, or else refuses the new connection.
     """
 
     max_connections: int = 4096
-    """Largest number of connections of all clients."""
+    """Maximum number of connections in total."""
     max_per_client: int = 256
-    """Largest number of connections of one client."""
+    """Maximum number of connections per client."""
     max_header: int = 64 << 10
-    """Largest size of a request's first line and headers, in bytes (431 beyond)."""
+    """Maximum size of request line and headers, in bytes (status 431 above)."""
     max_unanswered: int = 256 << 20
-    """Largest total size of the requests that are being read or wait, in bytes (503 beyond)."""
+    """Maximum total size of incomplete and waiting requests, in bytes (status 503 above)."""
     header_seconds: float = 10.0
-    """Seconds to wait for a request's headers, from the connection or their first byte (408 beyond)."""
+    """Maximum seconds until the headers are complete, from connection or first byte (status 408 above)."""
     body_seconds: float = 30.0
-    """Seconds to wait for a body (408 beyond), and for a client to read its answer."""
+    """Maximum seconds until a body is complete (status 408 above), or until a client reads the answer."""
     idle_seconds: float = 30.0
-    """Seconds that a connection may stay open between two requests."""
+    """Maximum seconds between requests on a connection."""
 
     def __post_init__(self) -> None:
         for name in ("max_connections", "max_per_client", "max_unanswered"):
@@ -46,45 +46,46 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The options of a server."""
+    """Options of a server."""
 
     host: str = "127.0.0.1"
-    """The address to listen at. Beyond loopback, as with 0.0.0.0 for all addresses, a token is required."""
+    """Address to listen on. A token is required beyond loopback, for example with 0.0.0.0 (all addresses)."""
     port: int = 8080
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0: a free port."""
     limits: Limits = field(default_factory=Limits)
-    """Limits of batches and queues."""
+    """Batch and queue limits."""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
-    """Limits of connections and unfinished requests."""
+    """Connection limits."""
     max_body: int = 16 << 20
-    """Largest body of a request, in bytes."""
+    """Maximum body size in bytes."""
     warm_up: Path | None = None
-    """File of samples, one JSON object per line, that models score before they are ready."""
+    """File of samples, a JSON object per line, scored by models before they are ready."""
     deltas: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of the deltas that models follow, by the model's name."""
+    """Delta folders to follow, by model name."""
     token: str | None = None
-    """The bearer token that clients must send."""
+    """Bearer token required from clients."""
     admin: bool = True
-    """Whether load, unload and rollback can be asked for over HTTP (403 otherwise)."""
+    """Whether load, unload and rollback are allowed over HTTP (status 403 otherwise)."""
     hosts: tuple[str, ...] = ()
-    """Without a token: further names of this server that the header ``Host`` may have in requests to load,
-    unload and roll back. Addresses, ``localhost`` and ``host`` are always allowed."""
+    """Additional ``Host`` names accepted in load, unload and rollback requests if there is no token.
+    Addresses, ``localhost`` and ``host`` are always accepted.
+    """
     verify: bool = True
-    """Compare packages with their checksums before they are used."""
+    """Verify package checksums before use."""
     public_key: Path | None = None
-    """PEM file of the ed25519 public key that must have signed every package."""
+    """PEM file with the ed25519 public key which must have signed every package."""
     copy_weights: bool = False
-    """Copy the weights into memory of each worker, instead of mapping the files that all workers share."""
+    """Copy weights to every worker's memory, instead of mapping files shared by all workers."""
     keep_histories: int = 0
-    """Largest size, in bytes, of what each worker keeps of histories between requests for recommendations,
-    for each model that can continue from it; 0 keeps nothing.
+    """History cache size in bytes, per worker and model, for recommendation requests; 0: no cache. Only
+    models which can continue from cached keys and values use it.
     """
     tls_cert: Path | None = None
-    """PEM file of a certificate: serve HTTPS."""
+    """PEM file of a certificate; enables HTTPS."""
     tls_key: Path | None = None
     """PEM file of the certificate's key."""
     access_log: bool = False
-    """Log one line per request."""
+    """Log a line per request."""
     linger: float = 1.0
     """Seconds for which a stopping server waits for clients to close idle connections."""
 
@@ -96,29 +97,28 @@ class ServerOptions:
         if self.max_body < 1:
             raise ValueError(f"max_body must be at least 1 byte, got {self.max_body}.")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together. Give both, or none.")
+            raise ValueError("tls_cert and tls_key must be given together. Give both, or neither.")
         if self.public_key is not None:
             if not self.verify:
                 raise ValueError(
-                    "a signature is checked by reading every file. Leave out verify=False or the key."
+                    "public_key needs verify=True, since a signature covers every file. Use one of them."
                 )
             read_public_key(self.public_key)  # fail now, and not when the first package is loaded
         if self.token is not None and (not self.token.isascii() or not self.token.strip()):
-            raise ValueError("token must be of ASCII characters, and not empty.")
+            raise ValueError("token must be nonempty ASCII.")
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """Return a bound socket, which all workers share.
+    """Return a bound socket, shared by all workers.
 
     Raises:
-        ValueError: the address or port is not available, or other machines can reach it and there is no
-            token.
+        ValueError: the address or port is unavailable, or other machines can reach it and no token is set.
     """
     try:
         family, *_, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         if options.token is None and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
             raise ValueError(
-                f"other machines can reach {options.host}, so clients must show a token, and none is set. "
+                f"other machines can reach {options.host}, so clients must send a token, but none is set. "
                 "Give one with --token-file or the variable MESHREC_TOKEN, or listen at 127.0.0.1."
             )
         bound = socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -126,8 +126,8 @@ def listen(options: ServerOptions) -> socket.socket:
         raise ValueError(
             f"cannot listen at {options.host}:{options.port}: {error.strerror}. Use another host or port."
         ) from error
-    # Connections inherit the option; asyncio sets it only on sockets created with the protocol's number.
-    # Without it the second part of each answer waits 40 ms for the client to acknowledge the first.
+    # Connections inherit the option; asyncio only sets it on sockets with an explicit protocol number.
+    # Without it, an answer's second part waits 40 ms for the client to acknowledge the first.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bound.setblocking(False)
     return bound

@@ -1,7 +1,7 @@
-"""The check that a request to change the server does not come from a web page.
+"""Check that administrative requests do not come from web pages.
 
-A server at loopback trusts the programs of its machine, and a browser is one of them. A page can post to it
-(``Origin`` then names the page), or have its own name resolve to 127.0.0.1 (``Host`` then has that name).
+A loopback server trusts local programs, including browsers. A page can post to it (``Origin`` then names the
+page), or resolve the page's name to 127.0.0.1 (``Host`` then has that name).
 """
 
 import ipaddress
@@ -11,28 +11,28 @@ from urllib.parse import urlsplit
 from meshrec.serve.requests import RequestError
 
 
-def check_origin(headers: Mapping[bytes, bytes], known: Collection[str]) -> None:
+def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) -> None:
     """Check that a request does not come from another server's web page.
 
     Args:
-        headers: headers of the request, with names in lower case.
-        known: names of this server other than its addresses and ``localhost``.
+        headers: request headers with lower-case names.
+        server_names: names of this server in addition to addresses and ``localhost``.
 
     Raises:
-        RequestError: it does, or may (status 403).
+        RequestError: it does, or might (status 403).
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
-    if not _is_own(_name_of("//" + host), known):
+    if not _is_this_server(_name_of("//" + host), server_names):
         raise RequestError(
-            f"the header Host is {host[:80]!r}, which is not known to be this server. Use its address, "
-            "name it with --hosts, or start the server with a token.",
+            f"the header Host is {host[:80]!r}, which is not a name of this server. Use its address, "
+            "add the name with --hosts, or start the server with a token.",
             403,
         )
     origin = headers.get(b"origin")
-    if origin is not None and _place_of(origin.decode("latin-1").lower()) != host:
+    if origin is not None and _authority_of(origin.decode("latin-1").lower()) != host:
         raise RequestError(
             f"the header Origin is {origin[:80].decode('latin-1')!r}: web pages may not change this server. "
-            "Start it with a token, and send that.",
+            "Start it with a token, and send the token.",
             403,
         )
     if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
@@ -46,16 +46,16 @@ def _name_of(url: str) -> str:
         return ""
 
 
-def _place_of(origin: str) -> str | None:
+def _authority_of(origin: str) -> str | None:
     try:
         return urlsplit(origin).netloc or None
     except ValueError:
         return None
 
 
-def _is_own(name: str, known: Collection[str]) -> bool:
-    """Return whether a name belongs to this server. Every address counts, because nobody can redirect one."""
-    if name == "localhost" or name in known:
+def _is_this_server(name: str, server_names: Collection[str]) -> bool:
+    """Return whether a name belongs to this server. Addresses always do: an attacker cannot redirect them."""
+    if name == "localhost" or name in server_names:
         return True
     try:
         ipaddress.ip_address(name)

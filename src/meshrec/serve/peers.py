@@ -1,11 +1,11 @@
-"""The connection of a worker to its parent, which passes changes of models on to all workers."""
+"""Connection of a worker to the parent process, which forwards model changes to all workers."""
 
 import asyncio
 import itertools
 import json
 import mmap
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,70 +15,79 @@ Change = Callable[[str, str, int | None], Awaitable[None]]
 
 
 class Peers:
-    """The workers of a server, as one of them sees them.
+    """The other workers, as seen by a worker.
 
     Args:
-        pipe: the pipe to the parent.
-        loaded: shared memory with a byte per worker: whether the worker has loaded its models once.
-        index: the number of this worker.
+        pipe: pipe to the parent.
+        loaded: shared memory, one byte per worker, set once the worker has loaded all models.
+        index: index of this worker.
+
+    Attributes:
+        is_late: whether this worker replaces a previous one; it then listens only after loading all models.
     """
 
     def __init__(self, pipe: Connection, loaded: mmap.mmap, index: int) -> None:
         self._pipe, self._loaded, self._index = pipe, loaded, index
         self.is_late = bool(loaded[index])
-        """Whether this worker replaces one that ended. It then listens only after loading its models."""
         self._tickets = itertools.count()
-        self._asked: dict[int, asyncio.Future[str | None]] = {}
+        # Unanswered requests by ticket, from `ask` until the parent's answer.
+        self._pending: dict[int, asyncio.Future[list[Any] | None]] = {}
+        # Changes in progress; the set keeps the tasks alive.
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def say_loaded(self) -> None:
-        """Tell the other workers that this one has loaded its models."""
+    def report_loaded(self) -> None:
+        """Tell other workers that this worker has loaded all models."""
         self._loaded[self._index] = 1
 
     @property
     def are_loaded(self) -> bool:
-        """Whether every worker has loaded its models: a request may reach any of them."""
+        """Whether all workers have loaded their models: a request may reach any of them."""
         return all(self._loaded[:])
 
     async def ask(self, action: str, model: str, delta: int | None = None) -> None:
         """Load or unload a model in every worker.
 
+        Args:
+            action: ``load`` or ``unload``.
+            model: model name.
+            delta: last delta to apply; None: all.
+
         Raises:
-            RequestError: a worker failed; the message is the first such worker's.
+            RequestError: a worker failed; the error is the first one received.
         """
         ticket = next(self._tickets)
-        answer = self._asked[ticket] = asyncio.get_running_loop().create_future()
+        answer = self._pending[ticket] = asyncio.get_running_loop().create_future()
         self._send({"ticket": ticket, "action": action, "model": model, "delta": delta})
         error = await answer
         if error is not None:
-            raise RequestError(error)
+            raise RequestError(*error)
 
     def listen(self, loop: asyncio.AbstractEventLoop, change: Change) -> None:
-        """Start to carry out the changes that the parent passes on, by ``change``."""
+        """Start applying changes forwarded by the parent, with ``change``."""
 
         def on_message() -> None:
             try:
-                said = json.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError):  # the parent was killed; alone, workers would hold the port for ever
+                message = json.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):  # the parent was killed: exit too, to free the port
                 loop.remove_reader(self._pipe.fileno())
                 signal.raise_signal(signal.SIGTERM)
                 return
-            if "ticket" in said:
-                self._asked.pop(said["ticket"]).set_result(said["error"])
+            if "ticket" in message:
+                self._pending.pop(message["ticket"]).set_result(message["error"])
                 return
-            task = loop.create_task(self._do(change, said))
+            task = loop.create_task(self._do(change, message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
         loop.add_reader(self._pipe.fileno(), on_message)
 
-    async def _do(self, change: Change, said: dict[str, Any]) -> None:
-        error = None
+    async def _do(self, change: Change, message: dict[str, Any]) -> None:
+        error: Sequence[Any] | None = None
         try:
-            await change(said["action"], said["model"], said["delta"])
+            await change(message["action"], message["model"], message["delta"])
         except RequestError as problem:
-            error = str(problem)
-        self._send({"task": said["task"], "error": error})
+            error = problem.args  # message, status and headers
+        self._send({"task": message["task"], "error": error})
 
-    def _send(self, what: dict[str, Any]) -> None:
-        self._pipe.send_bytes(json.dumps(what).encode())
+    def _send(self, message: dict[str, Any]) -> None:
+        self._pipe.send_bytes(json.dumps(message).encode())

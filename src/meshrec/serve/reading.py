@@ -1,7 +1,6 @@
-"""The parsing of bodies: small ones at once, large ones in a process of their own.
+"""Body parsing: small bodies in the event loop, large ones in a child process.
 
-Python reads JSON in one step that no other thread can interrupt, so all other clients would have to wait for
-a body of some megabytes.
+Python parses JSON without releasing the GIL, so a body of several megabytes would block all other clients.
 """
 
 import asyncio
@@ -18,18 +17,21 @@ from meshrec.serve.requests import Request, RequestError, Signature
 from meshrec.serve.samples import read_samples
 
 _AT_ONCE = 32 << 10
-"""Most bytes of JSON or texts that the event loop parses itself, in about 2 ms."""
+"""Maximum bytes of JSON or strings parsed in the event loop, in about 2 ms."""
 _MOST_SIGNATURES = 16
+# The server's own work has priority.
 _NICE = 5
 
 
 class Body(NamedTuple):
-    """A body, and how to read it.
+    """Unparsed body of a scoring request.
 
     Attributes:
-        is_infer: whether it is a request of the Open Inference Protocol; otherwise it is samples in JSON.
-        header_length: the header that says how many of its bytes are JSON.
-        body: all of it.
+        is_infer: whether the body follows the Open Inference Protocol. Otherwise it is JSON with samples (see
+            `read_samples`).
+        header_length: value of the ``Inference-Header-Content-Length`` header: bytes of JSON before binary
+            tensors. None if the request has no such header.
+        body: bytes as received.
     """
 
     is_infer: bool
@@ -38,28 +40,30 @@ class Body(NamedTuple):
 
 
 class BodyReader:
-    """The parser of bodies. A child process parses the large ones, one at a time."""
+    """Body parser. A child process parses large bodies, one at a time."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read")
-        self._numbers: weakref.WeakKeyDictionary[Signature, int] = weakref.WeakKeyDictionary()
+        # Numbers by which parent and child refer to signatures, so that each is sent once.
+        self._indices: weakref.WeakKeyDictionary[Signature, int] = weakref.WeakKeyDictionary()
         self._num_signatures = 0
-        self._known: list[int] = []
+        # Signatures which the child has; mirrors its eviction order. Reset when the child restarts.
+        self._sent: list[int] = []
         self._child = Child(_read_bodies)
 
     async def __call__(self, reading: Body, signature: Signature) -> InferRequest:
-        """Return the request in a body.
+        """Parse the request in a body.
 
         Raises:
-            RequestError: the protocol or the model does not allow the body.
+            RequestError: the body violates the protocol, or does not match the model.
         """
         if _work(reading, signature) <= _AT_ONCE:
             return read(reading, signature)
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._pool, self._ask, reading, signature)
-        if isinstance(found, RequestError):
-            raise found
-        return found
+        result = await loop.run_in_executor(self._pool, self._ask, reading, signature)
+        if isinstance(result, RequestError):
+            raise result
+        return result
 
     def close(self) -> None:
         """Stop the child process."""
@@ -69,53 +73,55 @@ class BodyReader:
     def _ask(self, reading: Body, signature: Signature) -> InferRequest | RequestError:
         try:
             if not self._child.is_running:
-                self._known = []
+                self._sent = []
                 self._child.start()
-            found: InferRequest | RequestError = self._child.ask(self._named(signature), *reading)
-        except (EOFError, OSError):  # it ran out of memory, or somebody ended it
+            result: InferRequest | RequestError = self._child.ask(self._named(signature), *reading)
+        except (EOFError, OSError):  # it ran out of memory or was killed
             return RequestError(
                 "the process that reads large requests ended. Send fewer samples at once, or try again.",
                 503,
                 {"Retry-After": "1"},
             )
-        return found
+        return result
 
     def _named(self, signature: Signature) -> tuple[int, Signature | None]:
-        """Return a signature's number, and the signature itself where the child does not have it."""
-        if (number := self._numbers.get(signature)) is None:
-            number = self._numbers[signature] = self._num_signatures
+        """Return a signature's number, and the signature itself if the child does not have it."""
+        if (number := self._indices.get(signature)) is None:
+            number = self._indices[signature] = self._num_signatures
             self._num_signatures += 1
-        if number in self._known:
+        if number in self._sent:
             return number, None
-        self._known = [*self._known[1 - _MOST_SIGNATURES :], number]
+        self._sent = [*self._sent[1 - _MOST_SIGNATURES :], number]
         return number, signature
 
 
 def read(reading: Body, signature: Signature) -> InferRequest:
-    """Return the request in a body, read here and now.
+    """Parse the request in a body in this thread.
 
     Raises:
-        RequestError: the protocol or the model does not allow the body.
+        RequestError: the body violates the protocol, or does not match the model.
     """
     try:
         if reading.is_infer:
             return read_infer(reading.body, reading.header_length, signature)
         request = read_samples(reading.body, signature)
     except RecursionError as error:
-        raise RequestError("the body is nested too deep. Send lists of numbers or texts.") from error
+        raise RequestError("the body is nested too deep. Send lists of numbers or strings.") from error
     except MemoryError as error:
-        raise RequestError("the request needs more memory than there is. Send fewer samples.", 413) from error
-    return InferRequest(request, None, float("inf"), wants_scores=True, wants_binary=False)
+        raise RequestError(
+            "the request needs more memory than available. Send fewer samples.", 413
+        ) from error
+    return InferRequest(request, None, float("inf"), wants_binary=False)
 
 
 def size_of(request: Request) -> int:
-    """Return the bytes of a request's arrays."""
+    """Return the size of a request's arrays in bytes."""
     ids = sum(array.nbytes for array in [*request.values, *request.lengths])
     return request.dense.nbytes + ids
 
 
 def _work(reading: Body, signature: Signature) -> int:
-    """Return how many bytes Python has to parse; binary tensors of numbers are copied."""
+    """Return the number of bytes Python must parse; binary numbers are only copied."""
     length = reading.header_length
     if signature.raw is None and length is not None and length.isdecimal() and len(length) < 10:
         return min(int(length), len(reading.body))
@@ -123,7 +129,7 @@ def _work(reading: Body, signature: Signature) -> int:
 
 
 def _read_bodies(parent: socket.socket) -> None:
-    """Read the bodies that the parent sends, until it is gone."""
+    """Parse bodies sent by the parent, until it exits."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     signatures: dict[int, Signature] = {}
@@ -138,4 +144,4 @@ def _read_bodies(parent: socket.socket) -> None:
         except RequestError as error:
             answer = error
         send(parent, answer)
-        del answer, body  # and their memory, before the next one comes
+        del answer, body  # free the memory before waiting for the next body

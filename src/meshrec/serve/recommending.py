@@ -1,69 +1,102 @@
-"""Recommendations for requests with histories: the exact best items for the vectors of a model."""
+"""Recommendations for requests with histories: exact top items for a model's query vectors."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 from torch import Tensor
 
+from meshrec.data.faults import shown
 from meshrec.data.interactions import HISTORY, SEEN
 from meshrec.export import Predictor
 from meshrec.export.next_items import Recommended
-from meshrec.serve.requests import Floats, Request, RequestError, shown
+from meshrec.serve.requests import Floats, Request, RequestError
 
 MOST_ITEMS = 10_000
 
 
-class ItemsWanted(NamedTuple):
-    """The options of a request for recommendations."""
+class ItemOptions(NamedTuple):
+    """Options of a recommendation request.
+
+    Attributes:
+        k: item count.
+        keep_seen: whether items in the history, or given as seen, may be recommended; None: as the recipe
+            ranks items.
+    """
 
     k: int = 10
-    """The number of items."""
-    keep_seen: bool = False
-    """Whether items of the history, and those that are given as seen, may be among them."""
+    keep_seen: bool | None = None
 
 
-def recommended_by(query: bytes) -> ItemsWanted:
-    """Parse the query of an address, such as ``k=20&keep_seen=1``.
+def recommended_by(query: bytes) -> ItemOptions:
+    """Parse a URL query such as ``k=20&keep_seen=1``.
 
     Raises:
-        RequestError: it has another form.
+        RequestError: unknown option or invalid value.
     """
-    given = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
-    if unknown := sorted(given.keys() - {"k", "keep_seen"}):
-        raise RequestError(f"the address has unknown {shown(unknown)}; there are k and keep_seen.")
-    k, keep = given.get("k", "10"), given.get("keep_seen", "0")
+    given = options_of(query, ("k", "keep_seen"))
+    k, keep = given.get("k", "10"), given.get("keep_seen")
     if not (k.isascii() and k.isdecimal() and len(k) < 10 and 1 <= int(k) <= MOST_ITEMS):
         raise RequestError(f"k must be a whole number from 1 to {MOST_ITEMS}, got {shown(k)}.")
-    if keep not in ("0", "1"):
+    if keep not in (None, "0", "1"):
         raise RequestError(f"keep_seen must be 0 or 1, got {shown(keep)}.")
-    return ItemsWanted(int(k), keep == "1")
+    return ItemOptions(int(k), None if keep is None else keep == "1")
+
+
+def options_of(query: bytes, allowed: Sequence[str]) -> dict[str, str]:
+    """Parse a URL query in which every option of ``allowed`` may occur once.
+
+    Raises:
+        RequestError: unknown or repeated option.
+    """
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    given = dict(pairs)
+    if unknown := sorted(given.keys() - set(allowed)):
+        there = f"allowed: {' and '.join(allowed)}" if allowed else "this path has no options. Remove it"
+        raise RequestError(f"the address has the unknown option {shown(unknown[0])}; {there}.")
+    if len(given) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise RequestError(f"the address has {shown(twice)} twice. Give it once.")
+    return given
 
 
 class ItemVectors:
-    """The vectors of a package's items, computed once for each version of the weights.
+    """Item vectors of a package, computed once per weights version.
 
     Args:
-        predictor: the package's predictor.
+        predictor: predictor of the package.
     """
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self._known: tuple[str, Tensor] | None = None
+        # Version and item vectors [N, V]; from the first request until the version changes.
+        self._vectors: tuple[str, Tensor] | None = None
 
     @property
-    def are_known(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the package lists items."""
         return self._predictor.items is not None
 
-    def best(self, queries: Floats, request: Request, wanted: ItemsWanted, version: str) -> Recommended:
-        """Return the best items for the queries of a request, by the weights of a version."""
+    def best(self, queries: Floats, request: Request, options: ItemOptions, version: str) -> Recommended:
+        """Return the best items for a request's queries.
+
+        Args:
+            queries: float32 [B, V].
+            request: request which produced the queries.
+            options: number of items, and whether seen items are allowed.
+            version: version of the weights.
+        """
         items, features = self._predictor.items, self._predictor.features
         assert items is not None
-        if self._known is None or self._known[0] != version:
-            self._known = version, items.vectors(self._predictor.weights)
+        if self._vectors is None or self._vectors[0] != version:
+            self._vectors = version, items.vectors(self._predictor.weights)
+        keep_seen = items.keep_seen if options.keep_seen is None else options.keep_seen
         hidden = [
             (request.values[at], request.lengths[at])
             for at, name in enumerate(features)
-            if name in (HISTORY, SEEN) and SEEN in features and not wanted.keep_seen
+            if name in (HISTORY, SEEN) and not keep_seen
         ]
-        return items.best(queries, self._known[1], wanted.k, hidden)
+        at = features.index(HISTORY) if items.repeats is not None else 0
+        repeated = items.repeated(self._predictor.weights, request.values[at], request.lengths[at])
+        return items.best(queries, self._vectors[1], options.k, hidden, repeated=repeated)

@@ -1,4 +1,4 @@
-"""Samples in JSON: one object each, with the values by feature or column."""
+"""Samples in JSON: objects with values by feature or column."""
 
 import contextlib
 import itertools
@@ -8,9 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from meshrec.export.program import DENSE
-from meshrec.serve.columns import encoded_request, table_of
-from meshrec.serve.requests import Floats, Ints, Request, RequestError, Signature, as_array, checked, shown
+from meshrec.data.faults import shown
+from meshrec.data.raw_values import DENSE
+from meshrec.serve.requests import (
+    Floats,
+    Ints,
+    Request,
+    RequestError,
+    Signature,
+    as_array,
+    as_integers,
+    checked,
+    encoded_request,
+)
 
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 SAMPLES, SHARED = "samples", "shared"
@@ -21,7 +31,7 @@ def read_json(body: bytes) -> Any:
     """Parse a body as JSON.
 
     Raises:
-        RequestError: the body is not JSON.
+        RequestError: not JSON.
     """
     try:
         return json.loads(body)
@@ -29,46 +39,52 @@ def read_json(body: bytes) -> Any:
         raise RequestError(f"the body is not JSON: {error}. Send one JSON object.") from error
     except UnicodeDecodeError as error:
         raise RequestError("the body is not JSON: it is not encoded as UTF-8. Send UTF-8.") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deep. Send lists of numbers or strings.") from error
     except ValueError as error:
         raise RequestError(
-            "the body has an integer of more digits than Python reads. Send integers of 64 bits."
+            "the body has an integer with more digits than Python parses. Send 64-bit integers."
         ) from error
 
 
 def read_samples(body: bytes, signature: Signature) -> Request:
     """Read samples in JSON: ``{"dense": [0.5, 1], "user": 17, "seen": [3, 9]}``, or a list of such objects.
 
-    Each object has all features: an id, or a list of ids, which may be empty. For a model that takes raw
-    values it has the columns of the data instead; null is a missing value. ``{"shared": {...}, "samples":
-    [...]}`` gives the values that all samples share once.
+    An object has every feature: an ID, or a list of IDs, possibly empty. For a model with raw values it has
+    the data columns instead; null is a missing value, and columns in `RawValues.optional` may be omitted.
+    ``{"shared": {...}, "samples": [...]}`` gives values shared by all samples once.
 
     Raises:
-        RequestError: the body is anything else; the message names the sample and the feature.
+        RequestError: any other body; the message has the sample and feature.
     """
     given = read_json(body)
     if signature.raw is not None:
-        known = list(signature.raw.columns)
+        names = list(signature.raw.columns)
     else:
-        known = [*([DENSE] if signature.num_dense else []), *signature.features]
+        names = [*([DENSE] if signature.num_dense else []), *signature.features]
     common: Sample = {}
     samples = given if isinstance(given, list) else [given]
-    if isinstance(given, dict) and SAMPLES in given and SAMPLES not in known:
+    if isinstance(given, dict) and SAMPLES in given and SAMPLES not in names:
         if unknown := sorted(given.keys() - {SAMPLES, SHARED}):
-            raise RequestError(f"{shown(unknown)} beside {SAMPLES!r}; give {SHARED!r} and {SAMPLES!r}.")
+            raise RequestError(
+                f"unknown {shown(unknown)} next to {SAMPLES!r}; allowed: {SHARED!r} and {SAMPLES!r}."
+            )
         common, samples = given.get(SHARED, {}), given[SAMPLES]
         if not isinstance(common, dict) or not isinstance(samples, list):
             raise RequestError(f"{SHARED!r} must be a JSON object and {SAMPLES!r} a list of them.")
-        if unknown := sorted(common.keys() - set(known)):
-            raise RequestError(f"{SHARED!r} has unknown {shown(unknown)}; there are {sorted(known)}.")
-        if len(common) == len(known):
-            raise RequestError(f"{SHARED!r} has all there is. Leave to samples what tells them apart.")
-    own = [name for name in known if name not in common]
-    _check_names(samples, own, signature)
+        common = {name: common[name] for name in names if name in common}
+        if len(common) == len(names):
+            raise RequestError(f"{SHARED!r} has all names. Leave at least one to the samples.")
+    per_sample = [name for name in names if name not in common]
+    optional = {} if signature.raw is None else signature.raw.optional
+    _check_names(samples, [name for name in per_sample if name not in optional], common, signature)
     if signature.raw is not None:
-        shared = table_of({name: [common[name]] for name in common}, signature.raw, f"{SHARED}, ")
-        columns = {name: [sample[name] for sample in samples] for name in own}
-        return encoded_request(table_of(columns, signature.raw), shared, signature)
-    jagged = {name: _ids(name, samples, "sample ") for name in own if name != DENSE}
+        given_names = set(per_sample).difference(optional).union(*samples)
+        columns = {
+            name: [sample.get(name) for sample in samples] for name in per_sample if name in given_names
+        }
+        return encoded_request(columns, {name: [common[name]] for name in common}, signature)
+    jagged = {name: _ids(name, samples, "sample ") for name in per_sample if name != DENSE}
     jagged |= {name: _ids(name, [common], "") for name in common if name != DENSE}
     dense = None
     if signature.num_dense:
@@ -84,17 +100,20 @@ def read_samples(body: bytes, signature: Signature) -> Request:
     )
 
 
-def _check_names(samples: Sequence[Any], own: Sequence[str], signature: Signature) -> None:
-    names = set(own)
+def _check_names(
+    samples: Sequence[Any], required: Sequence[str], common: Sample, signature: Signature
+) -> None:
+    """Check that samples have all required names. Unknown names are ignored, as in files."""
+    names = set(required)
     for number, sample in enumerate(samples):
-        if isinstance(sample, dict) and sample.keys() == names:
-            continue
         if not isinstance(sample, dict):
             raise RequestError(f"sample {number} must be a JSON object, got {type(sample).__name__}.")
-        if unknown := sorted(sample.keys() - names):
-            raise RequestError(f"sample {number} has unknown {shown(unknown)}; there are {sorted(own)}.")
+        if twice := sorted(sample.keys() & common.keys()):
+            raise RequestError(f"sample {number} has {shown(twice)}, as {SHARED!r} does. Give it once.")
+        if names <= sample.keys():
+            continue
         missing = sorted(names - sample.keys())
-        empty = "null where a value is not known" if signature.raw else "a list, empty where there are no ids"
+        empty = "null for a missing value" if signature.raw else "a list, possibly empty"
         raise RequestError(f"sample {number} lacks {missing}. Give {empty}.")
 
 
@@ -107,29 +126,31 @@ def _dense(rows: Sequence[Any], num_dense: int) -> Floats:
     if not rows:
         return np.zeros((0, num_dense), np.float32)
     with contextlib.suppress(RequestError):
-        found: Floats = as_array(rows, _FLOAT32, "dense")
-        if found.ndim == 2:
-            return found
-    # One of them is wrong, or numbers of all of them together have no common type; each is looked at alone.
+        array: Floats = as_array(rows, _FLOAT32, "dense")
+        if array.ndim == 2:
+            return array
+    # A row is wrong, or the rows have no common type: check them one by one.
     return np.stack([_vector(row, _FLOAT32, f"dense of sample {number}") for number, row in enumerate(rows)])
 
 
 def _ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, Ints]:
-    """Return the ids and the lengths of a feature."""
+    """Return IDs and lengths of a feature."""
     given = [sample[name] for sample in samples]
-    lists = [each if type(each) is list else [each] for each in given]
+    lists = [value if type(value) is list else [value] for value in given]
     flat = list(itertools.chain.from_iterable(lists))
+    if float in set(map(type, flat)):
+        flat = as_integers(flat)
     if set(map(type, flat)) <= {int}:
         with contextlib.suppress(OverflowError):
             return np.array(flat, np.int64), np.fromiter(map(len, lists), np.int64, len(lists))
-    for number, one in enumerate(lists):  # which of them is it?
+    for number, sample_ids in enumerate(lists):  # locate the wrong sample
         where = f"{sample_is}{number}" if sample_is else SHARED
-        _vector(one, _INT64, f"feature {name!r} of {where}")
-    raise AssertionError(f"the ids of {name!r} are neither right nor wrong")
+        _vector(sample_ids, _INT64, f"feature {name!r} of {where}")
+    raise AssertionError(f"ids of {name!r} failed together but not individually")
 
 
-def _vector(data: Any, dtype: "np.dtype[Any]", what: str) -> Any:
-    array = as_array(data, dtype, what)
+def _vector(data: Any, dtype: "np.dtype[Any]", label: str) -> Any:
+    array = as_array(data, dtype, label)
     if array.ndim != 1:
-        raise RequestError(f"{what} must be a flat list of numbers.")
+        raise RequestError(f"{label} must be a flat list of numbers.")
     return array

@@ -1,4 +1,4 @@
-"""A server process: its socket, its event loop, its signals, and an end that loses no request."""
+"""Server process: socket, event loop, signals, and a shutdown which loses no request."""
 
 import asyncio
 import contextlib
@@ -18,23 +18,24 @@ from meshrec.ops.memory import frozen_objects
 from meshrec.serve.app import Guard, Routes
 from meshrec.serve.connections import Connection, Connections
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.models import Opening, Repository, Wish
+from meshrec.serve.models import ModelChange, Opening, Repository
 from meshrec.serve.options import ServerOptions
 from meshrec.serve.peers import Peers
 from meshrec.serve.reading import BodyReader
 from meshrec.serve.scoring import Scoring
+from meshrec.serve.service import ScoringService
 from meshrec.serve.trial import PackageTrial, WarmUp
 
 
 class Server:
-    """A server in this process.
+    """Server in this process.
 
     Args:
-        models: folders of packages, by name.
-        options: options of the server.
-        bound: the socket that `listen` returned; closed at the end.
-        peers: the other workers; None if this process is the whole server.
-        wishes: the last changes of models that were requested before this worker started.
+        models: package folders by name.
+        options: server options.
+        bound: `listen` result; closed at the end.
+        peers: other workers; None if this is the only process.
+        changes: last requested model changes before this worker started.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class Server:
         options: ServerOptions,
         bound: socket.socket,
         peers: Peers | None = None,
-        wishes: Mapping[str, Wish] | None = None,
+        changes: Mapping[str, ModelChange] | None = None,
     ) -> None:
         self._options, self._bound, self._peers = options, bound, peers
-        self._reader, self._trial = BodyReader(), PackageTrial(Predictor)  # before there are threads
+        # First, while this process has a single thread: both fork children.
+        self._reader, self._trial = BodyReader(), PackageTrial(Predictor)
         metrics = Metrics(len(models))
         self.repository = Repository(
             models,
@@ -61,16 +63,17 @@ class Server:
             ),
             trial=self._trial,
             deltas=options.deltas,
-            wishes=wishes,
+            changes=changes,
         )
         self._connections = Connections(options.connections, metrics.refused)
-        scoring = Scoring(self.repository, metrics, options.max_body, self._reader, self._connections)
-        everywhere = self.change if peers is None else peers.ask
+        service = ScoringService(self.repository, metrics, self._connections)
+        scoring = Scoring(service, options.max_body, self._reader)
+        change_all = self.change if peers is None else peers.ask
         hosts = (options.host.lower(), *map(str.lower, options.hosts))
         routes = Routes(
             self.repository,
             metrics,
-            everywhere,
+            change_all,
             self._refusal,
             admin=options.admin,
             hosts=hosts if options.token is None else None,
@@ -97,16 +100,16 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The server's address."""
+        """Server address."""
         scheme = "http" if self._options.tls_cert is None else "https"
         host, port = self._bound.getsockname()[:2]
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Run until `stop`; in the main thread also until SIGTERM or SIGINT. SIGHUP loads the models anew."""
+        """Run until `stop`; in the main thread also until SIGTERM or SIGINT. SIGHUP reloads the models."""
         loop = _new_event_loop()
         try:
-            with frozen_objects():  # the models are loaded later: those that are replaced can be collected
+            with frozen_objects():  # models are loaded later, so replaced versions can be collected
                 loop.run_until_complete(self._serve())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
@@ -115,20 +118,26 @@ class Server:
             loop.close()
 
     def stop(self) -> None:
-        """Make `run` answer the requests that have arrived, and return. Call it from any thread."""
+        """Make `run` answer received requests and return. Callable from any thread."""
         self._uvicorn.should_exit = True
 
     def reload(self) -> None:
-        """Load all models anew, once if it is called again before that begins.
+        """Schedule a reload of all models. Calls made before it starts are merged into one.
 
-        Call it from the event loop's thread.
+        Call in the event loop's thread.
         """
         if not self._reload_waits.is_set():
             self._reload_waits.set()
             self._start(self._load())
 
     async def change(self, action: str, model: str, delta: int | None = None) -> None:
-        """Load or unload a model in this process."""
+        """Load or unload a model in this process.
+
+        Args:
+            action: ``load`` or ``unload``.
+            model: model name.
+            delta: last delta to apply; None: all.
+        """
         if action == "load":
             await self.repository.load(model, delta)
         else:
@@ -154,7 +163,7 @@ class Server:
             failed = await self.repository.load_all()
             await self.repository.try_again(failed, self._reload_waits)
         if self._peers is not None:
-            self._peers.say_loaded()
+            self._peers.report_loaded()
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -172,7 +181,7 @@ class Server:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop, which needs half the time, if it is installed, else asyncio's."""
+    """Return a uvloop event loop if installed (half the overhead), else an asyncio one."""
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -181,7 +190,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _Graceful(uvicorn.Server):
-    """A uvicorn server that answers what clients have sent before it ends; uvicorn itself would not."""
+    """uvicorn server which answers received requests before it ends; uvicorn itself would not."""
 
     def __init__(self, config: uvicorn.Config, guard: Guard, linger: float, header_seconds: float) -> None:
         super().__init__(config)
@@ -189,7 +198,7 @@ class _Graceful(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # A signal is a wish to stop, not a failure: uvicorn would raise it again at the end.
+        # uvicorn would raise the signal again after shutdown, so that the process would exit with an error.
         def stop() -> None:
             self.should_exit = True
 
@@ -198,19 +207,19 @@ class _Graceful(uvicorn.Server):
             yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, as uvicorn does, with the time limit of headers for TLS handshakes."""
+        """Start listening like uvicorn, but with the header timeout applied to TLS handshakes."""
         await self.lifespan.startup()
         loop, config = asyncio.get_running_loop(), self.config
         seconds = self._header_seconds if config.ssl is not None else None
         self.servers = [
             await loop.create_server(
                 self._connection,
-                sock=each,
+                sock=listener,
                 ssl=config.ssl,
                 ssl_handshake_timeout=seconds,
                 backlog=config.backlog,
             )
-            for each in sockets or []
+            for listener in sockets or []
         ]
         self.started = True
 
@@ -221,7 +230,7 @@ class _Graceful(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tell clients to close their connections, then close those that are idle."""
+        """Ask clients to close their connections, then close idle ones."""
         self._guard.is_stopping = True
         await self._accept_the_last(sockets or [])
         quiet_since = time.monotonic()
@@ -232,13 +241,13 @@ class _Graceful(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _accept_the_last(self, sockets: list[socket.socket]) -> None:
-        """Take the connections in the kernel's queue, which closing the socket would reset."""
+        """Accept connections from the kernel's queue, which closing the socket would reset."""
         loop, config = asyncio.get_running_loop(), self.config
         accepted = []
-        for server, each in zip(self.servers, sockets, strict=True):
+        for server, listener in zip(self.servers, sockets, strict=True):
             with contextlib.suppress(BlockingIOError):
                 while True:
-                    accepted.append(each.accept()[0])
+                    accepted.append(listener.accept()[0])
             server.close()
         for connection in accepted:
             connection.setblocking(False)
@@ -249,12 +258,12 @@ class _Graceful(uvicorn.Server):
 def _signals(
     loop: asyncio.AbstractEventLoop, handlers: Mapping[signal.Signals, Callable[[], None]]
 ) -> Iterator[None]:
-    """Handle signals within the context; a loop outside the main thread handles none."""
+    """Handle signals within the context; outside the main thread, do nothing."""
     set_here = []
     with contextlib.suppress(ValueError, RuntimeError):
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # a worker's SIGHUP has waited for this
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # deliver a SIGHUP blocked since the fork
             set_here.append(number)
     try:
         yield

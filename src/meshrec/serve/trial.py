@@ -1,8 +1,8 @@
-"""The trial of a package: a child process loads it and scores with it before the server does.
+"""Trial of a package: a child process loads it and scores with it before the server does.
 
-Damage that no checksum finds, as with ``--no-verify``, or a program that was compiled for something else, may
-end the process that loads it. So the server has a child do it first, and refuses the package if the child
-ends.
+Damage not covered by a checksum (as with ``--no-verify``), or a program compiled for another machine, may
+crash the process which loads it. So a child loads it first, and the server refuses a package which crashes
+the child.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import resource
 import select
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,26 +22,27 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from meshrec.durable import scratch_folder
 from meshrec.export import CheckedPackage, PackageError, Predictor
 from meshrec.serve.child import Child, receive, send
 from meshrec.serve.requests import Floats, Request, Signature
 from meshrec.serve.samples import read_samples
 
 _SECONDS = 300.0
-"""Longest duration of a trial, which loads what the server would load and scores a few batches."""
+"""Maximum duration of a trial: load the package and score a few batches."""
 _MOST_BYTES = 1 << 16
 _PASSED = b"passed"
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-"""Signals that another process sends, or the kernel when memory is short."""
+"""Signals sent by other processes, or by the kernel when memory is short."""
 Open = Callable[[CheckedPackage], Predictor]
 
 
 class WarmUp(NamedTuple):
-    """The samples that a model scores before it answers.
+    """Samples which a model scores before it answers.
 
     Attributes:
-        samples: a file of samples, each a line as ``POST /predict`` takes it; None draws some.
-        max_batch: the largest number of samples in a batch.
+        samples: file of samples, a line per request as in ``POST /predict``; None: random samples.
+        max_batch: maximum samples per batch.
     """
 
     samples: Path | None
@@ -52,19 +52,21 @@ class WarmUp(NamedTuple):
         """Return the requests to score.
 
         Raises:
-            RequestError: a sample of the file is not one of this model's.
+            RequestError: a sample does not match the model.
             OSError: the file cannot be read.
         """
         if self.samples is not None:
             lines = self.samples.read_bytes().splitlines()
-            found = [read_samples(line, signature) for line in lines if line]
+            requests = [read_samples(line, signature) for line in lines if line]
         else:
-            found = [_drawn(signature, size) for size in (1, self.max_batch)]
+            requests = [_drawn(signature, size) for size in (1, self.max_batch)]
         if signature.shared:
-            found += [
-                each._replace(group=np.arange(each.num_samples)) for each in found if each.group is None
+            requests += [
+                request._replace(group=np.arange(request.num_samples))
+                for request in requests
+                if request.group is None
             ]
-        return found
+        return requests
 
 
 def signature_of(predictor: Predictor) -> Signature:
@@ -81,7 +83,7 @@ def signature_of(predictor: Predictor) -> Signature:
 
 
 def scores_of(predictor: Predictor, request: Request) -> Floats:
-    """Return the scores [B] of a request, or its vectors [B, V]."""
+    """Compute scores [B] or vectors [B, V] of a request."""
     scores: Floats = predictor.run(
         torch.from_numpy(request.dense),
         [torch.from_numpy(values) for values in request.values],
@@ -92,10 +94,10 @@ def scores_of(predictor: Predictor, request: Request) -> Floats:
 
 
 class PackageTrial:
-    """A child process that loads and warms up packages, one at a time.
+    """Child process which loads and warms up packages, one at a time.
 
     Args:
-        open_package: a class or function of a module that opens a package, as the server will.
+        open_package: module-level class or function which opens a package as the server will.
     """
 
     def __init__(self, open_package: Open) -> None:
@@ -104,10 +106,10 @@ class PackageTrial:
         self._child = Child(_try_packages)
 
     async def __call__(self, package: CheckedPackage, warm_up: WarmUp) -> None:
-        """Wait until a child process has loaded the package and scored with it.
+        """Load and warm up a package in a child process.
 
         Raises:
-            PackageError: it could not; the message says how it ended.
+            PackageError: it failed; the message has the reason.
         """
         reason = await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, package, warm_up)
         if reason is not None:
@@ -129,67 +131,67 @@ class PackageTrial:
 
 
 def _try_packages(parent: socket.socket) -> None:
-    """Load the packages that the parent names, each in a process of its own, until the parent is gone."""
+    """Try packages sent by the parent, in a process per package, until the parent exits."""
     while True:
         send(parent, _outcome(*receive(parent)))
 
 
 def _outcome(open_package: Open, package: CheckedPackage, warm_up: WarmUp, seconds: float) -> str | None:
-    """Return the reason why a package must not be loaded; None if there is none."""
+    """Return why a package must not be loaded; None if the trial passed."""
     here, there = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="meshrec-trial-") as folder:
+    with scratch_folder("meshrec-trial") as folder:
         pid = os.fork()
         if not pid:
-            _load_and_exit(lambda: _tried(open_package, package, warm_up), seconds, there, folder)
+            _load_and_exit(lambda: _tried(open_package, package, warm_up), seconds, there, str(folder))
         os.close(there)
-        said = _read_to_the_end(here, time.monotonic() + seconds)
+        reported = _read_to_the_end(here, time.monotonic() + seconds)
         os.close(here)
-        if said is None:
+        if reported is None:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    if said == _PASSED and status == 0:
+    if reported == _PASSED and status == 0:
         return None
     code = os.waitstatus_to_exitcode(status)
-    if said is None:
-        how = f"it was not done after {seconds:.0f} s"
-    elif code == 0 and said:
-        return said.decode(errors="replace")
+    if reported is None:
+        how = f"it did not finish within {seconds:.0f} s"
+    elif code == 0 and reported:
+        return reported.decode(errors="replace")
     elif -code in _FROM_OUTSIDE:
         return _interrupted(package, f"was ended by {signal.Signals(-code).name}")
     else:
         how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
     return (
-        f"{package.folder} cannot be loaded: a process loaded it for a trial, and {how}. It is damaged or "
-        "made for another machine. Copy it again from where it was exported, or export the model again."
+        f"{package.folder} cannot be loaded: in a trial process, {how}. The package is damaged or "
+        "made for another machine. Copy it again from its source, or export the model again."
     )
 
 
 def _interrupted(package: CheckedPackage, how: str) -> str:
-    """Return the reason after a failure that says nothing about the package."""
+    """Return the reason for a failure which is not the package's fault."""
     return (
-        f"the process that tries out {package.folder} {how}. Somebody killed it, or memory or the disk was "
+        f"the trial process for {package.folder} {how}. It was killed, or memory or the disk was "
         "full. Load the package again."
     )
 
 
 def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: str) -> None:
-    """Load a package and score with it, in a process that exits after that."""
-    said = b""
+    """Run ``load``, report the result to a pipe and exit the process."""
+    report = b""
     code = 1
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.alarm(int(seconds) + 10)  # whatever becomes of the parent
-        os.environ["TMPDIR"] = folder  # where torch extracts programs: the parent removes it in any case
+        signal.alarm(int(seconds) + 10)  # even if the parent dies
+        os.environ["TMPDIR"] = folder  # torch extracts programs here; the parent removes the folder
         torch.set_num_threads(1)
-        found: list[bytes] = []
-        # OpenMP's threads are those of the thread that first needs them, and a fork leaves them behind.
-        thread = threading.Thread(target=lambda: found.append(load()))
+        reports: list[bytes] = []
+        # In a new thread: OpenMP teams belong to the thread which created them, and do not survive a fork.
+        thread = threading.Thread(target=lambda: reports.append(load()))
         thread.start()
         thread.join()
-        said, code = found[0], 0
+        report, code = reports[0], 0
     finally:
         with contextlib.suppress(OSError):
-            os.write(to, said[:_MOST_BYTES])
+            os.write(to, report[:_MOST_BYTES])
         os._exit(code)
 
 
@@ -199,26 +201,26 @@ def _tried(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -> byte
         for request in warm_up.requests(signature_of(predictor)):
             scores_of(predictor, request)
     except Exception as error:
-        is_known = isinstance(error, PackageError | ValueError | OSError)
-        return (str(error) if is_known else f"{type(error).__name__}: {error}").encode() or b"no reason"
+        is_expected = isinstance(error, PackageError | ValueError | OSError)
+        return (str(error) if is_expected else f"{type(error).__name__}: {error}").encode() or b"no reason"
     return _PASSED
 
 
 def _read_to_the_end(descriptor: int, deadline: float) -> bytes | None:
-    """Return what is written to a pipe until it is closed; None if that is not before the deadline."""
-    found = b""
+    """Read a pipe until it is closed; return None if the deadline passes first."""
+    content = b""
     while True:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return None
         part = os.read(descriptor, _MOST_BYTES)
         if not part:
-            return found
-        found += part
+            return content
+        content += part
 
 
 def _drawn(signature: Signature, num_samples: int) -> Request:
-    """Return samples with one id of each feature, drawn from its whole table."""
+    """Return random samples with one ID per feature, drawn from the whole table."""
     draw = np.random.default_rng(0)
     return Request(
         draw.standard_normal((num_samples, signature.num_dense), np.float32),

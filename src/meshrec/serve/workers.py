@@ -1,4 +1,4 @@
-"""Several server processes on one socket: how they start, change models together, restart and stop."""
+"""Several server processes on one socket: start, synchronized model changes, restart and stop."""
 
 import contextlib
 import json
@@ -6,7 +6,6 @@ import logging
 import mmap
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshrec.durable import scratch_folder
+from meshrec.durable import abandon_scratch, remove_named, scratch_folder
 from meshrec.export.archive import prepare_for_exported
 from meshrec.export.manifest import COMPILED
 from meshrec.serve.options import ServerOptions, listen
@@ -28,30 +27,31 @@ from meshrec.serve.peers import Peers
 
 _log = logging.getLogger(__name__)
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable with the folder in which workers share their metrics."""
+"""Environment variable for the folder in which workers share metrics."""
+# A worker which ends sooner is restarted after a pause, so that a failing start does not spin.
 _SECONDS_OF_A_BAD_START = 5.0
-_NOBODY = -1
-"""The index of a worker that has ended."""
+_NO_WORKER = -1
+"""Index of a worker which has ended."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 1) -> None:
-    """Run a server until SIGTERM or SIGINT; SIGHUP reloads them. Call it from a program's main thread.
+    """Run a server until SIGTERM or SIGINT; SIGHUP reloads the models. Call from the main thread.
 
     Args:
-        models: folders of packages, by name.
-        options: options of the server.
-        workers: the number of processes, which share the pages of the weights.
+        models: package folders by name.
+        options: server options.
+        workers: number of processes, which share the pages of the weights.
 
     Raises:
-        ValueError: the address is not available, or there are fewer workers than one.
+        ValueError: unavailable address, or ``workers`` below 1.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     bound = listen(options)
     with scratch_folder("meshrec-serve") as scratch, _environment(scratch, workers):
         if not all((folder / COMPILED).exists() for folder in models.values()):
-            prepare_for_exported()  # once for the workers and for the processes that try packages out
+            prepare_for_exported()  # before the fork: workers and trial processes inherit it
         if workers > 1:
             _Supervisor(models, options, bound, workers).run()
             return
@@ -64,15 +64,15 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
 
 @contextlib.contextmanager
 def _environment(scratch: Path, workers: int) -> Iterator[None]:
-    """Put all temporary files of the server into one folder, which the next server removes after SIGKILL."""
-    changes = {"TMPDIR": str(scratch)}  # read by torch, which extracts programs there
+    """Put the server's temporary files into one folder, which the next server removes after a SIGKILL."""
+    changes = {"TMPDIR": str(scratch)}  # torch extracts programs there
     if workers > 1:
         metrics = scratch / "metrics"
         metrics.mkdir()
         changes[_SHARED_METRICS] = str(metrics)  # read when the workers import prometheus_client
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
-    tempfile.tempdir = None  # Python keeps what TMPDIR was
+    tempfile.tempdir = None  # Python caches TMPDIR
     try:
         yield
     finally:
@@ -90,18 +90,30 @@ class _Worker(NamedTuple):
     began: float
 
 
-class _Task(NamedTuple):
-    """A change that all workers make: the change, who is not done, the errors, and who asked."""
+ErrorArguments = list[Any]
+"""Arguments of a `RequestError`: message, status and headers."""
 
-    wish: dict[str, Any]
-    left: set[int]
-    errors: list[str]
+
+class _Task(NamedTuple):
+    """Model change being applied by all workers.
+
+    Attributes:
+        change: action, model and delta.
+        pending: workers which have not answered.
+        errors: errors so far.
+        asker: worker which requested the change.
+        ticket: the requesting worker's number for it.
+    """
+
+    change: dict[str, Any]
+    pending: set[int]
+    errors: list[ErrorArguments]
     asker: int
     ticket: int
 
 
 class _Supervisor:
-    """The parent of the workers. It never runs an operator of torch, so it can fork at any time."""
+    """Parent of the workers. It never runs a torch operator, so it can fork at any time."""
 
     def __init__(
         self, models: Mapping[str, Path], options: ServerOptions, bound: socket.socket, num: int
@@ -109,10 +121,12 @@ class _Supervisor:
         self._models, self._options, self._bound, self._num = models, options, bound, num
         self._workers: dict[int, _Worker] = {}
         self._tasks: dict[int, _Task] = {}
-        self._wishes: dict[str, tuple[str, int | None]] = {}
+        # Last successful change per model, for workers which start later.
+        self._changes: dict[str, tuple[str, int | None]] = {}
         self._num_tasks = 0
         self._loaded = mmap.mmap(-1, num)
         self._is_stopping = False
+        # Self-pipe: signal handlers write, `_turn` reads.
         self._wake, self._woken = multiprocessing.Pipe()
 
     def run(self) -> None:
@@ -135,9 +149,9 @@ class _Supervisor:
         process = multiprocessing.get_context("fork").Process(
             target=_work,
             args=(self._models, self._options, self._bound, peers),
-            kwargs={"num_workers": self._num, "wishes": dict(self._wishes), "ends": ends},
+            kwargs={"num_workers": self._num, "changes": dict(self._changes), "ends": ends},
         )
-        # A signal between the fork and the worker's own handlers would run the parent's in the worker.
+        # Between the fork and the worker's handlers, a signal would run the parent's handler in the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         try:
             process.start()
@@ -151,7 +165,7 @@ class _Supervisor:
 
     def _turn(self) -> None:
         pipes: dict[Any, int] = {worker.pipe: index for index, worker in self._workers.items()}
-        ready = wait([self._woken, *pipes])  # the pipe of a worker that ended is at its end
+        ready = wait([self._woken, *pipes])  # the pipe of an ended worker is readable (EOF)
         if self._woken in ready:
             self._pass_on(self._woken.recv_bytes()[0])
         for pipe, index in pipes.items():
@@ -162,63 +176,65 @@ class _Supervisor:
         if number != signal.SIGHUP:
             self._is_stopping, number = True, signal.SIGTERM
             self._bound.close()
-        else:  # all deltas again
-            self._wishes = {m: wish for m, wish in self._wishes.items() if wish[0] == "unload"}
+        else:  # a reload applies all deltas again, which ends rollbacks
+            self._changes = {m: change for m, change in self._changes.items() if change[0] == "unload"}
         for worker in self._workers.values():
             if worker.process.pid is not None and worker.process.is_alive():
                 os.kill(worker.process.pid, number)
 
     def _hear(self, index: int) -> None:
         try:
-            said = json.loads(self._workers[index].pipe.recv_bytes())
+            message = json.loads(self._workers[index].pipe.recv_bytes())
         except (EOFError, OSError):
             self._ended(index)
             return
-        if "action" in said:
+        if "action" in message:
             self._num_tasks += 1
-            wish = {name: said[name] for name in ("action", "model", "delta")}
-            task = _Task(wish, set(self._workers), [], index, said["ticket"])
+            change = {name: message[name] for name in ("action", "model", "delta")}
+            task = _Task(change, set(self._workers), [], index, message["ticket"])
             self._tasks[self._num_tasks] = task
-            for each in list(self._workers):
-                self._say(each, {"task": self._num_tasks, **wish})
+            for worker in list(self._workers):
+                self._say(worker, {"task": self._num_tasks, **change})
         else:
-            self._done(said["task"], index, said["error"])
+            self._finish_change(message["task"], index, message["error"])
 
-    def _done(self, number: int, index: int, error: str | None) -> None:
+    def _finish_change(self, number: int, index: int, error: ErrorArguments | None) -> None:
         task = self._tasks[number]
-        task.left.discard(index)
+        task.pending.discard(index)
         if error is not None:
             task.errors.append(error)
-        if not task.left:
+        if not task.pending:
             del self._tasks[number]
             if not task.errors:
-                self._wishes[task.wish["model"]] = task.wish["action"], task.wish["delta"]
+                self._changes[task.change["model"]] = task.change["action"], task.change["delta"]
             self._say(task.asker, {"ticket": task.ticket, "error": task.errors[0] if task.errors else None})
 
-    def _say(self, index: int, what: dict[str, Any]) -> None:
+    def _say(self, index: int, message: dict[str, Any]) -> None:
         if index in self._workers:
             try:
-                self._workers[index].pipe.send_bytes(json.dumps(what).encode())
+                self._workers[index].pipe.send_bytes(json.dumps(message).encode())
             except OSError:
-                return  # it has ended, as its sentinel will tell
+                return  # it ended; `_turn` will notice
 
     def _ended(self, index: int) -> None:
         worker = self._workers.pop(index)
         worker.process.join()
         worker.pipe.close()
-        # Its gauges tell of something that is gone. `mark_process_dead` of prometheus_client does this too,
-        # but is not imported here: the package settles at its import how a process keeps values.
-        for file in Path(os.environ[_SHARED_METRICS]).glob(f"gauge_live*_{worker.process.pid}.db"):
-            file.unlink(missing_ok=True)
+        # Remove the gauges of the ended process. prometheus_client's `mark_process_dead` does the same, but
+        # importing the package fixes how this process and its forks store values.
+        shared = Path(os.environ[_SHARED_METRICS])  # in our scratch folder
+        remove_named(shared, [path.name for path in shared.glob(f"gauge_live*_{worker.process.pid}.db")])
         for number, task in list(self._tasks.items()):
-            if task.asker == index:  # the next worker of this index has tickets of its own
-                self._tasks[number] = task._replace(asker=_NOBODY)
-            if index in task.left:
-                self._done(number, index, "a worker ended meanwhile. Try again.")
+            if task.asker == index:  # the replacement worker has its own tickets
+                self._tasks[number] = task._replace(asker=_NO_WORKER)
+            if index in task.pending:
+                self._finish_change(
+                    number, index, ["a worker ended meanwhile. Try again.", 503, {"Retry-After": "1"}]
+                )
         if self._is_stopping:
             return
         _log.error(
-            "worker %d ended with exit code %s; another takes its place", index, worker.process.exitcode
+            "worker %d ended with exit code %s; starting a replacement", index, worker.process.exitcode
         )
         if time.monotonic() - worker.began < _SECONDS_OF_A_BAD_START:
             time.sleep(1.0)
@@ -232,31 +248,33 @@ def _work(
     peers: Peers,
     *,
     num_workers: int,
-    wishes: dict[str, tuple[str, int | None]],
+    changes: dict[str, tuple[str, int | None]],
     ends: Sequence[Connection],
 ) -> None:
-    """Run a worker, from its first line to its end.
+    """Run a worker process.
 
-    ``ends`` are the parent's ends of all pipes, which the worker closes. It notices that the parent was
-    killed when its own pipe has no other end left, so no worker may keep one open.
+    ``ends`` are the parent's ends of all pipes, which the worker closes. A worker detects that the parent was
+    killed when the pipe has no other end, so no worker may keep one open.
     """
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
-    # SIGHUP waits until the server handles it: its default would end a worker that starts during a reload.
+    # SIGHUP stays blocked until the server handles it: its default action would end the worker.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     for end in ends:
         end.close()
-    from meshrec.serve.models import Wish
+    from meshrec.serve.models import ModelChange
     from meshrec.serve.server import Server
 
     parent = os.getppid()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
     try:
-        server = Server(models, options, bound, peers, {m: Wish(*wish) for m, wish in wishes.items()})
-    except OSError as error:  # such as a full disk; the parent tries again
+        server = Server(
+            models, options, bound, peers, {m: ModelChange(*change) for m, change in changes.items()}
+        )
+    except OSError as error:  # such as a full disk; the parent restarts the worker
         _log.error("a worker cannot start: %s", error)
         sys.exit(1)
     _log.info("serving %s at %s (process %d)", ", ".join(models), server.url, os.getpid())
     server.run()
-    if os.getppid() != parent:  # it was killed, and can remove nothing
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    if os.getppid() != parent:  # a killed parent cannot remove the folder
+        abandon_scratch(Path(os.environ["TMPDIR"]))

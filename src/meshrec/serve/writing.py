@@ -1,4 +1,4 @@
-"""Writing of scores as JSON in parts, so that other clients do not wait."""
+"""Serialize scores as JSON in parts, so that other clients do not wait."""
 
 import asyncio
 import json
@@ -9,22 +9,22 @@ from meshrec.serve.requests import Floats
 
 JSON_ANSWER = {"Content-Type": "application/json"}
 _AT_ONCE = 4096
-"""Numbers that are written at a time, in about 2 ms; then others have their turn."""
+"""Numbers serialized at a time, in about 2 ms."""
 
 
-async def with_numbers(said: Mapping[str, Any], name: str, numbers: Floats) -> bytes:
-    """Return a JSON object with ``numbers`` as its last value, nested as the array is.
+async def json_with_array(fields: Mapping[str, Any], name: str, array: Floats) -> bytes:
+    """Return a JSON object with an array, nested as in numpy, as the last value.
 
     Args:
-        said: the other values of the object.
-        name: the name of the numbers.
-        numbers: scores [B], or vectors [B, V].
+        fields: other values of the object.
+        name: key of the array.
+        array: scores [B] or vectors [B, V].
     """
     parts = []
-    rows = max(1, _AT_ONCE // max(1, numbers[:1].size))
-    for start in range(0, len(numbers), rows):
+    rows = max(1, _AT_ONCE // max(1, array[:1].size))
+    for start in range(0, len(array), rows):
         if start:
             await asyncio.sleep(0)
-        parts.append(json.dumps(numbers[start : start + rows].tolist())[1:-1])
-    head = json.dumps(said)[:-1] + (", " if said else "")
+        parts.append(json.dumps(array[start : start + rows].tolist())[1:-1])
+    head = json.dumps(fields)[:-1] + (", " if fields else "")
     return f"{head}{json.dumps(name)}: [{', '.join(parts)}]}}".encode()

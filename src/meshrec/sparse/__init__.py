@@ -1,4 +1,4 @@
-"""The data types of sparse inputs and of embedding modules' results, with TorchRec's names and semantics."""
+"""Sparse inputs (jagged tensors) and pooled embeddings, with TorchRec's names and semantics."""
 
 from meshrec.sparse import pytrees  # noqa: F401  registers the types
 from meshrec.sparse.jagged_tensor import JaggedTensor

@@ -1,4 +1,4 @@
-"""Concatenation of jagged tensors, and the errors where they do not fit together."""
+"""Concatenation of jagged tensors, with errors for inputs that do not fit together."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -9,11 +9,11 @@ from torch import Tensor
 from meshrec.sparse.keyed_bags import Bags, InverseIndices, KeyedBags, ValueBags
 
 
-def concatenated(kjts: Sequence[Bags]) -> Bags:
-    """Implement ``KeyedJaggedTensor.concat`` for one or more parts."""
-    values, weights, lengths = concatenated_bags("concat", kjts)
+def concatenate_keys(kjts: Sequence[Bags]) -> Bags:
+    """Implement ``KeyedJaggedTensor.concat`` for a non-empty sequence."""
+    values, weights, lengths = concatenate_bags("concat", kjts)
     stride, strides = _strides(kjts)
-    known = [kjt.length_per_key_or_none() for kjt in kjts]
+    counts = [kjt.length_per_key_or_none() for kjt in kjts]
     return kjts[0].unchecked(
         list(chain.from_iterable(kjt.keys() for kjt in kjts)),
         values,
@@ -21,25 +21,35 @@ def concatenated(kjts: Sequence[Bags]) -> Bags:
         lengths,
         stride=stride,
         strides=strides,
-        length_per_key=None if None in known else [n for part in known for n in part or ()],
+        # Stays None unless every input has its counts on the host: computing them would synchronize.
+        length_per_key=None if None in counts else [n for part in counts for n in part or ()],
         inverse_indices=_inverse_indices([kjt.inverse_indices_or_none() for kjt in kjts]),
     )
 
 
-def concatenated_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the values, weights and lengths of all parts, each concatenated.
+def concatenate_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Concatenate the values, weights and lengths of all parts.
+
+    Args:
+        op: Calling method, named in errors.
+        parts: Non-empty sequence of jagged tensors.
+
+    Returns:
+        Values [N, ...], weights [N] or None, lengths [B].
 
     Raises:
-        ValueError: Only some parts have weights, or only some have integer values.
+        ValueError: Only some parts have weights, or integer and float values are mixed.
     """
     all_values = [part.values() for part in parts]
-    given = [part.weights_or_none() for part in parts]
-    weights = [each for each in given if each is not None]
+    part_weights = [part.weights_or_none() for part in parts]
+    weights = [tensor for tensor in part_weights if tensor is not None]
+    # Weight 1.0 for the others would change sums silently if the weights are not normalized.
     if 0 < len(weights) < len(parts):
         raise ValueError(
             f"KeyedJaggedTensor.{op}: {len(weights)} of {len(parts)} inputs have weights; "
             "give them to all or none"
         )
+    # torch.cat would promote IDs to floats, which are inexact above 2**24.
     if len({values.is_floating_point() for values in all_values}) > 1:
         dtypes = [str(values.dtype).removeprefix("torch.") for values in all_values]
         raise ValueError(f"KeyedJaggedTensor.{op}: values must be all integers or all floats, got {dtypes}")
@@ -48,15 +58,16 @@ def concatenated_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tens
 
 
 def _strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | None]:
-    """Return the stride of all keys, or the strides per key and rank.
+    """Return the common stride, or the per-key, per-rank strides; the other result is None.
 
     Raises:
-        ValueError: The strides differ, or only some inputs have strides per key.
+        ValueError: The strides differ, or only some inputs have variable strides.
     """
+    # Mixing would need a stride per key for inputs that store a single one, and hides errors.
     variable = kjts[0].variable_stride_per_key()
     if any(kjt.variable_stride_per_key() != variable for kjt in kjts):
         raise ValueError(
-            "KeyedJaggedTensor.concat: some inputs have a batch size per key, some one for all keys; "
+            "KeyedJaggedTensor.concat: some inputs have variable strides, others a single stride; "
             "pass stride_per_key_per_rank to all or none"
         )
     if variable:
@@ -72,8 +83,8 @@ def _strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | N
 
 
 def _inverse_indices(parts: list[InverseIndices | None]) -> InverseIndices | None:
-    """Return the inverse indices of all keys, if all parts have them."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    """Concatenate the inverse indices, or return None if any part lacks them."""
+    given = [part for part in parts if part is not None]
+    if len(given) < len(parts):
         return None
-    return [key for keys, _ in known for key in keys], torch.cat([indices for _, indices in known])
+    return [key for keys, _ in given for key in keys], torch.cat([indices for _, indices in given])

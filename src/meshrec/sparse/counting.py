@@ -1,4 +1,4 @@
-"""Numbers of values that Python needs on the host: those of each key of a KeyedJaggedTensor."""
+"""Counts that Python needs on the host: values per key."""
 
 from collections.abc import Iterable
 from functools import reduce
@@ -11,7 +11,7 @@ from meshrec.sparse.keyed_bags import KeyedBags
 
 
 def count_per_key(kjt: KeyedBags) -> list[int]:
-    """Return the number of values of each key; waits for the device.
+    """Return the number of values per key. Synchronizes with the device.
 
     Raises:
         ValueError: The lengths do not sum to the number of values.
@@ -20,12 +20,15 @@ def count_per_key(kjt: KeyedBags) -> list[int]:
         return []
     if torch.compiler.is_compiling():
         return _traced_count_per_key(kjt)
+    # With equal strides, key boundaries are a strided view of the offsets, without an index tensor.
     if kjt.variable_stride_per_key() or kjt.stride() == 0:
         bags = torch.tensor(kjt.lengths_offset_per_key(), device=kjt.device())
+        # A single copy to the host: indexing per key would synchronize K times.
         ends: list[int] = kjt.offsets()[bags].tolist()
     else:
         ends = kjt.offsets()[:: kjt.stride()].tolist()
     num_values = kjt.values().size(0)
+    # Without this check, split() would fail later with a torch error that names no key.
     if ends[-1] != num_values:
         raise ValueError(
             f"KeyedJaggedTensor: the lengths sum to {ends[-1]}, but there are {num_values} values; "
@@ -35,7 +38,7 @@ def count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
-    """Return the counts as symbols of the traced program, marked as sizes."""
+    """Return the counts as unbacked symbols, marked as sizes for torch.export."""
     if kjt.variable_stride_per_key():
         bags = torch.tensor(kjt.lengths_offset_per_key(), device=kjt.device())
         counts = kjt.offsets()[bags].diff()
@@ -43,10 +46,11 @@ def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
         counts = kjt.lengths().view(len(kjt.keys()), kjt.stride()).sum(1)
     count_per_key: list[int] = counts.tolist()
     for count in count_per_key:
+        # Without this check, export refuses the symbol as a size.
         torch._check(count >= 0)
     return count_per_key
 
 
-def total(counts: Iterable[int]) -> int:
-    """Add up counts, which may be symbols. An exported program with ``sum`` of symbols cannot be saved."""
+def sum_counts(counts: Iterable[int]) -> int:
+    """Add up counts, which may be symbolic. With ``sum``, torch cannot save an exported program."""
     return reduce(add, counts, 0)

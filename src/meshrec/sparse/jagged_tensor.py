@@ -1,59 +1,70 @@
-"""Values cut into bags of varying length: JaggedTensor, and what it shares with KeyedJaggedTensor.
+"""JaggedTensor, and the base class it shares with KeyedJaggedTensor.
 
 Shape legend: B bags (samples), N values, T the longest bag.
 """
+
+import operator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshrec.ops.jagged import lengths_to_offsets
-from meshrec.sparse.printing import bags_text, is_readable, shape_text
-from meshrec.sparse.validation import check_bags, check_layout, count_bags, kind_of
+from meshrec.sparse.printing import format_bags, format_shapes, is_readable
+from meshrec.sparse.validation import check_bags, check_layout, consistent_offsets, count_bags, describe
+
+_is_given: Any = partial(operator.is_not, None)
+"""Whether a value is not None. Not a function of Python, as a pipeline asks in every step."""
 
 
 class Jagged:
-    """Base class of the jagged types: values, optional weights, and bags as lengths, offsets or both."""
+    """Base class for jagged tensors: values, optional weights, bag boundaries (lengths, offsets or both)."""
 
     _values: Tensor
     _weights: Tensor | None
+    # At least one of the two is set from construction on; the other is cached by its first read.
     _lengths: Tensor | None
     _offsets: Tensor | None
-    _by_offsets: bool  # made of offsets alone, not of lengths
+    # Constructed from offsets only. Pytree leaves follow this flag, not the caches, so that reading a tensor
+    # does not change the structure a compiled program was traced with.
+    _by_offsets: bool
 
     def values(self) -> Tensor:
-        """Return all values [N, ...], bag after bag."""
+        """Return all values, bag after bag, [N, ...]."""
         return self._values
 
     def weights(self) -> Tensor:
-        """Return one weight per value [N].
+        """Return the weight per value, [N].
 
         Raises:
-            ValueError: there are no weights.
+            ValueError: The tensor is unweighted.
         """
         if self._weights is None:
             raise ValueError(
-                f"this {type(self).__name__} has no weights; weights_or_none() tells without error"
+                f"this {type(self).__name__} has no weights; call weights_or_none() if weights are optional"
             )
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """Return one weight per value [N], or None."""
+        """Return the weight per value, [N], or None if unweighted."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """Return the number of values of each bag [B]."""
+        """Return the number of values per bag, [B]."""
         lengths = self._lengths
         if lengths is None:
             assert self._offsets is not None
+            # Cached: lookups read both forms, and a bag layout is immutable.
             lengths = self._lengths = self._offsets.diff()
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they were given or have been computed, otherwise None."""
+        """Return the lengths if given or already computed, otherwise None."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Return the start of each bag, and the number of values at the end [B+1]."""
+        """Return the first value of every bag, then N, [B+1]."""
         offsets = self._offsets
         if offsets is None:
             assert self._lengths is not None
@@ -61,7 +72,7 @@ class Jagged:
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they were given or have been computed, otherwise None."""
+        """Return the offsets if given or already computed, otherwise None."""
         return self._offsets
 
     def device(self) -> torch.device:
@@ -69,17 +80,18 @@ class Jagged:
         return self._values.device
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors until the work queued on ``stream`` is done."""
+        """Keep the memory of all tensors alive until the work queued on ``stream`` has run."""
         for tensor in self._tensors():
+            # The caching allocator may reuse memory freed on another stream before the work has run.
             tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Return the size of all tensors in bytes."""
+        """Return the total size of all tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         parts = (self._values, self._weights, self._lengths, self._offsets)
-        return [tensor for tensor in parts if tensor is not None]
+        return list(filter(_is_given, parts))
 
     def _num_bags(self) -> int:
         return count_bags(self._lengths, self._offsets)
@@ -89,18 +101,20 @@ class Jagged:
 
 
 class JaggedTensor(Jagged):
-    """A batch of bags of varying length, such as the IDs of one feature or a sequence of embeddings.
+    """A batch of variable-length bags, such as the IDs of a feature or sequences of embeddings.
 
-    Lengths and offsets are computed from one another when first read.
+    Lengths and offsets are derived from each other on first read.
 
     Args:
-        values: [N, ...], the bags one after another.
-        weights: One weight per value [N].
-        lengths: Values per bag [B], int32 or int64.
-        offsets: Start of each bag, and N [B+1], int32 or int64. At least one of lengths and offsets.
+        values: Bags one after another, [N, ...].
+        weights: Weight per value, [N].
+        lengths: Values per bag, [B], int32 or int64.
+        offsets: First value of every bag, then N, [B+1], int32 or int64. Give lengths, offsets or both. If
+            both are given, they are compared on the CPU; on other devices the lengths take precedence.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit. The numbers are not read; :meth:`validate` does.
+        ValueError: Shapes, dtypes or devices do not match, or lengths and offsets disagree. The constructor
+            reads no other data; :meth:`validate` does.
 
     Example::
 
@@ -115,10 +129,12 @@ class JaggedTensor(Jagged):
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
+        # Under tracing, shapes may be symbolic, and each check would become a guard or a graph break.
         if not torch.compiler.is_compiling():
             check_layout("JaggedTensor", values, weights, lengths, offsets)
             if lengths is not None and lengths.dim() != 1:
-                raise ValueError(f"JaggedTensor: lengths must have 1 dimension, got {kind_of(lengths)}")
+                raise ValueError(f"JaggedTensor: lengths must have 1 dimension, got {describe(lengths)}")
+            offsets = consistent_offsets(lengths, offsets, "sample {}".format)
         self._values = values
         self._weights = weights
         self._lengths = lengths
@@ -129,7 +145,14 @@ class JaggedTensor(Jagged):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Make a JaggedTensor without checks, of parts that are known to fit."""
+        """Build a JaggedTensor without checks, from tensors already known to match.
+
+        Args:
+            values: Bags one after another, [N, ...].
+            weights: Weight per value, [N].
+            lengths: Values per bag, [B].
+            offsets: First value of every bag, then N, [B+1]. Lengths or offsets must be given.
+        """
         jt = JaggedTensor.__new__(JaggedTensor)
         jt._values = values
         jt._weights = weights
@@ -146,14 +169,23 @@ class JaggedTensor(Jagged):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
-        """Make a JaggedTensor without bags and values."""
+        """Build a JaggedTensor with zero bags and zero values.
+
+        Args:
+            is_weighted: Add empty weights.
+            device: Device of all tensors.
+            values_dtype: Dtype of the values; torch's default dtype if None.
+            weights_dtype: Dtype of the weights; torch's default dtype if None.
+            lengths_dtype: Dtype of the lengths.
+        """
+        # Zero-length tensors keep the dtype, which concat and exchange depend on.
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         values = torch.empty(0, dtype=values_dtype, device=device)
         return JaggedTensor(values, weights, lengths=torch.empty(0, dtype=lengths_dtype, device=device))
 
     @staticmethod
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
-        """Make a JaggedTensor without bags and values, of the dtypes of ``jt``, and weighted if it is."""
+        """Build a JaggedTensor with zero bags, with the dtypes and weightedness of ``jt``."""
         return JaggedTensor.empty(
             jt._weights is not None,
             jt.device() if device is None else device,
@@ -164,18 +196,19 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
-        """Make a JaggedTensor from one tensor per bag.
+        """Concatenate tensors [length, ...], one per bag, into a JaggedTensor.
 
         Raises:
-            ValueError: The list is empty, or weights and values differ in number.
+            ValueError: The list is empty, or weights and values differ in length.
         """
         if not values:
             raise ValueError("JaggedTensor.from_dense: the list is empty; JaggedTensor.empty() has no bags")
+        # int32 lengths, as TorchRec's.
         sizes = [bag.size(0) for bag in values]
         if weights is not None and [bag.size(0) for bag in weights] != sizes:
-            found = [bag.size(0) for bag in weights]
+            weight_sizes = [bag.size(0) for bag in weights]
             raise ValueError(
-                f"JaggedTensor.from_dense: the values have {sizes} rows, the weights {found}; "
+                f"JaggedTensor.from_dense: the values have {sizes} rows, the weights {weight_sizes}; "
                 "give one weight per value"
             )
         lengths = torch.tensor(sizes, dtype=torch.int32, device=values[0].device)
@@ -185,10 +218,15 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """Make a JaggedTensor from a padded tensor [B, T, ...], taking ``lengths[b]`` entries of row ``b``.
+        """Build a JaggedTensor from the first ``lengths[b]`` entries of every padded row.
+
+        Args:
+            values: Padded rows, [B, T, ...].
+            lengths: Entries to keep per row, [B], int32 or int64.
+            weights: Padded weights, [B, T].
 
         Raises:
-            ValueError: The shapes do not fit.
+            ValueError: The shapes do not match.
         """
         name = "JaggedTensor.from_dense_lengths"
         if values.dim() < 2 or lengths.shape != values.shape[:1]:
@@ -199,38 +237,46 @@ class JaggedTensor(Jagged):
         if weights is not None and weights.shape != values.shape[:2]:
             expected, got = list(values.shape[:2]), list(weights.shape)
             raise ValueError(f"{name}: weights must be [B, T] = {expected}, got {got}")
-        counts = torch.arange(values.size(1), device=values.device) < lengths[:, None]
-        return JaggedTensor(values[counts], None if weights is None else weights[counts], lengths=lengths)
+        # [B, T]: True for entries to keep.
+        mask = torch.arange(values.size(1), device=values.device) < lengths[:, None]
+        return JaggedTensor(values[mask], None if weights is None else weights[mask], lengths=lengths)
 
     def to_dense(self) -> list[Tensor]:
-        """Return a view of the values of each bag."""
+        """Return one view of the values per bag."""
+        # Synchronizes: split needs the sizes on the host.
         return list(self._values.split(self.lengths().tolist()))
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return a view of the weights of each bag, if there are weights."""
+        """Return one view of the weights per bag, or None if unweighted."""
         return None if self._weights is None else list(self._weights.split(self.lengths().tolist()))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Return the values as [B, T, ...]; shorter bags are padded, longer ones cut.
+        """Pad or truncate all bags to a common length, and return the values as [B, T, ...].
 
         Args:
-            desired_length: T; without it, the length of the longest bag.
-            padding_value: What fills the rest.
+            desired_length: T; if None, the length of the longest bag.
+            padding_value: Fill value after the last value in a bag.
         """
         return self._padded(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """Return the weights as [B, T], if there are weights; see :meth:`to_padded_dense`."""
+        """Return the weights as [B, T], or None if unweighted. See :meth:`to_padded_dense`."""
         return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, rows: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         lengths_B = self.lengths()
         if desired_length is None:
-            desired_length = int(lengths_B.max()) if self._num_bags() else 0
-        columns_T = torch.arange(desired_length, device=rows.device)
-        # One row of padding at the end: every place without a value points at it, and no value is read twice.
+            # Not int(): under torch.export item() returns a symbol, which int() cannot convert.
+            longest: Any = lengths_B.max().item() if self._num_bags() else 0
+            if torch.compiler.is_compiling():
+                torch._check(longest >= 0)
+        else:
+            longest = desired_length
+        # [B, T] source row per output position.
+        columns_T = torch.arange(longest, device=rows.device)
+        # Padded positions read an extra row at the end. Padding sends no gradient to values.
         sources_BT = torch.where(
             columns_T < lengths_B[:, None], self.offsets()[:-1, None] + columns_T, rows.size(0)
         )
@@ -238,32 +284,34 @@ class JaggedTensor(Jagged):
         return torch.cat([rows, padding])[sources_BT]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "JaggedTensor":
-        """Return a copy on another device."""
+        """Copy to another device."""
 
-        def moved(tensor: Tensor | None) -> Tensor | None:
+        def copy(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         values = self._values.to(device, non_blocking=non_blocking)
-        jt = JaggedTensor.unchecked(values, moved(self._weights), moved(self._lengths), moved(self._offsets))
+        # Caches are copied too, so that the target device need not recompute them.
+        jt = JaggedTensor.unchecked(values, copy(self._weights), copy(self._lengths), copy(self._offsets))
         jt._by_offsets = self._by_offsets
         return jt
 
     def validate(self) -> None:
-        """Read all numbers and check that the bags cut the values completely; synchronizes with a GPU.
+        """Check every length, offset and weight. Synchronizes with the device.
 
         Raises:
-            ValueError: A number does not fit. The message names the sample.
+            ValueError: A value is invalid. The message names the sample.
         """
         check_layout("JaggedTensor", self._values, self._weights, self._lengths, self._offsets)
         check_bags(self._values, self._weights, self._lengths, self._offsets, "sample {}".format)
 
     def __str__(self) -> str:
         if not is_readable(*self._tensors()):
-            return shape_text(
+            return format_shapes(
                 "JaggedTensor", values=self._values, weights=self._weights, lengths=self._lengths
             )
+        # Synchronizes, as printing any tensor does.
         offsets = self.offsets().tolist()
-        text = bags_text(self._values, offsets)
+        text = format_bags(self._values, offsets)
         if self._weights is not None:
-            text = f'"values": {text}, "weights": {bags_text(self._weights, offsets)}'
+            text = f'"values": {text}, "weights": {format_bags(self._weights, offsets)}'
         return f"JaggedTensor({{{text}}})"

@@ -1,4 +1,7 @@
-"""The interface of KeyedJaggedTensor that its operations are written against."""
+"""Protocol that the KeyedJaggedTensor operations in this package are written against.
+
+Operations live in separate files. The protocol lets them avoid a circular import of the class.
+"""
 
 from typing import Protocol, TypeVar
 
@@ -11,7 +14,7 @@ Strides = list[list[int]] | Tensor
 
 
 class ValueBags(Protocol):
-    """Values cut into bags: of a JaggedTensor or a KeyedJaggedTensor."""
+    """The part of the interface that JaggedTensor and KeyedJaggedTensor share."""
 
     def values(self) -> Tensor: ...
     def weights_or_none(self) -> Tensor | None: ...
@@ -19,7 +22,7 @@ class ValueBags(Protocol):
 
 
 class KeyedBags(ValueBags, Protocol):
-    """The bags of several keys. ``KeyedJaggedTensor`` documents the methods."""
+    """The interface of KeyedJaggedTensor, which documents the methods."""
 
     def keys(self) -> list[str]: ...
     def lengths_or_none(self) -> Tensor | None: ...
@@ -52,7 +55,14 @@ class KeyedBags(ValueBags, Protocol):
         strides: Strides | None = None,
         length_per_key: list[int] | None = None,
         inverse_indices: InverseIndices | None = None,
-    ) -> Self: ...
+    ) -> Self:
+        """Build without checks.
+
+        Args:
+            keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices: As in
+                :meth:`KeyedJaggedTensor.unchecked`.
+        """
+        ...
 
 
 Bags = TypeVar("Bags", bound=KeyedBags)

@@ -1,4 +1,4 @@
-"""KeyedJaggedTensor: the bags of several features (keys) in one set of tensors.
+"""KeyedJaggedTensor: the bags of several features (keys) in shared tensors.
 
 Shape legend: K keys, B bags of all keys, N values, R ranks.
 """
@@ -11,40 +11,45 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from meshrec.sparse.concatenation import concatenated, concatenated_bags
-from meshrec.sparse.counting import count_per_key, total
+from meshrec.sparse.concatenation import concatenate_bags, concatenate_keys
+from meshrec.sparse.counting import count_per_key, sum_counts
 from meshrec.sparse.jagged_tensor import Jagged, JaggedTensor
 from meshrec.sparse.keyed_bags import InverseIndices, Strides
-from meshrec.sparse.keyed_validation import check_keyed_numbers, check_keys_and_strides
-from meshrec.sparse.printing import keyed_jagged_text
-from meshrec.sparse.rearranging import cut_keys, permuted_keys, split_keys
-from meshrec.sparse.validation import check_layout, count_bags
+from meshrec.sparse.keyed_validation import check_given_counts, check_keyed_values, check_keys_and_strides
+from meshrec.sparse.printing import format_keyed_jagged
+from meshrec.sparse.rearranging import permute_keys, slice_keys, split_keys
+from meshrec.sparse.validation import check_layout, consistent_offsets, count_bags
 
 
 class KeyedJaggedTensor(Jagged):
-    """The bags of several features: all bags of the first key, then those of the second, ...
+    """Bags of several features: all bags for the first key, then all for the second, and so on.
 
     Every key has ``stride`` bags (the batch size), unless ``stride_per_key`` or ``stride_per_key_per_rank``
-    give each its own number. What follows from the arguments is computed when first read, and kept.
-    ``length_per_key``, ``offset_per_key``, ``split``, ``kjt[key]`` and ``to_dict`` need counts on the host;
-    :meth:`sync` reads them at a moment of the caller's choice.
+    are given. Derived values are computed on first read and cached. ``length_per_key``, ``offset_per_key``,
+    ``split``, ``kjt[key]`` and ``to_dict`` need counts on the host, and the first such call synchronizes with
+    the device. Call :meth:`sync` to choose when.
 
     Args:
-        keys: The features' names.
-        values: Ids [N, ...], key after key, bag after bag.
-        weights: One weight per value [N].
-        lengths: Values per bag [B] (or [K, stride]), int32 or int64.
-        offsets: Start of each bag, and N [B+1], int32 or int64. At least one of lengths and offsets.
-        stride: Bags per key; without it, B / K.
-        stride_per_key_per_rank: Bags per key and source rank, K lists of R numbers.
-        stride_per_key: Bags per key, where they differ.
-        length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: What the methods of
-            these names return (``to_dict`` for the last), where the caller knows it already.
-        inverse_indices: Keys, and an int64 tensor [K, batch size]: which bag of its key each sample of the
-            batch takes, where equal bags were dropped and keys therefore have different numbers of bags.
+        keys: Feature names.
+        values: IDs, key after key, bag after bag, [N, ...].
+        weights: Weight per value, [N].
+        lengths: Values per bag, [B] or [K, stride], int32 or int64.
+        offsets: First value of every bag, then N, [B+1], int32 or int64. Give lengths, offsets or both. If
+            both are given, they are compared on the CPU; on other devices the lengths take precedence.
+        stride: Bags per key; B / K if None.
+        stride_per_key_per_rank: Bags per key and source rank, [K][R] or a tensor [K, R].
+        stride_per_key: Bags per key, if the keys differ.
+        length_per_key: Values per key, if the caller knows them. Checked on the CPU.
+        lengths_offset_per_key: First bag per key, then B, if known. Checked on the CPU.
+        offset_per_key: First value per key, then N, if known. Checked on the CPU.
+        index_per_key: Position per key, if known.
+        jt_dict: Result of :meth:`to_dict`, if known.
+        inverse_indices: Keys and an int64 tensor [K, batch size] with the bag index per key and sample. Given
+            if duplicate bags were removed, which leaves keys with different numbers of bags.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit. The numbers are not read; :meth:`validate` does.
+        ValueError: Shapes, dtypes or devices do not match, or lengths, offsets and per-key counts disagree.
+            The constructor reads no other data; :meth:`validate` does.
 
     Example::
 
@@ -57,8 +62,9 @@ class KeyedJaggedTensor(Jagged):
     """
 
     _keys: list[str]
-    _stride: int | None  # of all keys, unless _strides tells the bags of each key and rank
-    _strides: Strides | None
+    _stride: int | None  # None until given or first read
+    _strides: Strides | None  # set only with variable strides; a tensor until first read on the host
+    # Caches. None until given by the caller or first read; the tensor is immutable, so they never expire.
     _stride_per_key: list[int] | None
     _bag_offset_per_key: list[int] | None
     _length_per_key: list[int] | None
@@ -66,7 +72,7 @@ class KeyedJaggedTensor(Jagged):
     _index_per_key: dict[str, int] | None
     _segments: Tensor | None
     _jt_dict: dict[str, JaggedTensor] | None
-    _jt_dict_grad: bool | None  # whether made while gradients were recorded; None: given by the caller
+    _jt_dict_grad: bool | None  # grad mode when _jt_dict was cached; None if the caller passed it
     _inverse_indices: InverseIndices | None
 
     def __init__(
@@ -86,12 +92,15 @@ class KeyedJaggedTensor(Jagged):
         jt_dict: dict[str, JaggedTensor] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
+        # Equal strides are stored as a single stride, so that lookups need no per-key segments.
         strides = stride_per_key_per_rank
         if strides is None and stride_per_key:
+            # A single source rank: the rank dimension has size 1.
             if any(size != stride_per_key[0] for size in stride_per_key):
                 strides = [[size] for size in stride_per_key]
             elif stride is None:
                 stride = stride_per_key[0]
+        # TorchRec accepts [K, stride] lengths.
         if isinstance(lengths, Tensor) and lengths.dim() > 1:
             lengths = lengths.flatten()
         if not torch.compiler.is_compiling():
@@ -101,11 +110,15 @@ class KeyedJaggedTensor(Jagged):
                     f"KeyedJaggedTensor: {len(keys)} keys need as many stride_per_key, got {stride_per_key}"
                 )
             check_keys_and_strides(keys, count_bags(lengths, offsets), stride, strides)
+            offsets = consistent_offsets(lengths, offsets, "bag {}".format)
+        # self._bag x
         self._fill(keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices)
         self._bag_offset_per_key = lengths_offset_per_key
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
         self._jt_dict = jt_dict
+        if length_per_key or offset_per_key or lengths_offset_per_key:
+            check_given_counts(self)
 
     def _fill(
         self,
@@ -119,6 +132,7 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None,
         inverse_indices: InverseIndices | None,
     ) -> None:
+        """Set every field, and clear the caches."""
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -151,7 +165,19 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> Self:
-        """Make a KeyedJaggedTensor without checks; ``strides`` is its stride_per_key_per_rank."""
+        """Build a KeyedJaggedTensor without checks, from parts already known to match.
+
+        Args:
+            keys: Feature names.
+            values: [N, ...].
+            weights: [N].
+            lengths: [B].
+            offsets: [B+1]. Lengths or offsets must be given.
+            stride: Bags per key, if equal for all keys.
+            strides: The constructor's ``stride_per_key_per_rank``.
+            length_per_key: Values per key, if known on the host.
+            inverse_indices: As in the constructor.
+        """
         kjt = cls.__new__(cls)
         kjt._fill(keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices)
         return kjt
@@ -166,7 +192,17 @@ class KeyedJaggedTensor(Jagged):
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """Make one from lengths, and read all numbers that the host needs at once; see :meth:`sync`."""
+        """Build from lengths, and call :meth:`sync`.
+
+        Args:
+            keys: Feature names.
+            values: [N, ...].
+            lengths: Values per bag, [B].
+            weights: [N].
+            stride: Bags per key.
+            stride_per_key_per_rank: Bags per key and source rank.
+            inverse_indices: As in the constructor.
+        """
         return KeyedJaggedTensor(
             keys,
             values,
@@ -187,7 +223,17 @@ class KeyedJaggedTensor(Jagged):
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """Make one from offsets, and read all numbers that the host needs at once; see :meth:`sync`."""
+        """Build from offsets, and call :meth:`sync`.
+
+        Args:
+            keys: Feature names.
+            values: [N, ...].
+            offsets: First value of every bag, then N, [B+1].
+            weights: [N].
+            stride: Bags per key.
+            stride_per_key_per_rank: Bags per key and source rank.
+            inverse_indices: As in the constructor.
+        """
         return KeyedJaggedTensor(
             keys,
             values,
@@ -200,32 +246,34 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """Concatenate JaggedTensors, which may have different numbers of bags.
+        """Concatenate JaggedTensors, one per key. They may have different numbers of bags.
 
         Raises:
-            ValueError: There are none, or only some have weights.
+            ValueError: The dict is empty, or only some inputs have weights.
         """
+        # Dtype and device cannot be derived from an empty dict.
         if not jt_dict:
             raise ValueError(
                 "KeyedJaggedTensor.from_jt_dict: the dict is empty; pass one JaggedTensor per key"
             )
+        # Bag counts come from shapes, so that this does not synchronize.
         jts = list(jt_dict.values())
-        values, weights, lengths = concatenated_bags("from_jt_dict", jts)
+        values, weights, lengths = concatenate_bags("from_jt_dict", jts)
         return KeyedJaggedTensor(
             list(jt_dict), values, weights, lengths, stride_per_key=[jt._num_bags() for jt in jts]
         )
 
     @staticmethod
     def concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """Concatenate the keys of several KeyedJaggedTensors.
+        """Concatenate along the keys.
 
         Raises:
-            ValueError: The list is empty, only some have weights, or the batch sizes differ (they may where
-                every input has its own batch size per key).
+            ValueError: The list is empty, only some inputs have weights, or the batch sizes differ without
+                variable strides.
         """
         if not kjt_list:
             raise ValueError("KeyedJaggedTensor.concat: the list is empty; pass at least one")
-        return concatenated(kjt_list)
+        return concatenate_keys(kjt_list)
 
     @staticmethod
     def empty(
@@ -235,13 +283,22 @@ class KeyedJaggedTensor(Jagged):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
-        """Make a KeyedJaggedTensor without keys, bags and values."""
+        """Build a KeyedJaggedTensor with zero keys, bags and values.
+
+        Args:
+            is_weighted: Add empty weights.
+            device: Device of all tensors.
+            values_dtype: Dtype of the values; torch's default dtype if None.
+            weights_dtype: Dtype of the weights; torch's default dtype if None.
+            lengths_dtype: Dtype of the lengths.
+        """
+        # Shares the dtype defaults with JaggedTensor.empty.
         jt = JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
         return KeyedJaggedTensor.unchecked([], jt._values, jt._weights, jt._lengths, stride=0)
 
     @staticmethod
     def empty_like(kjt: "KeyedJaggedTensor", device: torch.device | None = None) -> "KeyedJaggedTensor":
-        """Make one without keys and values, with the dtypes, weights and batch size of ``kjt``."""
+        """Build a KeyedJaggedTensor with zero keys, with the dtypes, weights and batch size of ``kjt``."""
         weights = kjt._weights
         empty = KeyedJaggedTensor.empty(
             weights is not None,
@@ -250,17 +307,18 @@ class KeyedJaggedTensor(Jagged):
             None if weights is None else weights.dtype,
             kjt.lengths().dtype,
         )
+        # Without keys, the stride cannot be derived from the lengths.
         empty._stride = kjt.stride()
         return empty
 
     def keys(self) -> list[str]:
-        """Return the names of the features, in order."""
+        """Return the feature names."""
         return self._keys
 
     def stride(self) -> int:
         """Return the number of bags per key.
 
-        If keys differ, this is the batch size of ``inverse_indices``, or else the largest number of bags.
+        With variable strides, return the batch size in ``inverse_indices`` if given, else the largest stride.
         """
         stride = self._stride
         if stride is None:
@@ -274,180 +332,186 @@ class KeyedJaggedTensor(Jagged):
         return stride
 
     def variable_stride_per_key(self) -> bool:
-        """Return whether each key has its own number of bags."""
+        """Return whether keys may have different numbers of bags."""
         return self._strides is not None
 
     def stride_per_key(self) -> list[int]:
-        """Return the number of bags of each key."""
+        """Return the number of bags per key."""
         if self._stride_per_key is None:
             if self._strides is None:
                 self._stride_per_key = [self.stride()] * len(self._keys)
             else:
-                self._stride_per_key = [total(row) for row in self.stride_per_key_per_rank()]
+                self._stride_per_key = [sum_counts(row) for row in self.stride_per_key_per_rank()]
         return self._stride_per_key
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the number of bags of each key and source rank; empty if all keys have ``stride()`` bags."""
+        """Return the bags per key and source rank, [K][R]; empty if all keys have ``stride()`` bags."""
+        # A tensor if rebuilt from pytree leaves. Read here, on first use, because reading synchronizes.
         if isinstance(self._strides, Tensor):
             self._strides = self._strides.tolist()
         return [] if self._strides is None else self._strides
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Return the first bag of each key, and the number of bags at the end."""
+        """Return the first bag per key, then B, K+1 integers."""
         if self._bag_offset_per_key is None:
             self._bag_offset_per_key = list(accumulate(self.stride_per_key(), initial=0))
         return self._bag_offset_per_key
 
     def segments_or_none(self) -> Tensor | None:
-        """Return the first bag of each key, and B: int64 [K+1] on the CPU. None if all keys have equal bags.
+        """Return the first bag per key, then B, int64 [K+1] on the CPU. None if strides are not variable.
 
-        This is the argument ``segments`` of ``torch.ops.meshrec``.
+        ``torch.ops.meshrec`` operators take it as ``segments``.
         """
+        # On the CPU: kernels read it as host metadata, also for GPU tensors.
         if self._strides is not None and self._segments is None:
             self._segments = torch.tensor(self.lengths_offset_per_key(), dtype=torch.int64)
         return self._segments
 
     def inverse_indices(self) -> InverseIndices:
-        """Return the bag of each sample; see the class.
+        """Return the keys, and the bag index per key and sample, int64 [K, batch size].
 
         Raises:
-            ValueError: There are none.
+            ValueError: The tensor lacks inverse indices.
         """
         if self._inverse_indices is None:
-            raise ValueError("this KeyedJaggedTensor has no inverse indices; inverse_indices_or_none() tells")
+            raise ValueError("this KeyedJaggedTensor has no inverse indices; call inverse_indices_or_none()")
         return self._inverse_indices
 
     def inverse_indices_or_none(self) -> InverseIndices | None:
-        """Return the bag of each sample, or None if every bag is a sample."""
+        """Return the inverse indices, or None if samples and bags coincide."""
         return self._inverse_indices
 
     def index_per_key(self) -> dict[str, int]:
-        """Return the position of each key; the last position if a key occurs twice."""
+        """Return the position per key; the last position if a key is repeated."""
         if self._index_per_key is None:
+            # Later duplicates overwrite earlier ones, as in TorchRec.
             self._index_per_key = {key: i for i, key in enumerate(self._keys)}
         return self._index_per_key
 
     def length_per_key(self) -> list[int]:
-        """Return the number of values of each key. The first call reads the lengths on the host."""
+        """Return the number of values per key. The first call synchronizes with the device."""
         if self._length_per_key is None:
             self._length_per_key = count_per_key(self)
         return self._length_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Return the number of values of each key if it is known on the host, otherwise None."""
+        """Return the number of values per key if cached on the host, otherwise None."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the first value of each key, and N. The first call reads the lengths on the host."""
+        """Return the first value per key, then N. The first call synchronizes with the device."""
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self.length_per_key(), initial=0))
         return self._offset_per_key
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Return the first value of each key, and N, if they are known on the host, otherwise None."""
+        """Return the first value per key, then N, if cached on the host, otherwise None."""
         return self._offset_per_key
 
     def sync(self) -> "KeyedJaggedTensor":
-        """Read on the host what ``split``, ``to_dict`` and ``kjt[key]`` need; return itself."""
+        """Copy the per-key counts to the host for ``split``, ``to_dict`` and ``kjt[key]``. Returns self."""
         self.offset_per_key()
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Forget what :meth:`sync` read; return itself."""
+        """Drop the per-key counts cached by :meth:`sync`. Returns self."""
         self._length_per_key = None
         self._offset_per_key = None
         return self
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
-        """Return itself: its lengths are flat from the start."""
+        """Return self: the constructor already flattens lengths."""
         return self
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """Return the bags of one key, as views.
+        """Return views of the bags for ``key``.
 
         Raises:
-            KeyError: There is no such key.
+            KeyError: The key does not exist.
         """
         index = self.index_per_key().get(key)
         if index is None:
             raise KeyError(f"no key {key!r} in this KeyedJaggedTensor; its keys are {self._keys}")
-        known = self._known_dict()
-        if known is not None:
-            return known[key]
-        group = cut_keys(self, [index, 1, len(self._keys) - index - 1])[1]
+        cached = self._cached_dict()
+        if cached is not None:
+            return cached[key]
+        group = slice_keys(self, [index, 1, len(self._keys) - index - 1])[1]
         return JaggedTensor.unchecked(*group, None)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return the bags of every key, as views.
+        """Return views of the bags for every key.
 
         Args:
-            compute_offsets: Has no effect: a JaggedTensor computes its offsets when they are first read.
+            compute_offsets: Ignored, for compatibility with TorchRec. Offsets are computed on first read.
         """
-        known = self._known_dict()
-        if known is not None:
-            return known
-        groups = cut_keys(self, [1] * len(self._keys))
+        cached = self._cached_dict()
+        if cached is not None:
+            return cached
+        groups = slice_keys(self, [1] * len(self._keys))
         jt_dict = {
             key: JaggedTensor.unchecked(*group, None) for key, group in zip(self._keys, groups, strict=True)
         }
+        # A traced program must not leave its tensors in an input. Views made without grad mode are detached,
+        # so the cache applies to a single grad mode only.
         if not torch.compiler.is_compiling():
             self._jt_dict = jt_dict
             self._jt_dict_grad = torch.is_grad_enabled()
         return jt_dict
 
-    def _known_dict(self) -> dict[str, JaggedTensor] | None:
+    def _cached_dict(self) -> dict[str, JaggedTensor] | None:
         if self._jt_dict is None or torch.compiler.is_compiling():
             return None
         return self._jt_dict if self._jt_dict_grad in (None, torch.is_grad_enabled()) else None
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Cut into groups of neighbouring keys, as views.
+        """Split into views of adjacent keys.
 
         Args:
-            segments: The number of keys of each group. Keys after the last group are left out.
+            segments: Number of keys per group. Keys after the last group are dropped.
 
         Raises:
-            ValueError: A number is negative, or they sum to more than there are keys.
+            ValueError: A segment is negative, or the segments sum to more than the number of keys.
         """
         return split_keys(self, segments)
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
-        """Put the keys in another order; some may be left out, or come twice.
+        """Select keys by position; keys may be repeated or left out.
 
         Args:
-            indices: Positions of the result's keys.
-            indices_tensor: Has no effect: the host's list is enough.
+            indices: Position per key in the result.
+            indices_tensor: Ignored, for compatibility with TorchRec.
 
         Raises:
-            ValueError: There is no key at a position.
+            ValueError: A position is out of range.
         """
-        return permuted_keys(self, indices)
+        return permute_keys(self, indices)
 
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> "KeyedJaggedTensor":
-        """Return a copy on another device.
+        """Copy to another device.
 
         Args:
-            device: Where to.
+            device: Target device.
             non_blocking: Do not wait for copies from pinned memory.
-            dtype: Of the weights.
+            dtype: New dtype for the weights; values and lengths keep theirs.
         """
 
-        def moved(tensor: Tensor) -> Tensor:
+        def copy(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=non_blocking)
 
-        result = self._with_tensors(moved)
+        result = self._with_tensors(copy)
         if dtype is not None and result._weights is not None:
+            # Only the weights: IDs must keep their integer type.
             result._weights = result._weights.to(dtype)
         return result
 
     def pin_memory(self) -> "KeyedJaggedTensor":
-        """Return a copy in pinned host memory, from which copies to a GPU do not block."""
+        """Copy to pinned host memory, so that later copies to a GPU need not block."""
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
-        """Return a copy with changed tensors, which keeps what is known on the host."""
+        """Return a copy with ``change`` applied to every tensor. Counts cached on the host are kept."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
@@ -463,6 +527,8 @@ class KeyedJaggedTensor(Jagged):
             length_per_key=self._length_per_key,
             inverse_indices=None if inverse is None else (inverse[0], change(inverse[1])),
         )
+        # Set after construction: ``unchecked`` derives ``_by_offsets`` from missing lengths, and the copy
+        # must flatten to the same pytree leaves as the original.
         result._offsets = changed(self._offsets)
         result._by_offsets = self._by_offsets
         result._offset_per_key = self._offset_per_key
@@ -474,20 +540,24 @@ class KeyedJaggedTensor(Jagged):
 
     def _tensors(self) -> list[Tensor]:
         inverse = self._inverse_indices
-        return [*super()._tensors(), *([] if inverse is None else [inverse[1]])]
+        # Host caches (segments, jt_dict) own no device memory.
+        tensors = super()._tensors()
+        return tensors if inverse is None else [*tensors, inverse[1]]
 
     def validate(self) -> None:
-        """Read all numbers and check that keys, bags, weights and indices fit; synchronizes with a GPU.
+        """Check keys, bags, weights and inverse indices. Synchronizes with the device.
 
         Raises:
-            ValueError: A number does not fit. The message names the key and the sample.
+            ValueError: A value is invalid. The message names the key and sample.
         """
+        # The constructor's checks again: ``unchecked`` may have skipped them.
         check_layout("KeyedJaggedTensor", self._values, self._weights, self._lengths, self._offsets)
         check_keys_and_strides(self._keys, self._num_bags(), self._stride, self._strides)
-        check_keyed_numbers(self)
+        check_keyed_values(self)
 
+    # The cache holds views, which pickle would store a second time.
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_jt_dict": None, "_jt_dict_grad": None}
 
     def __str__(self) -> str:
-        return keyed_jagged_text(self)
+        return format_keyed_jagged(self)

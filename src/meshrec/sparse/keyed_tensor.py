@@ -1,4 +1,4 @@
-"""KeyedTensor: dense columns side by side in one tensor, read by key, such as pooled embeddings."""
+"""KeyedTensor: dense columns concatenated in a single tensor and read by key, such as pooled embeddings."""
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.sparse.printing import is_readable, keyed_text, rows_text, shape_text
+from meshrec.sparse.printing import format_per_key, format_rows, format_shapes, is_readable
 
 
-class _Stretch(NamedTuple):
-    """A range of neighbouring keys: columns ``start`` to ``stop`` of the tensor with index ``tensor``."""
+class _Columns(NamedTuple):
+    """A range of adjacent keys: columns ``start`` to ``stop`` in input tensor number ``tensor``."""
 
     tensor: int
     start: int
@@ -19,22 +19,27 @@ class _Stretch(NamedTuple):
 
 
 class KeyedTensor:
-    """A tensor whose dimension ``key_dim`` is cut into one piece per key.
+    """A tensor split along ``key_dim`` into pieces, one per key.
+
+    Reading a piece returns a view. All pieces are split at once, so that the backward pass builds a single
+    gradient instead of one per key. torch therefore forbids in-place changes to a piece that requires grad.
 
     Args:
-        keys: One name per piece.
-        length_per_key: The size of each piece along ``key_dim``.
-        values: All pieces, side by side.
-        key_dim: The dimension that is cut; 1 where the batch is dimension 0.
-        offset_per_key: Where each piece starts, and the end; computed without it.
-        index_per_key: Position of each key; computed without it.
+        keys: Name per piece.
+        length_per_key: Size per piece along ``key_dim``.
+        values: Concatenated pieces, such as [B, sum(length_per_key)].
+        key_dim: Dimension to split.
+        offset_per_key: Start per piece, then the total; computed if None.
+        index_per_key: Position per key; computed if None.
 
     Raises:
         ValueError: The lengths do not match the keys or the tensor.
 
-    Reading a piece gives a view. Pieces are cut all at once, so that the backward pass of reading all keys
-    builds one gradient, not one per key; torch therefore forbids to change a piece in place while it requires
-    a gradient.
+    Example::
+
+        >>> kt = KeyedTensor(["user", "item"], [2, 3], torch.zeros(8, 5))
+        >>> kt["item"].shape
+        torch.Size([8, 3])
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class KeyedTensor:
     ) -> None:
         if len(keys) != len(length_per_key):
             raise ValueError(f"KeyedTensor: {len(keys)} keys need as many lengths, got {len(length_per_key)}")
+        # Symbolic sizes under tracing would turn the comparison into a guard.
         if not torch.compiler.is_compiling() and sum(length_per_key) != values.size(key_dim):
             raise ValueError(
                 f"KeyedTensor: the lengths of the keys sum to {sum(length_per_key)}, "
@@ -70,12 +76,19 @@ class KeyedTensor:
         self._key_dim = key_dim
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
-        self._pieces: list[Tensor] = []
-        self._pieces_grad: bool | None = None  # whether made while gradients were recorded
+        self._pieces: list[Tensor] = []  # views cached by the first read in the current grad mode
+        self._pieces_grad: bool | None = None  # grad mode when _pieces was cached; None: nothing cached
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
-        """Make a KeyedTensor without checks, of parts that are known to fit."""
+        """Build a KeyedTensor without checks, from parts already known to match.
+
+        Args:
+            keys: Name per piece.
+            length_per_key: Size per piece along ``key_dim``.
+            values: Concatenated pieces.
+            key_dim: Dimension to split.
+        """
         kt = KeyedTensor.__new__(KeyedTensor)
         kt._fill(keys, length_per_key, values, key_dim)
         return kt
@@ -84,10 +97,16 @@ class KeyedTensor:
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Make a KeyedTensor from one tensor per key, concatenated along ``cat_dim``.
+        """Concatenate tensors, one per key, into a KeyedTensor.
+
+        Args:
+            keys: Name per tensor.
+            tensors: Tensors to concatenate.
+            key_dim: Dimension to split when a key is read.
+            cat_dim: Dimension to concatenate along.
 
         Raises:
-            ValueError: The list is empty, or the sizes do not fit.
+            ValueError: The list is empty, or the sizes do not match.
         """
         if not tensors:
             raise ValueError("KeyedTensor.from_tensor_list: the list is empty; pass one tensor per key")
@@ -96,15 +115,15 @@ class KeyedTensor:
         )
 
     def keys(self) -> list[str]:
-        """Return the names of the pieces, in order."""
+        """Return the piece names."""
         return self._keys
 
     def values(self) -> Tensor:
-        """Return all pieces side by side."""
+        """Return the concatenated pieces."""
         return self._values
 
     def key_dim(self) -> int:
-        """Return the dimension along which the pieces lie."""
+        """Return the split dimension."""
         return self._key_dim
 
     def device(self) -> torch.device:
@@ -112,38 +131,40 @@ class KeyedTensor:
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Return the size of each piece along ``key_dim``."""
+        """Return the piece sizes along ``key_dim``."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the start of each piece along ``key_dim``, and the end."""
+        """Return the start per piece along ``key_dim``, then the total."""
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self._length_per_key, initial=0))
         return self._offset_per_key
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the piece of ``key``, a view.
+        """Return a view of the piece for ``key``.
 
         Raises:
-            KeyError: There is no such key.
+            KeyError: The key does not exist.
         """
+        # Built on first read: most tensors are only concatenated or regrouped.
         if self._index_per_key is None:
             self._index_per_key = {name: i for i, name in enumerate(self._keys)}
         index = self._index_per_key.get(key)
         if index is None:
             raise KeyError(f"no key {key!r} in this KeyedTensor; its keys are {self._keys}")
-        if torch.compiler.is_compiling():  # where cutting all keys for each one read would be quadratic
+        if torch.compiler.is_compiling():  # splitting all keys on every read would be quadratic
             return self._values.narrow(
                 self._key_dim, self.offset_per_key()[index], self._length_per_key[index]
             )
-        return self._cut()[index]
+        return self._split()[index]
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return all pieces by key, as views."""
-        return dict(zip(self._keys, self._cut(), strict=True))
+        """Return a view per key."""
+        return dict(zip(self._keys, self._split(), strict=True))
 
-    def _cut(self) -> list[Tensor]:
-        if torch.compiler.is_compiling():  # an input keeps nothing of what a compiled program made
+    # Views made under no_grad are detached, so a cached piece is valid in a single grad mode only.
+    def _split(self) -> list[Tensor]:
+        if torch.compiler.is_compiling():  # a traced program must not leave tensors in an input
             return list(self._values.split(self._length_per_key, dim=self._key_dim))
         if self._pieces_grad != torch.is_grad_enabled():
             self._pieces = list(self._values.split(self._length_per_key, dim=self._key_dim))
@@ -152,33 +173,41 @@ class KeyedTensor:
 
     @staticmethod
     def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
-        """Return one tensor per group, with the pieces of its keys side by side; differentiable.
+        """Concatenate the pieces for every group of keys; differentiable.
 
-        Every tensor is cut once, at the groups' borders, and every group put together once. A group that is
-        one stretch of one tensor is a view.
+        Every input is split once, at group boundaries. A group that is a contiguous column range in a single
+        input is returned as a view.
 
         Args:
-            keyed_tensors: Tensors of one batch; where two have a key in common, the last one's is taken.
-            groups: Keys of each result; a key may be in several groups.
+            keyed_tensors: Tensors for the same batch. If a key is repeated, the last tensor that has it is
+                used.
+            groups: Keys per result; a key may be in several groups.
+
+        Returns:
+            A tensor per group, such as [B, total length of the group's keys].
 
         Raises:
-            ValueError: A key is in no tensor, there is no tensor, or their ``key_dim`` differ.
+            ValueError: A key is not in any tensor, the list is empty, or the ``key_dim`` differ.
         """
         dim = _common_key_dim(keyed_tensors)
-        owners = {
-            key: _Stretch(i, start, start + length)
+        # Later tensors overwrite earlier ones that have the same key.
+        columns_per_key = {
+            key: _Columns(i, start, start + length)
             for i, kt in enumerate(keyed_tensors)
             for key, start, length in zip(kt._keys, kt.offset_per_key(), kt._length_per_key, strict=False)
         }
-        stretches = [_stretches(group, owners) for group in groups]
+        ranges_per_group = [_column_ranges(group, columns_per_key) for group in groups]
         pieces = [
-            _cut_at(kt, [s for group in stretches for s in group if s.tensor == i])
+            _split_at(kt, [columns for group in ranges_per_group for columns in group if columns.tensor == i])
             for i, kt in enumerate(keyed_tensors)
         ]
+        # Result for an empty group: keeps the batch size, dtype and autograd connection.
         empty = keyed_tensors[0]._values.narrow(dim, 0, 0)
         grouped = []
-        for group in stretches:
-            parts = [piece for s in group for piece in _pieces_of(s, pieces[s.tensor], dim)]
+        for group in ranges_per_group:
+            parts = [
+                piece for columns in group for piece in _range_pieces(columns, pieces[columns.tensor], dim)
+            ]
             grouped.append(parts[0] if len(parts) == 1 else torch.cat(parts or [empty], dim=dim))
         return grouped
 
@@ -186,10 +215,15 @@ class KeyedTensor:
     def regroup_as_dict(
         keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """Call :meth:`regroup`, and give each group a name.
+        """Call :meth:`regroup`, and return the tensors by name.
+
+        Args:
+            keyed_tensors: Tensors for the same batch.
+            groups: Keys per result.
+            keys: Name per group.
 
         Raises:
-            ValueError: Groups and keys differ in number, and what :meth:`regroup` raises.
+            ValueError: Groups and names differ in number, or :meth:`regroup` fails.
         """
         if len(groups) != len(keys):
             raise ValueError(
@@ -199,7 +233,7 @@ class KeyedTensor:
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedTensor":
-        """Return a copy on another device."""
+        """Copy to another device."""
         return KeyedTensor(
             self._keys,
             self._length_per_key,
@@ -210,21 +244,22 @@ class KeyedTensor:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the values until the work queued on ``stream`` is done."""
+        """Keep the memory of the values alive until the work queued on ``stream`` has run."""
         self._values.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Return the size of the values in bytes."""
+        """Return the values' size in bytes."""
         return self._values.numel() * self._values.element_size()
 
+    # The cache holds views, which pickle would store a second time.
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pieces": [], "_pieces_grad": None}
 
     def __str__(self) -> str:
         if not is_readable(self._values):
-            return shape_text("KeyedTensor", keys=self._keys, values=self._values)
+            return format_shapes("KeyedTensor", keys=self._keys, values=self._values)
         pieces = self._values.split(self._length_per_key, dim=self._key_dim)
-        return keyed_text("KeyedTensor", self._keys, [rows_text(piece) for piece in pieces])
+        return format_per_key("KeyedTensor", self._keys, [format_rows(piece) for piece in pieces])
 
     def __repr__(self) -> str:
         return str(self)
@@ -235,37 +270,40 @@ def _common_key_dim(keyed_tensors: list[KeyedTensor]) -> int:
         raise ValueError("KeyedTensor.regroup: there are no tensors; pass at least one")
     dims = [kt.key_dim() for kt in keyed_tensors]
     if any(dim != dims[0] for dim in dims):
-        raise ValueError(f"KeyedTensor.regroup: the tensors must have one key_dim, got {dims}")
+        raise ValueError(f"KeyedTensor.regroup: key_dim must be equal for all tensors, got {dims}")
     return dims[0]
 
 
-def _stretches(group: list[str], owners: dict[str, _Stretch]) -> list[_Stretch]:
-    """Return the columns of a group's keys, with neighbours joined."""
-    joined: list[_Stretch] = []
+def _column_ranges(group: list[str], columns_per_key: dict[str, _Columns]) -> list[_Columns]:
+    """Return the column ranges of a group's keys, with adjacent ranges merged."""
+    joined: list[_Columns] = []
     for key in group:
-        stretch = owners.get(key)
-        if stretch is None:
+        columns = columns_per_key.get(key)
+        if columns is None:
             raise ValueError(
-                f"KeyedTensor.regroup: no tensor has the key {key!r}; the keys are {list(owners)}"
+                f"KeyedTensor.regroup: no tensor has the key {key!r}; the keys are {list(columns_per_key)}"
             )
-        if joined and joined[-1].tensor == stretch.tensor and joined[-1].stop == stretch.start:
-            stretch = _Stretch(stretch.tensor, joined.pop().start, stretch.stop)
-        joined.append(stretch)
+        if joined and joined[-1].tensor == columns.tensor and joined[-1].stop == columns.start:
+            # Adjacent keys are merged so that the copy below runs over few, wide pieces.
+            columns = _Columns(columns.tensor, joined.pop().start, columns.stop)
+        joined.append(columns)
     return joined
 
 
-def _cut_at(kt: KeyedTensor, stretches: list[_Stretch]) -> dict[int, Tensor]:
-    """Cut a tensor at all borders of the stretches; return the pieces by their first column."""
+def _split_at(kt: KeyedTensor, ranges: list[_Columns]) -> dict[int, Tensor]:
+    """Split a tensor at all range boundaries, and return the pieces by first column."""
     width = kt.offset_per_key()[-1]
-    borders = sorted({0, width, *(s.start for s in stretches), *(s.stop for s in stretches)})
+    borders = sorted({0, width, *(s.start for s in ranges), *(s.stop for s in ranges)})
+    # The whole tensor is used: returning it avoids a split node in the autograd graph.
     if len(borders) <= 2:
         return {0: kt.values()}
     sizes = [stop - start for start, stop in pairwise(borders)]
     return dict(zip(borders, kt.values().split(sizes, dim=kt.key_dim()), strict=False))
 
 
-def _pieces_of(stretch: _Stretch, pieces: dict[int, Tensor], dim: int) -> Iterator[Tensor]:
-    border = stretch.start
-    while border < stretch.stop:
+def _range_pieces(columns: _Columns, pieces: dict[int, Tensor], dim: int) -> Iterator[Tensor]:
+    """Yield the pieces that make up a column range."""
+    border = columns.start
+    while border < columns.stop:
         yield pieces[border]
         border += pieces[border].size(dim)

@@ -1,4 +1,4 @@
-"""The text of jagged and keyed tensors: by key and sample, cut short where it would fill the screen."""
+"""Text form of jagged and keyed tensors, shortened if it would fill the screen."""
 
 from itertools import pairwise
 from typing import Any
@@ -8,43 +8,53 @@ from torch.nn import Parameter
 
 from meshrec.sparse.keyed_bags import KeyedBags
 
-_MANY = 1000  # numbers of one key above which the middle is left out, as torch does for its tensors
-_EDGE = 3
+_MAX_PRINTED = 1000  # items per key above which the middle is elided; torch's default print threshold
+_EDGE_ITEMS = 3  # items printed at both ends of a shortened list; torch's default edgeitems
 
 
 def is_readable(*tensors: Tensor | None) -> bool:
-    """Return whether the numbers can be read; not while a program is traced, nor on the meta device."""
+    """Return whether all tensors hold data: not traced, not on the meta device."""
+    # Subclasses such as FakeTensor hold no data; Parameter is the only subclass in use that does.
     return all(t is None or (type(t) in (Tensor, Parameter) and not t.is_meta) for t in tensors)
 
 
-def shape_text(name: str, **parts: Any) -> str:
-    """Return the names, shapes and dtypes of ``parts``, which are printed if the values cannot be read."""
-    known = {key: part for key, part in parts.items() if part is not None}
-    texts = (f"{key}={_shape(part) if isinstance(part, Tensor) else part}" for key, part in known.items())
-    return f"{name}({', '.join(texts)})"
+def format_shapes(name: str, **parts: Any) -> str:
+    """Format names, shapes and dtypes, for tensors without readable data."""
+    shown = {key: value for key, value in parts.items() if value is not None}
+    items = (
+        f"{key}={_format_shape(value) if isinstance(value, Tensor) else value}"
+        for key, value in shown.items()
+    )
+    return f"{name}({', '.join(items)})"
 
 
-def bags_text(values: Tensor, offsets: list[int]) -> str:
-    """Return the values of each bag as text, such as ``[[5], [], [7, 1]]``."""
+def format_bags(values: Tensor, offsets: list[int]) -> str:
+    """Format the values per bag, such as ``[[5], [], [7, 1]]``.
+
+    Args:
+        values: [N, ...].
+        offsets: Bag boundaries in ``values``; the first need not be 0.
+    """
     num_bags = len(offsets) - 1
-    short = num_bags + values[offsets[0] : offsets[-1]].numel() > _MANY
+    # Empty bags print brackets, so the bag count adds to the length.
+    short = num_bags + values[offsets[0] : offsets[-1]].numel() > _MAX_PRINTED
     bags = [
-        _list_text(
-            [_text(row) for row in values[offsets[bag] : offsets[bag + 1]].tolist()]
-            if not short or offsets[bag + 1] - offsets[bag] <= 2 * _EDGE
-            else _shortened(values[offsets[bag] : offsets[bag + 1]])
+        _join_list(
+            [_format_value(row) for row in values[offsets[bag] : offsets[bag + 1]].tolist()]
+            if not short or offsets[bag + 1] - offsets[bag] <= 2 * _EDGE_ITEMS
+            else _format_shortened(values[offsets[bag] : offsets[bag + 1]])
         )
-        for bag in _shown(num_bags, short)
+        for bag in _shown_indices(num_bags, short)
     ]
-    return _list_text(_with_gap(bags) if short and num_bags > 2 * _EDGE else bags)
+    return _join_list(_insert_ellipsis(bags) if short and num_bags > 2 * _EDGE_ITEMS else bags)
 
 
-def keyed_jagged_text(kjt: KeyedBags) -> str:
-    """Return one line per key, or the shapes if the values cannot be read."""
+def format_keyed_jagged(kjt: KeyedBags) -> str:
+    """Format a KeyedJaggedTensor, one line per key; shapes only if the data is not readable."""
     values, weights = kjt.values(), kjt.weights_or_none()
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
     if not is_readable(values, weights, lengths, offsets):
-        return shape_text(
+        return format_shapes(
             "KeyedJaggedTensor",
             keys=kjt.keys(),
             values=values,
@@ -52,57 +62,67 @@ def keyed_jagged_text(kjt: KeyedBags) -> str:
             lengths=lengths,
             offsets=offsets,
         )
+    # A single copy to the host for all keys.
     starts = kjt.offsets().tolist()
     texts = [
-        _keyed_bags_text(values, weights, starts[first : last + 1])
+        _format_weighted_bags(values, weights, starts[first : last + 1])
         for first, last in pairwise(kjt.lengths_offset_per_key())
     ]
-    return keyed_text("KeyedJaggedTensor", kjt.keys(), texts)
+    return format_per_key("KeyedJaggedTensor", kjt.keys(), texts)
 
 
-def keyed_text(name: str, keys: list[str], texts: list[str]) -> str:
-    """Return one line per key."""
-    lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, texts, strict=True))
+def format_per_key(name: str, keys: list[str], formatted: list[str]) -> str:
+    """Format ``name`` and one line per key.
+
+    Args:
+        name: Class name.
+        keys: Feature names.
+        formatted: Formatted bags or rows per key.
+    """
+    lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, formatted, strict=True))
     return f"{name}({{\n{lines}\n}})" if lines else f"{name}()"
 
 
-def rows_text(rows: Tensor) -> str:
-    """Return a dense tensor as text, such as ``[[1.0, 2.0], [3.0, 4.0]]``, shortened like the bags."""
-    short = rows.numel() > _MANY and rows.dim() > 0 and rows.size(0) > 2 * _EDGE
-    return _list_text(_shortened(rows) if short else [_text(row) for row in rows.tolist()])
+def format_rows(rows: Tensor) -> str:
+    """Format a dense tensor, such as ``[[1.0, 2.0], [3.0, 4.0]]``, shortened like bags."""
+    short = rows.numel() > _MAX_PRINTED and rows.dim() > 0 and rows.size(0) > 2 * _EDGE_ITEMS
+    return _join_list(_format_shortened(rows) if short else [_format_value(row) for row in rows.tolist()])
 
 
-def _keyed_bags_text(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
-    """Return the bags of one key: values alone, or values and weights on separate lines."""
-    text = bags_text(values, offsets)
+def _format_weighted_bags(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
+    """Format the bags for a single key: values only, or values and weights on separate lines."""
+    text = format_bags(values, offsets)
     if weights is None:
         return text
-    return f'{{\n        "values": {text},\n        "weights": {bags_text(weights, offsets)}\n    }}'
+    return f'{{\n        "values": {text},\n        "weights": {format_bags(weights, offsets)}\n    }}'
 
 
-def _shape(tensor: Tensor) -> str:
+def _format_shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _shown(count: int, short: bool) -> list[int]:
+def _shown_indices(count: int, short: bool) -> list[int]:
+    """Return the indices to print: all, or those at both ends."""
     indices = list(range(count))
-    return [*indices[:_EDGE], *indices[-_EDGE:]] if short and count > 2 * _EDGE else indices
+    return [*indices[:_EDGE_ITEMS], *indices[-_EDGE_ITEMS:]] if short and count > 2 * _EDGE_ITEMS else indices
 
 
-def _shortened(rows: Tensor) -> list[str]:
-    return _with_gap([_text(rows[i].tolist()) for i in _shown(rows.size(0), short=True)])
+def _format_shortened(rows: Tensor) -> list[str]:
+    return _insert_ellipsis(
+        [_format_value(rows[i].tolist()) for i in _shown_indices(rows.size(0), short=True)]
+    )
 
 
-def _with_gap(texts: list[str]) -> list[str]:
-    return [*texts[:_EDGE], "...", *texts[_EDGE:]]
+def _insert_ellipsis(texts: list[str]) -> list[str]:
+    return [*texts[:_EDGE_ITEMS], "...", *texts[_EDGE_ITEMS:]]
 
 
-def _list_text(texts: list[str]) -> str:
+def _join_list(texts: list[str]) -> str:
     return f"[{', '.join(texts)}]"
 
 
-def _text(item: Any) -> str:
-    """Format numbers with six digits; ``tolist`` would give a float32 0.1 as 0.10000000149011612."""
+def _format_value(item: Any) -> str:
+    """Format floats with six digits: ``tolist`` widens a float32 0.1 to 0.10000000149011612."""
     if isinstance(item, list):
-        return _list_text([_text(part) for part in item])
+        return _join_list([_format_value(part) for part in item])
     return repr(float(f"{item:.6g}")) if isinstance(item, float) else repr(item)

@@ -1,8 +1,8 @@
-"""Registers the sparse types as pytrees, which torch.compile and torch.export pass in and out of programs.
+"""Pytree registration of the sparse types, for torch.compile and torch.export.
 
-The leaves are what a tensor was made of, not what was computed since: a program exported with one input then
-fits every input that is made the same way. Batch sizes are in the leaves' shapes, never in the context: a
-program exported for one batch size serves others.
+The leaves are the constructor's tensors, not tensors cached later. A program exported with one input
+therefore accepts any input constructed in the same way. Batch sizes appear in leaf shapes only, never in the
+context, so that an exported program serves other batch sizes.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,29 +21,30 @@ T = TypeVar("T")
 
 
 class KeyedContext(NamedTuple):
-    """The parts of a flattened KeyedJaggedTensor that are not tensors."""
+    """Non-tensor parts in a flattened KeyedJaggedTensor."""
 
     keys: tuple[str, ...]
-    stride: int | None  # without keys, where no shape tells it
+    stride: int | None  # set only without keys, when no leaf shape gives the batch size
     inverse_keys: tuple[str, ...] | None
 
 
 class DenseContext(NamedTuple):
-    """The parts of a flattened KeyedTensor that are not tensors."""
+    """Non-tensor parts in a flattened KeyedTensor."""
 
     keys: tuple[str, ...]
     length_per_key: tuple[int, ...]
     key_dim: int
 
 
-def _bags(jagged: Jagged) -> list[Tensor | None]:
+def _bag_leaves(jagged: Jagged) -> list[Tensor | None]:
+    # None leaves keep the leaf count constant, so that both forms share a registration.
     if jagged._by_offsets:
         return [jagged._values, jagged._weights, None, jagged._offsets]
     return [jagged._values, jagged._weights, jagged._lengths, None]
 
 
 def _flatten_jagged(jt: JaggedTensor) -> tuple[list[Any], None]:
-    return _bags(jt), None
+    return _bag_leaves(jt), None
 
 
 def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
@@ -52,9 +53,10 @@ def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
 
 def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedContext]:
     strides, inverse = kjt._strides, kjt._inverse_indices
+    # A leaf, not context: batch sizes in the context would make torch.compile recompile for every batch.
     if isinstance(strides, list):
         strides = torch.tensor(strides, dtype=torch.int64).view(len(kjt._keys), -1)
-    return [*_bags(kjt), strides, None if inverse is None else inverse[1]], KeyedContext(
+    return [*_bag_leaves(kjt), strides, None if inverse is None else inverse[1]], KeyedContext(
         tuple(kjt._keys),
         None if kjt._keys else kjt.stride(),
         None if inverse is None else tuple(inverse[0]),
@@ -101,6 +103,16 @@ def _register(
     unflatten: Callable[[Iterable[Any], Any], T],
     from_dumpable: Callable[[Any], Any] | None = None,
 ) -> None:
+    """Register ``cls`` with torch's pytree, FX's pytree and the safe globals for torch.load.
+
+    Args:
+        cls: Class to register.
+        leaf_names: Attribute name per leaf, in flattening order.
+        flatten: Maps an object to (leaves, context).
+        unflatten: Maps (leaves, context) to an object.
+        from_dumpable: Maps the context as loaded from JSON to the context; None if there is no context.
+    """
+
     def flatten_with_keys(tensor: T) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
         leaves, context = flatten(tensor)
         return list(zip(map(pytree.GetAttrKey, leaf_names), leaves, strict=True)), context
@@ -117,6 +129,7 @@ def _register(
         from_dumpable_context=from_dumpable,
         flatten_with_keys_fn=flatten_with_keys,
     )
+    # FX graph modules flatten their inputs through a registry separate from torch.utils._pytree.
     fx_pytree.register_pytree_flatten_spec(cls, flatten_spec)
     torch.serialization.add_safe_globals([cls])  # an exported program carries its example inputs
 

@@ -1,4 +1,4 @@
-"""Cutting, splitting and permuting the keys of a KeyedJaggedTensor."""
+"""Slicing, splitting and permutation of keys in a KeyedJaggedTensor."""
 
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -6,37 +6,47 @@ from typing import NamedTuple
 from torch import Tensor
 
 from meshrec.ops.jagged import permute_jagged
-from meshrec.sparse.counting import total
+from meshrec.sparse.counting import sum_counts
 from meshrec.sparse.keyed_bags import Bags, KeyedBags
 
 
-class Group(NamedTuple):
-    """Return views of a few neighbouring keys."""
+class KeyGroup(NamedTuple):
+    """Views for a group of adjacent keys."""
 
     values: Tensor
     weights: Tensor | None
     lengths: Tensor
 
 
-def cut_keys(kjt: KeyedBags, sizes: list[int]) -> list[Group]:
-    """Return views of ``sizes[i]`` neighbouring keys each; the sizes sum to the number of keys."""
+def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
+    """Return views for consecutive groups of keys.
+
+    Args:
+        kjt: Keys to slice.
+        sizes: Number of keys per group; sums to the number of keys.
+    """
     all_values, all_weights, all_lengths = kjt.values(), kjt.weights_or_none(), kjt.lengths()
     num_keys = len(kjt.keys())
-    if num_keys in sizes:  # all keys at once: the lengths need not be read
-        nothing = Group(all_values[:0], None if all_weights is None else all_weights[:0], all_lengths[:0])
-        everything = Group(all_values, all_weights, all_lengths)
-        return [everything if size == num_keys and num_keys else nothing for size in sizes]
+    if num_keys in sizes:  # a single group has all keys: no need to read the lengths, which would synchronize
+        no_keys = KeyGroup(all_values[:0], None if all_weights is None else all_weights[:0], all_lengths[:0])
+        all_keys = KeyGroup(all_values, all_weights, all_lengths)
+        return [all_keys if size == num_keys and num_keys else no_keys for size in sizes]
     ends = list(accumulate(sizes, initial=0))
+    # offset_per_key synchronizes unless sync() was called.
     ids, bags = kjt.offset_per_key(), kjt.lengths_offset_per_key()
     id_sizes = [ids[last] - ids[first] for first, last in pairwise(ends)]
     bag_sizes = [bags[last] - bags[first] for first, last in pairwise(ends)]
     values = all_values.split(id_sizes)
     weights = [None] * len(sizes) if all_weights is None else all_weights.split(id_sizes)
-    return list(map(Group, values, weights, all_lengths.split(bag_sizes)))
+    return list(map(KeyGroup, values, weights, all_lengths.split(bag_sizes)))
 
 
 def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
-    """Return a group of neighbouring keys for each of ``segments``, the numbers of keys in the groups."""
+    """Split into groups of ``segments[i]`` adjacent keys; drop keys after the last group.
+
+    Raises:
+        ValueError: A segment is negative, or the segments sum to more than the number of keys.
+    """
     num_keys, num_taken = len(kjt.keys()), sum(segments)
     if num_taken > num_keys or min(segments, default=0) < 0:
         raise ValueError(
@@ -44,34 +54,46 @@ def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
             f"got {segments}"
         )
     ends = list(accumulate(segments, initial=0))
-    groups = cut_keys(kjt, [*segments, num_keys - num_taken])
+    groups = slice_keys(kjt, [*segments, num_keys - num_taken])
     variable, strides = kjt.variable_stride_per_key(), kjt.stride_per_key_per_rank()
-    known = kjt.length_per_key_or_none()
+    length_per_key = kjt.length_per_key_or_none()
     return [
         kjt.unchecked(
             kjt.keys()[first:last],
             *group,
             stride=None if variable else kjt.stride(),
             strides=strides[first:last] if variable else None,
-            length_per_key=None if known is None else known[first:last],
+            length_per_key=None if length_per_key is None else length_per_key[first:last],
+            # As in TorchRec, only a group with all keys keeps the inverse indices.
             inverse_indices=kjt.inverse_indices_or_none() if last - first == num_keys else None,
         )
         for first, last, group in zip(ends, ends[1:], groups, strict=False)
     ]
 
 
-def permuted_keys(kjt: Bags, indices: list[int]) -> Bags:
-    """Return the keys at ``indices``, in that order; a key may occur several times, or not at all."""
+def permute_keys(kjt: Bags, indices: list[int]) -> Bags:
+    """Select keys by position; keys may be repeated or left out.
+
+    Args:
+        kjt: Keys to select from.
+        indices: Position per key in the result.
+
+    Raises:
+        ValueError: A position is out of range.
+    """
     keys, values, lengths = kjt.keys(), kjt.values(), kjt.lengths()
+    # Python would accept negative positions, and a kernel would read out of bounds for large ones.
     for index in indices:
         if not 0 <= index < len(keys):
             raise ValueError(
-                f"KeyedJaggedTensor.permute: there is no key {index}; positions are 0 to {len(keys) - 1}"
+                f"KeyedJaggedTensor.permute: index {index} is out of range; use 0 to {len(keys) - 1}"
             )
-    complete = len(indices) == len(keys) == len(set(indices))
-    known = kjt.length_per_key_or_none() if complete else kjt.length_per_key()
-    length_per_key = None if known is None else [known[i] for i in indices]
+    is_permutation = len(indices) == len(keys) == len(set(indices))
+    # The result of a full permutation has the same size. Only a selection needs the counts on the host.
+    counts = kjt.length_per_key_or_none() if is_permutation else kjt.length_per_key()
+    length_per_key = None if counts is None else [counts[i] for i in indices]
     bags = kjt.stride_per_key()
+    # Sizes are passed so that the operator need not read them back from the device.
     permuted = permute_jagged(
         indices,
         len(keys),
@@ -79,8 +101,8 @@ def permuted_keys(kjt: Bags, indices: list[int]) -> Bags:
         values,
         weights=kjt.weights_or_none(),
         segments=kjt.segments_or_none(),
-        num_bags=lengths.size(0) if complete else total([bags[i] for i in indices]),
-        num_values=values.size(0) if complete else total(length_per_key or []),
+        num_bags=lengths.size(0) if is_permutation else sum_counts([bags[i] for i in indices]),
+        num_values=values.size(0) if is_permutation else sum_counts(length_per_key or []),
     )
     variable, strides = kjt.variable_stride_per_key(), kjt.stride_per_key_per_rank()
     return kjt.unchecked(

@@ -1,36 +1,49 @@
-"""Checks of jagged tensors: cheap ones of shapes, and thorough ones that say which sample is wrong."""
+"""Validation of jagged tensors: shape checks for constructors, full checks that name the invalid sample."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-Place = Callable[[int], str]
-"""Names a bag: ``key 'user', sample 3``."""
+from meshrec.sparse.printing import is_readable
 
+BagName = Callable[[int], str]
+"""Maps a bag index to the name used in errors, such as ``key 'user', sample 3``."""
 
+# Integer types that the operators' kernels are compiled for.
 _COUNT_DTYPES = (torch.int32, torch.int64)
 
 
 def check_layout(
     name: str, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
 ) -> None:
-    """Raise ValueError for shapes, dtypes and devices that cannot belong together; reads no numbers."""
+    """Check that shapes, dtypes and devices match. Reads no tensor data.
+
+    Args:
+        name: Class name for errors.
+        values: [N, ...].
+        weights: [N].
+        lengths: [B], int32 or int64.
+        offsets: [B+1], int32 or int64.
+
+    Raises:
+        ValueError: A shape, dtype or device does not match, or neither lengths nor offsets are given.
+    """
     if not isinstance(values, Tensor) or values.dim() < 1:
-        raise ValueError(f"{name}: values must be a tensor of at least 1 dimension, got {kind_of(values)}")
+        raise ValueError(f"{name}: values must be a tensor of at least 1 dimension, got {describe(values)}")
     if lengths is None and offsets is None:
         raise ValueError(f"{name}: neither lengths nor offsets are given; pass one of them")
-    for what, counts in (("lengths", lengths), ("offsets", offsets)):
+    for kind, counts in (("lengths", lengths), ("offsets", offsets)):
         if counts is None:
             continue
         if not isinstance(counts, Tensor) or counts.dtype not in _COUNT_DTYPES:
-            raise ValueError(f"{name}: {what} must be an int32 or int64 tensor, got {kind_of(counts)}")
+            raise ValueError(f"{name}: {kind} must be an int32 or int64 tensor, got {describe(counts)}")
         if counts.device != values.device:
-            raise ValueError(f"{name}: {what} are on {counts.device}, values on {values.device}; move one")
+            raise ValueError(f"{name}: {kind} are on {counts.device}, values on {values.device}; move one")
     if offsets is not None:
         if offsets.dim() != 1 or offsets.numel() == 0:
             raise ValueError(
-                f"{name}: offsets must have 1 dimension and at least the 0, got {kind_of(offsets)}"
+                f"{name}: offsets must have 1 dimension and at least 1 element, got {describe(offsets)}"
             )
         if lengths is not None and lengths.numel() + 1 != offsets.numel():
             raise ValueError(
@@ -39,22 +52,45 @@ def check_layout(
     if weights is not None:
         if not isinstance(weights, Tensor) or weights.dim() < 1 or weights.size(0) != values.size(0):
             raise ValueError(
-                f"{name}: weights must be one per value ({values.size(0)}), got {kind_of(weights)}; "
+                f"{name}: weights must be one per value ({values.size(0)}), got {describe(weights)}; "
                 "leave them out for an unweighted input"
             )
         if weights.device != values.device:
             raise ValueError(f"{name}: weights are on {weights.device}, values on {values.device}; move one")
 
 
-def kind_of(thing: object) -> str:
-    """Describe a tensor by dtype and shape, and anything else by its type."""
-    if isinstance(thing, Tensor):
-        return f"{str(thing.dtype).removeprefix('torch.')} {list(thing.shape)}"
-    return f"{type(thing).__name__} {thing!r}"
+def consistent_offsets(lengths: Tensor | None, offsets: Tensor | None, name_bag: BagName) -> Tensor | None:
+    """Return the offsets to store along with the lengths, or None to derive them later.
+
+    Both are compared on the CPU. On other devices a comparison would synchronize: there the lengths take
+    precedence, and the offsets are derived from them on first read.
+
+    Args:
+        lengths: Values per bag, [B].
+        offsets: Bag boundaries, [B+1].
+        name_bag: Bag name for errors.
+
+    Raises:
+        ValueError: Lengths and offsets disagree. The message names the bag.
+    """
+    if lengths is None or offsets is None or not is_readable(lengths, offsets):
+        return offsets
+    # Dropping the offsets, not the lengths: a diff of wrong offsets could be negative.
+    if lengths.device.type != "cpu":
+        return None
+    _check_agreement(lengths, offsets, name_bag)
+    return offsets
+
+
+def describe(argument: object) -> str:
+    """Describe an argument for an error: dtype and shape for a tensor, type and value otherwise."""
+    if isinstance(argument, Tensor):
+        return f"{str(argument.dtype).removeprefix('torch.')} {list(argument.shape)}"
+    return f"{type(argument).__name__} {argument!r}"
 
 
 def count_bags(lengths: Tensor | None, offsets: Tensor | None) -> int:
-    """Return the number of bags, from lengths or offsets."""
+    """Return the number of bags given lengths [B] or offsets [B+1]."""
     if lengths is not None:
         return lengths.numel()
     assert offsets is not None
@@ -62,23 +98,34 @@ def count_bags(lengths: Tensor | None, offsets: Tensor | None) -> int:
 
 
 def check_bags(
-    values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None, place: Place
+    values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None, name_bag: BagName
 ) -> None:
-    """Raise ValueError unless the bags cut ``values`` completely and the weights are numbers."""
+    """Check that the bags cover all values exactly, and that no weight is NaN.
+
+    Args:
+        values: [N, ...].
+        weights: [N].
+        lengths: [B].
+        offsets: [B+1].
+        name_bag: Bag name for errors.
+
+    Raises:
+        ValueError: A value is invalid. The message names the bag.
+    """
     num_values = values.size(0)
     if lengths is not None:
-        _check_lengths(lengths, num_values, place)
+        _check_lengths(lengths, num_values, name_bag)
     if offsets is not None:
-        _check_offsets(offsets, num_values, place)
+        _check_offsets(offsets, num_values, name_bag)
     if lengths is not None and offsets is not None:
-        _check_agreement(lengths, offsets, place)
+        _check_agreement(lengths, offsets, name_bag)
     if weights is not None:
-        _check_weights(weights, offsets if offsets is not None else _offsets_of(lengths), place)
+        _check_weights(weights, offsets if offsets is not None else _offsets_of(lengths), name_bag)
 
 
-def _first(wrong: Tensor) -> int | None:
-    found = wrong.nonzero()
-    return int(found[0, 0]) if found.numel() else None
+def _first_index(mask: Tensor) -> int | None:
+    indices = mask.nonzero()
+    return int(indices[0, 0]) if indices.numel() else None
 
 
 def _offsets_of(lengths: Tensor | None) -> Tensor:
@@ -86,17 +133,18 @@ def _offsets_of(lengths: Tensor | None) -> Tensor:
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
 
-def _check_lengths(lengths: Tensor, num_values: int, place: Place) -> None:
-    bag = _first(lengths < 0)
+def _check_lengths(lengths: Tensor, num_values: int, name_bag: BagName) -> None:
+    bag = _first_index(lengths < 0)
     if bag is not None:
-        raise ValueError(f"{place(bag)}: the length is {int(lengths[bag])}; lengths are 0 or more")
+        raise ValueError(f"{name_bag(bag)}: the length is {int(lengths[bag])}; lengths are 0 or more")
+    # int64: a corrupt int32 length must not overflow the sum before it is reported.
     ends = _offsets_of(lengths)
     if int(ends[-1]) > num_values:
-        bag = _first(ends[1:] > num_values)
+        bag = _first_index(ends[1:] > num_values)
         assert bag is not None
         raise ValueError(
-            f"{place(bag)}: its ids are {int(ends[bag])} to {int(ends[bag + 1])}, but there are {num_values} "
-            f"values; the lengths sum to {int(ends[-1])}"
+            f"{name_bag(bag)}: its ids are {int(ends[bag])} to {int(ends[bag + 1])}, but there are "
+            f"{num_values} values; the lengths sum to {int(ends[-1])}"
         )
     if int(ends[-1]) < num_values:
         raise ValueError(
@@ -105,18 +153,19 @@ def _check_lengths(lengths: Tensor, num_values: int, place: Place) -> None:
         )
 
 
-def _check_offsets(offsets: Tensor, num_values: int, place: Place) -> None:
-    bag = _first(offsets.diff() < 0)
+def _check_offsets(offsets: Tensor, num_values: int, name_bag: BagName) -> None:
+    bag = _first_index(offsets.diff() < 0)
     if bag is not None:
         raise ValueError(
-            f"{place(bag)}: the offsets fall from {int(offsets[bag])} to {int(offsets[bag + 1])}; "
+            f"{name_bag(bag)}: the offsets fall from {int(offsets[bag])} to {int(offsets[bag + 1])}; "
             "they may only rise"
         )
+    # Monotonicity alone does not show a wrong first offset.
     if int(offsets[0]) != 0:
         raise ValueError(f"the offsets start at {int(offsets[0])}; the first must be 0")
     if int(offsets[-1]) > num_values:
-        bag = _first(offsets[1:] > num_values)
-        where = "" if bag is None else f"{place(bag)}: "
+        bag = _first_index(offsets[1:] > num_values)
+        where = "" if bag is None else f"{name_bag(bag)}: "
         raise ValueError(
             f"{where}the offsets reach {int(offsets[-1])}, but there are {num_values} values; "
             "make offsets from the lengths of these values"
@@ -128,20 +177,24 @@ def _check_offsets(offsets: Tensor, num_values: int, place: Place) -> None:
         )
 
 
-def _check_agreement(lengths: Tensor, offsets: Tensor, place: Place) -> None:
-    bag = _first(offsets.diff() != lengths)
+def _check_agreement(lengths: Tensor, offsets: Tensor, name_bag: BagName) -> None:
+    bag = _first_index(offsets.diff() != lengths)
     if bag is not None:
         raise ValueError(
-            f"{place(bag)}: the length is {int(lengths[bag])}, but the offsets "
+            f"{name_bag(bag)}: the length is {int(lengths[bag])}, but the offsets "
             f"{int(offsets[bag])} to {int(offsets[bag + 1])} hold {int(offsets[bag + 1] - offsets[bag])} ids"
             "; give only one of the two"
         )
 
 
-def _check_weights(weights: Tensor, offsets: Tensor, place: Place) -> None:
+def _check_weights(weights: Tensor, offsets: Tensor, name_bag: BagName) -> None:
+    # Integer tensors cannot hold NaN.
     if not weights.is_floating_point():
         return
-    i = _first(weights.isnan().flatten(1).any(1) if weights.dim() > 1 else weights.isnan())
+    i = _first_index(weights.isnan().flatten(1).any(1) if weights.dim() > 1 else weights.isnan())
     if i is not None:
+        # right=True skips empty bags that start at the same value.
         bag = int(torch.searchsorted(offsets, i, right=True)) - 1
-        raise ValueError(f"{place(bag)}: weight {i - int(offsets[bag])} is NaN; look where weights are made")
+        raise ValueError(
+            f"{name_bag(bag)}: weight {i - int(offsets[bag])} is NaN; check how the weights are computed"
+        )

@@ -1,11 +1,10 @@
-"""Tables and rectangles of them: rows, optimizer state and updates, unsharded and sharded."""
+"""Tables and rectangles: rows, optimizer state, and updates, unsharded and sharded."""
 
-from meshrec.tables.fixed import FixedTable
+from meshrec.tables.dense.rows import DenseRows, QuantisedRows
+from meshrec.tables.dense.table import FixedTable
 from meshrec.tables.fused import TrainedTable, WholeTables
-from meshrec.tables.growing import GrowingRows
-from meshrec.tables.hashed import HashedTable
-from meshrec.tables.hashed_books import TableCounts
-from meshrec.tables.hashed_keys import (
+from meshrec.tables.hashed.admission_eviction import set_event_time
+from meshrec.tables.hashed.keys import (
     LFU,
     LRU,
     TTL,
@@ -17,17 +16,16 @@ from meshrec.tables.hashed_keys import (
     RowsToJudge,
     Score,
 )
-from meshrec.tables.holdings import Held, Holdings, allocate
+from meshrec.tables.hashed.memory import GrowingRows
+from meshrec.tables.hashed.table import HashedTable, TableCounts
 from meshrec.tables.initial import init_table
-from meshrec.tables.optimizer import FusedOptimizer, FusedTable, UpdateMode
+from meshrec.tables.local_shards import LocalShard, LocalShards, allocate
+from meshrec.tables.optimizer import FusedOptimizer, FusedTable, UpdateMode, UpdateRule, rules_of
 from meshrec.tables.packing import Packing, RowGradients
-from meshrec.tables.row_updates import rows_as_lookups, update_rows
-from meshrec.tables.rule import UpdateRule, rules_of
-from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage
+from meshrec.tables.storage import RowStorage
 from meshrec.tables.streamed import StreamedPart
-from meshrec.tables.table import Rectangle, RowBlock, RowPart, TableRows
-from meshrec.tables.turnover import set_event_time
-from meshrec.tables.updates import TableGradient, TableUpdates
+from meshrec.tables.table import Rectangle, RowBlock, RowPart, Table
+from meshrec.tables.updates import TableGradient, TableUpdates, rows_as_lookups, update_rows
 
 __all__ = [
     "LFU",
@@ -40,8 +38,8 @@ __all__ = [
     "GrowingRows",
     "Hashed",
     "HashedTable",
-    "Held",
-    "Holdings",
+    "LocalShard",
+    "LocalShards",
     "LowestNorm",
     "MinCount",
     "MinCountSketch",
@@ -56,9 +54,9 @@ __all__ = [
     "RowsToJudge",
     "Score",
     "StreamedPart",
+    "Table",
     "TableCounts",
     "TableGradient",
-    "TableRows",
     "TableUpdates",
     "TrainedTable",
     "UpdateMode",

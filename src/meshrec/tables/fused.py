@@ -1,6 +1,7 @@
-"""The optimizer inside the backward pass, for whole tables in one process."""
+"""Fused optimizer in the backward pass, for whole tables in a single process."""
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,42 +10,61 @@ from torch import Tensor, nn
 from meshrec.ops import tbe
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, check_seed
-from meshrec.tables.at_rest import RestingState
-from meshrec.tables.hashed import HashedTable
-from meshrec.tables.holdings import Held, Holdings, in_parameter, in_table
-from meshrec.tables.index import pins_of
-from meshrec.tables.key_space import ALL_KEYS
-from meshrec.tables.locking import UpdateLock
-from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, UpdateMode
+from meshrec.tables.hashed.admission_eviction import AdmissionEviction
+from meshrec.tables.hashed.keys import ALL_KEYS
+from meshrec.tables.hashed.table import HashedTable
+from meshrec.tables.index import check_pinned, pins_of, release_pins
+from meshrec.tables.local_shards import LocalShard, LocalShards, parameter_shard, table_shard
+from meshrec.tables.optimizer import (
+    Deferred,
+    FusedOptimizer,
+    FusedTable,
+    KeyOrderedState,
+    UpdateMode,
+    rules_of,
+)
 from meshrec.tables.packing import Packing
-from meshrec.tables.rule import rules_of
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import Rectangle
-from meshrec.tables.turnover import Turnover
-from meshrec.tables.updates import LookedUp, TableGradient, TableUpdates
-from meshrec.tables.writes import OwnWrites
+from meshrec.tables.updates import LookedUp, TableGradient, TableUpdates, WriteCounter
+
+
+class UpdateLock:
+    """A lock that copies as a new lock: table copies share no state to protect."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UpdateLock, ()
 
 
 class TrainedTable(NamedTuple):
-    """A table and how it is trained."""
+    """A table and its training settings."""
 
     name: str
-    """The parameter's name."""
+    """Parameter name."""
     weight: nn.Parameter
     spec: OptimizerSpec | None
-    """The fused optimizer; None for ordinary gradients."""
+    """Fused optimizer; None: ordinary gradients."""
     storage: RowStorage
     train_hashed: Callable[[OptimizerSpec | None], HashedTable] | None = None
-    """Makes room for the optimizer's state in a table with hashed keys; None for others."""
+    """Allocates optimizer state in a table with hashed keys; None for other tables."""
 
 
 class WholeTables(tbe.Updater):
-    """The tables of one fused collection, which hands it the gradient of each lookup.
+    """Tables in a fused collection, which passes in the gradient for every lookup.
 
     Args:
-        tables: the tables in the order in which the module's lookup counts them.
+        tables: tables in the module's lookup order.
         update: "in_backward" or "on_step", see ``FusedOptimizer``.
-        seed: the seed of the stochastic rounding of fp16 and bf16 tables; 0 rounds to nearest.
+        seed: seed for stochastic rounding in fp16 and bf16 tables; 0 rounds to nearest.
 
     Raises:
         ValueError: ``update`` or ``seed`` is not allowed.
@@ -57,8 +77,8 @@ class WholeTables(tbe.Updater):
             raise ValueError(f"update must be 'in_backward' or 'on_step', got {update!r}.")
         check_seed(seed)
         self.plain_tables = [index for index, table in enumerate(tables) if table.spec is None]
-        """The tables that it leaves to ordinary gradients."""
-        held: list[Held] = []
+        """Tables left to ordinary gradients."""
+        held: list[LocalShard] = []
         fused: dict[int, FusedTable] = {}
         hashed: dict[int, HashedTable] = {}
         rules = rules_of([table.spec for table in tables], deferred=update == "on_step", seed=seed)
@@ -67,73 +87,86 @@ class WholeTables(tbe.Updater):
             make = tables[index].train_hashed
             if make is not None and rule is not None:
                 own = hashed[index] = make(spec)
+                # An unsharded hashed table does not know its index in the collection.
                 own.rectangle = own.rectangle._replace(table=index)
-                here = in_table(weight, Packing([own.rectangle], storage), [own])
+                here = table_shard(weight, Packing([own.rectangle], storage), [own])
                 held.append(here)
-                carriers = [each.parameter for each in here.carriers] if rule.deferred else []
+                gradient_buffers = [each.parameter for each in here.gradient_buffers] if rule.deferred else []
                 state_now = functools.partial(_slots_of, own, rule.slot_names)
                 fused[index] = FusedTable(
-                    weight, rule, RestingState(0, state_now), f"table {name!r}", dim, carriers
+                    weight, rule, KeyOrderedState(0, state_now), f"table {name!r}", dim, gradient_buffers
                 )
                 mark_in_backward(weight, rule.spec)
                 continue
             packing = Packing([Rectangle(index, 0, num_rows, 0, dim)], storage)
             state = storage.new_state(spec, num_rows, dim, weight.device)
-            held.append(in_parameter(weight, packing, [state], spec))
+            held.append(parameter_shard(weight, packing, [state], spec))
             if rule is not None and spec is not None:
                 slots: dict[str, Any] = {"step": 0, **dict(zip(rule.slot_names, state, strict=True))}
                 fused[index] = FusedTable(weight, rule, slots, f"table {name!r}", dim)
                 mark_in_backward(weight, spec)
         self._fused = [table.weight for table in fused.values()]
-        self._writes = OwnWrites([table.label for table in fused.values()], self._fused)
-        turnover = None
+        self._writes = WriteCounter([table.label for table in fused.values()], self._fused)
+        admission_eviction = None
         if hashed:
             storages = {t: table.storage for t, table in hashed.items()}
-            turnover = Turnover(hashed, storages, {t: [ALL_KEYS] for t in hashed})
-            turnover.recount()
+            admission_eviction = AdmissionEviction(hashed, storages, {t: [ALL_KEYS] for t in hashed})
+            admission_eviction.recount()
         self._hashed = {t: tables[t].weight for t in hashed}
-        self._updates = TableUpdates(Holdings(held), fused, writes=self._writes, turnover=turnover)
+        self._updates = TableUpdates(
+            LocalShards(held), fused, writes=self._writes, admission_eviction=admission_eviction
+        )
+        # The first ``take`` checks for other optimizers; the lock serializes updates from several threads.
         self._has_taken, self._updating = False, UpdateLock()
         named = {tables[index].name: table for index, table in fused.items()}
         self.optimizer = FusedOptimizer(named, Deferred(self._step) if update == "on_step" else None)
-        """The optimizer that the collection shows."""
+        """The optimizer that the collection exposes."""
 
     @property
-    def turnovers(self) -> list[Turnover]:
-        """The turnovers, which let IDs of hashed tables come and go."""
-        return [] if self._updates.turnover is None else [self._updates.turnover]
+    def admission_evictions(self) -> list[AdmissionEviction]:
+        """Admission and eviction for hashed tables."""
+        return [] if self._updates.admission_eviction is None else [self._updates.admission_eviction]
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Return how often somebody other than the optimizer has written to each fused table.
+        """Return external write counts by fused table.
 
         Raises:
-            ValueError: a fused parameter of the module was replaced, so that it would not be trained.
+            ValueError: a fused parameter was replaced, so the new parameter would not be trained.
         """
         plain = self.plain_tables
         if self._hashed:
+            # Hashed tables pass their row memory; versions are counted on the parameter.
             weights = [self._hashed.get(t, weight) for t, weight in enumerate(weights)]
         self._writes.check_held([w for t, w in enumerate(weights) if t not in plain] if plain else weights)
         return self._writes.foreign()
 
     def check_tables(self, before: list[int]) -> None:
-        """Raise ValueError if ``foreign_writes`` has changed since it gave ``before``."""
+        """Raise ValueError if ``foreign_writes`` has changed since it returned ``before``."""
         self._writes.check(before)
 
     def take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
-        """Update the tables from the gradient of a lookup, or add sparse gradients to ``parameter.grad``.
+        """Update the tables from a lookup gradient, or add sparse gradients to ``parameter.grad``.
 
-        Tables that do not require a gradient (now, not when they were fused) are left alone. Threads take
-        turns: two updates that read the same step would count as one.
+        Tables without ``requires_grad`` (now, not when they were fused) are left alone. Threads take turns:
+        two updates that read the same step would count once.
+
+        Args:
+            grad: output gradient.
+            lookups: the lookup.
         """
         gradient = TableGradient(LookedUp(grad, lookups), {}, pins_of(lookups.values))
+        # A second backward pass must fail before anything changes.
+        check_pinned(gradient.pins)
         with self._updating:
             if not self._has_taken:
                 for weight in self._fused:
-                    in_backward_spec(weight)  # torch may have attached another one since
+                    in_backward_spec(weight)  # torch may have attached another optimizer since
                 self._has_taken = True
             prepared = self._updates.prepare(gradient, deferred=False)
             self._updates.collect(gradient)
             self._updates.apply(prepared, gradient)
+            if self.optimizer.updates_in_backward:  # otherwise collected gradients keep the slots
+                release_pins(gradient.pins)
 
     def _step(self) -> None:
         with self._updating:
@@ -142,6 +175,6 @@ class WholeTables(tbe.Updater):
 
 
 def _slots_of(table: HashedTable, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the optimizer state of a table's rows as they are now."""
+    """Return the optimizer state for a table's current rows."""
     found = table.tensors()
     return {name: found[name] for name in names}

@@ -1,4 +1,4 @@
-"""The protocol of an index, which finds the slot of a key where it is not simply ``key - r0``."""
+"""Index protocol: slot lookup for keys whose slot is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
@@ -8,74 +8,85 @@ from torch import Tensor
 from typing_extensions import Self
 
 from meshrec.ops.index import (
+    AssignedSlots,
     Fills,
-    GivenSlots,
     HashIndex,
-    SearchedPart,
-    UnseenIds,
-    find_parts,
-    give_slots,
+    IdSpan,
+    UnassignedIds,
+    assign_slots,
+    find_spans,
     mix,
 )
 
 
 class Resolved(NamedTuple):
-    """The slots of some keys."""
+    """Slots for a batch of keys."""
 
     slots: Tensor
-    """int64, one for each key."""
+    """int64, a slot per key."""
     pin: object = None
-    """An object that keeps the slots valid as long as it is alive; None if slots never change.
+    """A ``Pin`` that keeps the slots valid; None if slots never change.
 
-    A batch keeps the pin for its own lifetime, even if its backward pass never comes. The pin is an
-    ``ArrivingRows`` if rows may still be on their way to the slots."""
+    ``release_pins`` ends the pin after the batch's update. Without an update, the pin lives as long as the
+    batch. It is an ``ArrivingRows`` if rows may still be in flight to the slots.
+    """
+
+
+class Pin:
+    """Slots in use by a batch."""
+
+    is_released = False
+
+    def release(self) -> None:
+        """Release the slots, which other keys may then get. Later calls do nothing."""
+        raise NotImplementedError
 
 
 @runtime_checkable
 class ArrivingRows(Protocol):
-    """Rows on their way to memory."""
+    """Rows in flight to memory."""
 
     band: tuple[int, int, int]
-    """The table, the first of its rows that may come, and the end of these."""
+    """Table, first row that may arrive, and end row."""
     trace: int
-    """A fingerprint of the slots that the index has given out so far."""
+    """Fingerprint over the slots assigned by the index so far."""
 
     def wait(self) -> None:
         """Wait until the rows are in memory. Later calls return at once.
 
         Raises:
-            Exception: the rows cannot come.
+            Exception: the rows cannot arrive.
         """
 
 
 class Index(Protocol):
-    """The slots of the keys of one rectangle.
+    """Slots for a rectangle's keys.
 
-    The same calls in the same order must give the same slots: rectangles with other columns of the same rows
-    are looked up and compared by the same slots, on one rank and on several.
+    The same calls in the same order must assign the same slots: column shards are looked up and compared by
+    slot, on the same rank and across ranks.
 
-    An index may have ``slot_keys``, the key of each slot, int64: 16-bit rows are then rounded by their keys.
+    An index may have ``slot_keys``, the key by slot, int64: 16-bit rows are then rounded by key.
     """
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return the slot of each key, in [0, rows in memory), and bring the rows there, or begin to.
+        """Return a slot per key, in [0, rows in memory), and start bringing the rows there.
 
         Args:
-            keys: int64 [N], keys of the whole table within the rectangle's rows; they may repeat.
+            keys: int64 [N], whole-table keys within the rectangle's rows; they may repeat.
             train: whether the rows will be updated.
         """
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the key whose row each of these slots has now, int64 [N]."""
+        """Return the keys whose rows occupy these slots now, int64 [N]."""
 
 
 class SearchableIndex(Protocol):
-    """An index on a hash index. One call searches several such indexes."""
+    """An index on a hash index. A single call searches several such indexes."""
 
     slots: HashIndex
 
     def release(self, *others: Self) -> None:
-        """Free the slots of this index and others that no batch needs any more; called before a search."""
+        """Free slots no batch needs any more, here and in ``others``; called before a search."""
 
     def hold(
         self,
@@ -83,28 +94,27 @@ class SearchableIndex(Protocol):
         *,
         train: bool,
         fills: Fills,
-        fresh: GivenSlots | None = None,
+        fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> object:
-        """Pin the slots of a batch's keys, and return the pin.
+        """Pin a batch's slots and return the pin.
 
         Args:
             parts: the slots.
             train: whether the rows will be updated.
-            fills: gets what to write to the slots.
-            fresh: the keys that have just got a slot, whose rows begin now.
-            num_absent: how many of ``parts`` are theirs.
+            fills: collects writes to the slots.
+            fresh: keys with newly assigned slots, whose rows start now.
+            num_absent: entries in ``parts`` with new keys.
         """
 
 
 class KeyReader(NamedTuple):
-    """The rectangles of the same rows that a feature reads."""
+    """Rectangles with the same rows that a feature reads."""
 
     indexes: Sequence[Index]
     first_row: int
     mix_seed: int | None = None
-    """The seed of the mix that makes keys of the feature's IDs; None: they are keys. The same for all or
-    none."""
+    """Seed for the mix from IDs to keys; None: IDs are keys. Set for all readers or none."""
 
 
 def slots_of(
@@ -116,28 +126,30 @@ def slots_of(
     train: bool,
     at_once: bool = False,
 ) -> tuple[Tensor, list[object]]:
-    """Replace the keys of some features by slots; each index is asked once.
+    """Replace some features' keys by slots, with a single call per index.
 
     Args:
-        values: int [N], block-major: the IDs of feature 0 of block 0, of feature 1, and so on; each counted
-            from the first row of its rectangle.
-        bounds: where the IDs of each feature of each block begin, and N.
-        readers: by feature, who reads it.
-        num_keys: the number of features of a block.
+        values: int [N], block-major: IDs for feature 0 in block 0, for feature 1, and so on; counted from the
+            first row in the rectangle.
+        bounds: start offset by block and feature, followed by N.
+        readers: rectangles by feature.
+        num_keys: features per block.
         train: whether the rows will be updated.
-        at_once: whether the slots are used before any other call: then known keys need no pins.
+        at_once: whether the slots are used before any other call; existing keys then need no pins.
 
-    Returns: the values [N], of the same type, and the pins (see ``Resolved``).
+    Returns:
+        The values [N], in the same dtype, and the pins (see ``Resolved``).
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
     found, missing = _searched(values, bounds, readers, num_keys)
-    # Another tensor on the same memory, and no view: slots keep the pins, and pins must not keep the slots.
+    # A second tensor on the same memory, not a view: slots hold the pins, and pins must not hold the slots.
     memory = found.new_empty(0).set_(found.untyped_storage(), 0, found.shape, found.stride())
     pins: list[object] = []
     by_indexes: dict[tuple[int, ...], list[int]] = {}
     for key, reader in readers.items():
+        # Group features with the same indexes: an index is called once per batch.
         by_indexes.setdefault(tuple(map(id, reader.indexes)), []).append(key)
-    unseen: list[tuple[list[Tensor], list[SearchableIndex], list[UnseenIds]]] = []
+    unseen: list[tuple[list[Tensor], list[SearchableIndex], list[UnassignedIds]]] = []
     fills = Fills()
     for keys in by_indexes.values():
         reader = readers[keys[0]]
@@ -151,9 +163,10 @@ def slots_of(
                     pins += [index.hold(parts, train=train, fills=fills) for index in indexes]
                 continue
             ids, slots = (_joined(each, bounds, places).long().contiguous() for each in (values, memory))
+            # Every column shard's index assigns its own copy; equal call order gives equal slots.
             own = [slots, *(slots.clone() for _ in indexes[1:])]
             jobs = [
-                UnseenIds(index.slots, ids, each, num_missing, reader.first_row, reader.mix_seed)
+                UnassignedIds(index.slots, ids, each, num_missing, reader.first_row, reader.mix_seed)
                 for index, each in zip(indexes, own, strict=True)
             ]
             unseen.append((parts, indexes, jobs))
@@ -164,7 +177,8 @@ def slots_of(
         resolved = [index.resolve(given + reader.first_row, train=train) for index in reader.indexes]
         pins += [each.pin for each in resolved]
         _write(resolved[0].slots, parts)
-    fresh = iter(give_slots([job for _, _, jobs in unseen for job in jobs]))
+    # New keys from all tables get slots in a single call.
+    fresh = iter(assign_slots([job for _, _, jobs in unseen for job in jobs]))
     for parts, indexes, jobs in unseen:
         for index, job in zip(indexes, jobs, strict=True):
             pins.append(
@@ -173,18 +187,19 @@ def slots_of(
                 )
             )
         _write(jobs[0].slots, parts)
+    # Fills from all tables are written together.
     fills.run()
     return found, pins
 
 
 def _joined(values: Tensor, bounds: Sequence[int], places: Sequence[int]) -> Tensor:
-    """Return the values at some places: a view of a single place, or a copy."""
+    """Return the values at some positions: a view for a single position, else a copy."""
     parts = [values[bounds[place] : bounds[place + 1]] for place in places]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _write(slots: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write slots to their places, unless they are there."""
+    """Write slots to their positions, unless they already share memory."""
     if slots.data_ptr() == parts[0].data_ptr():
         return
     for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
@@ -194,9 +209,10 @@ def _write(slots: Tensor, parts: Sequence[Tensor]) -> None:
 def _searched(
     values: Tensor, bounds: Sequence[int], readers: Mapping[int, KeyReader], num_keys: int
 ) -> tuple[Tensor, dict[int, int]]:
-    """Replace the keys that hash indexes have by slots, all in one call; others stay as they are.
+    """Replace keys by slots in all hash indexes with a single call; other keys stay.
 
-    Returns: the values, and the number of keys without a slot for each place that was searched.
+    Returns:
+        The values, and the number of keys without a slot, by searched position.
     """
     searched: dict[int, tuple[KeyReader, list[SearchableIndex]]] = {}
     for key, reader in sorted(readers.items()):
@@ -205,30 +221,58 @@ def _searched(
             searched[key] = reader, indexes
     if not searched:
         return values.clone(), {}
-    parts: dict[int, SearchedPart] = {}
+    parts: dict[int, IdSpan] = {}
     for block in range((len(bounds) - 1) // max(1, num_keys)):
         for key, (reader, indexes) in searched.items():
             place = block * num_keys + key
-            parts[place] = SearchedPart(
+            # Searching the first index is enough: column shards have equal slots.
+            parts[place] = IdSpan(
                 bounds[place], bounds[place + 1], indexes[0].slots, reader.first_row, reader.mix_seed
             )
     first, *others = {id(each): each for _, indexes in searched.values() for each in indexes}.values()
     first.release(*others)
-    found, missing = find_parts(values.long().contiguous(), list(parts.values()))
+    found, missing = find_spans(values.long().contiguous(), list(parts.values()))
     return found.to(values.dtype), dict(zip(parts, missing, strict=True))
 
 
 def _is_searchable(index: Index) -> TypeGuard[SearchableIndex]:
-    # Not isinstance, which takes 10 us for a protocol: every lookup asks this for every table.
+    # Not isinstance, which takes 10 us on a protocol: every lookup asks this for every table.
     return isinstance(getattr(index, "slots", None), HashIndex)
 
 
+def arriving_rows(pins: Sequence[object]) -> list[ArrivingRows]:
+    """Return the rows that may still be in flight to pinned slots."""
+    arriving = [getattr(pin, "arriving", pin) for pin in pins]  # rows in hashed tables are pinned twice
+    return [rows for rows in arriving if isinstance(rows, ArrivingRows)]
+
+
+def release_pins(pins: Sequence[object]) -> None:
+    """Release a batch's slots at its end, after the update."""
+    for pin in pins:
+        if isinstance(pin, Pin):
+            pin.release()
+
+
+def check_pinned(pins: Sequence[object]) -> None:
+    """Check that a backward pass still owns its batch's slots.
+
+    Raises:
+        ValueError: the batch has ended, so this is a second backward pass.
+    """
+    if any(isinstance(pin, Pin) and pin.is_released for pin in pins):
+        raise ValueError(
+            "a second backward pass of one lookup (retain_graph=True): rows of hashed tables and of tables "
+            "in files are released after the update, and may belong to other IDs by now. Add the losses and "
+            "call backward once, or look the batch up again."
+        )
+
+
 def pin(slots: Tensor, pins: Sequence[object]) -> None:
-    """Store the pins of slots in their tensor: whoever has the tensor has them."""
+    """Store pins in the slot tensor, so they live as long as the tensor."""
     vars(slots)["_pins"] = pins
 
 
 def pins_of(slots: Tensor) -> Sequence[object]:
-    """Return the pins that slots keep."""
+    """Return the pins stored in a slot tensor."""
     found: Sequence[object] = vars(slots).get("_pins", ())
     return found

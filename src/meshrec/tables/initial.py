@@ -1,7 +1,7 @@
-"""First values of tables that were built on ``meta``: the same under every plan and on any number of ranks.
+"""Initial values for tables built on ``meta``, equal under every plan and on any number of ranks.
 
-A table is drawn in blocks of whole rows. Each block has its own generator, seeded by (seed, table, block),
-so a rank draws only the blocks that its rectangles touch, and draws what every other rank would.
+Tables are drawn in blocks of whole rows. Every block has a separate generator, seeded by (seed, table,
+block), so a rank draws only the blocks that its rectangles touch, with the same values as any other rank.
 """
 
 import hashlib
@@ -13,17 +13,24 @@ from torch import Tensor
 
 from meshrec.tables.table import Span
 
+# Part of the format: another value changes the initial rows for a given seed.
 _BLOCK_ELEMENTS = 1 << 18
 
 
 def initial_rows(
     rows: Span, *, table: str, size: Span, init_fn: Callable[[Tensor], Any], seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Draw the initial fp32 values of rows [r0, r1) in blocks of whole rows, each with its first row.
+    """Draw initial fp32 values for rows [r0, r1) in blocks of whole rows, as (first row, values).
 
-    A block is valid until you ask for the next one. ``init_fn`` fills such blocks on the CPU, one after the
-    other, from torch's default generator. It must treat all rows alike, since it does not know which rows it
-    gets.
+    A block is valid until the next block is requested. ``init_fn`` fills blocks on the CPU from torch's
+    default generator. It must treat all rows alike, because it does not know which rows it gets.
+
+    Args:
+        rows: the row interval [r0, r1).
+        table: table name, part of the seed.
+        size: (rows, columns) in the whole table.
+        init_fn: fills a block in place.
+        seed: the seed.
     """
     num_rows, dim = size
     r0, r1 = rows
@@ -31,6 +38,7 @@ def initial_rows(
     memory = torch.empty(height, dim)
     for block in range(r0 // height, -(-r1 // height)):
         begin = block * height
+        # Always draw the whole block, even if only some rows are needed.
         values = memory[: num_rows - begin]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_seed(seed, table, block))
@@ -40,13 +48,20 @@ def initial_rows(
 
 
 def block_rows(num_rows: int, dim: int) -> int:
-    """Return the number of rows that are drawn together."""
+    """Return the number of rows drawn together."""
     return min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
 
 
 @torch.no_grad()
 def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], seed: int) -> None:
-    """Fill a whole table; see ``initial_rows``."""
+    """Fill a whole table; see ``initial_rows``.
+
+    Args:
+        target: the table, [rows, columns].
+        table: table name, part of the seed.
+        init_fn: fills a block in place.
+        seed: the seed.
+    """
     num_rows, dim = target.shape
     for first, rows in initial_rows(
         (0, num_rows), table=table, size=(num_rows, dim), init_fn=init_fn, seed=seed
@@ -60,19 +75,22 @@ def _seed(seed: int, table: str, block: int) -> int:
 
 
 def seed_of_rows(name: str, seed: int) -> int:
-    """Return the seed of the first rows of a hashed table, from its name and seed."""
+    """Return the initial-row seed for a hashed table, from the name and seed."""
     digest = hashlib.blake2b(f"{seed}\n{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def drawn_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, columns: Span) -> Tensor:
-    """Return rows that a function draws from torch's default generator, each with its own seed.
+    """Draw rows with separate seeds from torch's default generator.
 
     Args:
         seeds: int64 [N].
         init_fn: fills a row ``[1, dim]``.
-        dim: the width of whole rows.
-        columns: the columns that are wanted.
+        dim: whole-row width.
+        columns: requested columns.
+
+    Returns:
+        fp32 [N, columns].
     """
     found = torch.empty(len(seeds), columns[1] - columns[0])
     row = torch.empty(1, dim)

@@ -1,48 +1,162 @@
-"""The optimizer that a module with fused tables shows to training loops, schedulers and checkpoints."""
+"""Fused-table optimizers: the update rule, and the optimizer for training loops."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import dataclasses
+import operator
+from collections.abc import Callable, Collection, ItemsView, KeysView, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
-from meshrec.tables.rule import UpdateRule
+from meshrec.optim.keyed import Closure, KeyedOptimizer, run_closure
+from meshrec.optim.optimizers import DEFAULT_SEED, HyperOfSteps, OptimizerSpec
+
+
+class UpdateRule:
+    """A spec shared by several tables, which are updated in a single kernel call.
+
+    A step reads the rule when rows have displaced everything else from the processor's caches, so whatever
+    can be computed ahead of the step is.
+
+    Args:
+        spec: the optimizer spec.
+        deferred: whether the optimizer step applies the updates, instead of the backward pass.
+        seed: seed for stochastic rounding in fp16 and bf16 tables; 0 rounds to nearest.
+    """
+
+    def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
+        self.spec = spec
+        """The spec, with the hyperparameters from the last update."""
+        self.deferred, self.seed = deferred, seed
+        self.slot_names = [slot.name for slot in spec.state_slots()]
+        numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        self.group: dict[str, Any] = {"params": [], **numbers}
+        """torch's param_group: the tables' parameters and the current hyperparameters."""
+        self._read = operator.itemgetter(*numbers)
+        # Values that ``spec`` was built from; ``refresh`` compares them with the param_group in every step.
+        self._numbers = tuple(numbers.values())
+        self._hyper = HyperOfSteps(spec, seed)
+
+    @property
+    def code(self) -> int:
+        """Formula code in the kernels."""
+        return self.spec.code
+
+    @property
+    def name(self) -> str:
+        """Optimizer name for users."""
+        return type(self.spec).__name__
+
+    def refresh(self) -> None:
+        """Take over the current hyperparameters from the param_group.
+
+        Raises:
+            ValueError: a hyperparameter is out of range.
+        """
+        now = self._read(self.group)
+        if now != self._numbers:
+            numbers: list[Any] = [number.item() if isinstance(number, Tensor) else number for number in now]
+            names = [field.name for field in dataclasses.fields(self.spec)]
+            self.spec = dataclasses.replace(self.spec, **dict(zip(names, numbers, strict=True)))
+            self._hyper = HyperOfSteps(self.spec, self.seed)
+            self._numbers = tuple(numbers)
+
+    def hyper_at(self, step: int) -> Tensor:
+        """Return update ``step``'s hyperparameters as of the last ``refresh``, valid until the next call."""
+        return self._hyper.at(step)
+
+    def hyper(self, step: int, row_dim: int) -> Tensor:
+        """Return hyperparameters for update ``step``, as of the last ``refresh``, in a new tensor.
+
+        ``row_dim``: see ``OptimizerSpec.hyper``.
+        """
+        return self.spec.hyper(lr=self.spec.lr, step=step, seed=self.seed, row_dim=row_dim)
+
+
+def distinct(rules: Sequence[UpdateRule | None]) -> list[UpdateRule]:
+    """Return the distinct rules, in table order."""
+    return list({id(rule): rule for rule in rules if rule is not None}.values())
+
+
+def rules_of(
+    specs: Sequence[OptimizerSpec | None], *, deferred: bool = False, seed: int = DEFAULT_SEED
+) -> list[UpdateRule | None]:
+    """Return the rules by table. Tables with equal specs share a rule and are updated together.
+
+    Args:
+        specs: optimizer specs by table; None: ordinary gradients.
+        deferred: see ``UpdateRule``.
+        seed: see ``UpdateRule``.
+    """
+    rules: dict[OptimizerSpec, UpdateRule] = {}
+    return [
+        None if spec is None else rules.setdefault(spec, UpdateRule(spec, deferred=deferred, seed=seed))
+        for spec in specs
+    ]
+
 
 UpdateMode = Literal["in_backward", "on_step"]
 
 
+class KeyOrderedState(dict[str, Any]):
+    """Growable table's optimizer state: ``"step"``, and slots read when they are listed.
+
+    Args:
+        step: updates so far.
+        key_ordered: returns the current slots in key order.
+    """
+
+    def __init__(self, step: int, key_ordered: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().__init__(step=step)
+        self._at_rest = key_ordered
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeyOrderedState, (self["step"], self._at_rest)
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        """Return the current slot names."""
+        self.update(self._at_rest())
+        return super().keys()
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """Return the current slots."""
+        self.update(self._at_rest())
+        return super().items()
+
+
 class FusedTable(NamedTuple):
-    """A table with a fused rule, on one rank: its parameter, its rule and its optimizer state."""
+    """A table with a fused rule on a rank: parameter, rule, and optimizer state."""
 
     weight: nn.Parameter
-    """The parameter under the table's name; it has no rows where this rank holds none of them."""
+    """Parameter under the table's name; without rows if this rank holds none."""
     rule: UpdateRule
     state: dict[str, Any]
-    """The state of the whole table by slot, and ``"step"``, the number of its updates so far.
+    """Whole-table state by slot, and ``"step"``, the number of updates so far.
 
     Every update reads and writes ``"step"`` here, so a loaded state dict takes effect at once.
     """
     label: str
-    """The table's name in messages."""
+    """Table name in messages."""
     dim: int
-    """The width of the whole table."""
-    carriers: Sequence[nn.Parameter] = ()
-    """The parameters that have the collected gradients of such a table, see ``tables/carrier.py``."""
+    """Whole-table width."""
+    gradient_buffers: Sequence[nn.Parameter] = ()
+    """Parameters with the collected gradients for rows outside the parameter, see
+    ``local_shards.GradientBuffer``.
+    """
 
 
 class Deferred(NamedTuple):
-    """The function with which ``FusedOptimizer.step`` applies collected gradients."""
+    """Hooks through which ``FusedOptimizer.step`` applies collected gradients."""
 
     step: Callable[[], None]
     signal: nn.Parameter | None = None
-    """A parameter whose ``grad`` says whether the gradients of all ranks are finite; see
-    ``distributed.collected``. None in one process.
+    """Parameter whose ``grad`` tells whether all ranks' gradients are finite; see ``distributed.collected``.
+    None in a single process.
     """
 
 
 class _Shared(NamedTuple):
-    """The objects that a KeyedOptimizer shares with wrappers: changed in place, never replaced."""
+    """Objects that a KeyedOptimizer shares with wrappers: mutated in place, never replaced."""
 
     params: dict[str, Tensor]
     state: dict[Tensor, dict[str, Any]]
@@ -50,21 +164,21 @@ class _Shared(NamedTuple):
 
 
 class FusedOptimizer(KeyedOptimizer):
-    """The optimizer of fused tables, unsharded or sharded, keyed by the names of their parameters.
+    """Optimizer for fused tables, unsharded or sharded, keyed by parameter name.
 
-    It updates tables from the gradient of their lookup and never builds the gradient of a table. With
-    ``update="in_backward"`` the backward pass makes the updates and ``step`` does nothing. With ``"on_step"``
-    the backward pass adds sparse gradients to ``parameter.grad`` and ``step`` applies them; accumulation,
-    clipping and gradient scaling then work as with any torch optimizer.
+    It updates tables from lookup gradients and never builds a whole-table gradient. With
+    ``update="in_backward"`` the backward pass applies the updates and ``step`` does nothing. With
+    ``"on_step"`` the backward pass adds sparse gradients to ``parameter.grad`` and ``step`` applies them;
+    accumulation, clipping and gradient scaling then work as with any torch optimizer.
 
-    The state of a table has one fp32 tensor for each state slot of its spec (``[rows]`` or ``[rows, D]``) and
-    ``"step"``, the number of updates of this table. Tables that share a spec may have different steps. Split
-    tables have DTensors of the whole. ``param_groups`` holds one group for each spec; its numbers (``lr``,
-    ``weight_decay``, ...) are read at every update, so learning rate schedulers work.
+    A table's state has an fp32 tensor per state slot (``[rows]`` or ``[rows, D]``) and ``"step"``, the number
+    of updates to this table. Tables that share a spec may have different steps. Split tables have whole-table
+    DTensors. ``param_groups`` holds a group per spec; its hyperparameters (``lr``, ``weight_decay``, ...) are
+    read at every update, so learning rate schedulers work.
 
     Args:
-        tables: the fused tables by the name of their parameter.
-        deferred: how ``step`` updates them; None where the backward pass does.
+        tables: fused tables by parameter name.
+        deferred: hooks for ``step``; None if the backward pass updates the tables.
     """
 
     def __init__(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
@@ -77,10 +191,11 @@ class FusedOptimizer(KeyedOptimizer):
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
         """Take over tables that have moved to other parameters.
 
-        Whoever holds this optimizer, its state or its groups sees the new tables.
+        Everyone who holds this optimizer, its state, or its groups sees the new tables.
         """
         params, state, groups = self._shared
         self.tables, self._deferred = dict(tables), deferred
+        # Clear and refill: wrappers hold these very objects.
         params.clear()
         state.clear()
         for table in tables.values():
@@ -88,9 +203,11 @@ class FusedOptimizer(KeyedOptimizer):
         for name, table in tables.items():
             params[name] = table.weight
             state[table.weight] = table.state
-            table.rule.group["params"] += [table.weight, *table.carriers]
+            table.rule.group["params"] += [table.weight, *table.gradient_buffers]
+            # By identity: two groups with equal hyperparameters are still separate.
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
+        # The signal shares the first group, so a GradScaler sees it on every rank.
         if deferred is not None and deferred.signal is not None:
             groups[0]["params"].append(deferred.signal)
 
@@ -102,13 +219,13 @@ class FusedOptimizer(KeyedOptimizer):
     @torch.no_grad()
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Apply the collected gradients, after evaluating the closure. Collective for sharded tables."""
-        loss = evaluated(closure)
+        loss = run_closure(closure)
         if self._deferred is not None:
             self._deferred.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error: tables join an optimizer when their module is fused or sharded.
+        """Reject the group: tables join an optimizer when their module is fused or sharded.
 
         Raises:
             ValueError: always.
@@ -120,4 +237,4 @@ class FusedOptimizer(KeyedOptimizer):
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Do nothing, as the tables come with their state."""
+        """Do nothing: tables come with their state."""

@@ -1,4 +1,4 @@
-"""The layout of several rectangles of one table in one parameter."""
+"""Layout for several rectangles of a table in a single parameter."""
 
 import math
 from collections.abc import Sequence
@@ -11,44 +11,44 @@ from torch import Tensor
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import Rectangle
 
-# U touched rows, D columns of a rectangle
+# U: touched rows, D: columns in a rectangle
 
 
 class RowGradients(NamedTuple):
-    """The touched rows of one rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
+    """Touched rows in a rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
 
     rows: Tensor
     grads: Tensor
 
 
 class Packing:
-    """The layout of a table's rectangles in one parameter.
+    """Layout for a table's rectangles in a single parameter.
 
-    The rectangles lie one after the other, in rows of the greatest width that divides all widths. A single
-    rectangle is the whole parameter.
+    Rectangles lie one after the other, in rows as wide as the greatest common divisor of all widths. A single
+    rectangle fills the whole parameter.
     """
 
     def __init__(self, rectangles: Sequence[Rectangle], storage: RowStorage) -> None:
         self.rectangles, self.storage = list(rectangles), storage
         self._shapes = [(r.r1 - r.r0, storage.columns(r.c1 - r.c0)) for r in rectangles]
         self._width = math.gcd(*(width for _, width in self._shapes))
-        # How many packed rows a row of each rectangle takes, and where those of the rectangle begin.
+        # Packed rows per rectangle row, and the first packed row by rectangle.
         self._stretch = [width // self._width for _, width in self._shapes]
         rows = [height * n for (height, _), n in zip(self._shapes, self._stretch, strict=True)]
         self._begin = list(accumulate(rows, initial=0))
 
     @property
     def table(self) -> int:
-        """The number of the table of these rectangles."""
+        """Number of the table with these rectangles."""
         return self.rectangles[0].table
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the parameter."""
+        """Parameter shape."""
         return self._begin[-1], self._width
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """Return the rectangles as views of the parameter's memory."""
+        """Return the rectangles as views into the parameter's memory."""
         if len(self._shapes) == 1:
             return [packed]
         return [
@@ -57,13 +57,13 @@ class Packing:
         ]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Merge the gradients of the rectangles into one."""
+        """Merge the rectangles' gradients."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)
 
     def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
-        """Merge the sparse gradients of the rectangles into a coalesced one."""
+        """Merge the rectangles' sparse gradients into a coalesced gradient."""
         rows = [
             _stretched(part.rows, n) + begin
             for part, n, begin in zip(parts, self._stretch, self._begin, strict=False)
@@ -78,8 +78,9 @@ class Packing:
         )
 
     def unpack_rows(self, gradient: Tensor) -> list[RowGradients]:
-        """Split a coalesced gradient into those of the rectangles: the inverse of ``pack_rows``."""
+        """Split a coalesced gradient by rectangle: the inverse of ``pack_rows``."""
         rows, grads = gradient._indices()[0], gradient._values().float()
+        # Coalesced rows ascend, so every rectangle is a contiguous range.
         bounds = torch.searchsorted(rows, torch.tensor(self._begin, device=rows.device)).tolist()
         return [
             RowGradients((rows[low:high:n] - begin) // n, grads[low:high].reshape(-1, n * self._width))
@@ -98,5 +99,5 @@ def sum_of_rows(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _stretched(rows: Tensor, n: int) -> Tensor:
-    """Return the ``n`` packed rows of each row."""
+    """Return the ``n`` packed rows per row."""
     return rows if n == 1 else (rows[:, None] * n + torch.arange(n, device=rows.device)).view(-1)

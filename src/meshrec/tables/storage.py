@@ -1,194 +1,143 @@
-"""Row formats: one protocol for the memory layout of rows, in whole tables and in rectangles of them.
+"""Row formats: a protocol for the memory layout of rows, in whole tables and in rectangles.
 
-Everything else about a table is the same for every format: the rectangles of a rank, how they share a
-parameter, the optimizer, the state dict, routing and output.
+Everything else about a table is format-independent: rectangles on a rank, packing, optimizer, state dict,
+routing and output.
 """
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshrec.ops import nbit, tbe
-from meshrec.ops.memory import empty_pages
+from meshrec.ops import nbit, operators, tbe
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.index import Index
-from meshrec.tables.table import Rectangle, RowPart, SideTable, Span
+from meshrec.tables.table import ExternalTable, Rectangle, RowPart, Span
 
 # D width
 
-# ``ops.tbe.forward`` without a call in between: every lookup comes by here.
-_look_up: Callable[..., Tensor] = torch.ops.meshrec.tbe_forward.default
+# ``ops.tbe.forward`` without an intermediate call: every lookup passes here.
+_look_up: Callable[..., Tensor] = operators.tbe_forward
 
 
 class RowStorage(Protocol):
-    """Rows of ``dim`` numbers as rows of ``columns(dim)`` elements of ``dtype``."""
+    """Format that stores rows of ``dim`` values as rows of ``columns(dim)`` elements of ``dtype``."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the memory."""
+        """Memory dtype."""
 
     @property
     def bits(self) -> int:
-        """Bits per code of quantised rows; 0 for floating-point rows."""
+        """Bits per code in quantised rows; 0 for floating-point rows."""
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """The parts of a row, ``weight`` first."""
+        """Row parts, ``weight`` first."""
 
     @property
     def is_trainable(self) -> bool:
-        """Whether rows can be updated. Other rows are read-only and have no optimizer state."""
+        """Whether rows can be updated. Other rows are read-only, without optimizer state."""
+
+    @property
+    def rows_in_parameter(self) -> bool:
+        """Whether a parameter's memory holds the rows. Otherwise the storage is an ``ExternalRows``."""
+
+    @property
+    def is_growable(self) -> bool:
+        """Whether the number of rows changes during training: keys are hashed IDs, admitted and evicted."""
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether rows may fail to arrive on a single rank: ranks then agree before every lookup."""
+
+    @property
+    def collects_gradients(self) -> bool:
+        """Whether gradients can be collected for ``optimizer.step()``."""
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether evictions depend on whole rows, so plans should not cut columns."""
 
     def columns(self, dim: int) -> int:
-        """Return the number of elements that a row of ``dim`` values takes."""
+        """Return the elements per row of ``dim`` values."""
 
     def part_column(self, column: int) -> int:
-        """Return the offset in the part ``weight`` at which the value of ``column`` begins."""
+        """Return the offset in the part ``weight`` at which ``column`` starts."""
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Make uninitialised memory ``[num_rows, columns]``."""
+        """Allocate uninitialized memory ``[num_rows, columns]``.
+
+        Args:
+            num_rows: rows.
+            columns: elements per row, see ``columns``.
+            device: memory device.
+        """
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Make the index of a rectangle's rows. Return None if the slot of a key is ``key - first_row``."""
+        """Create the index for a rectangle's rows. Return None if a key's slot is ``key - first_row``."""
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes of ``num_rows`` rows of ``dim`` values, without optimizer state."""
+        """Return the bytes for ``num_rows`` rows of ``dim`` values, without optimizer state."""
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Make the optimizer state of ``num_rows`` new rows, one tensor per slot of ``spec``."""
+        """Create optimizer state for ``num_rows`` new rows, a tensor per slot in ``spec``.
+
+        Args:
+            spec: the optimizer; None: no state.
+            num_rows: rows.
+            dim: values per row.
+            device: memory device.
+        """
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Return the ``row_parts`` of rows of ``dim`` values, as views of their memory."""
+        """Return the ``row_parts`` for rows of ``dim`` values, as views into their memory."""
 
     def encode(self, numbers: Tensor) -> Tensor:
         """Convert whole rows of values ``[n, dim]`` to this format.
 
         Raises:
-            ValueError: the format cannot hold a value.
+            ValueError: the format cannot represent a value.
         """
 
 
-class SideRows(ABC):
-    """A storage whose tables keep their rows themselves, and not in the memory of a parameter.
+class ExternalRows(ABC):
+    """Storage whose tables keep their rows outside a parameter's memory.
 
-    A sharded module asks it for its tables. An unsharded one has ordinary memory (``RowStorage.allocate``).
+    A sharded module asks it for tables. An unsharded module has ordinary memory (``RowStorage.allocate``).
+    List it before other bases, so these capabilities win.
     """
+
+    rows_in_parameter = False
+    is_growable = False
+    collects_gradients = False
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether evictions depend on whole rows."""
+        return False
 
     @property
     @abstractmethod
     def may_fail(self) -> bool:
-        """Whether rows may fail to come on one rank alone: ranks then ask each other before each lookup."""
+        """Whether rows may fail to arrive on a single rank: ranks then agree before every lookup."""
 
     @abstractmethod
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
-    ) -> SideTable:
-        """Make a rectangle of a table; see [Note: what a table is] in ``tables/table.py``.
+    ) -> ExternalTable:
+        """Create a table for a rectangle; see [Note: what a table is] in ``tables/table.py``.
 
-        ``spec``: the optimizer that will change the rows.
+        Args:
+            rectangle: keys and columns.
+            spec: the rows' optimizer; None: no state.
+            device: the module's device.
         """
-
-
-@dataclass(frozen=True)
-class DenseRows:
-    """Floating-point rows: fp32, fp16 or bf16, ``dim`` elements each, with fp32 state beside them."""
-
-    dtype: torch.dtype
-    is_trainable = True
-    bits = 0
-
-    @property
-    def row_parts(self) -> tuple[RowPart, ...]:
-        return (RowPart("weight", self.dtype, False),)
-
-    def columns(self, dim: int) -> int:
-        return dim
-
-    def part_column(self, column: int) -> int:
-        return column
-
-    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        return empty_pages((num_rows, columns), self.dtype, device)
-
-    def index(self, first_row: int, num_rows: int) -> Index | None:
-        return None
-
-    def num_bytes(self, num_rows: int, dim: int) -> int:
-        return num_rows * dim * self.dtype.itemsize
-
-    def new_state(
-        self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
-    ) -> list[Tensor]:
-        """Make fp32 state, one tensor ``[num_rows]`` or ``[num_rows, dim]`` per slot of the spec."""
-        return [
-            empty_pages(slot.shape(num_rows, dim), torch.float32, device).fill_(slot.initial_value)
-            for slot in (spec.state_slots() if spec is not None else ())
-        ]
-
-    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        return [rows]
-
-    def encode(self, numbers: Tensor) -> Tensor:
-        return numbers.to(self.dtype)
-
-
-@dataclass(frozen=True)
-class QuantisedRows:
-    """Rows of codes of 8, 4 or 2 bits, each with a scale and a bias for its numbers; read only.
-
-    A rectangle of some columns has the scale and the bias of the whole row, so that its numbers are those
-    that the whole table has. See ``ops.nbit``.
-    """
-
-    bits: int
-    dtype = torch.uint8
-    is_trainable = False
-    row_parts = (
-        RowPart("weight", torch.uint8, False),
-        RowPart("weight_qscale", torch.float16, True),
-        RowPart("weight_qbias", torch.float16, True),
-    )
-
-    def columns(self, dim: int) -> int:
-        """Return the bytes of scale, bias and codes, a multiple of 4."""
-        return nbit.row_bytes(dim, self.bits)
-
-    def part_column(self, column: int) -> int:
-        """Return the byte of the column's code. Columns may be cut where a byte begins."""
-        return nbit.code_bytes(column, self.bits)
-
-    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        return empty_pages((num_rows, columns), self.dtype, device)
-
-    def index(self, first_row: int, num_rows: int) -> Index | None:
-        return None
-
-    def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes of the rows, with their padding."""
-        return num_rows * self.columns(dim)
-
-    def new_state(
-        self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
-    ) -> list[Tensor]:
-        assert spec is None
-        return []
-
-    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Return codes, scales and biases."""
-        params = rows.view(torch.float16)
-        codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]
-        return [codes, params[:, 0], params[:, 1]]
-
-    def encode(self, numbers: Tensor) -> Tensor:
-        """Convert the rows to codes with FBGEMM's rounding."""
-        return nbit.quantize(numbers, self.bits)
 
 
 def cut(
@@ -199,14 +148,14 @@ def cut(
     *,
     first_column: int = 0,
 ) -> dict[str, Tensor]:
-    """Return some rows and some columns of the parts of a table.
+    """Cut rows and columns from a table's parts.
 
     Args:
-        storage: how its rows lie.
-        tensors: by name the parts of the rows and of their optimizer state.
+        storage: row format.
+        tensors: row parts and optimizer state by name.
         rows: positions in these tensors.
-        columns: columns of the table.
-        first_column: the column of the table at which the tensors begin.
+        columns: table columns.
+        first_column: table column at which the tensors start.
     """
     begin, first, end = map(storage.part_column, (first_column, *columns))
     return {
@@ -218,7 +167,12 @@ def cut(
 def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
     """Raise ValueError for a state dict's ``weight`` that read-only rows would have to encode.
 
-    Such rows load values of their own type only.
+    Such rows load values in their own dtype only.
+
+    Args:
+        value: the state dict's tensor.
+        name: name in messages.
+        storage: the table's row format.
     """
     if not storage.is_trainable and value.dtype != storage.dtype:
         raise ValueError(
@@ -228,11 +182,11 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
 
 
 LookUp = Callable[[Sequence[Tensor], tbe.Lookups, tbe.LookupOptions], Tensor]
-"""A function that looks up rows of some storages, with the arguments of ``ops.tbe.forward``."""
+"""Lookup function for some storages, with the arguments of ``ops.tbe.forward``."""
 
 
 def lookup_of(storages: Sequence[RowStorage]) -> LookUp:
-    """Return the function that looks up rows of several tables in one kernel, given each table's storage."""
+    """Return the function that looks up rows in several tables at once, given storage by table."""
     bits = [storage.bits for storage in storages]
     return functools.partial(nbit.forward, bits) if any(bits) else _look_up_dense
 

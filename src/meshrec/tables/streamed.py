@@ -1,41 +1,45 @@
-"""Tensors that state dicts have for a table which reads and writes their values only when asked to."""
+"""State dict tensors for tables that read and write values on request."""
 
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from meshrec.tables.table import RowBlock, RowPart, RowsSnapshot, SideTable, Span
+from meshrec.tables.table import ExternalTable, RowBlock, RowPart, Span, TableSnapshot
 
 _aten = torch.ops.aten
+
+saves_key_ordered: ContextVar[bool] = ContextVar("saves_key_ordered", default=False)
+"""Whether the saver can also load growable tables; ``meshrec.checkpoint`` sets it while saving."""
 
 
 @final
 class StreamedPart(Tensor):
-    """One part of the rows of a table that does not keep them in one tensor.
+    """A row part from a table without a single backing tensor.
 
-    It has the shape, type and device of that tensor. Slices of it are rows and columns of the same table.
+    It has the shape, dtype and device that tensor would have. Slices are rows and columns in the same table.
     ``clone()`` reads the values; ``copy_`` in either direction reads or writes them block by block. All other
     arithmetic is refused, because it would need the whole in memory.
     """
 
-    table: SideTable
+    table: ExternalTable
     part: RowPart
     keys: Span
     columns: Span
-    source: SideTable | RowsSnapshot
-    """The table or snapshot that the values are read from."""
+    source: ExternalTable | TableSnapshot
+    """Table or snapshot that supplies the values."""
 
     @staticmethod
     def __new__(
         cls,
-        table: SideTable,
+        table: ExternalTable,
         part: RowPart,
         *,
         keys: Span,
         columns: Span,
-        source: SideTable | RowsSnapshot | None = None,
+        source: ExternalTable | TableSnapshot | None = None,
     ) -> "StreamedPart":
         height, width = keys[1] - keys[0], columns[1] - columns[0]
         made: StreamedPart = Tensor._make_wrapper_subclass(
@@ -49,7 +53,7 @@ class StreamedPart(Tensor):
         super().__init__()
 
     def blocks(self) -> Iterator[tuple[Span, Tensor]]:
-        """Stream the values in blocks of rows, each with its first row and its end."""
+        """Stream the values in row blocks, as ((first row, end), values)."""
         position = 0
         for block in self.source.stream(self.columns, keys=self.keys):
             assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"
@@ -66,12 +70,12 @@ class StreamedPart(Tensor):
             found[begin:end] = rows
         return found
 
-    def frozen(self, snapshot: RowsSnapshot) -> "StreamedPart":
-        """Return the same part of a snapshot of the table."""
+    def frozen(self, snapshot: TableSnapshot) -> "StreamedPart":
+        """Return the same part from a table snapshot."""
         return StreamedPart(self.table, self.part, keys=self.keys, columns=self.columns, source=snapshot)
 
     def is_same(self, other: object) -> bool:
-        """Return whether both stand for the same values of the same table."""
+        """Return whether both stand for the same values in the same table."""
         return isinstance(other, StreamedPart) and other._place() == self._place()
 
     def _place(self) -> tuple[object, ...]:
@@ -89,11 +93,15 @@ class StreamedPart(Tensor):
         return StreamedPart(self.table, self.part, keys=keys, columns=columns, source=self.source)
 
     def _load(self, source: Tensor) -> None:
+        # Loading a table's own stream is a no-op.
         if self.is_same(source):
             return
         assert self.source is self.table, "a snapshot stays as it is"
-        source = source.expand(self.shape)
-        pieces = source.blocks() if isinstance(source, StreamedPart) else [((0, len(source)), source)]
+        if isinstance(source, StreamedPart):
+            assert source.shape == self.shape
+            pieces = source.blocks()
+        else:
+            pieces = iter([((0, len(self)), source.expand(self.shape))])
         self.table.load(
             RowBlock(
                 range(self.keys[0] + begin, self.keys[0] + end),
@@ -102,6 +110,36 @@ class StreamedPart(Tensor):
             )
             for (begin, end), values in pieces
         )
+
+    def check_saver(self, name: str) -> None:
+        """Refuse torch.distributed.checkpoint (DCP) for a growable table.
+
+        DCP loads into a state dict's tensors, whose sizes differ by then.
+
+        Raises:
+            ValueError: DCP saves the tensor.
+        """
+        if getattr(self.table, "is_growable", False) and not saves_key_ordered.get():
+            raise ValueError(
+                f"torch.distributed.checkpoint cannot load {name!r}: the rows of a hashed table come "
+                "and go, so their number differs. Save the model with meshrec.checkpoint.save, or in one "
+                "process with torch.save(model.state_dict(), path)."
+            )
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """Return, for DCP, the whole tensor as a single item."""
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        self.check_saver(fqn)
+        origin = torch.Size([0] * self.dim())
+        chunk = ChunkStorageMetadata(origin, self.shape)
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self), self.shape)
+        return [WriteItem(MetadataIndex(fqn, origin), WriteItemType.TENSOR, tensor_data=data)]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"StreamedPart({self.part.name!r}, {list(self.shape)}, {self.dtype})"
@@ -127,6 +165,7 @@ class StreamedPart(Tensor):
         if func is _aten.is_pinned.default:
             return False
         if func in (_aten.detach.default, _aten.alias.default):
+            # torch detaches parameters in state dicts; the copy must stay a stream.
             return first.frozen(first.source)
         if func is _aten.slice.Tensor:
             return first._slice(*args[1:], **kwargs)
@@ -138,8 +177,8 @@ class StreamedPart(Tensor):
 _READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)
 
 
-def streamed(table: SideTable) -> dict[str, Tensor]:
-    """Return the parts of a table with a row for every key, by name, as tensors that stream."""
+def streamed(table: ExternalTable) -> dict[str, Tensor]:
+    """Return a table's parts by name, as streaming tensors. The table needs a row for every key."""
     r = table.rectangle
     return {
         part.name: StreamedPart(table, part, keys=(r.r0, r.r1), columns=r.columns) for part in table.parts
@@ -147,12 +186,12 @@ def streamed(table: SideTable) -> dict[str, Tensor]:
 
 
 def values_of(value: Any) -> Any:
-    """Return an ordinary tensor with the same values; anything else as it is."""
+    """Return an ordinary tensor with the same values; any other object unchanged."""
     return value.read() if isinstance(value, StreamedPart) else value
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether both are the same memory, or the same values of the same table."""
+    """Return whether both are the same memory, or the same values in the same table."""
     if isinstance(one, StreamedPart) or isinstance(other, StreamedPart):
         return isinstance(one, StreamedPart) and one.is_same(other)
     return one.data_ptr() == other.data_ptr()

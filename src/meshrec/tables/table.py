@@ -1,16 +1,16 @@
-"""The protocol of a table, for all code that reads, writes or moves rows.
+"""Table protocol, for all code that reads, writes or moves rows.
 
 [Note: what a table is]
 
-A ``TableRows`` is the rows of one rectangle on one rank. It has three parts: an index (keys to slots), the
-memory that the kernels read (``rows`` and ``state``, indexed by slot), and the backing of that memory. Only a
-``FixedTable`` has its rows in the memory of a parameter, at slot ``key - r0``. The parameter of any other
-table has no rows, so that DDP, FSDP2, clipping and ``parameters()`` have nothing to touch; its name, its
-``requires_grad`` and its optimizer are those of the table all the same.
+A ``Table`` holds the rows in a single rectangle on a single rank. It has three parts: an index (keys to
+slots), the memory that kernels read (``rows`` and ``state``, indexed by slot), and the backing for that
+memory. Only a ``FixedTable`` has rows in a parameter's memory, at slot ``key - r0``. Any other table's
+parameter has no rows, so DDP, FSDP2, clipping and ``parameters()`` have nothing to touch; its name,
+``requires_grad`` and optimizer still belong to the table.
 
-Rows leave a table through ``stream`` and enter it through ``load``, in blocks of ascending keys. Checkpoints,
-resharding and state dicts know nothing else of it. The blocks of a fixed table are its memory: nothing is
-copied before it is written or sent.
+Rows leave a table through ``stream`` and enter it through ``load``, in blocks with ascending keys.
+Checkpoints, resharding and state dicts know nothing else about it. A fixed table's blocks are its memory:
+nothing is copied before it is written or sent.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ from torch import Tensor
 from meshrec.tables.index import Index
 
 Span = tuple[int, int]
-"""An interval: the first row or column, and the end."""
+"""An interval: first row or column, and end."""
 
 
 class Rectangle(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) of a table."""
+    """Rows [r0, r1) and columns [c0, c1) in a table."""
 
     table: int
     r0: int
@@ -36,110 +36,128 @@ class Rectangle(NamedTuple):
 
     @property
     def origin(self) -> Span:
-        """The row and the column where it begins."""
+        """First row and column."""
         return self.r0, self.c0
 
     @property
     def columns(self) -> Span:
-        """The columns [c0, c1)."""
+        """Columns [c0, c1)."""
         return self.c0, self.c1
 
 
 class RowPart(NamedTuple):
-    """One of the tensors that the rows of a table and their optimizer state consist of."""
+    """A tensor with part of a table's rows or optimizer state."""
 
     name: str
-    """``weight``, another part of the state dict such as a scale, or a slot of the optimizer."""
+    """``weight``, another state dict part such as a scale, or an optimizer slot."""
     dtype: torch.dtype
     per_row: bool
-    """Whether the shape is ``[rows]``, one value for all columns; otherwise it is ``[rows, width]``."""
+    """Whether the shape is ``[rows]``, a value for all columns; otherwise ``[rows, width]``."""
 
 
 class RowBlock(NamedTuple):
-    """Rows of a table, or some columns of them."""
+    """Rows in a table, or some of their columns."""
 
     keys: range | Tensor
-    """The keys in ascending order: a range if they are consecutive, otherwise int64 [n]."""
+    """Ascending keys: a range if they are consecutive, otherwise int64 [n]."""
     columns: Span
-    """The columns of the table that ``parts`` hold."""
+    """Table columns in ``parts``."""
     parts: Mapping[str, Tensor]
-    """The values of each key, by the name of a ``RowPart``. A block may hold only some of the parts."""
+    """Values by ``RowPart`` name. A block may hold only some parts."""
 
 
-class TableRows(Protocol):
-    """The rows of one table on one rank, whole or a rectangle of it. See [Note: what a table is]."""
+class Table(Protocol):
+    """Table rows on a rank, whole or a rectangle. See [Note: what a table is]."""
 
     @property
     def rectangle(self) -> Rectangle:
-        """The keys and columns that this table has."""
+        """Keys and columns in this table."""
 
     @property
     def parts(self) -> Sequence[RowPart]:
-        """The parts of its rows, ``weight`` first, and of their optimizer state."""
+        """Row parts, ``weight`` first, followed by optimizer state."""
+
+    @property
+    def is_growable(self) -> bool:
+        """Whether the number of rows changes during training, so only an index knows the keys."""
 
     @property
     def index(self) -> Index | None:
-        """The index that finds the slot of a key; None if the slot is ``key - r0``."""
+        """Index from keys to slots; None if the slot is ``key - r0``."""
 
     @property
     def rows(self) -> Tensor:
-        """The memory that the kernels read, indexed by slot."""
+        """Kernel-visible memory, indexed by slot."""
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """The optimizer state that the kernels change, by slot of the optimizer; indexed as ``rows``."""
+        """Optimizer state changed by the kernels, by optimizer slot; indexed as ``rows``."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the parts by name, for state dicts: the memory, or a ``StreamedPart`` for each."""
+        """Return the parts by name for state dicts: the memory, or ``StreamedPart`` tensors."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Stream the rows in blocks of ascending keys.
+        """Stream the rows in blocks with ascending keys.
 
         A block is valid until the table changes. The table must not change before the last block.
 
         Args:
-            columns: the wanted columns; None for all.
-            keys: the first wanted key, and the end; None for all.
+            columns: requested columns; None: all.
+            keys: requested keys [first, end); None: all.
         """
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace the rows, or the parts of rows, that the blocks hold. All others stay.
+        """Replace the rows, or row parts, in the blocks. All other rows stay.
 
-        Each block is copied before the next one is requested.
+        A block is copied before the next block is requested.
         """
 
 
-class RowsSnapshot(Protocol):
-    """The rows of a table as they were at one moment, while training goes on."""
+class TableSnapshot(Protocol):
+    """Table rows at a fixed moment, while training continues."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Stream the rows as ``TableRows.stream`` would have done at that moment.
+        """Stream the rows as ``Table.stream`` would have at that moment.
 
-        A background checkpoint calls this in a forked process. There, memory that processes share goes on
-        changing, and files that were open are closed.
+        A background checkpoint calls this in a forked process. There, memory shared between processes
+        continues to change, and previously open files are closed.
         """
 
     def close(self) -> None:
-        """Remove the memory or the files that kept the old rows."""
+        """Remove the memory or files with the old rows."""
 
 
-class SideTable(TableRows, Protocol):
-    """A rectangle whose rows are not the memory of a parameter."""
+class ExternalTable(Table, Protocol):
+    """A rectangle with rows outside a parameter's memory."""
 
-    def snapshot(self) -> RowsSnapshot:
+    def snapshot(self) -> TableSnapshot:
         """Return a snapshot of the rows."""
 
 
 @runtime_checkable
 class LazyRows(Protocol):
-    """A table that makes its first rows when they are needed."""
+    """A table with initial rows created on demand."""
 
     def begin_with(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
-        """Take the first values of rows from a function of their keys."""
+        """Take initial row values from a function of the keys."""
 
 
-def weights_at(table: TableRows, keys: Tensor) -> Tensor:
-    """Read ``weight`` of some keys, which the table must have: int64 [n], ascending."""
+def start_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]], *, lazily: bool) -> None:
+    """Give a table its initial rows.
+
+    Args:
+        table: the table.
+        initial: returns initial rows for a key interval.
+        lazily: whether a table may call ``initial`` later, when it needs the rows.
+    """
+    if lazily and isinstance(table, LazyRows):
+        table.begin_with(initial)
+    else:
+        table.load(initial((table.rectangle.r0, table.rectangle.r1)))
+
+
+def weights_at(table: Table, keys: Tensor) -> Tensor:
+    """Read ``weight`` at some keys, int64 [n], ascending. All keys must have a row."""
     if len(keys) == 0:
         return table.rows.new_empty(0, table.rows.shape[1])
     found = []

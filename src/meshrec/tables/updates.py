@@ -1,66 +1,140 @@
-"""The one update path: what a gradient does to the tables of a rank, unsharded and sharded alike.
+"""The update path shared by unsharded and sharded tables: what a gradient does to a rank's tables.
 
 [Note: what makes an update deterministic]
 
-The same gradient gives the same bits, whatever the number of threads and the order of messages:
+The same gradient gives the same bits, for any number of threads and any message order:
 
-1. The kernels sort the looked-up rows of a batch, add the gradients of equal rows in the order of the batch,
-   and change every touched row once (``csrc/tbe/fused_update.cpp``). Threads split rows, never one row.
-2. Partial sums of several ranks are added in the order of ranks (``distributed/row_stats.py``,
+1. The kernels sort a batch's looked-up rows, add equal rows' gradients in batch order, and change every
+touched
+   row once (``csrc/tbe/fused_update.cpp``). Threads split work between rows, never within a row.
+2. Partial sums from several ranks are added in rank order (``distributed/row_stats.py``,
    ``distributed/output_dist.py``).
-3. Stochastic rounding draws from (seed, step, row and column of the whole table), so that a rectangle rounds
-   as the whole table would. "step" is the table's own count of updates.
-4. An update happens for all tables or for none: ``prepare`` does everything that can fail, collectives and
-   checks of hyperparameters among them, and ``apply`` only writes.
+3. Stochastic rounding draws from (seed, step, row and column in the whole table), so a rectangle rounds
+   as the whole table would. "step" is the table's own update count.
+4. An update happens for all tables or for none: ``prepare`` does everything that can fail, including
+   collectives and hyperparameter checks, and ``apply`` only writes.
 
 [Note: who may change rows, and when]
 
-Between a forward pass and its backward pass only ``TableUpdates.apply`` may write to a table: the gradient of
-a lookup does not depend on the rows, so updates of other batches do no harm. All other writes are found by
-``OwnWrites`` and refused in the backward pass. Between steps anybody may write in place (``load_state_dict``,
-a checkpoint, resharding); a pipeline that has looked rows up ahead looks them up again, because
-``ShardedTables.num_changes`` has changed. No one may replace the memory of a parameter: kernels, optimizer
-state and snapshots hold it.
+Between a forward pass and its backward pass only ``TableUpdates.apply`` may write to a table: a lookup
+gradient does not depend on the rows, so updates from other batches do no harm. ``WriteCounter`` finds all
+other writes, and the backward pass refuses them. Between steps anybody may write in place
+(``load_state_dict``, a checkpoint, resharding); a pipeline that has looked rows up ahead looks them up again,
+because ``ShardedTables.num_changes`` has changed. No caller may replace a parameter's memory: kernels,
+optimizer state and snapshots hold it.
 """
 
+import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from meshrec.ops import tbe
 from meshrec.ops.tbe.formulas import Hyper, needs_gradient_only
-from meshrec.tables.holdings import Holdings
-from meshrec.tables.optimizer import FusedTable
+from meshrec.ops.tbe.layout import NONE
+from meshrec.ops.versions import changed_message
+from meshrec.tables.hashed.admission_eviction import AdmissionEviction, TableChanges
+from meshrec.tables.local_shards import LocalShards
+from meshrec.tables.optimizer import FusedTable, UpdateRule, distinct
 from meshrec.tables.packing import RowGradients
-from meshrec.tables.row_updates import rows_as_lookups, slot_major
-from meshrec.tables.rule import UpdateRule, distinct
-from meshrec.tables.turnover import Decision, Turnover
-from meshrec.tables.writes import OwnWrites
+
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+class WriteCounter:
+    """Counter for in-place writes that the tables' own updates have made.
+
+    torch counts all in-place writes to a tensor. A gradient stays valid when another batch's update changes
+    the table in between (it does not depend on the rows), but not when the user loads or writes weights; the
+    difference between the two counts tells them apart.
+
+    Args:
+        names: table names, for messages.
+        weights: table parameters.
+    """
+
+    def __init__(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
+        self._names, self._weights = list(names), list(weights)
+        self._own = [0] * len(self._weights)
+        self._lock = threading.Lock()
+
+    def place_of(self, weight: Tensor) -> int:
+        """Return the index of a parameter in ``weights``, as ``count`` takes it."""
+        return next(place for place, each in enumerate(self._weights) if each is weight)
+
+    def foreign(self) -> list[int]:
+        """Return external write counts by table."""
+        with self._lock:
+            return list(map(operator.sub, map(_version, self._weights), self._own))
+
+    def count(self, places: Sequence[int]) -> None:
+        """Count an own write for the tables at ``places`` in ``weights``."""
+        with self._lock:
+            increment_version([self._weights[place] for place in places])
+            for place in places:
+                self._own[place] += 1
+
+    def check(self, before: Sequence[int]) -> None:
+        """Raise if a table was written externally since ``foreign`` returned ``before``.
+
+        Raises:
+            ValueError: names the table.
+        """
+        found = self.foreign()
+        if found == before:
+            return
+        for name, now, then in zip(self._names, found, before, strict=True):
+            if now != then:
+                raise ValueError(changed_message(name))
+
+    def check_held(self, weights: Sequence[Tensor]) -> None:
+        """Raise if a module has other parameters than the updated parameters.
+
+        Raises:
+            ValueError: names the replaced parameter.
+        """
+        if all(map(operator.is_, weights, self._weights)):
+            return
+        number = next(n for n, weight in enumerate(weights) if weight is not self._weights[n])
+        raise ValueError(
+            f"the parameter of {self._names[number]} was replaced by another one after the module was fused; "
+            "its optimizer would go on to train the old one. Copy the new values into the parameter that is "
+            "there (parameter.data.copy_(values), or load_state_dict without assign=True)."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has other parameters, whose versions restart; a lock cannot be copied.
+        return WriteCounter, (self._names, self._weights)
 
 
 class LookedUp(NamedTuple):
-    """The gradient of what was looked up, in the shape of the output; ``lookups.tables`` are rectangles."""
+    """Output-shaped gradient for a lookup; ``lookups.tables`` are rectangles."""
 
     grad: Tensor
     lookups: tbe.Lookups
 
 
 class TableGradient(NamedTuple):
-    """The gradient of the tables of a rank: that of a lookup, except for the rectangles in ``rows``, whose
-    gradients are summed by row already.
+    """Gradient for a rank's tables.
+
+    It is a lookup's gradient, except for the rectangles in ``rows``, which are already summed by row.
     """
 
     looked_up: LookedUp | None
     rows: Mapping[int, RowGradients]
     pins: Sequence[object] = ()
-    """The objects that keep the slots in it valid; see ``tables.index.Resolved``."""
+    """Objects to keep the slots valid; see ``tables.index.Resolved``."""
 
 
 class Touched(NamedTuple):
-    """The touched rows of one rectangle: ``rows`` int64 [U], ``grad`` and ``weight`` fp32 [U, D], and their
-    state. Weight and state are empty where sums are of the gradient alone (``needs_gradient_only``).
+    """Touched rows in a rectangle.
+
+    ``rows`` is int64 [U], ``grad`` and ``weight`` fp32 [U, D], ``slots`` the state. Weight and state are
+    empty if sums need only the gradient (``needs_gradient_only``).
     """
 
     rows: Tensor
@@ -70,36 +144,48 @@ class Touched(NamedTuple):
 
 
 class RowPeers(Protocol):
-    """Other ranks that hold other columns of the same rows, for the tables of one rule. Collective."""
+    """Ranks with other columns in the same rows, for tables under a single rule. Collective."""
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """Return the means of squared gradients over whole rows; see ``distributed.row_stats``."""
+        """Return mean squared gradients over whole rows; see ``distributed.row_stats``.
+
+        Args:
+            squares: sums over local columns, fp32 [total rows].
+            counts: rows by rectangle.
+            row_dims: whole-row columns by rectangle.
+        """
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """Return for each rectangle what ``tbe_update`` takes as ``row_stats``."""
+        """Return ``row_stats`` for ``tbe_update`` by rectangle.
+
+        Args:
+            touched: touched rows by rectangle.
+            optimizer: optimizer code.
+            hyper: hyperparameters by rectangle.
+        """
 
 
 FindPeers = Callable[[UpdateRule, Sequence[int]], "tuple[frozenset[int], RowPeers | None]"]
-"""For a rule and its tables: the tables whose rows lie on several ranks, and those ranks."""
+"""Maps a rule and its tables to the tables with rows on several ranks, and those ranks."""
 
 
 class _Group:
-    """The rectangles of one rule. ``whole`` need no other rank; the columns of ``split`` lie on several."""
+    """Rectangles under a single rule: ``whole`` needs no other rank, ``split`` has columns elsewhere."""
 
     def __init__(self, rule: UpdateRule, tables: list[int], peers: RowPeers | None) -> None:
         self.rule, self.tables, self.peers = rule, tables, peers
         self.whole: list[int] = []
         self.split: list[int] = []
         self.state: list[Tensor] = []
-        """The optimizer state of ``whole``, kept since every update needs it."""
+        """Optimizer state for ``whole``, cached because every update needs it."""
         self.origins: list[int] = []
-        """The origins of ``whole``."""
+        """Origins of ``whole``."""
         self.members: list[tuple[int, FusedTable, dict[str, Any]]] = []
-        """Number, table and state of each of ``tables``: every step walks them."""
+        """Number, table and state by table: every step walks them."""
 
 
 class _RowUpdate(NamedTuple):
-    """The update of touched rows of one rectangle, with the sums over their other columns."""
+    """Update for touched rows in a rectangle, with sums over their other columns."""
 
     rectangle: int
     rows: RowGradients
@@ -108,9 +194,9 @@ class _RowUpdate(NamedTuple):
 
 
 class _RunUpdate(NamedTuple):
-    """The arguments of ``tbe_update`` for rows whose other columns are on other ranks.
+    """``tbe_update`` arguments for rows with columns on other ranks.
 
-    ``mean_squares`` are those of whole rows.
+    ``mean_squares`` covers whole rows.
     """
 
     runs: Tensor
@@ -118,47 +204,48 @@ class _RunUpdate(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The prepared update of one group: all that it needs except the gradient."""
+    """A group's prepared update: everything except the gradient."""
 
     group: _Group
     steps: dict[int, list[int]]
-    """The tables to update, by the number of their update."""
+    """Tables to update, by update number."""
     split: list[_RowUpdate] | _RunUpdate
 
 
 class PreparedUpdates(NamedTuple):
-    """The updates of all groups, and what they do to the IDs of hashed tables."""
+    """All groups' updates, and their effect on hashed-table IDs."""
 
     groups: list[Prepared]
-    turnover: Decision | None
+    admission_eviction: TableChanges | None
 
 
 class TableUpdates:
-    """The fused updates of the tables that a rank holds together.
+    """Fused updates for the tables a rank holds together.
 
     Tables without a rule get ordinary gradients. Every table counts its own updates: tables that were frozen
-    for a while, or loaded from different checkpoints, go on from their own step.
+    for a while, or loaded from different checkpoints, continue from their own step.
 
     Args:
         held: the tables.
-        fused: the tables with a fused rule, by number; also those of which this rank holds no rows.
-        writes: counts the writes that updates make.
-        peers: tells which tables are split by columns; None where all rows are whole here.
-        turnover: lets IDs of hashed tables come and go with each update; None where there are none.
+        fused: tables with a fused rule, by number, including tables without rows on this rank.
+        writes: counts the writes made by updates.
+        peers: finds tables split by columns; None if all rows are whole here.
+        admission_eviction: admits and evicts hashed-table IDs at every update; None without such tables.
     """
 
     def __init__(
         self,
-        held: Holdings,
+        held: LocalShards,
         fused: Mapping[int, FusedTable],
         *,
-        writes: OwnWrites,
+        writes: WriteCounter,
         peers: FindPeers | None = None,
-        turnover: Turnover | None = None,
+        admission_eviction: AdmissionEviction | None = None,
     ) -> None:
-        self.turnover = turnover
+        self.admission_eviction = admission_eviction
         self._held, self._fused, self._writes = held, dict(fused), writes
         self._rectangles = held.rectangles
+        # Index of each fused table's parameter in ``writes``, which both ``TableUpdates`` of a module share.
         self._place = {number: writes.place_of(table.weight) for number, table in fused.items()}
         self._groups: list[_Group] = []
         for rule in distinct([table.rule for table in fused.values()]):
@@ -174,7 +261,7 @@ class TableUpdates:
             self._groups.append(group)
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table not in fused]
         deferred = [group for group in self._groups if group.rule.deferred]
-        # Stochastic rounding, of these types alone, draws by the row of the whole table.
+        # Only 16-bit rows use stochastic rounding, which draws by whole-table row.
         self._row_keys = {
             i: keys
             for i, index in held.indexes.items()
@@ -183,33 +270,37 @@ class TableUpdates:
         }
         self._deferred = [i for group in deferred for i in group.whole + group.split]
         self._carriers = {
-            i: carrier for i, carrier in held.carriers().items() if self._rectangles[i].table in fused
+            i: gradient_buffer
+            for i, gradient_buffer in held.gradient_buffers().items()
+            if self._rectangles[i].table in fused
         }
 
     def prepare(self, gradient: TableGradient, *, deferred: bool) -> PreparedUpdates:
-        """Prepare the updates of the deferred rules, or of the others: do everything that can fail.
+        """Prepare the deferred updates, or all others: everything that can fail.
 
-        Collective over the ranks that hold other columns of the same rows.
+        Collective over the ranks with other columns in the same rows.
 
         Raises:
-            ValueError: a hyperparameter is out of its range now, or a hashed table has no room.
+            ValueError: a hyperparameter is out of range, or a hashed table has no room.
         """
         groups = [group for group in self._groups if group.rule.deferred == deferred]
         for group in groups:
+            # Schedulers change the param_group between steps.
             group.rule.refresh()
         prepared = [self._prepared(group, gradient) for group in groups]
-        if self.turnover is None:
+        if self.admission_eviction is None:
             return PreparedUpdates(prepared, None)
+        # Only tables updated now admit and evict; frozen tables keep their rows.
         steps = {t: step for each in prepared for step, members in each.steps.items() for t in members}
-        hashed = {table: step for table, step in steps.items() if table in self.turnover.live}
-        decision = self.turnover.prepare(gradient.pins, hashed) if hashed else None
+        hashed = {table: step for table, step in steps.items() if table in self.admission_eviction.live}
+        decision = self.admission_eviction.prepare(gradient.pins, hashed) if hashed else None
         return PreparedUpdates(prepared, decision)
 
     def apply(self, prepared: PreparedUpdates, gradient: TableGradient) -> None:
-        """Make the updates and count them."""
-        decision = prepared.turnover
-        if self.turnover is not None and decision is not None:
-            self.turnover.apply(decision)
+        """Apply the updates and count them."""
+        decision = prepared.admission_eviction
+        if self.admission_eviction is not None and decision is not None:
+            self.admission_eviction.apply(decision)
         for each in prepared.groups:
             group = each.group
             for step, members in each.steps.items():
@@ -223,37 +314,41 @@ class TableUpdates:
                 for table in members:
                     self._fused[table].state["step"] = step
                 self._writes.count([self._place[table] for table in members])
-        if self.turnover is not None and decision is not None:
-            self.turnover.finish(decision)
+        if self.admission_eviction is not None and decision is not None:
+            self.admission_eviction.finish(decision)
 
     def ordinary(self, gradient: TableGradient) -> list[Tensor | None]:
-        """Return for each parameter the gradient to give to autograd, None for the fused ones."""
+        """Return the gradients for autograd by parameter; None for fused parameters."""
+        if not self._ordinary:
+            return [None] * len(self._held.parameters)
         return self._held.gradients(self._dense(gradient))
 
     def collect(self, gradient: TableGradient) -> bool:
-        """Add the gradients of deferred tables to ``parameter.grad``; return whether all there is finite."""
+        """Add deferred tables' gradients to ``parameter.grad``; return whether the accumulated gradients are
+        finite.
+        """
         if not self._deferred:
             return True
         parts = self._by_row(gradient, self._trained(self._deferred))
         finite = True
-        for i, carrier in self._carriers.items():
+        for i, gradient_buffer in self._carriers.items():
             if i in parts:
-                finite &= carrier.collect(parts.pop(i), gradient.pins)
+                finite &= gradient_buffer.collect(parts.pop(i), gradient.pins)
         return self._held.collect(parts) and finite
 
     def collected(self) -> TableGradient:
         """Return the collected gradients.
 
         Raises:
-            ValueError: somebody put a dense gradient in the place of a collected one.
+            ValueError: a collected gradient was replaced by a dense gradient.
         """
         deferred = {self._rectangles[i].table for i in self._deferred}
         rows = self._held.collected({t: self._fused[t].label for t in deferred})
         pins: list[object] = []
-        for i, carrier in self._carriers.items():
-            if (found := carrier.collected()) is not None:
+        for i, gradient_buffer in self._carriers.items():
+            if (found := gradient_buffer.collected()) is not None:
                 rows[i] = found
-                pins += [pin for pin in carrier.pins if pin not in pins]
+                pins += [pin for pin in gradient_buffer.pins if pin not in pins]
         return TableGradient(None, rows, pins)
 
     def _prepared(self, group: _Group, gradient: TableGradient) -> Prepared:
@@ -270,13 +365,14 @@ class TableUpdates:
         )
 
     def _lacks_gradient(self, table: FusedTable) -> bool:
-        # A rank without rows of a table counts along with those who have some.
+        # A rank without rows counts the step along with the ranks that have rows.
         return table.weight.numel() > 0 and table.weight.grad is None
 
     def _update_whole(self, chosen: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
-        """Update rectangles whose rows are whole here: all in one kernel call for each kind of gradient."""
+        """Update rectangles with whole rows: a single kernel call per gradient kind."""
         rule, hyper = group.rule, group.rule.hyper_at(step)
         together = [i for i in chosen if i not in gradient.rows] if gradient.rows else chosen
+        # The common case, with the group's cached state and origins.
         if together and together is group.whole and gradient.looked_up is not None:
             grad, lookups = gradient.looked_up
             weights = self._held.weights
@@ -314,7 +410,7 @@ class TableUpdates:
         sums: Tensor | None = None,
         runs: tuple[Tensor, Tensor] | tuple[()] = (),
     ) -> None:
-        """Run the kernel, which changes each touched row of these rectangles once."""
+        """Run the kernel, which changes every touched row in these rectangles once."""
         weights, grad, lookups = self._held.weights, *looked_up
         tbe.update(
             grad,
@@ -331,7 +427,7 @@ class TableUpdates:
     def _trailing(
         self, rectangles: Sequence[int], runs: tuple[Tensor, Tensor] | tuple[()] = ()
     ) -> Sequence[object]:
-        """Return the last arguments of the kernel, as far as these rectangles need them."""
+        """Return the kernel's last arguments, as far as these rectangles need them."""
         if not self._row_keys:
             return runs
         nothing = torch.empty(0, dtype=torch.int64)
@@ -354,10 +450,10 @@ class TableUpdates:
     def _split(
         self, group: _Group, peers: RowPeers, gradient: TableGradient
     ) -> list[_RowUpdate] | _RunUpdate:
-        """Prepare the updates of a group's split rectangles.
+        """Prepare the updates for a group's split rectangles.
 
-        All of them are updated at once if the row statistics can be computed without summing the rows. The
-        ranks exchange the same data either way.
+        All are updated at once if the row statistics do not need summed rows. The ranks exchange the same
+        data either way.
         """
         rule, split, looked_up = group.rule, group.split, gradient.looked_up
         dims = [self._fused[self._rectangles[i].table].dim for i in split]
@@ -369,6 +465,7 @@ class TableUpdates:
         if not split or looked_up is None or not at_once:
             return self._touched(group, peers, gradient, hypers)
         lookups = looked_up.lookups.of_tables(split)
+        # The kernel sorts the rows once here; ``runs`` saves the second sort in the update.
         squares, counts, runs = tbe.row_squares(looked_up.grad, lookups, self._heights(split))
         return _RunUpdate(runs, peers.mean_squares(squares, counts.tolist(), dims))
 
@@ -396,7 +493,7 @@ class TableUpdates:
         return Touched(rows, grad, weight[rows].float(), [slot[rows] for slot in self._held.state[i]])
 
     def _by_row(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
-        """Return the gradient of each rectangle by its touched rows."""
+        """Return gradients by rectangle and touched row."""
         found = {i: gradient.rows[i] for i in rectangles if i in gradient.rows}
         if gradient.looked_up is not None and (rest := [i for i in rectangles if i not in found]):
             grad, lookups = gradient.looked_up
@@ -405,7 +502,7 @@ class TableUpdates:
         return found
 
     def _dense(self, gradient: TableGradient) -> dict[int, Tensor]:
-        """Return the ordinary gradients, by rectangle."""
+        """Return the ordinary gradients by rectangle."""
         weights = self._held.weights
         wanted = self._trained(self._ordinary)
         found = {
@@ -424,7 +521,7 @@ class TableUpdates:
         return [weights[i].shape[0] for i in rectangles]
 
     def _trained(self, rectangles: Sequence[int]) -> list[int]:
-        """Return the rectangles whose tables are not frozen now."""
+        """Return the rectangles in tables that are not frozen now."""
         return [i for i in rectangles if self._held.is_trained(i)]
 
 
@@ -433,3 +530,60 @@ def _no_rows(weight: Tensor) -> RowGradients:
         torch.empty(0, dtype=torch.int64, device=weight.device),
         torch.empty(0, weight.shape[1], device=weight.device),
     )
+
+
+# U: touched rows, D: width
+
+
+def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequence[int]) -> tbe.Lookups:
+    """Return lookups that read every row once, unpooled, so their gradients are the sparse gradients.
+
+    The matching gradient is ``[U, D]`` by table, flattened, one table after the other.
+
+    Args:
+        rows: touched rows by table, int64 [U]. Repeated rows add their gradients.
+        dims: widths by table.
+        tables: table indices.
+    """
+    counts = torch.tensor([0, *(len(rows_U) for rows_U in rows)], dtype=torch.int64)
+    num_tables = len(tables)
+    return tbe.Lookups(
+        values=torch.cat(list(rows)) if num_tables > 1 else rows[0],
+        offsets=counts.cumsum(0).to(rows[0].device),
+        per_sample_weights=None,
+        segments=None,
+        num_keys=num_tables,
+        keys=list(range(num_tables)),
+        tables=list(tables),
+        pooling=[NONE] * num_tables,
+        flat=True,
+        dims=list(dims),
+    )
+
+
+def update_rows(
+    weight: Tensor,
+    state: Sequence[Tensor],
+    rows: Tensor,
+    grad: Tensor,
+    *,
+    optimizer: int,
+    hyper: Tensor,
+) -> None:
+    """Update distinct rows in a whole table in place.
+
+    Args:
+        weight: the table, [rows, D].
+        state: optimizer slots.
+        rows: distinct rows, int64 [U].
+        grad: row gradients, fp32 [U, D].
+        optimizer: optimizer code.
+        hyper: hyperparameters.
+    """
+    lookups = rows_as_lookups([rows], [grad.shape[1]], [0])
+    tbe.update(grad.reshape(-1), *lookups, [weight], list(state), optimizer, hyper, None, [])
+
+
+def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return slot 0 for all tables, then slot 1."""
+    return [slot for slots in zip(*state, strict=True) for slot in slots]

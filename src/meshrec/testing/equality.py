@@ -1,4 +1,4 @@
-"""Check that a sharded model computes and learns what the unsharded model does."""
+"""Comparison of a sharded model's outputs and training with the unsharded model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.mesh import ShardingEnv, default_env
-from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.tables.row_updates import update_rows
+from meshrec.tables.module import TableModule
+from meshrec.tables.updates import update_rows
 
 # R ranks, U touched rows
 
@@ -33,32 +33,35 @@ def assert_equal_to_unsharded(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Train a model under ``plan`` and compare it with the unsharded model on the batches of all ranks.
+    """Train a model under ``plan``, and compare it with the unsharded model trained on all ranks' batches.
 
-    Call this on every rank; each rank trains its own copy of the unsharded model. The outputs are compared
-    after every step, and every table and dense parameter at the end.
+    Call this on every rank; every rank trains a copy of the unsharded model. Losses are compared after every
+    step, tables and dense parameters at the end.
 
     Args:
-        make_model: builds the model with the same weights each time. Optimizers attached with
+        make_model: Builds the model, with the same weights in every call. Optimizers attached with
             ``apply_optimizer_in_backward`` are used.
-        plan: the plan to check.
-        batches: arguments of the model's forward, for every step and every rank.
-        loss: maps the model's output to the loss of one rank. The loss of all ranks is the mean.
-        sharders: as for DistributedModelParallel. Their optimizer applies to tables that have none. Tables
-            with ``update="on_step"`` are stepped after every backward pass.
-        env, dense: as for DistributedModelParallel.
-        dense_optimizer: makes the optimizer of dense parameters and of tables without a fused optimizer.
-        rtol, atol: tolerances, as for `torch.isclose`.
+        plan: Plan to check.
+        batches: Arguments of the model's forward, per step and rank.
+        loss: Maps the model output to the loss on a rank. The global loss is the mean over ranks.
+        sharders: As for DistributedModelParallel. Their optimizer applies to tables without an optimizer.
+            Tables with ``update="on_step"`` are stepped after every backward pass.
+        env: As for DistributedModelParallel.
+        dense: As for DistributedModelParallel.
+        dense_optimizer: Builds the optimizer for dense parameters and tables without a fused optimizer.
+        rtol: Relative tolerance, as for `torch.isclose`.
+        atol: Absolute tolerance.
 
     Raises:
-        AssertionError: something differs. The message names the first difference, its step and its size.
+        AssertionError: A value differs. The message names the first difference, with step and size.
     """
     env = default_env() if env is None else env
     reference = _Reference(make_model(), sharders, dense_optimizer)
     model = DistributedModelParallel(make_model(), env, plan=plan, sharders=sharders, dense=dense)
+    # Fused tables are updated by the backward pass; all other parameters need a dense optimizer.
     fused = set(model.fused_optimizer.params)
-    own = [parameter for name, parameter in model.named_parameters() if name not in fused]
-    optimizer = dense_optimizer(own) if own else None
+    dense_parameters = [parameter for name, parameter in model.named_parameters() if name not in fused]
+    optimizer = dense_optimizer(dense_parameters) if dense_parameters else None
     for step, ranks in enumerate(batches):
         if optimizer is not None:
             optimizer.zero_grad()
@@ -74,16 +77,27 @@ def assert_equal_to_unsharded(
     _compare_parameters(model.module, reference.module, rtol, atol)
 
 
-def compare(actual: Tensor, expected: Tensor, what: str, rtol: float, atol: float) -> None:
-    """Raise AssertionError unless the shapes are equal and the values close."""
+def compare(actual: Tensor, expected: Tensor, name: str, rtol: float, atol: float) -> None:
+    """Check that two tensors have equal shapes and close values.
+
+    Args:
+        actual: Sharded result.
+        expected: Unsharded result.
+        name: Name for errors.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+
+    Raises:
+        AssertionError: The shapes or values differ.
+    """
     if actual.shape != expected.shape:
-        raise AssertionError(f"{what} has shape {list(actual.shape)}, unsharded {list(expected.shape)}.")
+        raise AssertionError(f"{name} has shape {list(actual.shape)}, unsharded {list(expected.shape)}.")
     close = torch.isclose(actual, expected, rtol=rtol, atol=atol)
     if not bool(close.all()):
-        worst = (actual - expected).abs().max().item()
+        max_error = (actual - expected).abs().max().item()
         raise AssertionError(
-            f"{what} differs from the unsharded model's: {int((~close).sum())} of {close.numel()} values, by "
-            f"up to {worst:g}."
+            f"{name} differs from the unsharded model's: {int((~close).sum())} of {close.numel()} values, by "
+            f"up to {max_error:g}."
         )
 
 
@@ -95,12 +109,13 @@ class _Reference:
     ) -> None:
         self.module = module
         self._steps = 0
+        # IDs looked up in this step, by parameter; cleared by step().
         self._rows: dict[str, list[Tensor]] = {}
-        self._specs: dict[str, OptimizerSpec] = {}
-        for path, found in module.named_modules():
+        self._specs: dict[str, OptimizerSpec] = {}  # fused optimizer, by parameter
+        for path, child in module.named_modules():
             for sharder in sharders:
-                if isinstance(found, sharder.module_type):
-                    self._watch(path, found, sharder)
+                if isinstance(child, sharder.module_type):
+                    self._watch(path, child, sharder)
         parameters = dict(module.named_parameters())
         self._state = {
             name: [
@@ -109,13 +124,14 @@ class _Reference:
             ]
             for name, spec in self._specs.items()
         }
-        own = [parameter for name, parameter in parameters.items() if name not in self._specs]
-        self._optimizer = dense_optimizer(own) if own else None
+        dense_parameters = [parameter for name, parameter in parameters.items() if name not in self._specs]
+        self._optimizer = dense_optimizer(dense_parameters) if dense_parameters else None
 
     def step(self, ranks: Sequence[tuple[Any, ...]], loss: Callable[[Any], Tensor]) -> list[Tensor]:
-        """Take one step on the batches of all ranks, and return their losses."""
+        """Take a step on the batches of all ranks, and return their losses."""
         self.module.zero_grad()
         losses = [loss(self.module(*batch)) for batch in ranks]
+        # The mean over ranks, as the sharded model averages gradients.
         (sum(losses, torch.zeros(())) / len(losses)).backward()
         self._steps += 1
         parameters = dict(self.module.named_parameters())
@@ -128,6 +144,14 @@ class _Reference:
         return [value.detach() for value in losses]
 
     def _update(self, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> None:
+        """Apply a fused optimizer to the rows looked up in this step.
+
+        Args:
+            name: Parameter name.
+            weight: Table.
+            spec: Fused optimizer.
+        """
+        # Cleared, so that the dense optimizer does not update the table as well.
         gradient, weight.grad = weight.grad, None
         if gradient is None:
             return
@@ -137,7 +161,13 @@ class _Reference:
         update_rows(weight.detach(), self._state[name], rows_U, grad, optimizer=spec.code, hyper=hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
-        """Record which rows each batch looks up."""
+        """Record the IDs that every batch looks up in the tables of a module.
+
+        Args:
+            path: Module path.
+            module: Embedding collection.
+            sharder: Sharder whose optimizer applies to tables without one.
+        """
         tables: dict[str, tuple[str, list[str]]] = {}
         children = dict(module.named_parameters())
         configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
@@ -158,16 +188,25 @@ class _Reference:
 
 
 def _compare_parameters(model: nn.Module, reference: nn.Module, rtol: float, atol: float) -> None:
+    """Compare all tables and dense parameters.
+
+    Args:
+        model: Sharded model.
+        reference: Unsharded model.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+    """
     expected: Mapping[str, Tensor] = dict(reference.named_parameters())
     tables: set[str] = set()
     for path, module in model.named_modules():
-        if isinstance(module, TableShards):
+        if isinstance(module, TableModule) and module.is_sharded:
             name = f"{path}.weight"
-            whole = expected[name].detach()
+            # Every rank compares local shards; together they cover the whole table.
+            full = expected[name].detach()
             for rectangle, shard in zip(module.rectangles, module.shards(), strict=True):
-                part = whole[rectangle.r0 : rectangle.r1, rectangle.c0 : rectangle.c1]
+                part = full[rectangle.r0 : rectangle.r1, rectangle.c0 : rectangle.c1]
                 compare(shard.detach(), part, f"table {name}", rtol, atol)
-            tables |= {f"{path}.{own}" for own, _ in module.named_parameters()}
+            tables |= {f"{path}.{child}" for child, _ in module.named_parameters()}
     for name, parameter in model.named_parameters():
         if name not in tables:
             value = parameter.detach()

@@ -1,14 +1,14 @@
-"""A pool of real ranks in one process group that stays alive between calls.
+"""A pool of real ranks in a process group that stays alive between calls.
 
-Starting a process that imports torch takes seconds; a pool pays that once for many tests.
+Starting a process and importing torch takes seconds, which a pool pays once for many tests.
 """
 
 import contextlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,8 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from meshrec.durable import make_scratch, remove_scratch
+from meshrec.interpreter import SAFE_PATH_VARIABLE
+
 
 class _Call(NamedTuple):
+    """A function call sent to a rank."""
+
     module: str
     file: str
     name: str
@@ -27,12 +32,14 @@ class _Call(NamedTuple):
 
 
 class _Outcome(NamedTuple):
+    """Result or traceback from a rank, and the number of process groups; 0 if the default group is lost."""
+
     result: Any
     error: str | None
     num_groups: int = 0
 
 
-# What ranks find loaded already. torch loads its compiler at an optimizer's first step: most of a second.
+# Imported before ranks fork. torch imports its compiler in an optimizer's first step: most of a second.
 PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -40,27 +47,35 @@ PRELOADED = (
     "meshrec.distributed.sharded_tables",
     "meshrec.checkpoint",
 )
-# Each gloo group has a thread that wakes 100 times a second: processes with more groups than this make room
-# for new ones. Destroying groups would not do, as torch's caches hold on to meshes.
-_MOST_GROUPS = 12
+# A gloo group has a thread that wakes 100 times a second, so processes with more groups are replaced by
+# new ones. Destroying groups is not enough: torch's caches keep meshes alive.
+_MAX_GROUPS = 12
 
 
 class RankError(RuntimeError):
-    """Error on some rank. The message holds the traceback of every rank that failed."""
+    """Error on some rank, with the traceback from every failed rank."""
 
 
 class RankPool:
-    """``world_size`` processes in one gloo process group, with one thread each.
+    """``world_size`` single-threaded processes in a gloo process group.
 
-    ``run(function, *args)`` calls a module-level function on every rank and returns the results by rank.
-    Ranks find the function by its file and name, so tests can pass their own functions. Arguments and results
-    are pickled. The pool starts new processes when functions have made many process groups or destroyed the
-    default one.
+    ``run(function, *args)`` calls a module-level function on every rank, and returns the results by rank.
+    Ranks import the function by file and name, so tests can pass their functions. Arguments and results are
+    pickled. The pool starts new processes when functions have created many process groups or destroyed the
+    default group.
 
     Args:
-        world_size: number of processes.
-        timeout_seconds: how long ``run`` waits for an answer. Collectives time out after half of it.
-        preload: further modules to import before ranks fork. Only the first pool of a process applies it.
+        world_size: Number of processes.
+        timeout_seconds: Time ``run`` waits for an answer. Collectives time out after half of it, so that the
+            error comes from the collective.
+        preload: Additional modules to import before ranks fork. Only the first pool in a process applies it.
+
+    Example::
+
+        >>> import torch.distributed as dist
+        >>> with RankPool(2) as pool:  # doctest: +SKIP
+        ...     pool.run(dist.get_rank)
+        [0, 1]
     """
 
     def __init__(
@@ -72,30 +87,40 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        # The server imports torch once; ranks fork from it before any thread exists.
+        """Start all processes. Does not wait until they have joined the group."""
+        self._folder = make_scratch("meshrec-pool")
+        # The server imports torch once. Ranks fork from it before any thread exists: forks lose threads.
         context = get_context("forkserver")
         context.set_forkserver_preload(self._preload)
         pairs = [context.Pipe() for _ in range(self.world_size)]
         self._pipes: list[Connection] = [mine for mine, _ in pairs]
-        store = str(Path(self._folder.name) / "store")
+        store = str(self._folder / "store")
         self._processes = [
             context.Process(
                 target=_serve, args=(theirs, rank, self.world_size, store, self._timeout), daemon=True
             )
             for rank, (_, theirs) in enumerate(pairs)
         ]
-        for process in self._processes:
-            process.start()
+        # The server starts with `python -c`, which would import a torch.py in the current folder.
+        safe_path = os.environ.get(SAFE_PATH_VARIABLE)
+        os.environ[SAFE_PATH_VARIABLE] = "1"
+        try:
+            for process in self._processes:
+                process.start()
+        finally:
+            if safe_path is None:
+                del os.environ[SAFE_PATH_VARIABLE]
+            else:
+                os.environ[SAFE_PATH_VARIABLE] = safe_path
         for _, theirs in pairs:
             theirs.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(*args)`` on every rank and return the results by rank.
+        """Call ``function(*args)`` on every rank, and return the results by rank.
 
         Raises:
-            RankError: a rank raised, died, or did not answer in time. After a death or a timeout the next
-                call starts new processes, because a late answer would be taken for that of the next call.
+            RankError: A rank raised, died, or timed out. After a death or timeout the next call starts new
+                processes: a late answer could be mistaken for the next call's.
         """
         task = _Call(function.__module__, _file_of(function), function.__qualname__, args)
         if not self._processes:
@@ -106,6 +131,7 @@ class RankPool:
         lost = False
         while len(outcomes) < self.world_size:
             open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
+            # A closed pipe is ready too, so a dead rank is noticed at once.
             ready = connection.wait(open_pipes, self._timeout)
             if not ready:
                 lost = True
@@ -120,7 +146,7 @@ class RankPool:
                     code = self._processes[rank].exitcode
                     outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
         groups = [outcome.num_groups for outcome in outcomes.values()]
-        if lost or min(groups) == 0 or max(groups) > _MOST_GROUPS:
+        if lost or min(groups) == 0 or max(groups) > _MAX_GROUPS:
             self._kill()
         errors = [
             f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error
@@ -146,7 +172,7 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
-        self._folder.cleanup()
+        remove_scratch(self._folder)
 
     def __enter__(self) -> "RankPool":
         return self
@@ -156,12 +182,21 @@ class RankPool:
 
 
 def _file_of(function: Callable[..., Any]) -> str:
-    """Return the file in which ranks find a function. A notebook's cells have files that are not there."""
+    """Return the file from which ranks import a function. Notebook cells have files that do not exist."""
     main = getattr(sys.modules["__main__"], "__file__", None)
     return main if function.__module__ == "__main__" and main else inspect.getfile(function)
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
+    """Run calls from the pipe until it closes or sends None.
+
+    Args:
+        pipe: Receives calls, sends outcomes.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        store: File of the FileStore.
+        timeout_seconds: The pool's timeout.
+    """
     import torch
     import torch.distributed as dist
 
@@ -180,7 +215,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
         while (task := pipe.recv()) is not None:
             try:
                 result, error = getattr(_module(task, modules), task.name)(*task.args), None
-            except BaseException:  # checkpoint errors are no Exceptions
+            except BaseException:  # DCP's CheckpointException is not an Exception
                 result, error = None, traceback.format_exc()
             pipe.send(_Outcome(result, error, len(dist.distributed_c10d._world.pg_map)))
     if dist.is_initialized():
@@ -188,9 +223,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
 
 
 def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
-    """Load the module of a task, by name if the name leads to the task's file, else from the file.
+    """Import a task's module, by name if the name leads to the task's file, else from the file.
 
-    Results can only be pickled back if their class has an importable module.
+    Results can be pickled only if their class is in an importable module.
     """
     if task.file not in modules:
         modules[task.file] = _imported(task) or _from_file(task.file)
@@ -205,8 +240,8 @@ def _imported(task: _Call) -> ModuleType | None:
         spec = importlib.util.find_spec(task.module)
     except (ImportError, ValueError):
         return None
-    found = spec is not None and spec.origin == task.file
-    return importlib.import_module(task.module) if found else None
+    is_same_file = spec is not None and spec.origin == task.file
+    return importlib.import_module(task.module) if is_same_file else None
 
 
 def _from_file(file: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Training: recipes, the trainer, and the folder of a run."""
+"""Training: recipes, the trainer, and run folders."""
 
 from typing import TYPE_CHECKING
 
@@ -103,7 +103,8 @@ __all__ = [
     "tables_on_meta",
 ]
 
-# They import sharded tables and torch.distributed.checkpoint, which commands that read a recipe do without.
+# Lazy: these modules import sharded tables and torch.distributed.checkpoint, which commands that only read a
+# recipe never need.
 __getattr__ = importer(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""Models that recipes choose from, sized by the dataset."""
+"""Model configurations for recipes; the dataset sets input sizes."""
 
 import logging
 import math
@@ -40,13 +40,13 @@ _logger = logging.getLogger("meshrec.train")
 
 @dataclass(frozen=True, kw_only=True)
 class DLRMConfig(ModelConfig):
-    """DLRM: embeddings, an MLP over dense values, dot products of all pairs, and an MLP over the result."""
+    """DLRM: embeddings, a bottom MLP over dense values, pairwise dot products, and a top MLP over both."""
 
     embedding_dim: int = 16
-    """Width of every table."""
+    """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' initial values; by default small values that depend on the number of
-    rows.
+    """Standard deviation of initial table values; by default small values that depend on the number
+    of rows.
     """
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
@@ -54,7 +54,7 @@ class DLRMConfig(ModelConfig):
     """Hidden layer sizes of the MLP over the dot products."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``."""
+        """Build the model, with tables on ``meta``."""
         return DLRM(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
@@ -65,13 +65,13 @@ class DLRMConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DLRMDCNConfig(ModelConfig):
-    """DLRM with a low-rank cross network in place of the dot products."""
+    """DLRM with a low-rank cross network instead of dot products."""
 
     embedding_dim: int = 16
-    """Width of every table."""
+    """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' initial values; by default small values that depend on the number of
-    rows.
+    """Standard deviation of initial table values; by default small values that depend on the number
+    of rows.
     """
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
@@ -80,10 +80,10 @@ class DLRMDCNConfig(ModelConfig):
     num_crosses: int = 2
     """Number of cross layers."""
     low_rank_dim: int = 32
-    """Number of columns inside a cross layer."""
+    """Low-rank width inside a cross layer."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``."""
+        """Build the model, with tables on ``meta``."""
         return DLRM_DCN(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
@@ -96,13 +96,13 @@ class DLRMDCNConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFMConfig(ModelConfig):
-    """DeepFM: a linear term, products of all pairs, and an MLP, over the same embeddings."""
+    """DeepFM: a linear term, pairwise products, and an MLP over the same embeddings."""
 
     embedding_dim: int = 16
-    """Width of every table."""
+    """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' initial values; by default small values that depend on the number of
-    rows.
+    """Standard deviation of initial table values; by default small values that depend on the number
+    of rows.
     """
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
@@ -110,7 +110,7 @@ class DeepFMConfig(ModelConfig):
     """Hidden layer sizes of the MLP over all vectors."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``."""
+        """Build the model, with tables on ``meta``."""
         return DeepFMModel(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
@@ -121,26 +121,26 @@ class DeepFMConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClickTowersConfig(ModelConfig):
-    """Two towers on clicks: the dot product of a query's and an item's vector is the logit.
+    """Two towers on clicks: the logit is the dot product between query and item vectors.
 
-    Dense values belong to the query. `meshrec export --tower` exports the vectors of one side.
+    The query tower reads all dense values. `meshrec export --tower` exports the vectors of one side.
     """
 
     item_features: tuple[str, ...] = ()
     """Features of the item tower; the query tower reads all others. By default the dataset's item."""
     embedding_dim: int = 16
-    """Width of every table."""
+    """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' initial values; by default small values that depend on the number of
-    rows.
+    """Standard deviation of initial table values; by default small values that depend on the number
+    of rows.
     """
     layers: tuple[int, ...] = (64, 32)
-    """Layer sizes of both towers; the last size is the width of the vectors."""
+    """Layer sizes in both towers; the last size is the vector width."""
     temperature: float = 0.1
     """Divisor of the dot products."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``.
+        """Build the model, with tables on ``meta``.
 
         Raises:
             ValueError: no feature belongs to the item.
@@ -158,32 +158,34 @@ class ClickTowersConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTaskConfig(ModelConfig):
-    """Model for several labels: a mixture over embeddings and dense values, and a tower for each label."""
+    """Multi-task model: a mixture over embeddings and dense values, and a tower per label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
-    """Sharing between tasks: one bottom, gates over shared experts, or shared experts beside own ones."""
+    """Sharing between tasks: one bottom, gates over shared experts, or shared experts next to task-specific
+    experts.
+    """
     embedding_dim: int = 16
-    """Width of every table."""
+    """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' initial values; by default small values that depend on the number of
-    rows.
+    """Standard deviation of initial table values; by default small values that depend on the number
+    of rows.
     """
     expert: tuple[int, ...] = (64, 32)
-    """Layer sizes of the bottom, or of each expert."""
+    """Layer sizes of the shared bottom or of an expert."""
     num_experts: int = 4
-    """Number of experts of MMoE. PLE shares half of them, and gives each task half as many of its own."""
+    """Number of MMoE experts. PLE shares half this number and adds as many for every task."""
     tower: tuple[int, ...] = (32,)
-    """Hidden layer sizes of each task's tower."""
+    """Hidden layer sizes of a task tower."""
 
     def __post_init__(self) -> None:
         if self.num_experts < 2:
             raise ValueError(f"model.num_experts is {self.num_experts}; it must be at least 2.")
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``.
+        """Build the model, with tables on ``meta``.
 
         Raises:
-            ValueError: the data has one label.
+            ValueError: the dataset has only one label.
         """
         num_tasks = len(dataset.labels)
         if num_tasks < 2:
@@ -193,6 +195,7 @@ class MultiTaskConfig(ModelConfig):
             )
         tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
         width = dataset.num_dense + self.embedding_dim * len(dataset.features)
+        # PLE: half as many shared experts, and the same number private to every task.
         half = self.num_experts // 2
         mixtures: dict[str, Callable[[], Mixture]] = {
             "shared_bottom": lambda: SharedBottom(width, self.expert, num_tasks),
@@ -204,24 +207,24 @@ class MultiTaskConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoTowerConfig(ModelConfig):
-    """A user tower and an item tower; the best dot products are searched among all items."""
+    """A user tower and an item tower; retrieval ranks all catalog items by dot product."""
 
     embedding_dim: int = 64
-    """Width of every table."""
+    """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' initial values; by default small values that depend on the number of
-    rows.
+    """Standard deviation of initial table values; by default small values that depend on the number
+    of rows.
     """
     layers: tuple[int, ...] = (128, 64)
-    """Layer sizes of both towers; the last size is the width of the vectors."""
+    """Layer sizes in both towers; the last size is the vector width."""
     temperature: float = 0.05
     """Divisor of the dot products."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``.
+        """Build the model, with tables on ``meta``.
 
         Raises:
-            ValueError: the data has no catalogue of its items.
+            ValueError: the dataset has no item catalog.
         """
         if dataset.item is None or dataset.catalogue is None:
             raise ValueError(
@@ -229,6 +232,7 @@ class TwoTowerConfig(ModelConfig):
                 "Give Dataset one (item, catalogue)."
             )
         tables = _without_seen(dataset, self.embedding_dim)
+        # Features in the catalog describe items; all remaining features belong to the user.
         of_items = set(dataset.catalogue.keys())
         towers = TwoTower(
             _on_meta(tables, self.table_std, is_weighted=dataset.has_id_weights),
@@ -248,29 +252,30 @@ class TwoTowerConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DINConfig(ModelConfig):
-    """DIN: attention over a history that depends on the offered item, and an MLP; see
+    """DIN: attention over a history, conditioned on the candidate item, and an MLP; see
     `meshrec.models.DIN`.
     """
 
     embedding_dim: int = 16
-    """Width of every table."""
+    """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' initial values; by default small values that depend on the number of
-    rows.
+    """Standard deviation of initial table values; by default small values that depend on the number
+    of rows.
     """
     attention: tuple[int, ...] = (64, 32)
-    """Hidden layer sizes of the MLP that weights the history."""
+    """Hidden layer sizes of the attention MLP, which weights the history."""
     over: tuple[int, ...] = (128, 64)
     """Hidden layer sizes of the MLP over all vectors."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``.
+        """Build the model, with tables on ``meta``.
 
         Raises:
-            ValueError: the data does not have an item and exactly one history of it.
+            ValueError: the dataset lacks an item, or does not have exactly one item history.
         """
         item, history = item_and_history(dataset)
         tables = _without_seen(dataset, self.embedding_dim)
+        # The item and the history share this table. The model reads it unpooled; all other tables are pooled.
         own = next(each for each in tables if item in each.feature_names)
         others = [each for each in tables if each is not own]
         bags = _on_meta(others, self.table_std, is_weighted=dataset.has_id_weights) if others else None
@@ -286,7 +291,7 @@ class DINConfig(ModelConfig):
 
 
 def _without_seen(dataset: "Dataset", embedding_dim: int) -> list[EmbeddingBagConfig]:
-    """Return the tables of a dataset, none of which a model reads for the items that a user has seen."""
+    """Return the dataset's table configurations without the seen-items feature, which models never embed."""
     return [
         replace(each, feature_names=names)
         for each in dataset.tables(embedding_dim)
@@ -295,12 +300,12 @@ def _without_seen(dataset: "Dataset", embedding_dim: int) -> list[EmbeddingBagCo
 
 
 def item_and_history(dataset: "Dataset") -> tuple[str, str]:
-    """Return the feature of the item, and the feature of the items before it.
+    """Return the item feature and the history feature that shares the item's table.
 
-    Where the dataset names no item, it is the one feature that shares its table with a history.
+    If ``dataset.item`` is None, search all pairs of a non-sequence feature and a history with a common table.
 
     Raises:
-        ValueError: the dataset does not have exactly these two.
+        ValueError: the dataset has no such pair, or several.
     """
     table_of = {each.name: each.table or each.name for each in dataset.features}
     items = [each.name for each in dataset.features if not each.sequence]
@@ -320,9 +325,9 @@ def item_and_history(dataset: "Dataset") -> tuple[str, str]:
 
 
 def seen_feature(dataset: "Dataset") -> str | None:
-    """Return the feature with items that must not be recommended again: `Dataset.seen`.
+    """Return the feature that lists items to exclude from recommendations: `Dataset.seen`.
 
-    Log a warning if a feature is called so and is not declared: its items are then ranked like all others.
+    Log a warning if a feature is named "seen" but not declared: those items are then ranked as usual.
     """
     if dataset.seen is None and any(each.name == "seen" for each in dataset.features):
         _logger.warning(
@@ -336,7 +341,13 @@ def seen_feature(dataset: "Dataset") -> str | None:
 def sequence_table(
     table: EmbeddingBagConfig, features: Sequence[str], *, std: float | None = None
 ) -> EmbeddingCollection:
-    """Return an unpooled table on ``meta`` that some features of the dataset read."""
+    """Build an unpooled table on ``meta`` from a table configuration.
+
+    Args:
+        table: the configuration; features, pooling and initial values in it are ignored.
+        features: features that read the table.
+        std: standard deviation of initial values, see ``initial_values``.
+    """
     config = EmbeddingConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
@@ -351,9 +362,12 @@ def sequence_table(
 def tables_on_meta(
     dataset: "Dataset", embedding_dim: int, *, std: float | None = None
 ) -> EmbeddingBagCollection:
-    """Return the tables of a dataset on ``meta``, all of one width. Sharding allocates what each rank owns.
+    """Build the dataset's pooled tables on ``meta``. Sharding allocates local shards later.
 
-    ``std``: standard deviation of initial values, see ``initial_values``.
+    Args:
+        dataset: the dataset, which describes the tables.
+        embedding_dim: embedding width, the same for every table.
+        std: standard deviation of initial values, see ``initial_values``.
     """
     return _on_meta(dataset.tables(embedding_dim), std, is_weighted=dataset.has_id_weights)
 
@@ -366,13 +380,16 @@ def _on_meta(
 
 
 def initial_values(std: float | None, *, is_hashed: bool) -> dict[str, Any]:
-    """Return the options of a table for initial values of a standard deviation; None: the table's own values.
+    """Return table options for initial values with standard deviation ``std``; None keeps the table's
+    default.
 
-    They are normal. With hashed keys they are uniform: a package computes those of unknown IDs, too.
+    Values are normal. Tables with hashed keys use uniform values, because an exported package must compute
+    the values for unknown IDs too.
     """
     if std is None:
         return {}
     if is_hashed:
+        # A uniform distribution on [-b, b] has standard deviation b / sqrt(3).
         bound = math.sqrt(3) * std
         return {"weight_init_min": -bound, "weight_init_max": bound}
     return {"init_fn": partial(nn.init.normal_, std=std)}

@@ -1,4 +1,4 @@
-"""Baselines that a model has to beat: the global mean, item popularity, logistic regression, and LightGBM."""
+"""Baselines to beat: the global mean, item popularity, logistic regression, and LightGBM."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,33 +9,45 @@ from torch import Tensor
 
 from meshrec.data import Batch
 from meshrec.metrics import binary_metrics
-from meshrec.train.linear import BATCH, Tell, columns, first_samples, regression
+from meshrec.train.evaluation import Scored
+from meshrec.train.linear import (
+    BATCH,
+    Labelled,
+    Tell,
+    columns,
+    first_samples,
+    regression,
+    weighted_mean,
+    weights_of,
+)
 from meshrec.train.trees import Trees, has_trees
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
 
+# Prior samples at the global mean, see `baselines`.
 _SMOOTHING = 5.0
 
 
 class Baseline(NamedTuple):
-    """The name of a baseline, and its metrics on each part of the data: ``validation``, ``test``."""
+    """Name and metrics of a baseline; ``quality`` maps ``validation`` and ``test`` to metrics."""
 
     name: str
     quality: dict[str, dict[str, float]]
 
 
 def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
-    """Compute baselines one by one: the global mean, item popularity, logistic regression, LightGBM.
+    """Compute baselines in turn: global mean, item popularity, logistic regression, LightGBM.
 
-    Popularity is the item's mean label in training, smoothed with five samples of the global mean. It is left
-    out if the dataset does not name its item. Logistic regression has one weight per ID and per dense value.
-    The validation data chooses its L2 penalty. LightGBM is left out where it is not installed, see
+    Popularity is the item's mean training label, smoothed with five samples at the global mean. It is skipped
+    if the dataset does not name an item. Logistic regression has a weight per ID and per dense value. The
+    validation data selects the L2 penalty. LightGBM is skipped if it is not installed, see
     `meshrec.train.trees`.
 
-    All of them learn from the first 200,000 training samples, see `meshrec.train.linear`. They are evaluated
-    on the same samples as the model: all of the validation and test data. With several labels, each label
-    has its own baselines. As in `Tasks`, the metrics of the first label also appear under their plain names.
+    All baselines learn from the first 200,000 training samples, see `meshrec.train.linear`. They are
+    evaluated on the same samples as the model: all validation and test data, with sample weights. With
+    several labels, every label has separate baselines. As in `Tasks`, the first label's metrics also appear
+    without a prefix.
     """
     if not dataset.labels:
         yield from _of_label(dataset, None, tell)
@@ -51,13 +63,14 @@ def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Ba
 
 
 def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """Compute the baselines of one label; ``number`` is None if there is only one."""
+    """Compute the baselines for one label; ``number`` is None if there is only one."""
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         return (
             batches if number is None else (replace(each, labels=each.labels[:, number]) for each in batches)
         )
 
+    # Baselines are evaluated on all held-out samples, but learn from the first training samples only.
     found = {"validation": dataset.validation, "test": dataset.test}
     judged = {name: reader for name, reader in found.items() if reader is not None}
 
@@ -66,7 +79,7 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
         return samples if number is None else replace(samples, labels=samples.labels[:, number])
 
     train = read(dataset.train)
-    mean = train.labels.mean().clamp(1e-6, 1 - 1e-6)
+    mean = weighted_mean(train.labels, weights_of(train)).clamp(1e-6, 1 - 1e-6)
 
     def quality(logits: Callable[[Batch], Tensor]) -> dict[str, dict[str, float]]:
         return {
@@ -79,14 +92,12 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
         yield Baseline("item popularity", quality(_popularity(dataset, train)))
     chooses = None if dataset.validation is None else read(dataset.validation)
     parts = [
-        (columns(dataset, each, each.dense), each.labels.double().numpy())
-        for each in (train, chooses)
-        if each is not None
+        Labelled.of(each, columns(dataset, each, each.dense)) for each in (train, chooses) if each is not None
     ]
-    weights = regression(*parts, tell=tell).weights
+    fitted = regression(*parts, tell=tell).weights
     yield Baseline(
         "logistic regression",
-        quality(lambda batch: torch.from_numpy(columns(dataset, batch, batch.dense) @ weights)),
+        quality(lambda batch: torch.from_numpy(columns(dataset, batch, batch.dense) @ fitted)),
     )
     if has_trees():
         trees = Trees(dataset, train, lambda reader: label(reader.batches(BATCH)), tell)
@@ -96,14 +107,14 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
 def _judge(
     batches: Iterator[Batch], num_samples: int, logits: Callable[[Batch], Tensor], tell: Tell
 ) -> dict[str, float]:
-    found: list[tuple[Tensor, Tensor]] = []
+    found: list[Scored] = []
     for number, batch in enumerate(batches):
         tell(min(1.0, number * BATCH / num_samples))
-        found.append((logits(batch), batch.labels))
+        found.append(Scored(None, logits(batch), batch.labels, batch.weights))
     tell(1.0)
-    # Not collective: one rank alone computes the baselines.
-    scores, labels = (torch.cat(each) for each in zip(*found, strict=True))
-    return binary_metrics(scores, labels, gather=False)
+    # No collective: only rank 0 computes baselines.
+    _, scores, labels, weights = Scored.joined(found)
+    return binary_metrics(scores, labels, weights, gather=False)
 
 
 def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:
@@ -112,14 +123,17 @@ def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:
     rows = next(each.num_embeddings for each in dataset.features if each.name == item)
     items = train.sparse[item]
     samples = torch.repeat_interleave(torch.arange(len(train)), items.lengths())
-    count = torch.bincount(items.values(), minlength=rows)
-    positive = torch.bincount(items.values(), weights=train.labels[samples], minlength=rows)
-    rate = (positive + _SMOOTHING * train.labels.mean()) / (count + _SMOOTHING)
+    weights = weights_of(train)
+    count = torch.bincount(items.values(), weights=weights[samples], minlength=rows)
+    positive = torch.bincount(items.values(), weights=(train.labels * weights)[samples], minlength=rows)
+    # Smooth with a prior at the global mean, so that rare items do not get a rate of 0 or 1.
+    rate = (positive + _SMOOTHING * weighted_mean(train.labels, weights)) / (count + _SMOOTHING)
     score = torch.logit(rate.double().clamp(1e-6, 1 - 1e-6))
 
     def logits(batch: Batch) -> Tensor:
         judged = batch.sparse[item]
         of = torch.repeat_interleave(torch.arange(len(batch)), judged.lengths())
+        # A bag with several items scores their mean; an empty bag scores 0.
         total = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, of, score[judged.values()])
         return total / judged.lengths().clamp(min=1)
 

@@ -1,4 +1,4 @@
-"""Boosted trees beside a fitted model. LightGBM fits them."""
+"""Boosted trees next to a fitted model, fitted with LightGBM."""
 
 from typing import Any, NamedTuple
 
@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from meshrec.data.faults import needs
-from meshrec.metrics import area_under_curve, auc_interval
+from meshrec.metrics import area_under_curve, auc_interval, effective_sizes, score_histograms
 from meshrec.modules.boosted_trees import Branch, Leaf, scaled
+from meshrec.train.linear import weighted_mean
 
 NUM_LEVELS = 4
 _LEAVES = 6
+# Trees without a better AUC, after which early stopping ends the fit.
 _PATIENCE = 100
+# Weight of the global mean in a row score, and the smallest row weight with a score; see `scores_of`.
 _SMOOTHING = 20.0
 _LEAST = 10
 _OPTIONS = {
@@ -34,60 +37,70 @@ _OPTIONS = {
 
 
 class TreeSamples(NamedTuple):
-    """Samples that trees read: their inputs [B, X] float32, labels [B], and a fitted model's logits [B]."""
+    """Samples that trees read: inputs [B, X] float32; labels, the fitted model's logits and weights,
+    all [B].
+    """
 
     inputs: Tensor
     labels: Tensor
     logits: Tensor
+    weights: Tensor
 
     def where(self, mask: Tensor) -> "TreeSamples":
-        """Return the samples where ``mask`` [B] is True."""
+        """Select the samples where ``mask`` [B] is True."""
         return TreeSamples(*(each[mask] for each in self))
 
 
-def scores_of(ids: Tensor, labels: Tensor, num_rows: int) -> Tensor:
-    """Return a score for each row of a table: the logit of its mean label, less that of all labels.
+def scores_of(ids: Tensor, labels: Tensor, weights: Tensor, num_rows: int) -> Tensor:
+    """Return a score per table row, float32 [num_rows]: the logit of the row's mean label minus the global
+    logit.
 
-    The mean is smoothed with 20 samples of the global mean. Rows with fewer than ten samples have 0.
+    Means are weighted, and smoothed towards the global mean with weight 20. Rows with a total weight below
+    ten score 0.
 
     Args:
-        ids: the rows of the samples' IDs, [n].
-        labels: the label of each ID's sample, [n], 0 or 1.
-        num_rows: number of rows of the table.
+        ids: the table row of every ID, [n].
+        labels, weights: label (0 or 1) and weight of the sample that contains the ID, [n].
+        num_rows: number of table rows.
     """
-    counts = torch.bincount(ids, minlength=num_rows).double()
-    positive = torch.bincount(ids, weights=labels.double(), minlength=num_rows)
-    mean = labels.double().mean().clamp(1e-6, 1 - 1e-6)
+    weights = weights.double()
+    counts = torch.bincount(ids, weights=weights, minlength=num_rows)
+    positive = torch.bincount(ids, weights=labels * weights, minlength=num_rows)
+    mean = weighted_mean(labels, weights).nan_to_num().clamp(1e-6, 1 - 1e-6)
     smoothed = (positive + _SMOOTHING * mean) / (counts + _SMOOTHING)
     scores = torch.logit(smoothed) - torch.logit(mean)
     return torch.where(counts >= _LEAST, scores, 0.0).float()
 
 
 class Boosted(NamedTuple):
-    """A model with trees: its logits times ``share``, plus ``bias``, plus the sum of ``trees``."""
+    """A model with trees: the logit is ``share`` times the model's logit, plus ``bias``, plus the sum over
+    ``trees``.
+    """
 
     share: float
     bias: float
     trees: list[Branch | Leaf]
+    counts: tuple[int, int] = (0, 0)
+    """Number of trees fitted next to the model, and without it."""
 
 
 def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: int) -> Boosted:
-    """Fit trees beside a model.
+    """Fit trees next to a model.
 
-    Half of them learn what the model leaves over; there are none if they make the AUC no better on other
-    samples. The other half learns the labels without the model, and the mean of both logits is taken: it
-    depends less on the samples that were drawn. The model has its own trees alone if their AUC is better than
-    that of the mean by more than its standard error, or if no AUC exists.
+    The first half learns the model's residuals. These trees are dropped if they do not raise the AUC on
+    ``judged``. The second half learns the labels without the model, and the result averages both logits: the
+    mean depends less on the drawn samples. The second half is dropped if the model with residual trees has an
+    AUC above the mean's by more than a standard error. If no AUC exists, there are no trees.
 
     Args:
-        train: the samples to learn from.
-        judged: the samples that choose the number of trees.
-        num_trees: number of trees, at most.
-        seed: of the samples and inputs that each tree draws.
+        train: the training samples.
+        judged: the samples that select the number of trees.
+        num_trees: maximum number of trees.
+        seed: seed for the samples and inputs that a tree draws.
 
     Raises:
         ModuleNotFoundError: LightGBM is not installed.
-        ValueError: a label is neither 0 nor 1. LightGBM would take all labels above 0 for 1.
+        ValueError: a label is neither 0 nor 1. LightGBM would read all labels above 0 as 1.
     """
     between = train.labels[(train.labels != 0) & (train.labels != 1)]
     if len(between):
@@ -95,45 +108,88 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
             f"model.fit_trees: trees learn labels 0 and 1, and a training sample has {float(between[0])}. "
             "Take model.fit_trees 0."
         )
-    before = area_under_curve(judged.logits, judged.labels)
+    # None if the samples have only one class: nothing can select trees then.
+    before = area_under_curve(judged.logits, judged.labels, judged.weights)
     if before is None:
-        return Boosted(1.0, 0.0, [])
+        return Boosted(1.0, 0.0, [], (0, 0))
     over, added = _grown(train, judged, num_trees - num_trees // 2, seed)
     one = judged.logits + added
     after = _auc(one, judged)
     if after <= before:
         over, one, after = [], judged.logits, before
-    bias = float(torch.logit(train.labels.double().mean(), eps=1e-6))
+    bias = _bias(train)
+    # The second half starts from the bias, as if there were no model.
     start = [each._replace(logits=torch.full_like(each.logits, bias)) for each in (train, judged)]
     alone, added = _grown(start[0], start[1], num_trees // 2, seed)
-    positive = float(judged.labels.sum())
-    interval = auc_interval(after, positive, len(judged.labels) - positive)
+    histograms = score_histograms(judged.logits, judged.labels, judged.weights)
+    interval = auc_interval(after, *effective_sizes(histograms))
+    # The interval spans about four standard errors, so a quarter is one.
     if not alone or after - _auc(one + bias + added, judged) > (interval.high - interval.low) / 4:
-        return Boosted(1.0, 0.0, over)
-    return Boosted(0.5, bias / 2, [scaled(each, 0.5) for each in (*over, *alone)])
+        return Boosted(1.0, 0.0, over, (len(over), 0))
+    return _mean(bias, over, alone)
+
+
+def boosted_again(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> Boosted:
+    """Refit as many trees as `boosted` selected, when no samples remain to select with.
+
+    Args:
+        train: the training samples.
+        counts: number of trees next to the model, and without it.
+        seed: as for `boosted`.
+    """
+    over, _ = _grown(train, None, counts[0], seed)
+    if not counts[1]:
+        return Boosted(1.0, 0.0, over, (len(over), 0))
+    bias = _bias(train)
+    alone, _ = _grown(train._replace(logits=torch.full_like(train.logits, bias)), None, counts[1], seed)
+    return _mean(bias, over, alone)
+
+
+def _bias(train: TreeSamples) -> float:
+    return float(torch.logit(weighted_mean(train.labels, train.weights), eps=1e-6))
+
+
+def _mean(bias: float, over: list[Branch | Leaf], alone: list[Branch | Leaf]) -> Boosted:
+    """Average the model plus residual trees with the bias plus independent trees."""
+    trees = [scaled(each, 0.5) for each in (*over, *alone)]
+    return Boosted(0.5, bias / 2, trees, (len(over), len(alone)))
 
 
 def _auc(logits: Tensor, judged: TreeSamples) -> float:
-    found = area_under_curve(logits, judged.labels)
+    found = area_under_curve(logits, judged.labels, judged.weights)
     assert found is not None
     return found
 
 
 def _grown(
-    train: TreeSamples, judged: TreeSamples, num_trees: int, seed: int
+    train: TreeSamples, judged: TreeSamples | None, num_trees: int, seed: int
 ) -> tuple[list[Branch | Leaf], Tensor]:
-    """Return the trees with the best AUC on other samples, and what they add to the logits of these."""
+    """Return the trees with the best AUC on ``judged``, and their contribution to the judged logits. Without
+    ``judged``, return all trees.
+    """
     lightgbm = needs("lightgbm", "lightgbm")
     if not num_trees:
-        return [], torch.zeros_like(judged.logits)
-    data = lightgbm.Dataset(
-        train.inputs.numpy(), train.labels.numpy(), init_score=train.logits.numpy(), params={"verbosity": -1}
-    )
-    other = lightgbm.Dataset(
-        judged.inputs.numpy(), judged.labels.numpy(), init_score=judged.logits.numpy(), reference=data
-    )
-    stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
+        return [], torch.zeros_like(judged.logits if judged is not None else train.logits[:0])
+
+    def data_of(samples: TreeSamples, reference: Any) -> Any:
+        return lightgbm.Dataset(
+            samples.inputs.numpy(),
+            samples.labels.numpy(),
+            # Without weights, LightGBM sums faster.
+            weight=None if bool((samples.weights == 1).all()) else samples.weights.numpy(),
+            init_score=samples.logits.numpy(),
+            reference=reference,
+            params={"verbosity": -1},
+        )
+
+    data = data_of(train, None)
     options = _OPTIONS | {"seed": seed, "num_threads": torch.get_num_threads()}
+    if judged is None:
+        model = lightgbm.train(options, data, num_trees)
+        found = model.dump_model(num_iteration=num_trees)["tree_info"]
+        return [_node(each["tree_structure"]) for each in found], train.logits[:0]
+    other = data_of(judged, data)
+    stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
     model = lightgbm.train(options, data, num_trees, valid_sets=[other], callbacks=[stop])
     found = model.dump_model(num_iteration=model.best_iteration)["tree_info"]
     trees = [_node(each["tree_structure"]) for each in found]
@@ -141,7 +197,7 @@ def _grown(
 
 
 def _node(saved: dict[str, Any]) -> Branch | Leaf:
-    """Return a node, and those below it, from LightGBM's form."""
+    """Convert a LightGBM node and its descendants."""
     if "split_feature" not in saved:
         return Leaf(saved["leaf_value"])
     threshold = np.float32(saved["threshold"])

@@ -1,4 +1,4 @@
-"""Building a recipe's model and optimizers: sharded as planned, or plain in one process."""
+"""Construction of a recipe's model and optimizers: sharded by a plan, or unsharded in one process."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 class Built(NamedTuple):
     """A model ready to train. ``optimizer`` updates tables and dense part, with clipping if the recipe asks
-    for it.
+    for it. ``plan`` is None if the model is unsharded.
     """
 
     model: nn.Module
@@ -45,7 +45,7 @@ class Built(NamedTuple):
     plan: PlannedShardingPlan | None
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return the number of values in all tables, and of the dense part."""
+        """Return the number of parameters in all tables, and in the dense part."""
         tables = 0
         for module in self.model.modules():
             for name in ("embedding_bag_configs", "embedding_configs"):
@@ -58,13 +58,19 @@ class Built(NamedTuple):
 
 
 def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
-    """Build the model with first weights from the recipe's seed: the same under every plan, and unsharded.
+    """Build the model and its optimizers. Initial weights depend on the seed only, not on the plan or on
+    sharding.
 
-    While the model is built, Python's and NumPy's generators give every rank the same numbers. From then on
-    each rank has numbers of its own, a function of the seed and the rank.
+    While the model is built, Python's and NumPy's generators have the same seed on every rank. Afterwards the
+    seed is a function of ``training.seed`` and the rank.
+
+    Args:
+        recipe: the recipe.
+        dataset: the dataset, which sizes the model.
+        ranks: the ranks, from `join`.
 
     Raises:
-        ValueError: on every rank, when no plan fits.
+        ValueError: no plan fits. Raised on every rank.
     """
     seed = recipe.training.seed
     torch.manual_seed(seed)
@@ -92,7 +98,12 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
     # Seed again: the planner and the sample batches have drawn an unknown amount of random numbers.
     torch.manual_seed(recipe.training.seed)
     sharded = DistributedModelParallel(
-        model, env=ranks.env, device=ranks.device, plan=plan, sharders=sharders
+        model,
+        env=ranks.env,
+        device=ranks.device,
+        plan=plan,
+        sharders=sharders,
+        dense_gradients=recipe.training.dense_gradients,
     )
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     return _built(recipe, sharded, sharded.fused_optimizer, dense, plan)
@@ -111,7 +122,7 @@ def _plain(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Ranks) -> Buil
 
 
 def _allocate(collection: TableCollection, device: torch.device, seed: int) -> None:
-    """Give tables on ``meta`` the initial values that sharding would give them."""
+    """Allocate tables from ``meta`` with the initial values that sharding would give."""
     collection.to_empty(device=device)
     for config, weight in collection.tables().values():
         if config.keys is None:  # the first rows of others are a function of their IDs
@@ -119,7 +130,7 @@ def _allocate(collection: TableCollection, device: torch.device, seed: int) -> N
 
 
 def _update(recipe: Recipe) -> UpdateMode:
-    """Return when tables are updated: in the backward pass, or after it if gradients are accumulated or
+    """Return when tables are updated: in the backward pass, or on ``step`` if gradients are accumulated or
     clipped.
     """
     training = recipe.training
@@ -133,7 +144,8 @@ def _built(
     dense_parameters: Mapping[str, Tensor],
     plan: PlannedShardingPlan | None,
 ) -> Built:
-    dense = KeyedOptimizerWrapper(dense_parameters, _factory(recipe.dense))
+    on_cpu = all(parameter.is_cpu for parameter in dense_parameters.values())
+    dense = KeyedOptimizerWrapper(dense_parameters, _factory(recipe.dense, fused=on_cpu))
     optimizer: KeyedOptimizer = CombinedOptimizer([tables, dense])
     limit = recipe.training.clip_norm
     if limit is not None:
@@ -141,8 +153,10 @@ def _built(
     return Built(model, tables, dense, optimizer, plan)
 
 
-def _factory(config: DenseOptimizer) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+def _factory(config: DenseOptimizer, *, fused: bool) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if fused:  # one pass over weights, gradients and state; on a GPU torch's default is fast enough
+        options["fused"] = True
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,

@@ -1,10 +1,9 @@
-"""Softmax cross-entropy: labels that are one of several classes."""
+"""Softmax cross-entropy for labels with several classes."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrec.metrics.classes import class_metrics
@@ -15,13 +14,13 @@ from meshrec.train.losses import Loss
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax(Loss):
-    """Softmax cross-entropy of one output per class; the label is the number of the true class.
+    """Softmax cross-entropy with an output per class; the label is the class index.
 
-    The mean of the classes' AUCs, each against all others, selects the best weights.
+    The mean one-vs-rest AUC selects the best weights.
     """
 
     classes: tuple[Any, ...]
-    """The classes, in the order of the label's: ``Label(kind="class", classes=...)``."""
+    """Classes in label order: ``Label(kind="class", classes=...)``."""
 
     def __post_init__(self) -> None:
         if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
@@ -31,19 +30,22 @@ class Softmax(Loss):
             )
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        self._check(outputs, labels)
-        each = nn.functional.cross_entropy(outputs, labels.long(), reduction="none")
-        return each.sum() if weights is None else (each * weights).sum()
+        losses = self.per_sample(outputs, labels)
+        return losses.sum() if weights is None else (losses * weights).sum()
 
-    def metrics(
-        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
-    ) -> dict[str, float]:
-        """Compute the metrics of classes, with `meshrec.metrics.class_metrics`."""
+    def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor:
         self._check(outputs, labels)
-        return class_metrics(outputs, labels, group=group, gather=gather)
+        return nn.functional.cross_entropy(outputs, labels.long(), reduction="none")
+
+    def _metrics(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
+    ) -> dict[str, float]:
+        """Compute class metrics with `meshrec.metrics.class_metrics`."""
+        self._check(outputs, labels)
+        return class_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the probability of each class, [B, C]."""
+        """Return class probabilities, [B, C]."""
         return torch.softmax(outputs, dim=1)
 
     def score_names(self) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""The source of clicks with histories: a log of what users were shown."""
+"""Click logs with histories as a data source."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.log_columns import LogColumns
 from meshrec.train.recipe import DataSource
 
@@ -19,32 +20,39 @@ _COLUMNS = LogColumns()
 
 @dataclass(frozen=True, kw_only=True)
 class ClickLog(DataSource):
-    """A log of what users were shown, and whether they clicked: will this user click this item?
+    """A log of impressions, and whether users clicked: will this user click this item?
 
-    The files are Parquet or CSV, and are read into memory. Each row becomes a sample with the items that the
-    user clicked before, see `meshrec.data.click_logs.with_histories`. The latest rows are held out. A run
-    learns the vocabularies once, on the training rows, and stores them in its folder.
+    The files are Parquet or CSV, and are read into memory. Every row becomes a sample together with the
+    user's earlier clicks, see `meshrec.data.click_logs.with_histories`. The latest rows are held out. A run
+    learns vocabularies once, on the training rows, and stores them in the run folder.
     """
 
     log: tuple[str, ...]
-    """Files of the log: paths, folders or patterns."""
+    """Log files: paths, folders or patterns."""
+    csv: CsvFormat = DETECTED
+    """CSV format; settings not given are detected."""
     columns: LogColumns = _COLUMNS
-    """The columns of the log, and the rows that count."""
+    """Log columns, and the rows that count."""
     label: str = "clicked"
-    """Column that is 1 where the user clicked, and 0 elsewhere."""
+    """Column with 1 where the user clicked and 0 elsewhere."""
     history: int = 20
     """Maximum number of items in a history."""
     validation_share: float = 0.1
-    """Share of the rows for validation, which come before those of the test."""
+    """Share of rows for validation, which come before the test rows."""
     test_share: float = 0.1
-    """Share of the rows for the test, the latest ones."""
+    """Share of rows for the test, the latest rows."""
     on_error: Literal["raise", "skip"] = "raise"
     """Handling of damaged rows."""
     seed: int = 0
-    """Seed of the shuffle."""
+    """Shuffle seed."""
 
-    def table(self, data: Any = None) -> "pa.Table":
-        """Read the log, or another one of the same form, with the history of each row."""
+    def table(self, data: Any = None, features: "Features | None" = None) -> "pa.Table":
+        """Read the log, or another log of the same form, and add a history to every row.
+
+        Args:
+            data: another log; None: the recipe's log.
+            features: fitted features, which fix the column kinds in CSV files; None: infer them.
+        """
         from meshrec.data.click_logs import with_histories
         from meshrec.data.faults import Faults
         from meshrec.data.frames import read_columns
@@ -52,41 +60,49 @@ class ClickLog(DataSource):
         from meshrec.data.logs import LogTable
 
         paths = self.log if data is None else data
-        name = paths if isinstance(paths, str) else str(paths[0])
-        table = read_columns(paths, [*self.columns.names(), self.label, HISTORY])
-        log = LogTable(Path(name).name, table, self.columns)
+        name = str(paths if isinstance(paths, str | Path) else paths[0])
+        kinds = {**self.columns.kinds(features), self.label: "numeric"}
+        table = read_columns(paths, [*self.columns.names(), self.label, HISTORY], kinds, self.csv)
+        log = LogTable(Path(name).name, table, self.columns, paths)
         return with_histories(log, self.label, self.history, Faults(self.on_error))
 
     def fit(self) -> "Features":
-        """Learn the vocabularies of the training rows."""
+        """Learn vocabularies from the training rows."""
         return self._frame().fit()
 
     def dataset(self, features: "Features") -> "Dataset":
-        """Make the dataset with features that are fitted already."""
-        return self._frame().dataset(features)
+        """Make the dataset with fitted features."""
+        return self._frame(features=features).dataset(features)
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open another log, whose rows have their histories from it."""
+        """Open another log for scoring; histories come from the same log.
+
+        Args:
+            features: fitted features.
+            data: paths, folders or patterns.
+            labelled: whether the log has labels to evaluate against.
+        """
         from meshrec.data.interactions import HISTORY
 
-        found = self._frame(data).scored(features, self.table(data), labelled=labelled)
-        # The history was derived: beside a score, user and item say which row it is.
+        table = self.table(data, features)
+        found = self._frame(data, features).scored(features, table, labelled=labelled)
+        # The history is derived: user and item already identify the row next to a score.
         return replace(found, id_columns=tuple(each for each in found.id_columns if each != HISTORY))
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the columns of a row with its history, and their types."""
-        return self.table().schema
+        """Return the schema of a row with its history."""
+        return self.table(features=features).schema
 
     def load(self) -> "Dataset":
-        """Learn the vocabularies, and make the dataset."""
+        """Learn vocabularies, and make the dataset."""
         return self.dataset(self.fit())
 
-    def _frame(self, data: Any = None) -> "Frame":
+    def _frame(self, data: Any = None, features: "Features | None" = None) -> "Frame":
         from meshrec.data.click_logs import features_of_clicks
         from meshrec.train.sources import Frame
 
         return Frame(
-            train=self.table(data),
+            train=self.table(data, features),
             features=features_of_clicks(self.columns, self.label, self.history),
             split_by="time",
             split_column=self.columns.time,

@@ -1,6 +1,6 @@
-"""Metrics over all ranks: of the training steps since the last line, and of validation data."""
+"""Metrics over all ranks, for recent training steps and for evaluation data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 
 DEFAULT_LOSS = BinaryCrossEntropy()
 EVALUATION_BATCH = 4096
-"""Samples per rank and step of an evaluation."""
+"""Samples per rank and evaluation step."""
 
 
 class Window:
-    """Outputs of the steps since the last line of metrics."""
+    """Outputs since the last metrics line."""
 
     def __init__(self, loss: Loss = DEFAULT_LOSS) -> None:
         self._loss = loss
+        # Detached outputs since the last `take`, which clears them.
         self._outputs: list[Outputs] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no outputs."""
+        """Whether the window has no outputs."""
         return not self._outputs
 
     def add(self, outputs: list[Outputs]) -> None:
@@ -35,23 +36,44 @@ class Window:
         self._outputs += outputs
 
     def take(self, ranks: Ranks) -> dict[str, float]:
-        """Return the loss's metrics over all ranks' samples, and start again. Collective."""
+        """Return metrics over all ranks' samples, and clear the window. Collective."""
         outputs, self._outputs = self._outputs, []
         logits = torch.cat([each.logits for each in outputs]).cpu()
         labels = torch.cat([each.labels for each in outputs]).cpu()
-        return self._loss.metrics(logits, labels, group=ranks.control)
+        weights = joined_weights([(each.weights, len(each.labels)) for each in outputs])
+        return self._loss.metrics(logits, labels, weights, group=ranks.control)
+
+
+def joined_weights(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
+    """Join sample weights from batches of the given sizes, on the CPU; None if no batch has weights."""
+    if all(weights is None for weights, _ in parts):
+        return None
+    return torch.cat([torch.ones(size) if weights is None else weights.cpu() for weights, size in parts])
 
 
 class Scored(NamedTuple):
-    """The model's outputs for one batch of a reader, on this rank, on the CPU.
+    """Model outputs for a batch from a reader, on this rank, on the CPU.
 
-    ``rows_B`` are row numbers of the samples (see `meshrec.data.Reader.files`), or None if the reader has
-    none. ``labels_B`` are NaN if the data has no labels.
+    ``rows_B`` are sample row numbers (see `meshrec.data.Reader.files`), or None if the reader does not number
+    rows. ``labels_B`` are NaN if the data has no labels, and ``weights_B`` is None if samples have no
+    weights.
     """
 
     rows_B: Tensor | None
     logits_B: Tensor
     labels_B: Tensor
+    weights_B: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Scored]") -> "Scored":
+        """Join samples from several batches or ranks."""
+        rows = [part.rows_B for part in parts if part.rows_B is not None]
+        return cls(
+            torch.cat(rows) if rows else None,
+            torch.cat([part.logits_B for part in parts]),
+            torch.cat([part.labels_B for part in parts]),
+            joined_weights([(part.weights_B, len(part.labels_B)) for part in parts]),
+        )
 
 
 def score(
@@ -60,21 +82,24 @@ def score(
     ranks: Ranks,
     *,
     batch_size: int = EVALUATION_BATCH,
-    bf16: bool = False,
     watch: "Callable[[Batch], None] | None" = None,
 ) -> Iterator[Scored]:
-    """Compute the model's logits for this rank's part of ``reader``, in the reader's order.
+    """Compute logits for this rank's part of ``reader``, in reader order.
 
-    Every rank computes batches of ``batch_size`` samples, with the last one padded: matrix libraries sum in
-    another order for other sizes, and logits must not depend on the number of ranks.
+    Every rank computes batches of ``batch_size`` samples and pads the last batch: matrix libraries sum in
+    another order at other sizes, and logits must not depend on the number of ranks.
 
     Collective: all ranks take the same number of steps. The model is in training mode afterwards.
 
     Args:
-        watch: is called with each batch.
+        model: a model called as ``model(dense, sparse)``.
+        reader: the samples, which are divided among the ranks.
+        ranks: the ranks, from `join`.
+        batch_size: samples per rank and step.
+        watch: called with every batch before it is scored.
 
     Raises:
-        ValueError: the dense values of a batch are NaN or infinite.
+        ValueError: a batch has NaN or infinite dense values.
     """
     model.eval()
     try:
@@ -83,37 +108,49 @@ def score(
                 watch(batch)
             if not bool(batch.dense.isfinite().all()):  # training would end with a loss that is not finite
                 raise ValueError("a batch to score has dense values that are NaN or infinite. Repair them.")
+            # The padding is cut off below: every rank computes the same shapes.
             whole = batch.padded(batch_size).to(ranks.device)
             with torch.no_grad():
-                logits = forward(model, whole, ranks.device, bf16=bf16)
-            yield Scored(batch.rows, logits[: len(batch)].cpu(), batch.labels)
+                logits = forward(model, whole, ranks.device)
+            yield Scored(batch.rows, logits[: len(batch)].cpu(), batch.labels, batch.weights)
     finally:
         model.train()
 
 
 def evaluate(
-    model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False, loss: Loss = DEFAULT_LOSS
+    model: nn.Module, reader: "Reader", ranks: Ranks, *, loss: Loss = DEFAULT_LOSS
 ) -> dict[str, float]:
-    """Return the loss's metrics on all of ``reader``; for clicks those of `meshrec.metrics.binary_metrics`.
+    """Return the loss's metrics on all samples in ``reader``; for clicks `meshrec.metrics.binary_metrics`.
 
     Collective. The model is in training mode afterwards.
 
     Args:
-        model: a model that is called as ``model(dense, sparse)``.
+        model: a model called as ``model(dense, sparse)``.
         reader: the samples, which are divided among the ranks.
         ranks: the ranks, from `join`.
-        bf16: compute the dense part in bfloat16.
-        loss: computes the metrics from outputs and labels.
+        loss: computes metrics from outputs and labels.
 
     Returns:
-        The metrics by name, equal on all ranks.
+        Metrics by name, equal on all ranks.
     """
-    return loss.metrics(*outputs_of(model, reader, ranks, bf16=bf16), group=ranks.control)
+    return loss.metrics(*outputs_of(model, reader, ranks), group=ranks.control)
 
 
-def outputs_of(
-    model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the logits and the labels of this rank's part of ``reader``. Collective."""
-    found = list(score(model, reader, ranks, bf16=bf16))
-    return torch.cat([each.logits_B for each in found]), torch.cat([each.labels_B for each in found])
+def outputs_of(model: nn.Module, reader: "Reader", ranks: Ranks) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return logits, labels and weights for this rank's part of ``reader``. Collective.
+
+    Args:
+        model: a model called as ``model(dense, sparse)``.
+        reader: the samples, which are divided among the ranks.
+        ranks: the ranks, from `join`.
+    """
+    scored = Scored.joined(list(score(model, reader, ranks)))
+    return scored.logits_B, scored.labels_B, scored.weights_B
+
+
+def batch_for(reader: "Reader") -> int:
+    """Return the evaluation batch size per rank during training: the next power of two for small readers.
+
+    It does not depend on the number of ranks.
+    """
+    return min(EVALUATION_BATCH, 1 << max(reader.num_samples - 1, 0).bit_length())

@@ -1,4 +1,4 @@
-"""The explanation of a trained model: the AUC that it loses without a feature, and its metrics by value."""
+"""Explanation of a trained model: permutation importance, and metrics by feature value."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +11,7 @@ from meshrec.data.batch import Batch
 from meshrec.data.samples import gather_ranges
 from meshrec.metrics import binary_metrics, sliced_metrics
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
+from meshrec.train.evaluation import joined_weights
 from meshrec.train.ranks import Ranks
 from meshrec.train.step import forward
 
@@ -18,25 +19,25 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
 
 _SAMPLES = 8192
-"""Samples over all ranks that are looked at: the first of the data."""
+"""Number of samples over all ranks to examine, from the start of the data."""
 _MOST_FEATURES = 64
 _MOST_VALUES = 8
 _MOST_SLICED = 6
 _COVERED = 0.5
-"""A feature is sliced if its most frequent values have this share of the samples."""
+"""Slice a feature only if its most frequent values cover this share of samples."""
 
 
 class Explained(NamedTuple):
-    """Permutation importance, and slices, on a sample of the validation data."""
+    """Permutation importance and slices, on a validation sample."""
 
     samples: int
     importance: dict[str, float]
-    """The AUC that is lost if the values of a feature are shuffled among the samples, largest first."""
+    """AUC lost if a feature's values are shuffled among samples, in decreasing order."""
     slices: dict[str, dict[int, dict[str, float]]]
-    """Metrics by feature, for the rows of its table that occur most; row -1: all others."""
+    """Metrics by feature for its most frequent table rows; row -1: all other rows."""
 
     def to_json(self, names: "dict[str, dict[int, str]] | None" = None) -> dict[str, Any]:
-        """Return plain JSON types. ``names``: values by feature and row, where they are known."""
+        """Return plain JSON types. ``names``: values by feature and row, where they are available."""
         slices = {
             feature: {
                 "others" if row < 0 else (names or {}).get(feature, {}).get(row, f"row {row}"): metrics
@@ -47,23 +48,29 @@ class Explained(NamedTuple):
         return {"samples": self.samples, "importance": self.importance, "slices": slices}
 
 
-def explain(
-    model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks, *, bf16: bool = False
-) -> Explained | None:
-    """Compute the AUC without each feature, by shuffling its values. Collective.
+def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks) -> Explained | None:
+    """Compute the AUC loss per feature by shuffling its values. Collective.
 
-    Breiman, "Random forests" (2001), on data that the model was not fitted to. Each rank shuffles within its
-    own batches. Features that say the same as others count little, because the others stand in for them.
+    Breiman, "Random forests" (2001), on data the model was not fitted to. A rank shuffles within local
+    batches. Redundant features count little, because they stand in for one another.
+
+    Args:
+        model: a model called as ``model(dense, sparse)``; in training mode afterwards.
+        dataset: the dataset, which names the features.
+        reader: the samples, which are divided among the ranks.
+        ranks: the ranks, from `join`.
 
     Returns:
-        None if the samples have labels of one class only. The model is in training mode afterwards.
+        None if the samples have labels of only one class.
     """
     batches = list(_first(reader, ranks))
     model.eval()
     try:
-        plain = _scored(model, batches, ranks, bf16)
+        plain = _scored(model, batches, ranks)
         labels = torch.cat([batch.labels for batch in batches])
-        before = binary_metrics(plain, labels, group=ranks.control).get("auc")
+        weights = joined_weights([(batch.weights, len(batch)) for batch in batches])
+        # The metrics are collective, so all ranks leave here together.
+        before = binary_metrics(plain, labels, weights, group=ranks.control).get("auc")
         if before is None:
             return None
         importance = {}
@@ -71,18 +78,19 @@ def explain(
         numbers = list(dataset.dense_names) or [f"dense {number}" for number in range(dataset.num_dense)]
         for at, name in enumerate([*names, *numbers][:_MOST_FEATURES]):
             feature = name if at < len(names) else at - len(names)
-            without = _scored(model, [_shuffled(batch, feature) for batch in batches], ranks, bf16)
-            importance[name] = before - binary_metrics(without, labels, group=ranks.control)["auc"]
+            without = _scored(model, [_shuffled(batch, feature) for batch in batches], ranks)
+            importance[name] = before - binary_metrics(without, labels, weights, group=ranks.control)["auc"]
     finally:
         model.train()
     ids = {name: _rows(batches, name) for name in names}
-    gathered = [each for each in ranks.collect((plain, labels, ids)) if len(each[1])]
+    gathered = [each for each in ranks.collect((plain, labels, ids, weights)) if len(each[1])]
     plain, labels = (torch.cat([each[part] for each in gathered]) for part in (0, 1))
+    weights = joined_weights([(each[3], len(each[1])) for each in gathered])
     slices: dict[str, dict[int, dict[str, float]]] = {}
     for name in sorted(names, key=lambda each: -importance.get(each, 0.0)):
         rows = [each[2][name] for each in gathered]
         if all(each is not None for each in rows) and len(slices) < _MOST_SLICED:
-            found = _slices(plain, labels, np.concatenate(rows))
+            found = _slices(plain, labels, weights, np.concatenate(rows))
             slices |= {name: found} if found else {}
     ordered = dict(sorted(importance.items(), key=lambda each: -each[1]))
     return Explained(len(labels), ordered, slices)
@@ -96,17 +104,18 @@ def _first(reader: "Reader", ranks: Ranks) -> Iterator[Batch]:
         yield batch
 
 
-def _scored(model: nn.Module, batches: list[Batch], ranks: Ranks, bf16: bool) -> Tensor:
+def _scored(model: nn.Module, batches: list[Batch], ranks: Ranks) -> Tensor:
     found = []
     for batch in batches:
         with torch.no_grad():
-            logits = forward(model, batch.padded(1024).to(ranks.device), ranks.device, bf16=bf16)
+            logits = forward(model, batch.padded(1024).to(ranks.device), ranks.device)
         found.append(logits[: len(batch)].cpu())
     return torch.cat(found)
 
 
 def _shuffled(batch: Batch, feature: str | int) -> Batch:
-    """Return the batch with the IDs of a feature, or a dense column, in another order of samples."""
+    """Permute a feature's IDs, or a dense column, among the samples of a batch."""
+    # A fixed seed: the order is a function of the batch size, and equal for all features.
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     if isinstance(feature, int):
         dense = batch.dense.clone()
@@ -128,7 +137,7 @@ def _shuffled(batch: Batch, feature: str | int) -> Batch:
 
 
 def _rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64] | None":
-    """Return the row of each sample, or None for a feature that has no single ID."""
+    """Return the table row per sample, or None if a sample has several IDs or none."""
     each = [batch.sparse[name] for batch in batches]
     if not all(bool((ids.lengths() == 1).all()) for ids in each):
         return None
@@ -136,7 +145,7 @@ def _rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64] | Non
 
 
 def _slices(
-    logits: Tensor, labels: Tensor, rows: "np.typing.NDArray[np.int64]"
+    logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
     values, places, counts = np.unique(rows, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MOST_VALUES]
@@ -145,6 +154,6 @@ def _slices(
     number = np.full(len(values), len(order))
     number[order] = np.arange(len(order))
     rest = len(order) < len(values)
-    found = sliced_metrics(logits, labels, number[places], len(order) + rest)
+    found = sliced_metrics(logits, labels, number[places], len(order) + rest, weights=weights)
     names = [*(int(values[at]) for at in order), *([-1] if rest else [])]
     return dict(zip(names, found, strict=True))

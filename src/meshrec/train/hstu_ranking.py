@@ -1,4 +1,4 @@
-"""The ranker of HSTU layers in recipes: its data, its model, and the recipe."""
+"""HSTU ranking in recipes: data, model, and recipe."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImpressions(DataSource):
-    """Synthetic impressions in order of time, with eleven tables and a known best AUC."""
+    """Synthetic impressions in time order, with eleven tables and a known optimal AUC."""
 
     num_users: int = 1500
     """Number of users."""
     num_items: int = 1000
     """Number of items."""
     longest: int = 80
-    """Largest number of impressions of a user."""
+    """Maximum number of impressions per user."""
     history: int = 50
-    """Largest number of impressions in a history."""
+    """Maximum number of impressions in a history."""
     seed: int = 0
-    """Seed of users, items and clicks."""
+    """Seed for users, items and clicks."""
 
     def load(self) -> "Dataset":
         """Generate the impressions."""
@@ -47,42 +47,40 @@ class SyntheticImpressions(DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class HSTURankerConfig(ModelConfig):
-    """HSTU as a ranker of candidates; see `meshrec.models.HSTURanker`.
+    """HSTU as a candidate ranker; see `meshrec.models.HSTURanker`.
 
-    The sizes of MLPerf's DLRM-v4 are ``embedding_dim=512, width=512, num_blocks=3, num_heads=4``.
+    MLPerf's DLRM-v4 has ``embedding_dim=512, width=512, num_blocks=3, num_heads=4``.
     """
 
     embedding_dim: int = 32
-    """Width of every table."""
+    """Embedding width, the same for every table."""
     table_std: float | None = 0.02
-    """Standard deviation of the tables' initial values; if none, small values that depend on the number of
-    rows.
-    """
+    """Standard deviation of initial table values; if none, small values that depend on the number of rows."""
     width: int = 64
-    """Width of the tokens."""
+    """Token width."""
     num_blocks: int = 3
     """Number of layers."""
     num_heads: int = 4
     """Number of attention heads, among which the width is divided."""
     times: bool = True
-    """Whether the attention sees how much time lies between items, if the data has times."""
+    """Whether the attention sees the time between items, if the data has times."""
     dropout: float = 0.1
-    """Share of values that training drops."""
+    """Dropout rate in training."""
     max_candidates: int = 512
-    """Largest number of candidates of a request."""
+    """Maximum number of candidates per request."""
 
     @property
     def attention_width(self) -> int:
         return self.width
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``.
+        """Build the model, with tables on ``meta``.
 
-        A sequence that shares a table with a feature of the candidate describes the items of the history;
-        every other sequence says what the user did with them. All other features are the user's.
+        A sequence that shares a table with a candidate feature describes items in the history. Other
+        sequences describe the user's actions on those items. All remaining features belong to the user.
 
         Raises:
-            ValueError: no sequence shares a table with a feature, or the length of histories is not known.
+            ValueError: no sequence shares a table with a feature, or the history length is unknown.
         """
         read = [each for each in dataset.features if each.num_embeddings]
         single = {each.table or each.name: each.name for each in read if not each.sequence}
@@ -127,7 +125,7 @@ class HSTURankerConfig(ModelConfig):
 
 
 def hstu_ranker() -> Recipe:
-    """Train HSTU (as MLPerf's DLRM-v4) on impressions in order of time: will this user click this item?"""
+    """Train HSTU (as MLPerf's DLRM-v4) on impressions in time order: will this user click this item?"""
     return Recipe(
         name="hstu_ranker",
         data=SyntheticImpressions(),

@@ -1,4 +1,4 @@
-"""Evaluation of a run's weights: on validation data as they are trained, on test data once, at the end."""
+"""Evaluation of a run's weights: on validation data during training, on test data once at the end."""
 
 import math
 from typing import Any
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.data import Dataset, Reader
-from meshrec.metrics import auc_interval, curves_of, score_histograms
-from meshrec.metrics.named import quality
-from meshrec.train.evaluation import outputs_of
+from meshrec.metrics import auc_interval, curves_of, effective_sizes, score_histograms
+from meshrec.metrics.named import quality, title_of
+from meshrec.models.repeats import RepeatScores
+from meshrec.train.evaluation import EVALUATION_BATCH, Scored, batch_for, joined_weights, score
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
@@ -17,9 +18,11 @@ from meshrec.train.stopping import EarlyStopping
 from meshrec.train.watch import LossError
 
 _LEAD = 0.02
-"""The lead of fitted first weights, as a share of the 95 % interval of their AUC. The best of many
-evaluations on few samples is better than the first one by chance.
+"""Lead for fitted initial weights, as a share of the 95 % confidence interval of the AUC. The best of many
+evaluations on few samples beats the first by chance.
 """
+_TESTED = 100_000
+"""Maximum number of validation samples in the paired loss test: so many leave no doubt about a difference."""
 
 
 class Judge:
@@ -32,75 +35,141 @@ class Judge:
         ranks: the ranks, from `join`.
 
     Attributes:
-        early: counts the evaluations without a better result.
-        validation: validation metrics of the weights that the run reports.
-        test: test metrics of these weights. The test data is read once, at the end.
-        curves: the ROC curve and the calibration of these weights by part of the data, for clicks only; see
+        early: counts evaluations without a better result.
+        validation: validation metrics for the reported weights.
+        test: test metrics for the reported weights. The test data is read once, at the end.
+        curves: ROC curve and calibration by part of the data, for clicks only; see
             `meshrec.metrics.curves_of`.
-        weights_step: the step of these weights: the best by validation AUC, or the last.
-        last_step: the step of the last evaluation of this process; -1 before it.
+        weights_step: step of the reported weights: the best by validation AUC, or the last.
+        last_step: step of this process's last evaluation; -1 before it.
     """
 
     def __init__(self, recipe: Recipe, dataset: Dataset, model: nn.Module, ranks: Ranks) -> None:
         self._recipe, self._dataset, self._model, self._ranks = recipe, dataset, model, ranks
-        self.early = EarlyStopping(recipe.training.patience)
+        self.early = EarlyStopping(recipe.training.patience, recipe.training.chance_patience)
         self.validation: dict[str, float] = {}
         self.test: dict[str, float] = {}
         self.curves: dict[str, Any] = {}
         self.weights_step = 0
         self.last_step = -1
+        # Score histograms by part of the data, from the last evaluation; for BinaryCrossEntropy only.
         self._histograms: dict[str, Tensor] = {}
 
     def validate(self, step: int) -> bool:
         """Evaluate the current weights on the validation data; return whether they are the best so far.
 
         Raises:
-            LossError: the loss on the validation data is not finite.
+            LossError: a validation metric is NaN, or the loss is infinite.
+            ValueError: all validation sample weights are 0.
         """
-        self.remeasure(step, step)
+        self._choose_repeats(step)
+        self._validate(step, step, tests=True)
         self.last_step = step
         return self.early.improves(quality(self.validation), step)
 
+    def _choose_repeats(self, step: int) -> None:
+        """Select how repeated items rank against new items; see [Note: repeated items]."""
+        reader = self._dataset.validation
+        assert reader is not None
+
+        def measured() -> float:
+            metrics = self._metrics("validation", self._scored(reader, batch_for(reader)), step)
+            return quality(metrics) or 0.0
+
+        for module in self._model.modules():
+            if isinstance(module, RepeatScores):
+                module.choose(measured)
+
     def remeasure(self, weights_step: int, step: int) -> None:
-        """Evaluate the weights of ``weights_step``, which the model has now, on the validation data.
+        """Evaluate the loaded weights, from ``weights_step``, on the validation data.
 
         ``step`` is the current step, for messages.
         """
-        assert self._dataset.validation is not None
-        self.validation = self._metrics("validation", self._dataset.validation, step)
+        self._validate(weights_step, step, tests=False)
+
+    def _validate(self, weights_step: int, step: int, *, tests: bool) -> None:
+        reader = self._dataset.validation
+        assert reader is not None
+        scored = self._scored(reader, batch_for(reader))
+        self.validation = self._metrics("validation", scored, step)
         self.weights_step = weights_step
+        test = self.early.test
+        # A run that is resumed at its end evaluates its last step again.
+        is_new = test.step is None or step > self.early.last_step
+        if tests and is_new and test.patience is not None:
+            self._test(scored, reader.num_samples, step)
+
+    def _test(self, scored: Scored, num_samples: int, step: int) -> None:
+        """Run the paired test on sample losses against earlier weights; see `PairedTest`.
+
+        Samples are sorted by row number, so that the result does not depend on the number of ranks. Samples
+        without row numbers are not tested.
+        """
+        losses = self._recipe.loss.per_sample(scored.logits_B, scored.labels_B)
+        if losses is None or scored.rows_B is None:
+            return
+        # Every k-th row number, so that all evaluations test the same samples on any number of ranks.
+        tested = scored.rows_B % -(-num_samples // _TESTED) == 0
+        weights = None if scored.weights_B is None else scored.weights_B[tested]
+        parts = self._ranks.collect((scored.rows_B[tested], losses[tested], weights))
+        order = torch.cat([part[0] for part in parts]).argsort(stable=True)
+        found = joined_weights([(part[2], len(part[0])) for part in parts])
+        every = None if found is None else found[order]
+        self.early.test.add(torch.cat([part[1] for part in parts])[order], every, step)
 
     def prefer_first(self) -> None:
-        """Give the current weights a lead: later ones must be better by more than chance.
+        """Give the current weights a lead: later weights must be better by more than chance.
 
         Call it after the current weights were evaluated on the validation data, if there is any.
         """
         auc = self.validation.get("auc")
         if auc is not None:
-            counts = self._ranks.sum(self._histograms["validation"][:2].sum(1).tolist())
-            interval = auc_interval(auc, *counts)
+            interval = auc_interval(auc, *effective_sizes(self._total(self._histograms["validation"])))
             self.early.best_auc = auc + _LEAD * (interval.high - interval.low)
 
     def examine(self, step: int) -> None:
         """Evaluate the final weights on the test data."""
         assert self._dataset.test is not None
-        self.test = self._metrics("test", self._dataset.test, step)
+        self.test = self._metrics("test", self._scored(self._dataset.test, EVALUATION_BATCH), step)
 
     def draw_curves(self) -> None:
-        """Compute ``curves`` from the last evaluation of each part of the data."""
+        """Compute ``curves`` from the last evaluation per part of the data."""
         for data, histograms in self._histograms.items():
-            total = self._ranks.sum(histograms.flatten().tolist())
-            self.curves[data] = curves_of(torch.tensor(total, dtype=torch.float64).view(histograms.shape))
+            # Summed over ranks only when needed: evaluations during training keep local histograms.
+            self.curves[data] = curves_of(self._total(histograms))
 
-    def _metrics(self, data: str, reader: Reader, step: int) -> dict[str, float]:
-        recipe = self._recipe
-        outputs = outputs_of(self._model, reader, self._ranks, bf16=recipe.training.bf16)
+    def _total(self, histograms: Tensor) -> Tensor:
+        sums = self._ranks.sum(histograms.flatten().tolist())
+        return torch.tensor(sums, dtype=torch.float64).view(histograms.shape)
+
+    def _scored(self, reader: Reader, batch_size: int) -> Scored:
+        """Score this rank's part of a reader."""
+        return Scored.joined(list(score(self._model, reader, self._ranks, batch_size=batch_size)))
+
+    def _metrics(self, data: str, scored: Scored, step: int) -> dict[str, float]:
+        recipe, outputs = self._recipe, (scored.logits_B, scored.labels_B, scored.weights_B)
         found = recipe.loss.metrics(*outputs, group=self._ranks.control)
+        self._refuse_undefined(data, step, found, outputs)  # a NaN has no bin
         if isinstance(recipe.loss, BinaryCrossEntropy):
             self._histograms[data] = score_histograms(*outputs)
-        if not math.isfinite(found.get("loss", 0.0)):
-            raise LossError(
-                f"step {step}: the loss on the validation data is {found['loss']}. Lower the learning rates "
-                "(--tables.lr, --dense.lr), or clip the gradients (--training.clip-norm 1)."
-            )
         return found
+
+    def _refuse_undefined(
+        self, data: str, step: int, metrics: dict[str, float], outputs: tuple[Tensor, Tensor, Tensor | None]
+    ) -> None:
+        """Raise an error if all sample weights are 0, a metric is NaN, or the loss is infinite."""
+        logits, _, weights = outputs
+        if not metrics and weights is not None:
+            num, num_weighted = self._ranks.sum([float(len(weights)), float((weights > 0).sum())])
+            if num and not num_weighted:
+                raise ValueError(
+                    f"the {data} data has no metrics: all its sample weights are 0. Give rows weights."
+                )
+        for name, value in metrics.items():
+            if math.isnan(value) or (name == "loss" and math.isinf(value)):
+                num_nan, num = self._ranks.sum([float(logits.isnan().sum()), float(logits.numel())])
+                raise LossError(
+                    f"step {step}: the {title_of(name)} on the {data} data is {value}: {num_nan:,.0f} of "
+                    f"{num:,.0f} scores are NaN. Lower the learning rates (--tables.lr, --dense.lr), or clip "
+                    "the gradients (--training.clip-norm 1)."
+                )

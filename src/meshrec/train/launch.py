@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshrec.comms.joining import STORE_VARIABLE
+from meshrec.durable import scratch_folder
+from meshrec.interpreter import interpreter_arguments
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.stopped_ranks import StoppedRanks
 
@@ -33,7 +34,7 @@ _RANK = (
 
 
 class Ended(NamedTuple):
-    """The end of the ranks: an exit code, and the error of the rank that failed first."""
+    """Result of a launch: an exit code, and the error of the rank that failed first."""
 
     code: int
     error: str | None
@@ -50,43 +51,42 @@ def launch(
 ) -> Ended:
     """Run ``meshrec ARGUMENTS`` in ``num_ranks`` processes, and wait for them.
 
-    Ctrl-C and SIGTERM are passed on: the ranks stop at the next step. Ranks share the cores of this machine
-    unless OMP_NUM_THREADS is set. A rank that is stopped (SIGSTOP) for longer than ``rank_timeout`` seconds
-    is killed. Once a rank has failed, ranks that do not end by themselves are killed as well: a process that
-    hangs would keep the others waiting.
+    Ctrl-C and SIGTERM are passed on: the ranks stop at the next step. Ranks share this machine's cores unless
+    OMP_NUM_THREADS is set. After a failure, ranks that do not end by themselves are killed, because a hanging
+    process would block the others.
+
+    Args:
+        arguments: command line of the ranks.
+        num_ranks: number of ranks.
+        folder: run folder, which receives errors, logs and process IDs.
+        max_restarts: restarts after a failure before giving up.
+        environment: additional environment variables for the ranks.
+        rank_timeout: seconds after which a stopped rank (SIGSTOP) is killed.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from meshrec.train.rendezvous import BACKEND
+    from torch.distributed.launcher.api import elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend=BACKEND,
-        max_restarts=max_restarts,
-        monitor_interval=0.1,
-        shutdown_timeout=_SHUTDOWN_SECONDS,
-    )
+    # Without this limit, every rank would start a thread per core.
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    # The launcher's children inherit os.environ, so it is changed here and restored below.
     before = dict(os.environ)
+    # Filled by the watch thread, and read only after that thread has ended.
     silent: set[int] = set()
-    # mkdtemp gives the folder to this user alone: see [Note: who can reach the ranks of a run].
-    with tempfile.TemporaryDirectory(prefix="meshrec-ranks-") as store:
+    # Only this user may enter the folder: see [Note: who can reach the ranks of a run].
+    with scratch_folder("meshrec-ranks") as store:
+        config = _config(num_ranks, max_restarts, store)
         os.environ.update(
             {
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-                STORE_VARIABLE: store,
+                STORE_VARIABLE: str(store),
                 **environment,
             }
         )
         try:
             with _ends_stragglers(folder, num_ranks, rank_timeout, silent):
-                elastic_launch(config, sys.executable)("-c", _RANK, *arguments)
+                elastic_launch(config, sys.executable)(*interpreter_arguments(_RANK), *arguments)
         except ChildFailedError as failed:
             return Ended(1, first_error(folder, num_ranks, signals_of(failed), silent))
         except SignalException as stopped:
@@ -97,8 +97,30 @@ def launch(
     return Ended(0, None)
 
 
+def _config(num_ranks: int, max_restarts: int, scratch: Path) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from meshrec.train.rendezvous import BACKEND
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend=BACKEND,
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        # Without a folder, torch makes one among the temporary files, and leaves it there.
+        logs_specs=DefaultLogsSpecs(log_dir=str(scratch / "logs")),
+    )
+    if hasattr(config, "shutdown_timeout"):  # from torch 2.12 on; before, ranks get 30 seconds
+        config.shutdown_timeout = _SHUTDOWN_SECONDS
+    return config
+
+
 def signals_of(failed: Any) -> dict[int, int]:
-    """Return the signals that killed ranks, from a ``ChildFailedError``."""
+    """Return the signal that killed each rank, from a ``ChildFailedError``."""
     return {rank: -each.exitcode for rank, each in failed.failures.items() if each.exitcode < 0}
 
 
@@ -106,15 +128,16 @@ def signals_of(failed: Any) -> dict[int, int]:
 def _ends_stragglers(
     folder: RunFolder, num_ranks: int, rank_timeout: float, silent: set[int]
 ) -> Iterator[None]:
-    """Kill ranks that keep others waiting without answering; add their numbers to ``silent``."""
+    """Kill unresponsive ranks that block other ranks; add the rank numbers to ``silent``."""
     over, stopped = threading.Event(), StoppedRanks(rank_timeout)
 
     def watch() -> None:
         while not over.wait(_POLL_SECONDS):
             for rank in _stragglers(folder, num_ranks):
+                # The process file may be missing or incomplete while a rank starts or ends.
                 with contextlib.suppress(OSError, ValueError):
                     _kill(int(folder.process(rank).read_text()), rank)
-                    folder.process(rank).unlink()
+                    folder.discard(folder.process(rank))
             for pid, rank in stopped.poll():
                 with contextlib.suppress(OSError):
                     _kill(pid, rank)
@@ -133,10 +156,11 @@ def _ends_stragglers(
 
 
 def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
-    """Return the ranks that should have ended since another one failed, without those started after the
-    failure.
+    """Return ranks that should have ended after another rank's failure. Ranks started after the failure do
+    not count.
     """
     failed_at = {rank: _written(folder.error(rank)) for rank in range(num_ranks)}
+    # Infinity if no rank has failed: the difference below is then negative.
     first = min(failed_at.values())
     if time.time() - first < _GRACE_SECONDS:
         return []
@@ -145,7 +169,7 @@ def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
 
 
 def _written(path: Path) -> float:
-    """Return when a file was written; infinity if it does not exist."""
+    """Return a file's modification time; infinity if it does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -158,14 +182,14 @@ def first_error(
     signals: Mapping[int, int] | None = None,
     silent: Sequence[int] | set[int] = (),
 ) -> str:
-    """Return the error that explains a failure. Ranks that only lost a peer count if no other rank has an
+    """Return the error that explains a failure. An error from a lost peer counts only if no rank has another
     error.
 
     Args:
-        folder: Folder of the run.
-        num_ranks: Number of ranks.
-        signals: Signals that killed ranks, by rank.
-        silent: Ranks that were killed because they no longer answered.
+        folder: run folder.
+        num_ranks: number of ranks.
+        signals: signals that killed ranks, by rank.
+        silent: ranks killed because they no longer answered.
     """
     found = []
     for rank in range(num_ranks):
@@ -180,6 +204,7 @@ def first_error(
             f"rank {ranks} stopped answering. The others waited for it (--rank-timeout), then it was "
             f"killed. Its log is {logs}"
         )
+    # The launcher itself ends the other ranks with SIGTERM after a failure, so that signal explains nothing.
     killed = {rank: number for rank, number in (signals or {}).items() if number != signal.SIGTERM}
     if not causes and killed:
         rank, number = min(killed.items())
@@ -196,7 +221,15 @@ def first_error(
     return f"rank {rank}: {error} (the traceback is in {folder.error(rank)})"
 
 
-MESSAGES = ("ValueError", "DataError", "LossError", "CheckpointError", "DamagedCheckpointError")
+MESSAGES = (
+    "ValueError",
+    "DataError",
+    "InputError",
+    "LossError",
+    "OutOfMemoryError",
+    "CheckpointError",
+    "DamagedCheckpointError",
+)
 """Errors whose message is enough for users who do not know the code."""
 
 
@@ -210,7 +243,7 @@ def _has_lost_a_peer(error: str) -> bool:
 
 
 def _error_in(text: str) -> str:
-    """Return the error at the end of a traceback: the lines after the last call."""
+    """Return the error at the end of a traceback: all lines after the last call."""
     lines = text.strip().splitlines()
     calls = [number for number, line in enumerate(lines) if line.startswith(("Traceback", "  File ", "    "))]
     if not calls or calls[-1] + 1 == len(lines):  # cut off, as on a full disk

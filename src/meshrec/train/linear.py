@@ -1,4 +1,4 @@
-"""Logistic regression on the samples of a dataset: one weight per ID, and per dense value."""
+"""Logistic regression on dataset samples, with a weight per ID and per dense value."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -9,32 +9,81 @@ import torch
 from torch import Tensor
 
 from meshrec.data import Batch
+from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve
 from meshrec.modules import PoolingType
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.train.evaluation import joined_weights
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
 
     Vector = np.typing.NDArray[np.float64]
-    Labelled = tuple[Any, Vector]
 
 MAX_SAMPLES = 200_000
-"""Training samples that a regression learns from: the first of the first epoch."""
+"""Maximum number of training samples in a regression, taken from the start of the first epoch."""
+# Samples per read; MAX_SAMPLES is rounded up to whole batches.
 BATCH = 8192
-# Penalties per sum of losses, strongest first: each fit starts from the last one.
+# L2 penalties on the summed losses, strongest first: every fit starts from the previous solution.
 _PENALTIES = (300.0, 100.0, 30.0, 10.0, 3.0, 1.0, 0.3)
+# Iteration limit, and the denominator for progress.
 _ITERATIONS = 60
+_TOLERANCE, _ROUGH = 2e-9, 1e-7
+"""Relative loss decrease that ends a fit: for the regression itself, and for fold fits that only score
+held-out samples.
+"""
 _CHOICE = 10  # without validation data, one training sample in ten chooses the penalty
 
 Tell = Callable[[float], None]
-"""A function that is called with the finished share of the work, in [0, 1]. An exception from it ends the
-work.
+"""Progress callback, called with the finished share in [0, 1]. An exception from the callback ends
+the work.
 """
 
 
+class Labelled(NamedTuple):
+    """Samples for a regression."""
+
+    inputs: Any
+    """Sparse input matrix from `columns`."""
+    labels: "Vector"
+    """Labels, 0 or 1."""
+    weights: "Vector | None" = None
+    """Sample weights; None: 1."""
+
+    @classmethod
+    def of(cls, samples: Batch, inputs: Any) -> "Labelled":
+        """Return labelled samples from a batch and an input matrix."""
+        return cls(inputs, samples.labels.double().numpy(), weights_of(samples).numpy())
+
+    def where(self, mask: Any) -> "Labelled":
+        """Select the samples where ``mask`` is True."""
+        weights = None if self.weights is None else self.weights[mask]
+        return Labelled(self.inputs[mask], self.labels[mask], weights)
+
+
+def weights_of(samples: Batch) -> Tensor:
+    """Return sample weights as float64, scaled so that the weights above 0 have mean 1.
+
+    Penalties and smoothing are then independent of the weights' unit.
+
+    Raises:
+        ValueError: all weights are 0.
+    """
+    if samples.weights is None:
+        return torch.ones(len(samples), dtype=torch.float64)
+    weights = samples.weights.double()
+    if not bool((weights > 0).any()):
+        raise ValueError("all weights of the first training samples are 0. Give them weights, or shuffle.")
+    return weights / weights[weights > 0].mean()
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean of values [n]."""
+    return values.double() @ weights.double() / weights.sum()
+
+
 def whole(parts: Iterator[Batch]) -> Batch:
-    """Join batches into one."""
+    """Concatenate batches."""
     batches = list(parts)
     keys = batches[0].sparse.keys()
     values, lengths = [], []
@@ -46,6 +95,7 @@ def whole(parts: Iterator[Batch]) -> Batch:
         torch.cat([batch.dense for batch in batches]),
         KeyedJaggedTensor.from_lengths_sync(keys=keys, values=torch.cat(values), lengths=torch.cat(lengths)),
         torch.cat([batch.labels for batch in batches]),
+        weights=joined_weights([(batch.weights, len(batch)) for batch in batches]),
     )
 
 
@@ -55,15 +105,15 @@ def first_samples(reader: "Reader") -> Batch:
 
 
 def columns(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool = False) -> Any:
-    """Return samples as a sparse matrix: a column per ID of each feature, per dense value, and for the bias.
+    """Return a sparse matrix with a column per feature ID, a column per dense value, and a bias column.
 
-    IDs count as the tables pool them: in a MEAN they share a weight of 1.
+    IDs count as the tables pool them: with MEAN pooling, the IDs in a bag share a weight of 1.
 
     Args:
         dataset: describes the tables.
         samples: the samples.
-        dense: the dense values [B, N] of the samples, encoded as they should be.
-        shared: whether features that share a table also share its columns.
+        dense: encoded dense values of the samples, [B, N].
+        shared: whether features with a common table share columns too.
     """
     from scipy import sparse
 
@@ -79,6 +129,7 @@ def columns(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool =
             weights = torch.repeat_interleave(
                 share if table.pooling is PoolingType.MEAN else share**0, lengths
             )
+            # CSR row offsets, [B + 1].
             ends = torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
             of_feature = (weights.numpy(), jagged.values().int().numpy(), ends.int().numpy())
             of_table.append(sparse.csr_matrix(of_feature, shape=(num_samples, table.num_embeddings)))
@@ -88,7 +139,7 @@ def columns(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool =
 
 
 def chosen(num_samples: int) -> Any:
-    """Return a mask of every tenth training sample. They stand in for validation data where there is none."""
+    """Return a mask with every tenth training sample, a substitute for missing validation data."""
     return np.arange(num_samples) % _CHOICE == _CHOICE - 1
 
 
@@ -96,36 +147,45 @@ class Regression(NamedTuple):
     """A fitted regression."""
 
     weights: "Vector"
-    """A weight per column."""
+    """Weights, a value per column."""
     penalty: float
-    """The L2 penalty of the sum of losses."""
+    """L2 penalty on the summed losses."""
 
 
 def regression(
-    train: "Labelled", judged: "Labelled | None" = None, *, tell: Tell = lambda done: None
+    train: Labelled,
+    judged: Labelled | None = None,
+    *,
+    penalty: float | None = None,
+    tell: Tell = lambda done: None,
 ) -> Regression:
-    """Fit a weight per column, with the L2 penalty of seven that has the best AUC on other samples.
+    """Fit a weight per column, with the best of seven L2 penalties by AUC on held-out samples.
 
-    Penalties are tried from the strongest on, until one is worse than the one before it.
+    Penalties are tried in decreasing order, until the AUC no longer rises.
 
     Args:
-        train: the `columns` of the training samples, and their labels, 0 or 1.
-        judged: those of the samples that choose the penalty; if none, every tenth training sample.
-        tell: is called with the finished share of the work.
+        train: training samples.
+        judged: samples that select the penalty; if None, every tenth training sample.
+        penalty: a penalty selected earlier; all training samples are then used to fit.
+        tell: called with the finished share of the work.
     """
-    data, labels = train
+    if penalty is not None:
+        transposed = train.inputs.T.tocsr()
+        return Regression(_fit(train, transposed, penalty=penalty, start=None, tell=tell), penalty)
     if judged is None:
-        chooses = chosen(len(labels))
-        judged, data, labels = (data[chooses], labels[chooses]), data[~chooses], labels[~chooses]
-    transposed = data.T.tocsr()
+        chooses = chosen(len(train.labels))
+        judged, train = train.where(chooses), train.where(~chooses)
+    transposed = train.inputs.T.tocsr()
+    judged_weights = None if judged.weights is None else torch.from_numpy(judged.weights)
     best, kept, last = -1.0, None, None
     for number, penalty in enumerate(_PENALTIES):
 
         def told(done: float, number: int = number) -> None:
             tell((number + done) / len(_PENALTIES))
 
-        last = _fit(data, transposed, labels, penalty=penalty, start=last, tell=told)
-        found = area_under_curve(torch.from_numpy(judged[0] @ last), torch.from_numpy(judged[1]))
+        last = _fit(train, transposed, penalty=penalty, start=last, tell=told)
+        logits = torch.from_numpy(judged.inputs @ last)
+        found = area_under_curve(logits, torch.from_numpy(judged.labels), judged_weights)
         if found is None:  # one class only: nothing chooses, so the strongest penalty stays
             return Regression(last, penalty)
         if found <= best:
@@ -135,42 +195,51 @@ def regression(
     return kept
 
 
-def fitted_again(found: Regression, train: "Labelled") -> "Vector":
-    """Return the weights of the regression that other samples give, at the same penalty."""
-    data, labels = train
+def fitted_again(found: Regression, train: Labelled) -> "Vector":
+    """Refit the regression on other samples at the same penalty; return the weights."""
     start, penalty = found
-    return _fit(data, data.T.tocsr(), labels, penalty=penalty, start=start, tell=lambda done: None)
+    transposed = train.inputs.T.tocsr()
+    return _fit(train, transposed, penalty=penalty, start=start, tolerance=_ROUGH)
 
 
 def _fit(
-    data: Any, transposed: Any, labels: "Vector", *, penalty: float, start: "Vector | None", tell: Tell
+    train: Labelled,
+    transposed: Any,
+    *,
+    penalty: float,
+    start: "Vector | None",
+    tell: Tell = lambda done: None,
+    tolerance: float = _TOLERANCE,
 ) -> "Vector":
-    """Find the minimum of the sum of losses, plus the penalty times half the squared weights.
+    """Minimize the weighted sum of losses plus ``penalty`` / 2 times the squared weights.
 
-    Columns are scaled by the diagonal of the Hessian at zero: L-BFGS then needs some 30 iterations, where it
-    has not converged after 40 without.
+    Columns are scaled by the Hessian's diagonal at zero: L-BFGS then needs some 30 iterations. Unscaled, it
+    has not converged after 40.
     """
     from scipy.optimize import minimize
 
+    data, labels, weights = train
+    of_samples = np.ones(len(labels)) if weights is None else weights
     penalized = np.full(data.shape[1], penalty)
     penalized[-1] = 0.0  # the bias
-    curvature = transposed.multiply(transposed) @ np.full(len(labels), 0.25) + penalized
+    curvature = transposed.multiply(transposed) @ (0.25 * of_samples) + penalized
     scale = 1.0 / np.sqrt(np.maximum(curvature, 1e-12))
     num, calls = len(labels), itertools.count()
 
     def loss(scaled: "Vector") -> "tuple[float, Vector]":
         tell(min(1.0, next(calls) / _ITERATIONS))
-        weights = scaled * scale
-        logits = data @ weights
+        coefficients = scaled * scale
+        logits = data @ coefficients
         # log(1 + exp(x)) without overflow.
         each = np.maximum(logits, 0.0) - logits * labels + np.log1p(np.exp(-np.abs(logits)))
-        errors = 1.0 / (1.0 + np.exp(-np.clip(logits, -500.0, 500.0))) - labels
-        gradient = (transposed @ errors + penalized * weights) * scale
-        return float(each.sum() + penalized @ weights**2 / 2) / num, gradient / num
+        errors = of_samples * (1.0 / (1.0 + np.exp(-np.clip(logits, -500.0, 500.0))) - labels)
+        gradient = (transposed @ errors + penalized * coefficients) * scale
+        return float(each @ of_samples + penalized @ coefficients**2 / 2) / num, gradient / num
 
     first = np.zeros(data.shape[1]) if start is None else start / scale
-    found = minimize(
-        loss, first, jac=True, method="L-BFGS-B", options={"maxiter": _ITERATIONS, "maxcor": 8, "gtol": 1e-6}
-    )
-    weights: Vector = found.x * scale
-    return weights
+    options = {"maxiter": _ITERATIONS, "maxcor": 8, "gtol": 1e-6, "ftol": tolerance}
+    # L-BFGS vectors are short: BLAS threads would spin between calls, for two thirds of the CPU time.
+    with needs("threadpoolctl", "train").threadpool_limits(1, user_api="blas"):
+        found = minimize(loss, first, jac=True, method="L-BFGS-B", options=options)
+    coefficients: Vector = found.x * scale
+    return coefficients

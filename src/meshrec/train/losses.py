@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrec.metrics import binary_metrics, number_metrics, place_metrics
+from meshrec.metrics import binary_metrics, number_metrics, rank_metrics
 
 # B samples, T tasks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(ABC):
-    """A training objective. The loss is a sum over samples, which the step divides by their number over all
-    ranks.
+    """A training objective. The loss is a sum over samples. The training step divides it by the number of
+    samples over all ranks, including samples of weight 0.
     """
 
     @abstractmethod
@@ -24,55 +24,84 @@ class Loss(ABC):
         """Sum the loss over samples.
 
         Args:
-            outputs: outputs of the model, [B] or [B, T].
+            outputs: model outputs, [B] or [B, T].
             labels: labels of the same shape.
             weights: sample weights [B]; None: 1.
         """
 
-    @abstractmethod
+    def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor | None:
+        """Return unweighted losses, [B]; None if samples share a loss."""
+        return None
+
     def metrics(
-        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+        self,
+        outputs: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        gather: bool = True,
     ) -> dict[str, float]:
         """Compute metrics over all ranks' samples. ``auc``, ``ndcg@k`` or else ``loss`` selects the best
         weights.
 
         Collective, unless ``gather`` is False.
+
+        Args:
+            outputs, labels: as in `sum`.
+            weights: sample weights [B]; None: 1. On all ranks or on none.
+            group: process group; None: all ranks.
+            gather: whether to include other ranks' samples.
         """
+        return self._metrics(outputs, labels, weights, group=group, gather=gather)
+
+    @abstractmethod
+    def _metrics(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
+    ) -> dict[str, float]:
+        """Compute metrics; ``ranks`` are ``group`` and ``gather`` of `metrics`."""
 
     @abstractmethod
     def scores(self, outputs: Tensor) -> Tensor:
-        """Convert outputs to what users get: probabilities or values, of the same shape."""
+        """Convert outputs to user-facing scores, in the same shape: probabilities or values."""
 
     def score_names(self) -> tuple[str, ...]:
-        """Return the names of the scores' columns."""
+        """Return the column names of the scores."""
         return ("score",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCrossEntropy(Loss):
-    """Binary cross-entropy of logits and labels in [0, 1].
+    """Binary cross-entropy with logits and labels in [0, 1].
 
-    With ``positive_weight``, a sample counts that many times as much as its label is near 1. A weight of 9
-    balances one click in ten. The predictions are then no longer click probabilities.
+    ``positive_weight`` multiplies the positive term. A weight of 9 balances one click in ten. The predictions
+    are then no longer click probabilities.
     """
 
     positive_weight: float = 1.0
-    """Weight of a positive sample."""
+    """Weight of positive samples."""
 
     def __post_init__(self) -> None:
         if not self.positive_weight > 0:
             raise ValueError(f"loss.positive_weight is {self.positive_weight}; it must be above 0.")
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        positive = None if self.positive_weight == 1 else labels.new_tensor(self.positive_weight)
         return nn.functional.binary_cross_entropy_with_logits(
-            outputs, labels, weights, reduction="sum", pos_weight=positive
+            outputs, labels, weights, reduction="sum", pos_weight=self._factor(labels)
         )
 
-    def metrics(
-        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(
+            outputs, labels, reduction="none", pos_weight=self._factor(labels)
+        )
+
+    def _factor(self, labels: Tensor) -> Tensor | None:
+        return None if self.positive_weight == 1 else labels.new_tensor(self.positive_weight)
+
+    def _metrics(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return binary_metrics(outputs, labels, group=group, gather=gather)
+        return binary_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         return torch.sigmoid(outputs)
@@ -83,16 +112,18 @@ class SquaredError(Loss):
     """Squared error of numeric labels."""
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        _check_shapes(outputs, labels)
-        return _weighted((outputs - labels).square(), weights)
+        return _weighted(self.per_sample(outputs, labels), weights)
 
-    def metrics(
-        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        _check_shapes(outputs, labels)
+        return (outputs - labels).square()
+
+    def _metrics(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return number_metrics(outputs, labels, group=group, gather=gather)
+        return number_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the values."""
         return outputs
 
 
@@ -103,77 +134,114 @@ class Huber(Loss):
     """
 
     delta: float = 1.0
-    """Distance from the label at which squared error becomes absolute error."""
+    """Distance from the label where squared error becomes absolute error."""
 
     def __post_init__(self) -> None:
         if not self.delta > 0:
             raise ValueError(f"loss.delta is {self.delta}; it must be above 0.")
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        _check_shapes(outputs, labels)
-        return _weighted(
-            nn.functional.huber_loss(outputs, labels, reduction="none", delta=self.delta), weights
-        )
+        return _weighted(self.per_sample(outputs, labels), weights)
 
-    def metrics(
-        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        _check_shapes(outputs, labels)
+        return nn.functional.huber_loss(outputs, labels, reduction="none", delta=self.delta)
+
+    def _metrics(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return number_metrics(outputs, labels, group=group, gather=gather)
+        return number_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the values."""
         return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextItem(Loss):
-    """Objective of models that compute a loss and a rank themselves: see `meshrec.models.next_item`.
+    """Objective for models that compute loss and rank themselves: see `meshrec.models.next_item`.
 
-    Samples are weighted by their labels. Label 0 means that the user did not choose the item, and nothing is
-    learned from it.
+    Model outputs are [B, 2]: loss and rank. [B, 3] adds the number of other items tied with the target. In
+    training, labels weight the samples. Label 0 marks an item the user did not choose: training learns
+    nothing from it, and metrics leave it out.
     """
 
     ks: tuple[int, ...] = (10, 50, 200)
-    """Cut-offs of recall@k, NDCG@k and MRR@k. NDCG at the first one selects the best weights."""
+    """Cut-offs for recall@k, NDCG@k and MRR@k. NDCG at the first cut-off selects the best weights."""
 
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:
             raise ValueError(f"loss.ks is {list(self.ks)}; it must be one number or more, each at least 1.")
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        if outputs.shape != (*labels.shape, 2):
+        if outputs.shape[:-1] != labels.shape or outputs.shape[-1] not in (2, 3):
             raise ValueError(
                 f"the model returned {list(outputs.shape)} for labels {list(labels.shape)}; NextItem "
                 "takes a loss and a rank per label. Use a model for next items, such as SASRecConfig."
             )
         return _weighted(outputs[:, 0] * labels, weights)
 
-    def metrics(
-        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    def _metrics(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        chosen = outputs[labels > 0]
-        return place_metrics(chosen[:, 0], chosen[:, 1], ks=self.ks, group=group, gather=gather)
+        return rank_metrics(*self.judged(outputs, labels, weights), ks=self.ks, **ranks)
+
+    def judged(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return losses, ranks, weights and ties for samples with a label above 0.
+
+        Args:
+            outputs: model outputs, [B, 2] or [B, 3].
+            labels: labels [B]; above 0 if the user chose the item.
+            weights: sample weights [B]; None: 1.
+        """
+        chosen = labels > 0
+        return (
+            outputs[chosen, 0],
+            outputs[chosen, 1],
+            None if weights is None else weights[chosen],
+            outputs[chosen, 2] if outputs.shape[1] > 2 else None,
+        )
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the rank of the item among all, from 1."""
+        """Return the target item's rank among all items, from 1."""
         return outputs[:, 1]
 
 
 def sum_of_members(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum the loss over samples. Outputs [B, T, M] of an ensemble are the mean of the members' losses."""
+    """Sum the loss over samples. For ensemble outputs [B, T, M], average the members' losses.
+
+    A sample of weight 0 adds nothing, even if its output or label is NaN.
+
+    Args:
+        loss: the loss.
+        outputs: model outputs, [B], [B, T] or [B, T, M].
+        labels: labels, [B] or [B, T].
+        weights: sample weights [B]; None: 1.
+    """
+    if weights is not None:
+        outputs, labels = (_zero_where_uncounted(values, weights) for values in (outputs, labels))
     if outputs.dim() < 3:
         return loss.sum(outputs, labels, weights)
     each = [loss.sum(squeezed(member), labels, weights) for member in outputs.unbind(2)]
     return torch.stack(each).mean()
 
 
+def _zero_where_uncounted(values: Tensor, weights: Tensor) -> Tensor:
+    """Replace values [B, ...] by zeros where the weight [B] is 0: a product would keep NaN in values and
+    gradients.
+    """
+    counts = (weights != 0).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(counts, values, 0)
+
+
 def squeezed(outputs: Tensor) -> Tensor:
-    """Return outputs [B, 1] as [B], and others as they are."""
+    """Squeeze outputs [B, 1] to [B]; return other shapes unchanged."""
     return outputs.squeeze(1) if outputs.dim() == 2 and outputs.shape[1] == 1 else outputs
 
 
 class Task(NamedTuple):
-    """One of several labels: its name, its loss, and the weight of that loss."""
+    """A task in a multi-label objective: name, loss, and loss weight."""
 
     name: str
     loss: Loss
@@ -182,11 +250,11 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks(Loss):
-    """Objective for several labels: the weighted sum of their losses. The first task's metrics select the
-    best weights.
+    """Multi-label objective: the weighted sum of task losses. The first task's metrics select the best
+    weights.
 
     Args:
-        tasks: one task per label, in the order of the labels.
+        tasks: a task per label, in label order.
     """
 
     tasks: tuple[Any, ...]
@@ -210,13 +278,24 @@ class Tasks(Loss):
         ]
         return torch.stack(parts).sum()
 
-    def metrics(
-        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor | None:
+        parts = [
+            task.loss.per_sample(outputs[:, number], labels[:, number])
+            for number, task in enumerate(self.tasks)
+        ]
+        losses = [
+            task.weight * part for task, part in zip(self.tasks, parts, strict=True) if part is not None
+        ]
+        return torch.stack(losses).sum(0) if len(losses) == len(parts) else None
+
+    def _metrics(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        """Compute the first task's metrics by their names, and those of all tasks as ``task/name``."""
+        """Compute the first task's metrics without a prefix, and all tasks' metrics as ``task/name``."""
         found: dict[str, float] = {}
         for number, task in enumerate(self.tasks):
-            metrics = task.loss.metrics(outputs[:, number], labels[:, number], group=group, gather=gather)
+            metrics = task.loss.metrics(outputs[:, number], labels[:, number], weights, **ranks)
+            # The first task selects the best weights, so its metrics also appear without a prefix.
             found |= {} if number else metrics
             found |= {f"{task.name}/{name}": value for name, value in metrics.items()}
         return found
@@ -225,14 +304,14 @@ class Tasks(Loss):
         return tuple(f"score_{task.name}" for task in self.tasks)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the scores of each task."""
+        """Return scores for all tasks, [B, T]."""
         return torch.stack(
             [task.loss.scores(outputs[:, number]) for number, task in enumerate(self.tasks)], dim=1
         )
 
 
 def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
-    """Raise ValueError where one of the two would be broadcast to the other."""
+    """Raise ValueError where outputs and labels would broadcast."""
     if outputs.shape != labels.shape:
         raise ValueError(
             f"the model returned {list(outputs.shape)}, and labels are {list(labels.shape)}. Return one "

@@ -1,4 +1,4 @@
-"""Next-item models that recipes choose from, sized by the dataset."""
+"""Next-item model configurations for recipes; the dataset sets input sizes."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -29,21 +29,19 @@ _COSINES = SampledSoftmax(similarity="cosine", temperature=0.05)
 
 @dataclass(frozen=True, kw_only=True)
 class NextItemConfig(ABC):
-    """The options that all next-item models of histories share. A config adds those of its layers."""
+    """Options shared by all next-item models with histories. Subclasses add layer options."""
 
     embedding_dim: int = 64
-    """Width of the item table."""
+    """Embedding width of the item table."""
     table_std: float | None = 0.02
-    """Standard deviation of the table's initial values; if none, small values that depend on the number of
-    rows.
-    """
+    """Standard deviation of initial table values; if none, small values that depend on the number of rows."""
     dropout: float = 0.2
-    """Share of values that training drops."""
+    """Dropout rate in training."""
     softmax: SampledSoftmax = _DOT_PRODUCTS
-    """Loss of training."""
+    """Training loss."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its table on ``meta``; see `HistoryParts.of`."""
+        """Build the model, with the item table on ``meta``; see `HistoryParts.of`."""
         parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
         return self._model(
             parts.table,
@@ -64,7 +62,7 @@ class NextItemConfig(ABC):
 
     @abstractmethod
     def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
-        """Return the model with its own options and the ``shared`` ones."""
+        """Build the model from subclass options and the ``shared`` ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +84,13 @@ class HSTUConfig(NextItemConfig, ModelConfig):
     """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
 
     softmax: SampledSoftmax = _COSINES
-    """Loss of training."""
+    """Training loss."""
     num_blocks: int = 2
     """Number of layers."""
     num_heads: int = 1
-    """Number of attention heads, among which the table's width is divided."""
+    """Number of attention heads, which divide the table's width."""
     times: bool = True
-    """Whether the attention sees how much time lies between items, if the data has times."""
+    """Whether the attention sees the time between items, if the data has times."""
 
     @property
     @override
@@ -106,7 +104,7 @@ class HSTUConfig(NextItemConfig, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BERT4RecConfig(NextItemConfig, ModelConfig):
-    """BERT4Rec: bidirectional attention predicts hidden items of a history and the next one; see
+    """BERT4Rec: bidirectional attention predicts masked items in a history and the next item; see
     `meshrec.models.BERT4Rec`.
     """
 
@@ -115,7 +113,7 @@ class BERT4RecConfig(NextItemConfig, ModelConfig):
     num_heads: int = 2
     """Number of attention heads."""
     hidden: float = 0.2
-    """Share of a history's items that training hides."""
+    """Share of history items that training masks."""
 
     @override
     def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
@@ -144,7 +142,7 @@ class GRU4RecConfig(NextItemConfig, ModelConfig):
 
 
 class HistoryParts(NamedTuple):
-    """The parts of a dataset that every next-item model takes."""
+    """Constructor arguments that every next-item model takes from a dataset."""
 
     table: EmbeddingCollection
     features: HistoryFeatures
@@ -155,8 +153,13 @@ class HistoryParts(NamedTuple):
     def of(dataset: "Dataset", embedding_dim: int, std: float | None) -> "HistoryParts":
         """Return the parts, with the table on ``meta``.
 
+        Args:
+            dataset: the dataset.
+            embedding_dim: embedding width of the item table.
+            std: standard deviation of initial values; None: the table's default.
+
         Raises:
-            ValueError: the data does not have an item and exactly one history of known length of it.
+            ValueError: the dataset lacks an item, exactly one item history, or the history's maximum length.
         """
         item, history = item_and_history(dataset)
         table = next(each for each in dataset.tables(embedding_dim) if item in each.feature_names)
@@ -168,7 +171,8 @@ class HistoryParts(NamedTuple):
             )
         items = None
         if dataset.catalogue is not None:
-            items = ItemCatalogue(dataset.catalogue[item].values().long(), dataset.item_counts)
+            ids_I = dataset.catalogue[item].values().long()
+            items = ItemCatalogue(ids_I, dataset.item_counts, dataset.new_user_scores)
         return HistoryParts(
             sequence_table(table, [history, item], std=std),
             HistoryFeatures(history, item, seen_feature(dataset)),

@@ -1,11 +1,11 @@
-"""Recipes of next items: on the packaged ratings, and with published settings for data that you download.
+"""Next-item recipes: on packaged ratings, and with published settings for data that you download.
 
-The published settings are those of the public repository facebookresearch/generative-recommenders, folder
-``configs``. It belongs to Zhai et al., "Actions speak louder than words: trillion-parameter sequential
-transducers for generative recommendations" (2024), which has the figures to reach. These recipes differ from
-it in four things. The validation item is kept apart from the test item; the repository chooses the epoch on
-the test items. All windows of a user's items are trained on, not only the last one. The targets of a step
-share their negatives. Adam has its usual betas.
+The published settings come from the public repository facebookresearch/generative-recommenders, folder
+``configs``. The paper, Zhai et al., "Actions speak louder than words: trillion-parameter sequential
+transducers for generative recommendations" (2024), has the reference metrics. These recipes differ in four
+points. The validation item is separate from the test item; the repository selects the epoch on test items.
+Training uses all windows of a user's items, not only the last window. Targets in a step share negatives. Adam
+has the usual betas.
 """
 
 from collections.abc import Callable
@@ -117,7 +117,7 @@ NEXT_ITEM_RECIPES = {
         *(sasrec_books, hstu_books, hstu_large_books),
     )
 }
-"""All recipes of this file, by name."""
+"""All recipes in this file, by name."""
 
 
 def _next_item(name: str, model: ModelConfig) -> Recipe:

@@ -1,4 +1,4 @@
-"""Observers of a run: its folder and TensorBoard. The command line has its own observer for the screen."""
+"""Run observers for the run folder and TensorBoard. The command line has another observer for the screen."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from meshrec.train.run_folder import RunFolder
 _logger = logging.getLogger("meshrec")
 
 Line = Mapping[str, Any]
-"""A line of ``metrics.jsonl``."""
+"""A line in ``metrics.jsonl``."""
 
 
 class Started(NamedTuple):
@@ -36,20 +36,20 @@ class Started(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """Event: a step is done, with its number and its number of samples."""
+    """Event: a step has finished, with the step number and the number of samples."""
 
     step: int
     num_samples: int
 
 
 class Logged(NamedTuple):
-    """Event: training metrics of the last steps."""
+    """Event: training metrics since the last line."""
 
     line: Line
 
 
 class Evaluated(NamedTuple):
-    """Event: metrics of validation or test data (``line["kind"]``), and whether they are the best so far."""
+    """Event: metrics on validation or test data (``line["kind"]``), and whether they are the best so far."""
 
     line: Line
     is_best: bool
@@ -62,7 +62,7 @@ class Said(NamedTuple):
 
 
 class Advanced(NamedTuple):
-    """Event: work beside training has progressed. ``done`` is in [0, 1]."""
+    """Event: progress on work outside training. ``done`` is in [0, 1]."""
 
     what: str
     done: float
@@ -76,7 +76,7 @@ class Finished(NamedTuple):
 
 Event = Started | Stepped | Logged | Evaluated | Said | Advanced | Finished
 Observer = Callable[[Event], None]
-"""Function that gets every event, on rank 0 only."""
+"""Callback for every event, on rank 0 only."""
 
 
 class FolderObserver:
@@ -86,10 +86,11 @@ class FolderObserver:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+        # Set by the first failed write, so that there is only one warning.
         self._has_failed = False
 
     def __call__(self, event: Event) -> None:
-        """Write the metrics of an event."""
+        """Write an event's metrics."""
         if isinstance(event, Logged | Evaluated):
             try:
                 self._folder.append_metrics(dict(event.line))
@@ -100,18 +101,19 @@ class FolderObserver:
 
 
 class TensorBoardObserver:
-    """Writes TensorBoard event files. Without the tensorboard package, one log line says that nothing is
-    written.
+    """Writes TensorBoard event files. Without the tensorboard package, it logs a warning and writes nothing.
 
-    When a run resumes, TensorBoard hides everything after the step that it resumes from.
+    When a run resumes, TensorBoard hides everything after the resumed step.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # SummaryWriter class, if TensorBoard is installed.
         self._make: Any = None
+        # Opened by Started, closed by Finished; None after a write error.
         self._writer: Any = None
         try:
-            # It imports TensorFlow if that is installed, which prints to stderr.
+            # This import also imports an installed TensorFlow, which prints to stderr.
             with contextlib.redirect_stderr(io.StringIO()):
                 from torch.utils.tensorboard import SummaryWriter
         except ImportError:

@@ -1,4 +1,4 @@
-"""Planning for a recipe: measurements on its data, and the plan."""
+"""Planning for a recipe: measurements on the data, and the plan."""
 
 import itertools
 from dataclasses import replace
@@ -29,14 +29,22 @@ if TYPE_CHECKING:
 
 _GIB, _MIB = 1024**3, 1024**2
 _WORK_PER_TABLE = 2e6
-"""Work of the planner's search per table, if nothing else is asked for. The best plan of four tables is found
-with a fiftieth of the default work; the rest only tries to prove that no plan is faster.
+"""Search effort per table, if the caller does not set any. The best plan for four tables is found with a
+fiftieth of the default effort; the remainder only tries to prove that no plan is faster.
 """
 
 
 def topology_of(recipe: Recipe, *, world_size: int, local_size: int, device: str) -> Topology:
-    """Return the topology that the recipe describes."""
+    """Return the topology for a recipe.
+
+    Args:
+        recipe: the recipe; ``placement`` has the hardware profile and the memory per rank, in GiB.
+        world_size: number of ranks.
+        local_size: number of ranks per node.
+        device: device type, ``cpu`` or ``cuda``.
+    """
     memory = recipe.placement.memory_gib
+    # None leaves the limit to the hardware profile.
     cap = None if memory is None else int(memory * _GIB)
     return Topology(
         world_size=world_size,
@@ -51,10 +59,17 @@ def topology_of(recipe: Recipe, *, world_size: int, local_size: int, device: str
 def constraints_of(
     recipe: Recipe, model: nn.Module, dataset: "Dataset", *, world_size: int
 ) -> dict[str, ParameterConstraints]:
-    """Return the planner's constraints for each table, with pooling factors measured on the first batches."""
+    """Return planner constraints per table, with pooling factors measured on the first batches.
+
+    Args:
+        recipe: the recipe.
+        model: the model built for ``dataset``.
+        dataset: the dataset, from which sample batches are read.
+        world_size: number of ranks.
+    """
     placement = recipe.placement
     batches = dataset.train.batches(recipe.training.batch_size // world_size, world_size=world_size)
-    # If rows are few, the last ranks have none; if all are damaged, nobody has any.
+    # With few rows, the last ranks have none; if all rows are damaged, no rank has any.
     first = [each.sparse for each in itertools.islice(batches, placement.sample_batches) if len(each)]
     measured = estimate_from_batches(model, first) if first else {}
     return {
@@ -72,14 +87,15 @@ def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | s
     if placement.replicate_mib is None or num_bytes <= placement.replicate_mib * _MIB:
         return placement.sharding_types
     allowed = tuple(ShardingType(kind) for kind in placement.sharding_types or ShardingType)
+    # Larger tables must be split: replication is excluded, every other allowed type stays.
     return tuple(kind for kind in allowed if kind is not ShardingType.DATA_PARALLEL)
 
 
 def _priced_for(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPlan:
-    """Return a saved plan.
+    """Return a saved plan if it fits the recipe's wire formats.
 
     Raises:
-        ValueError: The plan was made for other wire formats than the recipe's.
+        ValueError: the plan was made for other wire formats.
     """
     if recipe.placement.wire == AUTO:
         return plan
@@ -103,13 +119,18 @@ def make_plan(
     *,
     effort: Effort | None = None,
 ) -> PlannedShardingPlan:
-    """Return the plan for ``model``, which the recipe built for ``dataset``. It is equal on all ranks of
-    ``group``.
+    """Return the plan for ``model``, equal on all ranks in ``group``.
 
-    Without ``effort``, the search for the plan of a few tables takes about a second.
+    Args:
+        recipe: the recipe.
+        model: the model built for ``dataset``.
+        dataset: the dataset, on which pooling factors are measured.
+        topology: ranks and hardware.
+        group: process group that plans together; None: this process only.
+        effort: search limits; None: about a second for a few tables.
 
     Raises:
-        ValueError: No plan fits; the error says what would help. It is raised on every rank.
+        ValueError: no plan fits; the error says what would help. Raised on every rank.
     """
     if recipe.placement.plan is not None:
         if not recipe.placement.plan.is_file():

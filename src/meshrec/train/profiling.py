@@ -1,15 +1,16 @@
-"""Trace of a few training steps, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Trace over a few training steps, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from pathlib import Path
 from types import TracebackType
 
 from torch import profiler
 
+# Steps 1 to 5 are skipped, 6 and 7 are warmup, 8 to 12 are recorded.
 _WAIT, _WARMUP, _ACTIVE = 5, 2, 5
 
 
 class StepProfiler:
-    """Context manager that traces steps 8 to 12 of a run; MeshRec's phases are named ``meshrec.*``."""
+    """Context manager that traces steps 8 to 12; MeshRec's phases are named ``meshrec.*``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

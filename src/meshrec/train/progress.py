@@ -8,11 +8,11 @@ from meshrec.data import Position
 
 
 class Progress:
-    """Number of steps and samples, position in the data, and seconds of training.
+    """Step and sample counters, data position, and seconds of training.
 
-    ``num_samples`` counts the trained samples over all ranks. Damaged rows that were skipped have a place in
-    the data, so they count in the position only. ``published`` is the last delta for servers, which holds all
-    steps up to this one if there is a checkpoint; None: there is no delta.
+    ``num_samples`` counts trained samples over all ranks. Skipped damaged rows advance the position only.
+    ``published`` is the last delta for servers; with a checkpoint, it covers all steps up to this one. None:
+    no delta. ``start_options`` is the result of `ModelConfig.start`.
     """
 
     def __init__(self) -> None:
@@ -21,12 +21,14 @@ class Progress:
         self.seconds = 0.0
         self.position = Position()
         self.published: Published | None = None
+        self.start_options: dict[str, Any] = {}
 
     def advance(self, num_samples: int, samples_per_epoch: int) -> None:
-        """Count a step, which moves the position in the data by ``num_samples``, over all ranks."""
+        """Count a step, and move the data position by ``num_samples``, over all ranks."""
         self.step += 1
         epoch, sample = self.position
         sample += num_samples
+        # A position at the end of an epoch is the start of the next.
         self.position = Position(epoch + 1, 0) if sample >= samples_per_epoch else Position(epoch, sample)
 
     def state_dict(self) -> dict[str, Any]:
@@ -37,20 +39,22 @@ class Progress:
             "seconds": self.seconds,
             "position": list(self.position),
             "published": None if self.published is None else list(self.published),
+            "start_options": self.start_options,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the progress that ``state_dict`` returned."""
+        """Load the state from ``state_dict``."""
         self.step, self.num_samples = int(state["step"]), int(state["num_samples"])
         self.seconds = float(state["seconds"])
         self.position = Position(*(int(value) for value in state["position"]))
         published = state.get("published")  # earlier releases did not keep it
         self.published = None if published is None else Published(*published)
+        self.start_options = dict(state.get("start_options", {}))
 
 
 def origin_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the origin of a checkpoint's weights: its step and name, and the last delta whose rows they
-    contain.
+    """Return the origin of a checkpoint's weights: step, checkpoint name, and the last delta included in
+    them.
     """
     manifest, progress = read_manifest(checkpoint), Progress()
     if "progress" in manifest.values:  # earlier releases did not keep it beside the best weights

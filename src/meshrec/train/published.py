@@ -1,8 +1,8 @@
 """Recipes with published settings, for data that you must download.
 
 The settings follow BARS (Zhu et al., "BARS: towards open benchmarking for recommender systems", 2022; "Open
-benchmarking for click-through rate prediction", 2021). Each recipe names the figure of BARS to reach, and
-what differs from its settings.
+benchmarking for click-through rate prediction", 2021). Recipe docstrings give the BARS metric to reach and
+any difference in settings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshrec.data.features import Features
 
 CRITEO_COLUMNS = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
-"""Columns of ``train.txt`` of Criteo's Kaggle challenge, which has no header."""
+"""Columns in ``train.txt`` from Criteo's Kaggle challenge, which has no header."""
 
 _AVAZU_IDS = (
     *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
@@ -42,11 +42,11 @@ def csv_to_parquet(
 
     Args:
         source: the file, plain or compressed.
-        out: the file to write; its folder is made.
+        out: the file to write; its folder is created.
         columns: column names, if the file has no header.
         delimiter: delimiter between values.
-        texts: columns that stay text, whatever they look like.
-        times: columns of times with their format: ``{"hour": "%y%m%d%H"}``.
+        texts: columns read as strings, regardless of content.
+        times: time columns with format: ``{"hour": "%y%m%d%H"}``.
 
     Raises:
         ArrowInvalid: a line cannot be parsed.
@@ -127,7 +127,7 @@ def movielens_20m() -> Recipe:
 
 
 def _clicks(name: str, features: "Features", model: DeepFMConfig, *, weight_decay: float = 0.0) -> Recipe:
-    """Return a click recipe: random split 80/10/10, batches of 10,000, Adam at 0.001."""
+    """Return a click recipe: random 80/10/10 split, batch size 10,000, Adam at 0.001."""
     return Recipe(
         name=name,
         data=Parquet(train=(f"{name}/train.parquet",), split_by="random", features=features),

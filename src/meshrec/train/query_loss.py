@@ -4,10 +4,9 @@ Shape legend: B samples, Q queries.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrec.metrics.queries import query_metrics
@@ -16,17 +15,18 @@ from meshrec.train.losses import Loss
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking(Loss):
-    """A loss within queries: the samples of one query are ranked against each other, and against no others.
+    """A learning-to-rank loss: samples are ranked only against other samples in the same query.
 
-    The data has two labels: how good a sample is, from 0, and its query, ``Label(kind="query")``. The NDCG at
-    the first cut-off selects the best weights.
+    The data has two labels: relevance, from 0, and the query, ``Label(kind="query")``. NDCG at the first
+    cut-off selects the best weights.
     """
 
     kind: Literal["pairwise", "listwise"] = "listwise"
-    """``pairwise``: log(1 + exp(worse - better)) of all pairs (RankNet). ``listwise``: cross-entropy between
-    the softmax of the scores and the labels' shares (ListNet)."""
+    """``pairwise``: log(1 + exp(worse - better)) over all pairs (RankNet). ``listwise``: cross-entropy
+    between score softmax and label shares (ListNet).
+    """
     ks: tuple[int, ...] = (10,)
-    """Cut-offs of NDCG@k."""
+    """Cut-offs for NDCG@k."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("pairwise", "listwise"):
@@ -35,20 +35,32 @@ class Ranking(Loss):
             raise ValueError(f"loss.ks is {list(self.ks)}; it must be one number or more, each at least 1.")
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the loss over the queries of this batch. A query that two batches share counts in both."""
+        """Sum the loss over all queries in the batch. A query split between two batches counts in both.
+
+        A sample of weight 0 enters neither pairs nor lists. A pair's weight is the better sample's weight.
+
+        Args:
+            outputs: scores [B].
+            labels: relevance and query, [B, 2].
+            weights: sample weights [B]; None: 1.
+        """
         self._check(outputs, labels)
+        if weights is not None:
+            # Dropped rather than multiplied by 0: a NaN score would survive the product.
+            counts = weights != 0
+            outputs, labels, weights = outputs[counts], labels[counts], weights[counts]
         loss = _pairwise if self.kind == "pairwise" else _listwise
         return loss(outputs, labels[:, 0], labels[:, 1], weights)
 
-    def metrics(
-        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    def _metrics(
+        self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        """Compute the metrics of queries, with `meshrec.metrics.query_metrics`."""
+        """Compute query metrics with `meshrec.metrics.query_metrics`."""
         self._check(outputs, labels)
-        return query_metrics(outputs, labels[:, 0], labels[:, 1], ks=self.ks, group=group, gather=gather)
+        return query_metrics(outputs, labels[:, 0], labels[:, 1], weights, ks=self.ks, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the scores; only their order within a query has a meaning."""
+        """Return the scores; only the order within a query is meaningful."""
         return outputs
 
     def _check(self, outputs: Tensor, labels: Tensor) -> None:
@@ -60,7 +72,7 @@ class Ranking(Loss):
 
 
 def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum over queries the mean loss of their pairs of different labels."""
+    """Average the loss over pairs with different labels, and sum over queries."""
     better = (labels[:, None] > labels[None]) & (queries[:, None] == queries[None])
     first, second = better.nonzero(as_tuple=True)
     losses = nn.functional.softplus(scores[second] - scores[first])
@@ -72,9 +84,10 @@ def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
 
 
 def _listwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum over queries the cross-entropy of the labels' shares and the softmax of the scores."""
+    """Sum the cross-entropy between label shares and score softmax over queries."""
     names, of_query = torch.unique(queries, return_inverse=True)
     num = len(names)
+    # Subtract the query maximum before exp, as in a stable softmax. It is detached: the shift cancels out.
     highest = scores.new_full((num,), -torch.inf).scatter_reduce(0, of_query, scores.detach(), "amax")
     shifted = scores - highest[of_query]
     total = scores.new_zeros(num).index_add(0, of_query, shifted.exp())

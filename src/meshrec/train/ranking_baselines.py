@@ -1,4 +1,4 @@
-"""Baselines of next-item models: popularity, item-kNN, and the Markov chain of the last item."""
+"""Next-item baselines: popularity, item-kNN, Markov chain, and users' own items."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from meshrec.data import Batch
-from meshrec.metrics import place_metrics
 from meshrec.models.next_item import ItemChunk, judge_targets, last_ids
 from meshrec.sparse import JaggedTensor
 from meshrec.train.baselines import Baseline
+from meshrec.train.evaluation import Scored
 from meshrec.train.linear import Tell
 from meshrec.train.losses import NextItem
 
@@ -22,27 +22,35 @@ if TYPE_CHECKING:
 _BATCH = 512
 _ROWS = 1024
 _NEIGHBOURS = (20, 100, 500)
+_HALF_LIVES = (2.0, 8.0, 32.0)
 _SMOOTHING = 1e-6
-"""Share of popularity in every score, which orders the items that a baseline knows nothing of."""
+"""Popularity share in every score, which orders items without any other score."""
 Scores = Callable[[Batch], Any]
-"""A function that returns scores of at least 0 for each sample and item of the catalogue, [B, I]."""
+"""Function from a batch to nonnegative scores for all catalog items, [B, I]."""
 
 
 def ranking_baselines(
     dataset: "Dataset", tell: Tell = lambda done: None, *, loss: NextItem | None = None
 ) -> Iterator[Baseline]:
-    """Yield baselines one after the other, judged on the same samples as the model and by the same ranks.
+    """Yield baselines in turn, evaluated on the same samples as the model and ranked by the same rules.
 
-    - Popularity: how often an item is a target in the training data.
-    - Item-kNN: the sum of the cosines between an item and the items that the user had; an item has cosines
-      with its most similar items only, 20, 100 or 500, by validation NDCG. Two items are similar if the same
-      users had them. Sarwar et al., "Item-based collaborative filtering recommendation algorithms" (2001).
-    - Markov chain: how often an item follows the user's last one in training.
+    - Popularity: target count in the training data.
+    - Item-kNN: summed cosines between an item and the user's items. An item keeps cosines only with the 20,
+      100 or 500 most similar items, by validation NDCG. Items are similar if the same users had them. Sarwar
+      et al., "Item-based collaborative filtering recommendation algorithms" (2001).
+    - Markov chain: transition count from the user's last item in training.
+    - Repeats, if users may take an item again: item count in the user's history, and the same with weights
+      halved every 2, 8 or 32 items, by validation NDCG.
 
-    The users of item-kNN are those of the validation data, with the items that they had before.
+    Item-kNN reads users from the validation data, with their earlier items.
+
+    Args:
+        dataset: the dataset.
+        tell: called with the finished share of the work.
+        loss: sets the metrics; None: `NextItem`.
 
     Raises:
-        ValueError: the dataset names no item, or has no catalogue or no validation data.
+        ValueError: the dataset names no item, or has no catalog or no validation data.
     """
     if dataset.item is None or dataset.catalogue is None or dataset.validation is None:
         raise ValueError(
@@ -53,21 +61,26 @@ def ranking_baselines(
     yield Baseline("item popularity", found.quality(lambda batch: np.zeros((len(batch), 1))))
     yield max((found.by_neighbours(num) for num in _NEIGHBOURS), key=found.of_validation)
     yield Baseline("last-item Markov chain", found.quality(found.transitions()))
+    if dataset.seen is None:
+        yield found.by_own_items("own most frequent items", float("inf"))
+        recent = [found.by_own_items("own recent items", half_life) for half_life in _HALF_LIVES]
+        yield max(recent, key=found.of_validation)
 
 
 class _Judge:
-    """The training data as counts, and the evaluation of scores.
+    """Training counts, and the evaluation of scores.
 
     Args:
         dataset: the data.
-        loss: says which metrics.
-        tell: is called with the finished share of the work.
+        loss: sets the metrics.
+        tell: called with the finished share of the work.
     """
 
     def __init__(self, dataset: "Dataset", loss: NextItem, tell: Tell) -> None:
         assert dataset.catalogue is not None
         assert dataset.item is not None
         self._dataset, self._loss, self._tell, self._item = dataset, loss, tell, dataset.item
+        # Ascending catalog IDs, in which _places searches.
         self._ids_I = dataset.catalogue[dataset.item].values().long()
         (self._history,) = (each.name for each in dataset.features if each.sequence and each.num_embeddings)
         counts_I = torch.zeros(len(self._ids_I), dtype=torch.float64)
@@ -75,14 +88,15 @@ class _Judge:
             ids = batch.sparse[self._item]
             chosen = torch.repeat_interleave(batch.labels, ids.lengths()).double()
             counts_I += torch.bincount(self._places(ids.values()), chosen, minlength=len(counts_I))
+        # Additive smoothing keeps the logarithm finite for items that never occur.
         self._popularity_I = (counts_I + 1e-3) / (counts_I + 1e-3).sum()
 
     def of_validation(self, found: Baseline) -> float:
-        """Return the NDCG on validation data."""
+        """Return the validation NDCG."""
         return found.quality["validation"][f"ndcg@{self._loss.ks[0]}"]
 
     def quality(self, scores: Scores) -> dict[str, dict[str, float]]:
-        """Return the metrics of scores on validation and test data."""
+        """Return metrics on validation and test data."""
         readers = {"validation": self._dataset.validation, "test": self._dataset.test}
         return {name: self._metrics(each, scores) for name, each in readers.items() if each is not None}
 
@@ -91,21 +105,23 @@ class _Judge:
         for number, batch in enumerate(reader.batches(_BATCH)):
             self._tell(min(1.0, number * _BATCH / reader.num_samples))
             of_items = torch.from_numpy(scores(batch)).double()
+            # If all scores are 0, only popularity remains.
             of_items = of_items / of_items.sum(1, keepdim=True).clamp(min=1e-300)
             logs_BI = (of_items + _SMOOTHING * self._popularity_I).log()
-            # The "vector" of an item is its column, that of a sample a row of the identity.
+            # An item's "vector" is its score column; a sample's is an identity row. Dot products then give
+            # the scores.
             target_B, one = last_ids(batch.sparse[self._item]), torch.eye(len(batch), dtype=torch.float64)
             own_BB = logs_BI[:, self._places(target_B)].T
             seen = None if self._dataset.seen is None else batch.sparse[self._dataset.seen]
             chunks = iter([ItemChunk(self._ids_I, logs_BI.T)])
             judged = judge_targets(one, own_BB, target_B, chunks, seen=seen)
-            found.append(judged[batch.labels > 0])
+            found.append(Scored(None, judged, batch.labels, batch.weights))
         self._tell(1.0)
-        losses, places = torch.cat(found).unbind(1)
-        return place_metrics(losses, places, ks=self._loss.ks, gather=False)
+        _, outputs, labels, weights = Scored.joined(found)
+        return self._loss.metrics(outputs, labels, weights, gather=False)
 
     def by_neighbours(self, num: int) -> Baseline:
-        """Return the quality of item-kNN with so many neighbours."""
+        """Return the metrics for item-kNN with ``num`` neighbors."""
         from scipy import sparse
 
         assert self._dataset.validation is not None
@@ -116,20 +132,41 @@ class _Judge:
         for first in range(0, unit.shape[1], _ROWS):
             cosines = (unit[:, first : first + _ROWS].T @ unit).toarray()
             at = np.arange(len(cosines))
+            # An item is not a neighbor of itself.
             cosines[at, first + at] = 0.0
             least = np.partition(cosines, -min(num, cosines.shape[1]), axis=1)[:, -min(num, cosines.shape[1])]
             kept.append(sparse.csr_matrix(np.where(cosines >= least[:, None], cosines, 0.0)))
         nearest = sparse.vstack(kept).tocsr()
         return Baseline("item-kNN", self.quality(lambda batch: (self._had(batch) @ nearest).toarray()))
 
+    def by_own_items(self, name: str, half_life: float) -> Baseline:
+        """Return the metrics for ranking items in the user's history by weighted count.
+
+        Args:
+            name: baseline name.
+            half_life: number of later items after which a history item counts half.
+        """
+        from scipy import sparse
+
+        def scores(batch: Batch) -> Any:
+            history = batch.sparse[self._history]
+            ends_B, lengths_B = history.offsets()[1:], history.lengths()
+            age_N = torch.repeat_interleave(ends_B, lengths_B) - 1 - torch.arange(len(history.values()))
+            weights_N = torch.exp2(-age_N / half_life).double().numpy()
+            columns_N, offsets = self._places(history.values()).numpy(), history.offsets().numpy()
+            shape = (len(batch), len(self._ids_I))
+            return sparse.csr_matrix((weights_N, columns_N, offsets), shape=shape).toarray()
+
+        return Baseline(name, self.quality(scores))
+
     def transitions(self) -> Scores:
-        """Return scores by how often an item followed the last one in training."""
+        """Return transition counts from the last item, as scores."""
         from scipy import sparse
 
         before, after = [], []
         for batch in self._dataset.train.batches(_BATCH):
             history, targets = batch.sparse[self._history], batch.sparse[self._item]
-            # The last target follows the last item.
+            # Target and history are aligned at the end: the last target follows the last history item.
             shift_B = history.offsets()[1:] - targets.offsets()[1:]
             at_T = torch.arange(len(targets.values())) + torch.repeat_interleave(shift_B, targets.lengths())
             before.append(self._places(history.values()[at_T]))
@@ -147,7 +184,7 @@ class _Judge:
         return scores
 
     def _had(self, batch: Batch) -> Any:
-        """Return which items each user had, as a sparse matrix [B, I] of 0 and 1."""
+        """Return a sparse 0/1 matrix [B, I] with the items each user had."""
         from scipy import sparse
 
         bags: JaggedTensor = batch.sparse[self._dataset.seen or self._history]
@@ -156,10 +193,11 @@ class _Judge:
         found = sparse.csr_matrix(
             (np.ones(len(columns)), columns, ends), shape=(len(batch), len(self._ids_I))
         )
+        # A user may have had an item several times; 0/1 entries count it once.
         found.sum_duplicates()
         found.data[:] = 1.0
         return found
 
     def _places(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the places of IDs in the catalogue."""
+        """Return catalog indices for IDs."""
         return torch.searchsorted(self._ids_I, ids.long()).clamp(max=len(self._ids_I) - 1)

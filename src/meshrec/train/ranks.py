@@ -1,4 +1,4 @@
-"""The ranks of a run, and the small values that they exchange beside gradients."""
+"""Ranks in a run, and small values they exchange outside gradients."""
 
 import os
 from collections.abc import Sequence
@@ -10,29 +10,24 @@ import torch
 import torch.distributed as dist
 
 from meshrec.comms.joining import form_group
-from meshrec.comms.mesh import ShardingEnv
+from meshrec.comms.launchers import launched
+from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.timeouts import set_timeout
 
 _NO_TIMEOUT = timedelta(days=30)
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def launched() -> bool:
-    """Return whether a launcher (ours, or torchrun) started this process as one of several ranks."""
-    return all(name in os.environ for name in LAUNCHER_VARIABLES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """One rank of ``size``.
+    """This rank and the process groups it belongs to.
 
     Attributes:
-        rank: the number of this rank.
-        size: the number of ranks.
-        local_size: the number of ranks on this node.
-        device: the device that this rank computes on.
-        env: the process groups for sharded modules.
-        control: a gloo group for small values on the CPU; None for a single process.
+        rank: this rank's number.
+        size: number of ranks.
+        local_size: number of ranks on this node.
+        device: this rank's device.
+        env: process groups for sharded modules.
+        control: gloo group for small CPU values; None for a single process.
     """
 
     rank: int
@@ -47,8 +42,13 @@ class Ranks:
         """Whether this is rank 0, which writes and prints."""
         return self.rank == 0
 
+    @property
+    def axis(self) -> Axis:
+        """All ranks, with the group for small values."""
+        return Axis(size=self.size, rank=self.rank, group=self.control)
+
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up numbers over all ranks."""
+        """Sum values over all ranks. Collective."""
         if self.control is None:
             return [float(value) for value in values]
         total = torch.tensor(values, dtype=torch.float64)
@@ -56,7 +56,7 @@ class Ranks:
         return [float(value) for value in total]
 
     def share(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Broadcast rank 0's value. Collective."""
         if self.control is None:
             return value
         box = [value]
@@ -64,7 +64,7 @@ class Ranks:
         return box[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks."""
+        """Gather values from all ranks, in rank order. Collective."""
         if self.control is None:
             return [value]
         found: list[Any] = [None] * self.size
@@ -72,18 +72,18 @@ class Ranks:
         return found
 
     def wait_for_all(self) -> None:
-        """Wait until every rank arrives, however long one of them works alone."""
+        """Wait until every rank arrives, without a timeout: a rank may work alone for long."""
         if self.control is not None:
             dist.monitored_barrier(self.control, timeout=_NO_TIMEOUT)
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Make collectives fail from now on if a rank keeps the others waiting longer."""
+        """Set the timeout for later collectives, in seconds."""
         if self.control is not None:
             set_timeout(seconds)
 
 
 def choose_device(name: str | None) -> str:
-    """Return the device type to use: ``name``, or, if none, ``cuda`` where torch sees a GPU and else ``cpu``.
+    """Return the device type: ``name``, or by default ``cuda`` if torch sees a GPU and else ``cpu``.
 
     Raises:
         ValueError: ``name`` is unknown, or it is ``cuda`` and torch sees no GPU.
@@ -96,7 +96,7 @@ def choose_device(name: str | None) -> str:
 
 
 def join(device: str, *, timeout_seconds: float = 1800.0) -> Ranks:
-    """Join the default process group, or form the one that the launcher's environment describes.
+    """Join the default process group, or form the group described by the launcher's environment.
 
     CPUs use gloo, GPUs use NCCL. Without a group and a launcher, the process is the only rank.
 
@@ -119,6 +119,7 @@ def join(device: str, *, timeout_seconds: float = 1800.0) -> Ranks:
         form_group("nccl" if device == "cuda" else "gloo", timeout)
     group = dist.group.WORLD
     assert group is not None
+    # NCCL cannot reduce CPU tensors, so GPU runs need a second group.
     control = group if device == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
     return Ranks(
         rank=dist.get_rank(),

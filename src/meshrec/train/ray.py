@@ -1,27 +1,27 @@
-"""Runs on Ray: the ranks are workers of a `ray.train.torch.TorchTrainer`, which starts them again when one
-fails.
+"""Runs on Ray: ranks are workers of a `ray.train.torch.TorchTrainer`, which restarts them after a failure.
 
-The workers form Ray's process group and do what ranks of `meshrec train` do. The run has its folder in
-storage that all nodes reach. Each evaluation, and every so many steps, a worker reports metrics to Ray with
-a pointer to the newest checkpoint; the checkpoint itself is written once, into the run's folder, by all
-workers. When Ray starts the workers again, on as many as there are, they find the run by the ID of the
-launch and go on from its last checkpoint.
+The workers form Ray's process group and then act as ranks of `meshrec train`. The run folder is in storage
+shared by all nodes. After every evaluation, and every few steps, a worker reports metrics to Ray with a
+pointer to the newest checkpoint. All workers together write the checkpoint itself once, into the run folder.
+After a restart, on any number of workers, they find the run by the launch ID and continue from the last
+checkpoint.
 """
 
 import json
 import os
-import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshrec.checkpoint import find_checkpoint
-from meshrec.comms.joining import interface_towards
+from meshrec.comms.joining import form_group
 from meshrec.data.faults import needs
+from meshrec.durable import durable_folder, scratch_folder
 from meshrec.runs.host_folder import LAUNCH_VARIABLE
 from meshrec.runs.job import Job
 from meshrec.runs.worker import work
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 REPORT_EVERY = 100
-"""Steps between two reports of training metrics to Ray. All workers wait for each other in a report."""
+"""Steps between reports of training metrics to Ray. All workers wait for each other in a report."""
 _POINTER = "meshrec.json"
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def trainer(
@@ -50,15 +49,15 @@ def trainer(
     report_every: int = REPORT_EVERY,
     **options: Any,
 ) -> "TorchTrainer":
-    """Return a trainer of Ray that trains a recipe; ``fit()`` runs it.
+    """Return a Ray trainer for a recipe; ``fit()`` runs it.
 
     Args:
-        recipe: the recipe. Ray sends it to the workers, so that it must be picklable.
-        scaling: the number of workers, or the smallest and largest number, and their resources.
-        out: the folder of runs, which all nodes reach.
-        run_config: Ray's options of a run, such as ``FailureConfig(max_failures=3)``.
-        report_every: steps between two reports of training metrics to Ray.
-        options: further options of `meshrec.runs.job.Job`, such as ``name`` and ``resume``.
+        recipe: the recipe. Ray sends it to the workers, so it must be picklable.
+        scaling: number of workers, or minimum and maximum, and resources per worker.
+        out: folder with all runs, shared by all nodes.
+        run_config: Ray run options, such as ``FailureConfig(max_failures=3)``.
+        report_every: steps between reports of training metrics to Ray.
+        options: more options for `meshrec.runs.job.Job`, such as ``name`` and ``resume``.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
@@ -77,10 +76,10 @@ def trainer(
 
 
 def checkpoint_path(checkpoint: "Checkpoint") -> Path:
-    """Return the path of the checkpoint of a run to which a checkpoint of Ray points.
+    """Return the path of the run checkpoint that a Ray checkpoint points to.
 
     Raises:
-        ValueError: it is no checkpoint that a worker of ours has reported.
+        ValueError: no MeshRec worker reported the checkpoint.
     """
     with checkpoint.as_directory() as folder:
         pointer = Path(folder) / _POINTER
@@ -102,19 +101,19 @@ def data_source(
     features: Any,
     **options: Any,
 ) -> Parquet:
-    """Return datasets of Ray Data as a source of samples.
+    """Return Ray Data datasets as a data source.
 
-    Ray runs the datasets once, on all its nodes, and writes their rows as Parquet files, from which the
-    ranks read. So a run that starts again, also on another number of workers, continues at the exact sample;
-    a stream of Ray has no such place. Parts that are written already are not written again.
+    Ray executes the datasets once, on all nodes, and writes Parquet files, from which the ranks read. A
+    restarted run can thus continue at the exact sample, on any number of workers; a Ray stream has no such
+    position. Parts that exist already are not written again.
 
     Args:
         train: training rows; with a split, all rows.
         validation: validation rows.
         test: test rows.
-        folder: a folder that all nodes reach, for the files.
-        features: the features to make of the columns: `meshrec.data.features.Features`.
-        options: further options of `meshrec.train.Parquet`, such as ``split_by``.
+        folder: folder for the files, shared by all nodes.
+        features: features to make from the columns: `meshrec.data.features.Features`.
+        options: more options for `meshrec.train.Parquet`, such as ``split_by``.
     """
     places: dict[str, tuple[str, ...] | None] = {}
     for name, part in (("train", train), ("validation", validation), ("test", test)):
@@ -131,20 +130,20 @@ def data_source(
 
 def _written(part: "Dataset", place: Path) -> Path:
     if not place.is_dir():
-        scratch = place.with_name(f".{place.name}-{uuid.uuid4().hex[:8]}")
-        part.write_parquet(str(scratch))
-        scratch.replace(place)
+        with durable_folder(place) as parts:
+            part.write_parquet(str(parts))
     return place
 
 
 @dataclass
 class _Reporter:
-    """Reports events to Ray. It exists on every worker, and all of them report at the same steps."""
+    """Reports events to Ray. Every worker has a reporter, and all report at the same steps."""
 
     every: int
+    # Set on rank 0 when the run folder is known; None on other workers.
     folder: RunFolder | None = None
     reported: int = -1
-    """The step of the newest checkpoint that was reported."""
+    """Step of the newest reported checkpoint."""
 
     def __call__(self, event: Event) -> None:
         is_due = isinstance(event, Logged) and event.line["step"] % self.every == 0
@@ -158,12 +157,12 @@ class _Reporter:
         if newest is None:
             train.report(metrics)
             return
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / _POINTER).write_text(json.dumps({"path": str(newest)}))
+        with scratch_folder("meshrec-ray") as folder:
+            (folder / _POINTER).write_text(json.dumps({"path": str(newest)}))
             train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder))
 
     def _newest(self) -> Path | None:
-        """Return the newest finished checkpoint if it was not reported; on the first worker only."""
+        """Return the newest finished checkpoint unless it was reported; on the first worker only."""
         if self.folder is None:
             return None
         try:
@@ -178,7 +177,8 @@ class _Reporter:
 
 
 def _train(config: dict[str, Any]) -> None:
-    """Train as one worker."""
+    """Train on one worker."""
+    # Restarted workers find their run folder by this ID.
     os.environ[LAUNCH_VARIABLE] = config["launch"]
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
@@ -195,14 +195,38 @@ def _train(config: dict[str, Any]) -> None:
 
 
 def _torch_config() -> Any:
-    """Return Ray's configuration of the process group, with an interface that leads to the first worker."""
+    """Return Ray's process group configuration, with a backend that calls `form_group`.
+
+    Ray's default backend would let rank 0's store listen on every interface.
+    """
     config: Any = needs("ray.train.torch.config", "ray")
+    ray: Any = needs("ray", "ray")
 
     class Backend(config._TorchBackend):  # type: ignore[misc]
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             address, port = worker_group.execute_single(0, config.get_address_and_port)
-            worker_group.execute(_listen_towards, address, port)
-            super().on_start(worker_group, backend_config)
+            has_gpus = worker_group.get_resources_per_worker().get("GPU", 0) > 0
+            backend = backend_config.backend or ("nccl" if has_gpus else "gloo")
+            size = len(worker_group)
+            nodes = worker_group.execute(_node)
+            formed = [
+                worker_group.execute_single_async(
+                    rank,
+                    _form_group,
+                    backend=backend,
+                    seconds=backend_config.timeout_s,
+                    variables={
+                        "MASTER_ADDR": address,
+                        "MASTER_PORT": str(port),
+                        "RANK": str(rank),
+                        "WORLD_SIZE": str(size),
+                        "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+                        "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+                    },
+                )
+                for rank in range(size)
+            ]
+            ray.get(formed)
 
     class Config(config.TorchConfig):  # type: ignore[misc]
         @property
@@ -212,7 +236,12 @@ def _torch_config() -> Any:
     return Config()
 
 
-def _listen_towards(host: str, port: int) -> None:
-    name = interface_towards(host, port)
-    if name is not None:
-        os.environ.setdefault(_INTERFACE, name)
+def _node() -> str:
+    """Return the Ray node ID for a worker."""
+    node: str = needs("ray", "ray").get_runtime_context().get_node_id()
+    return node
+
+
+def _form_group(backend: str, seconds: float, variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+    form_group(backend, timedelta(seconds=seconds))

@@ -4,14 +4,16 @@ A recipe is a function without arguments that returns a `Recipe`. ``meshrec trai
 options.
 """
 
+import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
 from meshrec.comms.wire import FULL_PRECISION, FULL_WIRES, TableWires
+from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.optim import FTRL, OptimizerSpec, RowWiseAdagrad
 from meshrec.planner.wire_choice import AUTO, WireBound
 from meshrec.train.class_loss import Softmax
@@ -23,90 +25,118 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from meshrec.data import Dataset, Split
+    from meshrec.data.encoding import Encoding
+    from meshrec.data.faults import Faults
     from meshrec.data.features import Features
+    from meshrec.data.streaming import Source
     from meshrec.train.ranks import Ranks
+
+Precision = Literal["fp32", "bf16", "auto"]
+"""Dense precision in training; see `Training.dense_precision`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource(ABC):
-    """A source of samples."""
+    """A sample source."""
 
     @abstractmethod
     def load(self) -> "Dataset":
-        """Open the data. Every rank does so, and reads its own part."""
+        """Open the data. Every rank opens all data and reads a part."""
+
+    def all_rows(self) -> "DataSource":
+        """Return a source that also trains on this source's validation and test rows.
+
+        Raises:
+            ValueError: there is no such source.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no source of all rows for --final all. Leave --final "
+            "out, or train on Parquet, Csv, Frame or Log."
+        )
 
 
 @runtime_checkable
 class FittedSource(Protocol):
-    """A source whose rows become samples through `Features`, which a run fits once and stores in its folder.
+    """A source with rows that become samples through `Features`. A run fits them once and stores them.
 
-    All later evaluation and scoring reads them from there.
+    All later evaluation and scoring reads the stored features.
     """
 
     def fit(self) -> "Features":
         """Fit the features on the training data."""
 
     def dataset(self, features: "Features") -> "Dataset":
-        """Open the data with features that are fitted already."""
+        """Open the data with fitted features."""
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open other data of the same form, unshuffled, as the training part of a dataset."""
+        """Open other data in the same form, unshuffled, as a dataset's training part.
+
+        Args:
+            features: fitted features.
+            data: paths, folders, patterns or a table.
+            labelled: whether the data has labels.
+        """
 
 
 @runtime_checkable
 class RawSource(FittedSource, Protocol):
-    """A fitted source whose samples are rows of a table, so that requests to a server can consist of them."""
+    """A fitted source whose samples are table rows, so that server requests can contain them."""
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the columns of a row and their types."""
+        """Return the schema of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource(ABC):
-    """Tables whose columns become samples through `Features`, which are fitted on the training rows.
+    """Tables with columns that become samples through `Features`, fitted on the training rows.
 
-    A run fits the features once and stores them in its folder. All later evaluation and scoring reads them
-    from there.
+    A run fits the features once and stores them in the run folder. All later evaluation and scoring reads the
+    stored features.
     """
 
     features: Any
-    """The features to make of the columns: `meshrec.data.features.Features`."""
+    """Features to make from the columns: `meshrec.data.features.Features`."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """Split of validation and test rows from the training data; if none, they have their own files."""
+    """Split of validation and test rows from the training data; if none, they have separate files."""
     split_column: str | None = None
     """Column that decides the split: numbers or times for time, any type for hash."""
     split_validation: float = 0.1
-    """Share of the rows for validation, on which the weights to keep are chosen."""
+    """Share of rows for validation, which selects the best weights."""
     split_test: float = 0.1
-    """Share of the rows for the final test, which is read once."""
+    """Share of rows for the final test, which is read once."""
+    split_time_format: str | None = None
+    """Format of a split column with times as text, as strptime takes it; if none, ISO 8601."""
     on_error: Literal["raise", "skip"] = "raise"
     """Handling of damaged rows."""
     window: int = 8192
-    """Number of rows in the buffer for shuffling."""
+    """Number of rows in the shuffle buffer."""
     seed: int = 0
-    """Seed of the shuffle and of the split."""
+    """Seed for shuffle and split."""
 
     @abstractmethod
     def parts(self) -> tuple[Any, Any, Any]:
         """Return training, validation and test data as paths or tables; the latter two may be None."""
 
+    def all_rows(self) -> Any:
+        """Return a source that also trains on this source's validation and test rows."""
+        files = tuple(path for part in self.parts() if part is not None for path in part)
+        return replace(self, train=files, validation=None, test=None, split_by=None)  # type: ignore[call-arg]
+
     def fit(self) -> "Features":
         """Fit the features on the training rows, in one pass over the data."""
         from meshrec.data.features.fitting import fit_features
-        from meshrec.data.frames import open_tables
 
         train = self.parts()[0]
         features: Features = self.features
-        return fit_features(features, open_tables, train, split=self._split(), on_error=self.on_error)
+        return fit_features(features, self._open, train, split=self._split(), on_error=self.on_error)
 
     def dataset(self, features: "Features") -> "Dataset":
-        """Open the data with features that are fitted already."""
-        from meshrec.data.frames import open_tables
+        """Open the data with fitted features."""
         from meshrec.data.tables import table_dataset
 
         train, validation, test = self.parts()
         return table_dataset(
-            open_tables,
+            self._open,
             train=train,
             validation=validation,
             test=test,
@@ -119,24 +149,38 @@ class TableSource(ABC):
         )
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open other data of the same form, unshuffled, as the training part of a dataset."""
-        from meshrec.data.frames import open_tables
+        """Open other data in the same form, unshuffled, as a dataset's training part.
+
+        Args:
+            features: fitted features.
+            data: paths, folders, patterns or a table.
+            labelled: whether the data has labels.
+        """
         from meshrec.data.tables import described_by, ordered_reader
 
         reader = ordered_reader(
-            open_tables, data, features, labelled=labelled, on_error=self.on_error, window=self.window
+            self._open, data, features, labelled=labelled, on_error=self.on_error, window=self.window
         )
         return described_by(features, reader, type(self).__name__.lower())
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the columns of a training row and their types."""
+        """Return the schema of a training row."""
         from meshrec.data.faults import Faults
-        from meshrec.data.frames import open_tables
         from meshrec.data.tables import Tables
 
-        source = open_tables(self.parts()[0], features, Faults("raise"))
+        source = self._open(self.parts()[0], features, Faults("raise"))
         assert isinstance(source, Tables)
         return source.arrow_schema
+
+    @property
+    def csv_format(self) -> "CsvFormat":
+        """CSV format of the data files."""
+        return DETECTED
+
+    def _open(self, data: Any, schema: "Encoding", faults: "Faults") -> "Source":
+        from meshrec.data.frames import open_tables
+
+        return open_tables(data, schema, faults, self.csv_format)
 
     def load(self) -> "Dataset":
         """Fit the features, and open the data."""
@@ -152,6 +196,7 @@ class TableSource(ABC):
             column=self.split_column,
             validation=self.split_validation,
             test=self.split_test,
+            time_format=self.split_time_format,
             seed=self.seed,
         )
 
@@ -162,28 +207,37 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``.
+        """Build the model, with tables on ``meta``.
 
         Called as ``model(dense, sparse)``, it returns logits, [B] or [B, 1]; for T labels, [B, T].
         """
 
     @property
     def attention_width(self) -> int:
-        """The width of self-attention over histories, whose cost grows with squared lengths; 0: none."""
+        """Self-attention width over histories, with cost quadratic in history length; 0: none."""
         return 0
 
-    def start(self, model: nn.Module, recipe: "Recipe", dataset: "Dataset", ranks: "Ranks") -> bool:
-        """Give a new model, which may be sharded, first weights that depend on the data. Collective.
+    def start(
+        self, model: nn.Module, recipe: "Recipe", dataset: "Dataset", ranks: "Ranks"
+    ) -> dict[str, Any] | None:
+        """Initialize a new model, sharded or not, from the data. Collective.
+
+        Args:
+            model: the new model, whose weights are replaced.
+            recipe: the recipe.
+            dataset: the dataset.
+            ranks: the ranks, from `join`.
 
         Returns:
-            Whether there are such weights: they are then evaluated before the first step.
+            None without such weights. Otherwise the weights are evaluated before the first step, and the
+            result has options for this configuration that repeat the fit without validation data.
         """
-        return False
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptimizer:
-    """The optimizer of all parameters outside the tables."""
+    """Optimizer for all parameters outside the tables."""
 
     kind: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     lr: float = 1e-3
@@ -197,29 +251,41 @@ class Training:
     batch_size: int = 1024
     """Samples per step over all ranks."""
     epochs: int = 1
-    """The largest number of passes over the training data."""
+    """Maximum number of passes over the training data."""
     max_steps: int | None = None
-    """The largest number of steps."""
+    """Maximum number of steps."""
+    end_step: int | None = None
+    """End after this step, although learning rates follow the schedule for all steps; if none, after the
+    last.
+    """
     evaluate_every: int | None = None
     """Steps between evaluations; if none, one per epoch."""
     patience: int | None = None
     """Stop after this many evaluations without a better AUC, and keep the best weights."""
-    accumulate: int = 1
-    """Number of batches whose gradients are added up for one update."""
-    clip_norm: float | None = None
-    """Largest norm of an update's gradients, over dense parameters, tables and all ranks; if none, no
-    clipping.
+    chance_patience: int | None = None
+    """Stop after this many evaluations whose validation loss is not below the previous best by more than
+    chance, in a paired test over samples, and keep the best weights; if none, there is no such test.
     """
+    accumulate: int = 1
+    """Number of batches per update, whose gradients are added up."""
+    clip_norm: float | None = None
+    """Maximum gradient norm per update, over dense parameters, tables and all ranks; if none, no clipping."""
+    dense_precision: Precision = "fp32"
+    """Dense precision in training: fp32; bf16, with fp32 master weights; auto: bf16 where every rank's CPU or
+    GPU has native bf16 products. Evaluation, scoring and serving compute in fp32.
+    """
+    dense_gradients: Literal["fp32", "bf16"] = "fp32"
+    """Format in which ranks exchange dense gradients. Their mean is computed in fp32."""
     bf16: bool = False
-    """Compute the dense part in bfloat16 (autocast)."""
+    """Old name of dense_precision bf16; the next release removes it."""
     pipeline: bool = True
     """Exchange the next batch while this one computes, if there are several ranks. Results are the same."""
     balance: bool = True
-    """Whether several ranks divide the samples of a step so that their histories cost the same. The samples
-    of a step are those without balancing.
+    """Whether several ranks divide a step's samples so that history costs are equal. A step has the same
+    samples as without balancing.
     """
     seed: int = 0
-    """Seed of the initial weights and of the order of samples."""
+    """Seed for initial weights and sample order."""
     log_every: int = 20
     """Steps between lines of metrics."""
     phases_every: int = 50
@@ -229,19 +295,43 @@ class Training:
     keep_checkpoints: int = 3
     """Number of checkpoints to keep."""
     publish_every: int | None = None
-    """Steps between deltas for servers, written to the run's folder ``deltas``; one more precedes each
-    checkpoint. If none, there are no deltas.
+    """Steps between deltas for servers, written to ``deltas`` in the run folder; a further delta precedes
+    every checkpoint. If none, there are no deltas.
     """
     prefetch: int = 2
     """Number of batches to read ahead."""
 
     def __post_init__(self) -> None:
+        if self.bf16:
+            if self.dense_precision == "auto":
+                raise ValueError(
+                    "training.bf16 is the old name of training.dense_precision bf16, and "
+                    "training.dense_precision is auto. Leave training.bf16 out."
+                )
+            warnings.warn(
+                "training.bf16 is now training.dense_precision bf16, and the next release removes the old "
+                "name.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            # Reset, so that dataclasses.replace(training, dense_precision="fp32") has its effect.
+            object.__setattr__(self, "dense_precision", "bf16")
+            object.__setattr__(self, "bf16", False)
+        for name, allowed in (
+            ("dense_precision", ("fp32", "bf16", "auto")),
+            ("dense_gradients", ("fp32", "bf16")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"training.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}."
+                )
         for name in (
             "batch_size",
             "epochs",
             "max_steps",
             "evaluate_every",
             "patience",
+            "chance_patience",
             "accumulate",
             "log_every",
             "checkpoint_every",
@@ -251,13 +341,15 @@ class Training:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"training.{name} is {value}; it must be at least 1.")
+        if self.end_step is not None and self.end_step < 0:
+            raise ValueError(f"training.end_step is {self.end_step}; it must be at least 0.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"training.clip_norm is {self.clip_norm}; it must be above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Options of the planner."""
+    """Planner options."""
 
     sharded: bool = True
     """Split the tables over ranks as planned; otherwise one process trains the plain model."""
@@ -266,7 +358,7 @@ class Placement:
     memory_gib: float | None = None
     """Memory per rank; if none, the profile's."""
     min_partition: int | None = None
-    """Smallest number of columns of a column shard; if none, 32."""
+    """Minimum number of columns in a column shard; if none, 32."""
     sharding_types: tuple[str, ...] | None = None
     """Sharding types that the planner may choose from."""
     wire: str = str(FULL_PRECISION)
@@ -276,13 +368,13 @@ class Placement:
     wire_auc_loss: float | None = 5e-4
     """For wire auto: AUC that the formats may cost, by MeshRec's measurements; none: no limit."""
     wire_error: float | None = None
-    """For wire auto: largest error of a value over its row's largest value; none: no limit."""
+    """For wire auto: maximum error of a value relative to its row's largest value; none: no limit."""
     replicate_mib: float | None = None
     """Tables larger than this are split, never copied to every rank; if none, the planner decides."""
     sample_batches: int = 4
     """Batches to measure pooling factors and hot rows on before planning; 0: assume one ID per bag."""
     plan: Path | None = None
-    """A saved plan to use as it is."""
+    """A saved plan to use unchanged."""
 
     def __post_init__(self) -> None:
         try:
@@ -294,7 +386,7 @@ class Placement:
 
     @property
     def wire_bound(self) -> WireBound:
-        """Limits on the cost of the wire formats."""
+        """Limits on the cost of wire formats."""
         return WireBound(auc_loss=self.wire_auc_loss, error=self.wire_error)
 
 
@@ -303,7 +395,7 @@ class Recipe:
     """A training run."""
 
     name: str
-    """Name of the recipe."""
+    """Recipe name."""
     data: DataSource
     model: ModelConfig
     loss: Loss = field(default_factory=BinaryCrossEntropy)
@@ -336,7 +428,7 @@ class Recipe:
             )
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError for settings that cannot be run on this number of ranks."""
+        """Raise ValueError for settings that cannot run on ``world_size`` ranks."""
         training = self.training
         if isinstance(self.data, TableSource):
             _check_labels(self.data.features, self.loss)
@@ -346,6 +438,11 @@ class Recipe:
             raise ValueError(
                 f"training.batch_size {training.batch_size} cannot be divided among {world_size} ranks; "
                 f"take {choices}."
+            )
+        if training.chance_patience is not None and type(self.loss).per_sample is Loss.per_sample:
+            raise ValueError(
+                f"training.chance_patience is {training.chance_patience}, but {type(self.loss).__name__} has "
+                "no loss per sample to test. Leave it out, or set training.patience instead."
             )
         if not self.placement.sharded and training.publish_every is not None:
             raise ValueError(
@@ -378,7 +475,7 @@ class Recipe:
 
 
 def _check_labels(features: "Features", loss: Loss) -> None:
-    """Raise ValueError if one of our losses does not match the labels."""
+    """Raise ValueError if a built-in loss does not match the labels."""
     ours = BinaryCrossEntropy | SquaredError | Huber | Tasks
     if isinstance(loss, ours | Softmax | Ranking):
         _check_classes(features, loss)
@@ -400,11 +497,11 @@ def _check_labels(features: "Features", loss: Loss) -> None:
 
 
 def _check_classes(features: "Features", loss: Loss) -> None:
-    """Raise ValueError unless labels of classes have `Softmax`, labels of queries `Ranking`, and all others
+    """Raise ValueError unless class labels have `Softmax`, query labels have `Ranking`, and other labels
     neither.
     """
     labels = features.labels
-    classes = labels[0].classes if labels else ()
+    classes = labels[0].classes if labels and labels[0].kind == "class" else ()
     if isinstance(loss, Softmax) != bool(classes) or (isinstance(loss, Softmax) and loss.classes != classes):
         given = f"loss.classes {list(loss.classes)}" if isinstance(loss, Softmax) else type(loss).__name__
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The recipes that come with MeshRec, by name, and the lookup of your own."""
+"""Built-in recipes by name, and the lookup of user recipes."""
 
 import ast
 import dataclasses
@@ -48,7 +48,7 @@ def movielens_dlrm() -> Recipe:
 
 
 def synthetic_clicks() -> Recipe:
-    """Train DLRM on clicks of a planted teacher: how close does it come to the best possible AUC?"""
+    """Train DLRM on clicks from a planted teacher: how close does it come to the best possible AUC?"""
     return Recipe(
         name="synthetic_clicks",
         data=SyntheticClicks(),
@@ -124,9 +124,9 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
 
 
 def resolve(name: str) -> Recipe:
-    """Return a recipe by its name, ``path/to/file.py:function``, or ``package.module:function``.
+    """Return a recipe by name, YAML file, ``path/to/file.py:function``, or ``package.module:function``.
 
-    Relative paths in the recipe of a file start at the file's folder.
+    Relative paths in a recipe file start at the file's folder.
 
     Raises:
         ValueError: there is no such recipe, or the function returns something else.
@@ -135,6 +135,7 @@ def resolve(name: str) -> Recipe:
         return RECIPES[name]()
     if name.endswith(SUFFIXES):
         return from_folder(from_yaml(Path(name)), Path(name).resolve().parent)
+    name = full_name(name)
     if ":" not in name:
         known = ", ".join(RECIPES)
         raise ValueError(
@@ -147,23 +148,34 @@ def resolve(name: str) -> Recipe:
     return from_folder(recipe, file.resolve().parent) if file.suffix == ".py" else recipe
 
 
+def full_name(name: str) -> str:
+    """Return a recipe's full name: for ``path/to/file.py`` with a single recipe, add the function."""
+    names = _recipes_of_file(name)
+    return names[0] if len(names) == 1 else name
+
+
 def _with_function(name: str) -> str:
-    """Return the remedy for the name of a recipe's file that lacks the function; nothing for other names."""
+    """Suggest functions for a recipe file named without a function; empty for other names."""
+    names = _recipes_of_file(name)
+    return f" Did you mean {' or '.join(names[:3])}?" if names else ""
+
+
+def _recipes_of_file(name: str) -> list[str]:
+    """List recipes in a Python file: functions annotated to return a recipe, or else all public functions."""
     try:
         body = ast.parse(Path(name).read_text(encoding="utf-8")).body if name.endswith(".py") else []
     except (OSError, ValueError, SyntaxError):
-        return ""
-    found = [
-        f"{name}:{each.name}" for each in body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"
-    ]
-    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
+        return []
+    functions = [each for each in body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
+    recipes = [each for each in functions if each.returns and ast.unparse(each.returns).endswith("Recipe")]
+    return [f"{name}:{each.name}" for each in recipes or functions]
 
 
 def recipe_by(function: Any, name: str) -> Recipe:
-    """Make a recipe with the function that ``name`` names.
+    """Make a recipe by calling ``function``; errors call it ``name``.
 
     Raises:
-        ValueError: it cannot be called without arguments, or gives something else.
+        ValueError: ``function`` cannot be called without arguments, or does not return a recipe.
     """
     if not callable(function):
         raise ValueError(f"recipe {name!r}: {function!r} is not a function. Name one that the file has.")
@@ -186,7 +198,7 @@ def function_of(name: str) -> Callable[..., Any]:
     """Return the function named ``path/to/file.py:function`` or ``package.module:function``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such function.
     """
     place, _, function_name = name.rpartition(":")
     module = module_of_file(Path(place)) if place.endswith(".py") else _imported(place, name)
@@ -202,17 +214,16 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def module_name(path: Path) -> str:
-    """Return the name in ``sys.modules`` of a recipe's file."""
+    """Return a recipe file's name in ``sys.modules``."""
     return f"meshrec_recipe_{path.stem}"
 
 
 def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> ModuleType:
-    """Run a recipe's file and return its module.
+    """Execute a recipe file and return its module.
 
     Args:
         path: the file.
-        loader: the loader of its source. If none, the file is read from disk, and it can import the modules
-            beside it.
+        loader: source loader. If None, the file is read from disk, and may import modules in its folder.
 
     Raises:
         ValueError: there is no such file, or it cannot be imported.
@@ -230,8 +241,9 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     folder = str(path.resolve().parent)
-    if loader is None and folder not in sys.path:  # as for a script, modules beside it can be imported
-        sys.path.insert(0, folder)
+    if loader is None and folder not in sys.path:
+        # Append, so that neighbors can be imported but a stray pyarrow.py never shadows a package.
+        sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -247,9 +259,9 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
 
 
 def _imported(place: str, name: str) -> ModuleType:
-    # As for `python -m`, modules in the current folder can be imported.
+    # Append, so that the current folder can be imported from but never shadows installed packages.
     if "" not in sys.path:
-        sys.path.insert(0, "")
+        sys.path.append("")
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Remarks on the result of a run, with what to do about each."""
+"""Remarks on a run's result, with a next step for the user."""
 
 import math
 from collections.abc import Mapping
@@ -11,9 +11,15 @@ _DEVIATIONS = 2.0
 
 
 def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int) -> list[str]:
-    """Return remarks on the contents of ``summary.json``: a result no better than chance, and a run that was
-    still improving when it ended.
+    """Return remarks on ``summary.json``: a result no better than chance, or a run that was still improving
+    at its end.
+
+    Args:
+        summary: contents of ``summary.json``.
+        training: training options.
+        num_evaluations: number of validation evaluations.
     """
+    # Other runs have no final result to remark on.
     if summary["state"] != "finished":
         return []
     found = []
@@ -36,7 +42,7 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
 
 
 def winner(summary: Mapping[str, Any]) -> str | None:
-    """Return who won by the leading metric, on test data if there is some; None without baselines."""
+    """Say who won by the leading metric, on test data if available; None without baselines."""
     for data, key in (("test", "baselines_test"), ("validation", "baselines")):
         lead = leading_metric(summary[data])
         rivals = {name: found[lead] for name, found in summary[key].items() if lead in found} if lead else {}
@@ -53,7 +59,7 @@ def winner(summary: Mapping[str, Any]) -> str | None:
 def _chance(data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None) -> str | None:
     """Return a remark if an AUC cannot be distinguished from chance; otherwise None.
 
-    Its standard deviation under chance is that of the Mann-Whitney statistic: Hanley and McNeil, "The meaning
+    The standard deviation under chance is that of the Mann-Whitney statistic: Hanley and McNeil, "The meaning
     and use of the area under a ROC curve" (1982).
     """
     if "auc" not in metrics or not samples or not samples["positive"] or not samples["negative"]:

@@ -1,6 +1,6 @@
-"""A rendezvous for torch's elastic launcher on one machine, which nobody else can join: it opens no port.
+"""A rendezvous for torch's elastic launcher on one machine: it opens no port, so nobody else can join.
 
-torch's own c10d rendezvous hosts a store on every network interface, and unpickles whatever is written there.
+torch's c10d rendezvous hosts a store on every network interface, and unpickles any data sent to it.
 """
 
 from torch._C._distributed_c10d import HashStore
@@ -13,13 +13,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 BACKEND = "meshrec_one_machine"
-"""The name of this rendezvous in the launcher's configuration."""
+"""Backend name in the launcher's configuration."""
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous with one participant, whose store is in its own memory.
+    """A rendezvous with one participant and an in-memory store.
 
-    The ranks have a store of their own, see [Note: who can reach the ranks of a run] in comms/joining.py.
+    Ranks use a separate store, see [Note: who can reach the ranks of a run] in comms/joining.py.
     """
 
     def __init__(self, run_id: str) -> None:

@@ -1,11 +1,11 @@
-"""The folder of a run, ``runs/<name>/``."""
+"""Run folders, ``runs/<name>/``."""
 
 import contextlib
 import dataclasses
 import json
 import math
 import os
-import shutil
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +13,20 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from meshrec.durable import DamageError, read_regular, sealed, unsealed
+from meshrec.durable import (
+    PREFIX,
+    Created,
+    DamageError,
+    Mark,
+    mark,
+    marks,
+    read_regular,
+    release,
+    remove_named,
+    sealed,
+    unsealed,
+    write_durably,
+)
 from meshrec.durable.sealed import SEAL
 
 CONFIG = "config.json"
@@ -22,14 +35,27 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 STATE = "state.json"
 DELTAS = "deltas"
+FINAL = "final"
+"""Subfolder for the refit on all rows, which is a run itself."""
 RUNS = Path("runs")
 _MOST_BYTES = 1 << 28
+_KINDS = ("run", "run in a folder of the user")
+"""Mark kinds: the folder is deleted with the run, or it existed before, empty."""
+_JSON = r"(?:config|plan|summary|state|features|launch)\.json"
+_RECIPE = {"name", "data", "model"}
+"""Recipe fields present in every release's configuration."""
+FILES = re.compile(
+    rf"{_JSON}|(?:metrics|phases|phases_whole)\.jsonl|(?:plan|report)\.html|wandb_id\.txt"
+    r"|trace_rank\d+\.json\.gz|(?:error|log)_rank\d+\.txt|\.process_rank\d+|\.lock|\.seen-[0-9a-f]{8}"
+    rf"|events\.out\.tfevents\.\d+\..+|\.(?:{_JSON}|(?:metrics|phases|phases_whole)\.jsonl)\.[0-9a-f]{{16}}"
+)
+"""Full names of the files that a run writes into its folder. All other files belong to the user."""
 
 StateName = Literal["running", "stopped", "failed", "finished"]
 
 
 class RunState(NamedTuple):
-    """The content of ``state.json``. ``error`` is the last line of the error that ended a failed run."""
+    """Content of ``state.json``. ``error`` is the last line of a failed run's error."""
 
     name: StateName
     error: str | None = None
@@ -45,72 +71,83 @@ class RunFolder:
     """Whether the user allowed the run's source to be executed, see run_source.py."""
 
     @property
+    def name(self) -> str:
+        """Run name; ``NAME/final`` for a refit on all rows."""
+        is_final = self.path.name == FINAL and (self.path.parent / CONFIG).is_file()
+        return f"{self.path.parent.name}/{FINAL}" if is_final else self.path.name
+
+    @property
     def plan(self) -> Path:
-        """The plan, in the form that `meshrec plan` reads."""
+        """Plan file, in the form that `meshrec plan` reads."""
         return self.path / PLAN
 
     @property
     def plan_page(self) -> Path:
-        """The plan as a page."""
+        """Plan page."""
         return self.path / "plan.html"
 
     @property
     def report(self) -> Path:
-        """The report page of the run."""
+        """Report page."""
         return self.path / "report.html"
 
     @property
     def phases(self) -> Path:
-        """The file with the time per phase and rank."""
+        """File with the time per phase and rank."""
         return self.path / "phases.jsonl"
 
     @property
     def whole_phases(self) -> Path:
-        """The file with the time per phase and rank of steps without overlap; only pipelined runs have it."""
+        """File with the time per phase and rank, for steps without overlap; only pipelined runs have it."""
         return self.path / "phases_whole.jsonl"
 
+    def discard(self, path: Path) -> None:
+        """Delete a file in the run folder, such as an earlier start's error, if it exists."""
+        remove_named(self.path, [path.name])
+
     def trace(self, rank: int) -> Path:
-        """Return the file of the profiler's trace of a rank."""
+        """Return the path of a rank's profiler trace."""
         return self.path / f"trace_rank{rank}.json.gz"
 
     def error(self, rank: int) -> Path:
-        """Return the file of the error of a rank."""
+        """Return the path of a rank's error."""
         return self.path / f"error_rank{rank}.txt"
 
     def log(self, rank: int) -> Path:
-        """Return the file of the full log of a rank."""
+        """Return the path of a rank's full log."""
         return self.path / f"log_rank{rank}.txt"
 
     def process(self, rank: int) -> Path:
-        """Return the file that holds a rank's process ID while the rank works."""
+        """Return the path of a rank's process ID file, which exists while the rank works."""
         return self.path / f".process_rank{rank}"
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the folder has a state from which training can continue."""
+        """Whether the folder has a checkpoint from which training can continue."""
         return any(self.path.glob("checkpoints/step-*/manifest.json"))
 
     def write_json(self, name: str, value: Any, *, seal: bool = False) -> None:
         """Write a file atomically: readers see the old or the new contents. NaN and infinity become null.
 
         Args:
-            name: the file's name.
-            value: its contents.
-            seal: add a checksum, for an object that decides what a run computes.
+            name: file name.
+            value: file contents.
+            seal: whether to add a checksum, for contents that decide what a run computes.
         """
-        text = json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(finite(value), indent=1, allow_nan=False) + "\n"
         if seal:
+            # Load the text again: keys are then strings, as they are when the checksum is verified.
             text = sealed(json.loads(text)).decode()  # loaded: keys are text then, as they are when read
-        scratch = self.path / f".{name}.{os.getpid()}"
-        try:
-            scratch.write_text(text)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            raise
-        scratch.replace(self.path / name)
+        write_durably(self.path / name, text.encode())
 
     def write_state(self, name: StateName, *, error: str | None = None, step: int | None = None) -> None:
-        """Write the state of the run, with the process that runs it."""
+        """Write the run state, together with host and process ID.
+
+        Args:
+            name: the state.
+            error: error of a failed run.
+            step: current step.
+        """
         self.write_json(
             STATE,
             {
@@ -124,7 +161,7 @@ class RunFolder:
         )
 
     def state(self) -> RunState:
-        """Read the state of the run. A run whose process on this machine is gone has failed."""
+        """Read the run state. If the run's process on this machine is gone, the run has failed."""
         found = self.read_json(STATE)
         if found is None:  # written by an earlier release
             return RunState((self.read_json(SUMMARY) or {}).get("state", "failed"), None, None)
@@ -139,7 +176,7 @@ class RunFolder:
         return max((line["step"] for line in self.metrics()), default=None)
 
     def read_json(self, name: str) -> Any:
-        """Read what `write_json` wrote; return None if the file does not exist.
+        """Read a file from `write_json`; return None if it does not exist.
 
         Raises:
             ValueError: the file cannot be read, is damaged, or was changed without its checksum.
@@ -160,15 +197,14 @@ class RunFolder:
     def append_metrics(self, values: dict[str, Any]) -> None:
         """Add a line to ``metrics.jsonl``."""
         with (self.path / METRICS).open("a") as file:
-            file.write(json.dumps(_finite(values), allow_nan=False) + "\n")
+            file.write(json.dumps(finite(values), allow_nan=False) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Read the lines of ``metrics.jsonl``, without a last line that was cut off."""
+        """Read all lines in ``metrics.jsonl``, except truncated ones."""
         return _lines(self.path / METRICS)
 
     def forget_after(self, step: int, *, judged: bool) -> None:
-        """Remove the lines that were recorded after ``step``, and lines that were cut off: a resumed run
-        records them again.
+        """Remove lines recorded after ``step``, and truncated lines: a resumed run records them again.
 
         Args:
             step: the step from which training continues.
@@ -179,9 +215,7 @@ class RunFolder:
         for path in (self.path / METRICS, self.phases, self.whole_phases):
             if path.exists():
                 kept = [line for line in _lines(path) if line["step"] <= last.get(line.get("kind", ""), step)]
-                scratch = path.with_name(f".{path.name}")
-                scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
-                scratch.replace(path)
+                write_durably(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -194,12 +228,16 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = False) -> RunFolder:
-    """Return the folder of a new run, or with ``resume`` the folder of the run to continue.
+    """Return the folder for a new run, or with ``resume`` the folder of an existing run.
 
-    Without a name, it is the recipe's name with the next free number; to resume, with the last number.
+    Args:
+        name: run name; None: the recipe's name with the next free number, or to resume, with the last number.
+        recipe: recipe name.
+        runs: folder with all runs.
+        resume: whether to continue a run.
 
     Raises:
-        ValueError: the folder of a new run contains a run already or cannot be made, or there is no run to
+        ValueError: a new run's folder already contains a run or cannot be created, or there is no run to
             resume.
     """
     if name is not None and (Path(name).name != name or name in ("", "..")):
@@ -208,7 +246,7 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
         )
     if resume:
         path = runs / name if name is not None else _last(runs, recipe)
-        if path is None or not (path / CONFIG).is_file():
+        if path is None or not is_run(path):
             what = (
                 f"{path.resolve()} has no run"
                 if path is not None
@@ -225,7 +263,8 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
         path = runs / name
         if (path / CONFIG).exists():
             raise ValueError(f"{path} has a run already; use another --name, or continue it with --resume.")
-        path.mkdir(parents=True, exist_ok=True)
+        if not make_folder(path):
+            _check_unused(path)
     except OSError as error:
         raise ValueError(
             f"no folder for the run can be made in {runs}: {error}. Name another --runs."
@@ -233,13 +272,79 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
     return RunFolder(path)
 
 
+def make_folder(path: Path) -> bool:
+    """Create a run folder with a mark; return False if the folder exists.
+
+    Raises:
+        OSError: the folder cannot be created, or the path is not a folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return False
+    created = Created.at(path)
+    try:
+        release(mark(path, _KINDS[0])[1])
+    except BaseException:  # the disk is full
+        created.remove()
+        raise
+    return True
+
+
+def _check_unused(path: Path) -> None:
+    """Check that an existing folder can hold a new run, and mark it.
+
+    Raises:
+        ValueError: the folder has files, other than those from a start that ended before the first step.
+    """
+    started = marks_of(path)
+    ours = {each.path.name for each in started}
+    others = sorted(
+        name
+        for name in os.listdir(path)
+        if name not in ours and not (started and FILES.fullmatch(name)) and not name.startswith(PREFIX)
+    )
+    if others:
+        some = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise ValueError(
+            f"{path} is not a run, and holds {some}. Use another --name or --runs, or move its files away."
+        )
+    if not started:
+        release(mark(path, _KINDS[1])[1])
+
+
+def marks_of(path: Path) -> list[Mark]:
+    """Return the marks that prove a folder to be a run folder from this version, started or not."""
+    return [each for kind in _KINDS for each in marks(path.resolve(), kind, moved=True)]
+
+
+def is_made(run: Mark) -> bool:
+    """Return whether a run's folder was created for it."""
+    return run.kind == _KINDS[0]
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run, rather than another program's folder with a ``config.json``.
+
+    Raises:
+        ValueError: ``config.json`` is damaged.
+    """
+    if not (path / CONFIG).is_file():
+        return False
+    recipe = RunFolder(path).read_json(CONFIG).get("recipe")
+    return bool(marks_of(path)) or (isinstance(recipe, dict) and recipe.keys() >= _RECIPE)
+
+
 def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> RunFolder:
-    """Find a run by its name or its path.
+    """Find a run by name or path.
 
     Args:
-        name: the run's name, or the path of its folder.
-        runs: where run folders are.
-        trust: whether the source of its recipe may be executed although somebody else trained the run.
+        name: run name, or folder path.
+        runs: folder with all runs.
+        trust: whether the recipe's source may be executed although somebody else trained the run.
 
     Raises:
         ValueError: there is no such run.
@@ -253,29 +358,17 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
     )
 
 
+def final_of(run: RunFolder) -> RunFolder | None:
+    """Return a run's finished refit on all rows, or None."""
+    final = RunFolder(run.path / FINAL, run.is_trusted)
+    if not (final.path / CONFIG).is_file() or final.state().name != "finished":
+        return None
+    return final
+
+
 def run_or_path(path: Path, runs: Path = RUNS) -> Path:
-    """Return the folder of a run that is given by its name, or else ``path`` itself."""
+    """Return the run folder if ``path`` is a run name, or else ``path`` itself."""
     return runs / path if not path.exists() and (runs / path / CONFIG).is_file() else path
-
-
-def remove_run(folder: RunFolder) -> None:
-    """Remove a run and all its files.
-
-    Raises:
-        ValueError: the run is still running.
-    """
-    if folder.state().name == "running":
-        raise ValueError(f"{folder.path} is running; stop it first, then remove it.")
-    shutil.rmtree(folder.path)
-
-
-def drop_unstarted(folder: RunFolder) -> None:
-    """Remove the folder of a run that ended before its first step."""
-    for _ in range(20):
-        if not folder.path.exists() or (folder.path / CONFIG).exists():
-            return
-        shutil.rmtree(folder.path, ignore_errors=True)
-        time.sleep(0.02)  # other ranks of this host write their failures, and remove the folder as well
 
 
 def all_runs(runs: Path = RUNS) -> list[RunFolder]:
@@ -285,9 +378,10 @@ def all_runs(runs: Path = RUNS) -> list[RunFolder]:
 
 
 def to_json(value: Any) -> Any:
-    """Return a config as plain JSON types. A dataclass has its class as ``"type"``, or its own ``to_json``.
+    """Convert a config to plain JSON types. A dataclass gets its class as ``"type"``, unless it has
+    ``to_json``.
 
-    An in-memory table becomes the name of its type, without any data.
+    An in-memory table becomes its type name, without any data.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if hasattr(value, "to_json"):
@@ -308,7 +402,7 @@ def to_json(value: Any) -> Any:
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return (dotted name, value) for every value of a config from `to_json`."""
+    """Yield (dotted name, value) for every value in a config from `to_json`."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from flat(value, f"{prefix}.{key}" if prefix else key)
@@ -316,14 +410,14 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, config
 
 
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON cannot hold, by None."""
+def finite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON cannot represent, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
@@ -338,7 +432,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def now() -> str:
-    """Return the time, to the second, with its time zone."""
+    """Return the current time in seconds resolution, with time zone."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -358,12 +452,11 @@ def _last(runs: Path, recipe: str) -> Path | None:
 
 def _next(runs: Path, recipe: str) -> RunFolder:
     runs.mkdir(parents=True, exist_ok=True)
+    # Another start may take the same number: creating the folder decides.
     number = max(_numbered(runs, recipe), default=0) + 1
     while True:
         path = runs / f"{recipe}-{number:03d}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return RunFolder(path)
+        with contextlib.suppress(FileExistsError):  # a file has that name
+            if make_folder(path):
+                return RunFolder(path)
+        number += 1

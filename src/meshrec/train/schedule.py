@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Multiplier of every learning rate: a linear warmup from near 0, then a decay until the last step."""
+    """Multiplier for all learning rates: a linear warmup from near 0, then a decay until the last step."""
 
     warmup_steps: int = 0
-    """Number of steps of linear warmup."""
+    """Number of warmup steps."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the rates after the warmup."""
+    """Learning rate decay after the warmup."""
     final: float = 0.0
-    """Share of the rates that is left in the last step, in [0, 1]."""
+    """Share of the learning rates in the last step, in [0, 1]."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -26,8 +26,9 @@ class Schedule:
             raise ValueError(f"schedule.final is {self.final}; it is a fraction in [0, 1].")
 
     def multiplier(self, step: int, num_steps: int) -> float:
-        """Return the multiplier for ``step`` of ``[0, num_steps)``."""
+        """Return the multiplier for ``step`` in ``[0, num_steps)``."""
         if step < self.warmup_steps:
+            # Step 0 already trains, and the first step after the warmup has the full rate.
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay == "constant":
             return 1.0
@@ -37,22 +38,23 @@ class Schedule:
 
 
 class LearningRates:
-    """Learning rates of optimizers as a function of the step alone, without state.
+    """Learning rates as a stateless function of the step.
 
     Args:
-        optimizers: the optimizers. The current rates of their groups have multiplier 1.
+        optimizers: the optimizers. Current learning rates correspond to multiplier 1.
         schedule: the schedule.
-        num_steps: number of steps of the whole run.
+        num_steps: number of steps in the whole run.
     """
 
     def __init__(
         self, optimizers: Iterable[torch.optim.Optimizer], schedule: Schedule, num_steps: int
     ) -> None:
+        # Base rates from the recipe. The multiplier applies to these, so the rates depend on the step alone.
         self._groups = [(group, float(group["lr"])) for each in optimizers for group in each.param_groups]
         self._schedule, self._num_steps = schedule, num_steps
 
     def set(self, step: int) -> float:
-        """Set the rates for ``step``; return the multiplier."""
+        """Set the learning rates for ``step``; return the multiplier."""
         multiplier = self._schedule.multiplier(step, self._num_steps)
         for group, rate in self._groups:
             group["lr"] = rate * multiplier

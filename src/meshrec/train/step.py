@@ -1,4 +1,4 @@
-"""One update: forward and backward over the batches of a step, then the optimizers."""
+"""One update: forward and backward over a step's batches, then the optimizers."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -8,70 +8,94 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from meshrec.modules.precision import cast_weights_once
 from meshrec.pipeline import Lookahead, Update
 from meshrec.train.building import Built
 from meshrec.train.losses import Loss, squeezed, sum_of_members
 from meshrec.train.ranks import Ranks
-from meshrec.train.watch import OutputWatch
+from meshrec.train.watch import FiniteFlag, OutputWatch
 
 if TYPE_CHECKING:
     from meshrec.data import Batch
 
 
 class Outputs(NamedTuple):
-    """Detached outputs of this rank's samples: the sum of their losses, logits and labels, [B] or [B, T]."""
+    """Detached outputs for this rank's samples: loss sum, logits and labels, [B] or [B, T], and sample
+    weights [B].
+    """
 
     loss_sum: Tensor
     logits: Tensor
     labels: Tensor
+    weights: Tensor | None = None
 
 
 class TrainStep:
-    """Training step that treats all samples of a step as one batch, across ranks and accumulated batches.
+    """Training step that treats all samples as one batch, across ranks and accumulated batches.
 
-    The loss is the mean over all samples of all ranks, which may hold different numbers of them.
+    The loss is the mean over samples on all ranks, even if ranks hold different numbers of samples.
+
+    Args:
+        built: the model and its optimizers.
+        ranks: the ranks, from `join`.
+        loss: the loss.
+        bf16: compute the dense part in bf16.
+        pipeline: exchange the next batch while this one computes.
     """
 
     def __init__(self, built: Built, ranks: Ranks, loss: Loss, *, bf16: bool, pipeline: bool = False) -> None:
         self._built, self._ranks, self._loss, self._bf16 = built, ranks, loss, bf16
+        # Hooks live as long as the model; outputs are dropped at every batch.
         self._watch = OutputWatch(built.model)
         self._update = Update(built.model, built.optimizer)
         self._ahead: Lookahead | None = None
         if pipeline:
             self._ahead = Lookahead(built.model, device=ranks.device, uneven="error", strict=False)
+        self._unread: tuple[FiniteFlag, Batch, Tensor] | None = None
+        """Last batch and loss, until the step has read whether the loss is finite."""
         self.failure: str | None = None
-        """Why the loss of this rank's last step was NaN or infinite; None if it was finite."""
+        """Why this rank's last loss was NaN or infinite; None if it was finite."""
 
     def __call__(self, batches: "Iterator[Batch]", num_batches: int, num_samples: int) -> list[Outputs]:
         """Train on the next ``num_batches``, which have ``num_samples`` samples over all ranks.
 
+        Args:
+            batches: this rank's batches.
+            num_batches: number of batches to accumulate.
+            num_samples: number of samples over all ranks and batches.
+
         Raises:
-            StopIteration: there are fewer batches.
+            StopIteration: too few batches remain.
         """
+        with cast_weights_once():
+            return self._train(batches, num_batches, num_samples)
+
+    def _train(self, batches: "Iterator[Batch]", num_batches: int, num_samples: int) -> list[Outputs]:
         self._built.optimizer.zero_grad()
         # DistributedDataParallel and sharded tables average over ranks.
         scale = self._ranks.size / num_samples
         outputs = []
-        self.failure = None
+        self.failure = self._unread = None
         ahead = self._ahead
         for number in range(num_batches):
             steps = number == num_batches - 1
             batch = self._next(batches)
             with self._update.backward(steps=steps, late=ahead is not None):
+                self._read_flag()
                 self._watch.forget()
                 with record_function("meshrec.forward"), nullcontext() if ahead is None else ahead.forward():
                     logits = forward(self._built.model, batch, self._ranks.device, bf16=self._bf16)
                     loss = sum_of_members(self._loss, logits, batch.labels, batch.weights)
-                if self.failure is None and not bool(loss.isfinite()):
-                    # The other ranks wait for this one in the backward pass: the end comes after it.
-                    self.failure = self._why(batch, float(loss.detach()))
+                # Read after the step: a read here would wait for the forward pass on a GPU. The other ranks
+                # wait for this one in the backward pass anyway, so the end comes after it.
+                self._unread = FiniteFlag(loss), batch, loss.detach()
                 if ahead is not None:
                     ahead.exchange(batches)
                 with record_function("meshrec.backward"):
                     (loss * scale).backward()
             logits = logits.detach()
             whole = squeezed(logits.mean(2)) if logits.dim() == 3 else logits
-            outputs.append(Outputs(loss.detach(), whole, batch.labels))
+            outputs.append(Outputs(loss.detach(), whole, batch.labels, batch.weights))
             if ahead is not None and not steps:
                 self._update.after_backward(ahead, steps=False)
         with record_function("meshrec.optimizer"):
@@ -79,15 +103,16 @@ class TrainStep:
                 self._built.optimizer.step()
             else:
                 self._update.after_backward(ahead, steps=True)
+        self._read_flag()
         return outputs
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether exchanges run while a batch computes."""
+        """Whether exchanges overlap with computation."""
         return self._ahead is not None
 
     def reset(self) -> None:
-        """Drop the batches in flight, because the next ones come from another iterator."""
+        """Drop the batches in flight, because the next batches come from another iterator."""
         if self._ahead is not None:
             self._ahead.reset()
 
@@ -96,6 +121,14 @@ class TrainStep:
             return next(batches).to(self._ranks.device, non_blocking=True)
         batch: Batch = self._ahead.next(batches)
         return batch
+
+    def _read_flag(self) -> None:
+        """Set ``failure`` if the last loss is not finite and no earlier batch in this step failed."""
+        unread, self._unread = self._unread, None
+        if unread is not None and self.failure is None:
+            flag, batch, loss = unread
+            if not flag.read():
+                self.failure = self._why(batch, float(loss))
 
     def _why(self, batch: "Batch", loss: float) -> str:
         if not bool(torch.isfinite(batch.dense).all()):
@@ -110,8 +143,15 @@ class TrainStep:
         return f"rank {self._ranks.rank}: the loss is {loss}; {cause}"
 
 
-def forward(model: nn.Module, batch: "Batch", device: torch.device, *, bf16: bool) -> Tensor:
-    """Return fp32 logits [B], or [B, T] for T labels; of an ensemble in training [B, T, M]."""
+def forward(model: nn.Module, batch: "Batch", device: torch.device, *, bf16: bool = False) -> Tensor:
+    """Return fp32 logits, [B] or, for T labels, [B, T]; for an ensemble in training, [B, T, M].
+
+    Args:
+        model: a model called as ``model(dense, sparse)``.
+        batch: the samples.
+        device: the model's device.
+        bf16: compute the dense part in bf16, see [Note: bf16 dense part].
+    """
     with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
         logits: Tensor = model(batch.dense, batch.sparse)
     return squeezed(logits.float())

@@ -1,4 +1,4 @@
-"""The steps of a run, and a line of metrics about those since the last line."""
+"""Training steps, and metrics lines that summarize them."""
 
 import logging
 import math
@@ -26,20 +26,21 @@ _logger = logging.getLogger("meshrec.train")
 
 
 class Steps:
-    """Runs steps with their learning rates, and records phases, a profile and the first failure.
+    """Runs steps with scheduled learning rates; records phases, a profile and the first failure.
 
     Args:
         recipe: the recipe.
         built: the model and its optimizers.
         ranks: the ranks, from `join`.
-        folder: the folder of the run; None: nothing is recorded.
-        num_steps: number of steps of the whole run.
+        folder: run folder; None: nothing is recorded.
+        num_steps: number of steps in the whole run.
         profile: trace a few steps into the folder.
+        bf16: compute the dense part in bf16.
 
     Attributes:
-        step: runs one step.
-        phases: the recorder of phases.
-        first_failure: the first step of this rank whose loss was not finite, and why; None: all were finite.
+        step: runs a step.
+        phases: phase time recorder.
+        first_failure: first step on this rank with a non-finite loss, and the reason; None: all were finite.
     """
 
     def __init__(
@@ -51,19 +52,26 @@ class Steps:
         folder: RunFolder | None,
         num_steps: int,
         profile: bool,
+        bf16: bool,
     ) -> None:
         training = recipe.training
         pipeline = training.pipeline and ranks.size > 1
-        self.step = TrainStep(built, ranks, recipe.loss, bf16=training.bf16, pipeline=pipeline)
+        self.step = TrainStep(built, ranks, recipe.loss, bf16=bf16, pipeline=pipeline)
         self.phases = PhaseTimes(training.phases_every, folder, ranks, is_pipelined=self.step.is_pipelined)
         self.first_failure: tuple[int, str] | None = None
         self._rates = LearningRates([built.tables, built.dense], recipe.schedule, num_steps)
         self._batch_size = training.batch_size
         self._trace = folder.trace(ranks.rank) if profile and folder is not None else None
+        # Open only inside `profiled`.
         self._profiler: StepProfiler | None = None
 
     def run(self, batches: Iterator[Batch], num_samples: int, lines: "MetricLines") -> None:
-        """Train one step on ``num_samples`` samples of all ranks, and add it to ``lines``.
+        """Train a step on ``num_samples`` samples over all ranks, and add it to ``lines``.
+
+        Args:
+            batches: this rank's batches.
+            num_samples: number of samples over all ranks.
+            lines: collects the outputs.
 
         Raises:
             StopIteration: no data was left for the step.
@@ -78,7 +86,7 @@ class Steps:
 
     @contextmanager
     def profiled(self) -> Iterator[None]:
-        """Record a trace of some of the steps inside, if a profile was asked for."""
+        """Record a trace of some steps in this context, if a profile was requested."""
         if self._trace is None:
             yield
             return
@@ -87,20 +95,20 @@ class Steps:
         self._profiler = None
 
     def end_step(self) -> None:
-        """Tell the profile that a step is over."""
+        """Tell the profiler that a step has ended."""
         if self._profiler is not None:
             self._profiler.step()
 
 
 class MetricLines:
-    """The samples, time and outputs since the last line of training metrics.
+    """Samples, time and outputs since the last line of training metrics.
 
     Args:
         recipe: the recipe.
         built: the model and its optimizers.
         ranks: the ranks, from `join`.
-        progress: the progress, whose samples and seconds each line brings up to date.
-        samples_per_epoch: number of samples of the training data.
+        progress: the progress; every line updates its samples and seconds.
+        samples_per_epoch: number of training samples.
     """
 
     def __init__(
@@ -109,29 +117,33 @@ class MetricLines:
         self._built, self._ranks, self.progress = built, ranks, progress
         self._samples_per_epoch = samples_per_epoch
         self._window = Window(recipe.loss)
+        # (num_samples, perf_counter) at the last start_clock: throughput is measured from there.
         self._since = (0, 0.0)
         self._waits = WaitClock()
         self._tables = IdCounts(built.model, ranks)
+        # Samples on this rank since the last line; summed over ranks into the progress by take.
         self._num_untold = 0
 
     def add(self, outputs: list[Any]) -> None:
-        """Add the outputs of a step."""
+        """Add a step's outputs."""
         self._window.add(outputs)
-        self._num_untold += sum(len(output.labels) for output in outputs)
+        for output in outputs:
+            self._num_untold += len(output.labels)
         self._waits.stepped()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step came since the last line."""
+        """Whether there was no step since the last line."""
         return self._window.is_empty
 
     def start_clock(self) -> None:
-        """Measure the next line's throughput from now on."""
+        """Start to measure throughput for the next line."""
+        # Evaluations between lines do not count as training time.
         self._since = (self.progress.num_samples, time.perf_counter())
         self._waits.start()
 
     def where(self) -> dict[str, Any]:
-        """Return step, epoch, samples and seconds of training so far, which every line of metrics has."""
+        """Return step, epoch, samples and training seconds so far, which every metrics line has."""
         progress = self.progress
         epoch, sample = progress.position
         return {
@@ -142,7 +154,7 @@ class MetricLines:
         }
 
     def take(self) -> dict[str, Any]:
-        """Return a line for the steps since the last one, and start anew. Collective."""
+        """Return a line for the steps since the last line, and start the next. Collective."""
         progress, built = self.progress, self._built
         num_samples, memory, cpu = self._ranks.sum([self._num_untold, *memory_and_cpu()])
         progress.num_samples += int(num_samples)

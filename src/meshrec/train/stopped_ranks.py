@@ -1,4 +1,4 @@
-"""Detection of ranks on this machine that are stopped, for example by SIGSTOP."""
+"""Detection of stopped ranks on this machine, for example after SIGSTOP."""
 
 import os
 import time
@@ -10,10 +10,10 @@ _PROC = Path("/proc")
 
 
 class StoppedRanks:
-    """A watch over the ranks that this process has started.
+    """Watches the rank processes started by this process.
 
-    Waiting ranks notice a stopped one only in a collective, and for hours there may be none, while they load
-    data or plan. The system knows at any time. On systems without ``/proc``, no stopped rank is found.
+    Waiting ranks notice a stopped rank only in a collective. While they load data or plan, there may be none
+    for hours, but ``/proc`` always shows the process state. Without ``/proc``, nothing is detected.
 
     Args:
         timeout: seconds for which a rank may be stopped.
@@ -21,13 +21,15 @@ class StoppedRanks:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
+        # Seconds stopped so far, by (process, rank).
         self._seconds: dict[tuple[int, int], float] = {}
         self._polled = time.monotonic()
+        # Maximum time per poll that counts, in case this process itself was stopped.
         self._longest = max(1.0, timeout / 10)
 
     def poll(self) -> list[tuple[int, int]]:
-        """Return (process, rank) of each rank that has been stopped for longer than the timeout."""
-        # If this process was stopped itself, as Ctrl-Z stops all together, that time does not count.
+        """Return (process, rank) for ranks stopped longer than the timeout."""
+        # Ctrl-Z stops this process along with its ranks; that time must not count.
         passed = min(time.monotonic() - self._polled, self._longest)
         self._polled = time.monotonic()
         before = self._seconds
@@ -36,7 +38,7 @@ class StoppedRanks:
 
 
 def _stopped_children() -> list[tuple[int, int]]:
-    """Return (process, rank) of our child processes that are stopped ranks of this launch."""
+    """Return (process, rank) for stopped child processes that are ranks in this launch."""
     found = []
     for path in _PROC.glob("self/task/*/children"):
         for word in _read(path).split():
@@ -49,8 +51,9 @@ def _stopped_children() -> list[tuple[int, int]]:
 
 
 def _rank_of(environment: str) -> int | None:
-    """Return the rank of a process by its environment; None if it is not a rank of this launch."""
+    """Return a process's rank from its environment; None if it is not a rank in this launch."""
     values = dict(each.partition("=")[::2] for each in environment.split("\0"))
+    # The store path is unique to a launch, so it tells this launch's ranks from another's.
     if STORE_VARIABLE not in values or values[STORE_VARIABLE] != os.environ.get(STORE_VARIABLE):
         return None
     return int(values["RANK"]) if "RANK" in values else None

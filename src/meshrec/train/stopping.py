@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def stop_with_parent() -> None:
-    """Make the system send this process a SIGTERM when its parent ends, however it ends.
+    """Make the system send this process a SIGTERM when its parent ends for any reason.
 
     Ranks must not continue without their launcher. This works on Linux only; elsewhere it does nothing.
     """
@@ -33,25 +33,27 @@ def stop_with_parent() -> None:
 
 
 class Agreement(NamedTuple):
-    """Agreement of all ranks after a step: whether one was asked to stop, and whether one failed."""
+    """Agreement among all ranks after a step: whether any was asked to stop, and whether any failed."""
 
     stop: bool = False
     failed: bool = False
 
 
 class StopRequest:
-    """A request to stop, set by a signal. Ranks agree on it, because signals reach them at different steps.
+    """A stop request, set by a signal. Ranks agree on it, because signals reach them at different steps.
 
-    The answer to the question of one step arrives in the next step, so that no rank waits for it.
+    Flags shared in a step are read in the next step, so that no rank waits for the exchange.
     """
 
     def __init__(self) -> None:
+        # Set by the signal handler or by `request`, and never reset.
         self.signal: int | None = None
+        # Flags and pending all-reduce from the last step, until finish reads them.
         self._asked: tuple[torch.Tensor, Any] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for SIGINT (Ctrl-C) and SIGTERM (preemption) while inside, if this is the main thread."""
+        """Listen for SIGINT (Ctrl-C) and SIGTERM (preemption) in this context, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():  # such as a worker of Ray
             yield
             return
@@ -69,7 +71,7 @@ class StopRequest:
         Args:
             ranks: the ranks, from `join`.
             failed: whether this rank's step failed.
-            at_once: whether to wait for this step's answer, instead of taking it in the next step. Equal on
+            at_once: whether to wait for this step's flags, rather than read them in the next step. Equal on
                 all ranks.
         """
         if ranks.control is None:
@@ -83,13 +85,13 @@ class StopRequest:
         return found
 
     def finish(self) -> Agreement:
-        """Wait for the pending question, and return its answer."""
+        """Wait for the pending flags, and return the agreement."""
         if self._asked is None:
             return Agreement()
         (flags, work), self._asked = self._asked, None
         with blocked():
             work.wait()
-        return Agreement(*(bool(flag) for flag in flags.tolist()))
+        return Agreement(*map(bool, flags.tolist()))
 
     def request(self) -> None:
         """Ask for an early end, as SIGINT does."""
@@ -99,15 +101,105 @@ class StopRequest:
         self.signal = number
 
 
+_BEYOND_CHANCE = 2.0
+"""Standard errors by which the mean validation loss must fall below the reference to replace it."""
+_PROMISING = 1.0
+_RECENT = 3
+"""Training continues while one of the last three evaluations is below the reference by a standard error."""
+
+
+class PairedTest:
+    """A sequential paired test on per-sample validation losses, against earlier weights.
+
+    The first evaluation is the reference. A later evaluation replaces it if the loss is lower by more than
+    chance. Paired differences vary less than the losses, so a few hundred samples suffice.
+
+    Args:
+        patience: evaluations without a new reference after which the run ends; None: never.
+
+    Attributes:
+        step: step of the reference; None: there is no reference yet.
+        num_samples: number of samples in the test.
+    """
+
+    def __init__(self, patience: int | None) -> None:
+        self.patience = patience
+        self.step: int | None = None
+        # Reference losses, float32 [n].
+        self._losses = torch.zeros(0)
+        # Gains since the reference, in standard errors, by evaluation.
+        self._deviations: list[float] = []
+
+    @property
+    def num_samples(self) -> int:
+        """Number of compared samples."""
+        return len(self._losses)
+
+    @property
+    def num_evaluations(self) -> int:
+        """Number of evaluations since the reference."""
+        return len(self._deviations)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more training is unlikely to help."""
+        if self.patience is None or len(self._deviations) < self.patience:
+            return False
+        return max(self._deviations[-_RECENT:]) < _PROMISING
+
+    def add(self, losses: torch.Tensor, weights: torch.Tensor | None, step: int) -> None:
+        """Compare an evaluation with the reference.
+
+        Args:
+            losses: per-sample losses, for the same samples in the same order at every call, [n].
+            weights: sample weights, [n]; None: 1.
+            step: step of the evaluation.
+        """
+        deviations = 0.0
+        if self.step is not None:
+            deviations = _deviations((self._losses - losses).double(), weights)
+        if self.step is None or deviations >= _BEYOND_CHANCE:
+            self.step, self._losses, self._deviations = step, losses.float().clone(), []
+        else:
+            self._deviations.append(deviations)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"step": self.step, "losses": self._losses, "deviations": self._deviations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state from ``state_dict``."""
+        self.step, self._losses = state["step"], state["losses"]
+        self._deviations = [float(each) for each in state["deviations"]]
+
+
+def _deviations(gains: torch.Tensor, weights: torch.Tensor | None) -> float:
+    """Return the weighted mean of paired gains [n], in standard errors."""
+    weights = torch.ones_like(gains) if weights is None else weights.double()
+    total = weights.sum()
+    if not len(gains) or not total:
+        return 0.0
+    mean = (gains @ weights) / total
+    # Standard error of a weighted mean.
+    error = ((weights * (gains - mean)).square().sum().sqrt() / total).item()
+    return float(mean) / error if error else 0.0
+
+
 class EarlyStopping:
     """Counter of evaluations without a better AUC.
 
     Args:
-        patience: number of such evaluations after which the run ends; None: never.
+        patience: evaluations without a better AUC after which the run ends; None: never.
+        chance_patience: patience for `PairedTest`; None: no such test.
+
+    Attributes:
+        test: paired test of validation losses.
     """
 
-    def __init__(self, patience: int | None) -> None:
+    def __init__(self, patience: int | None, chance_patience: int | None = None) -> None:
         self._patience = patience
+        self.test = PairedTest(chance_patience)
+        # Best metric so far, raised by a lead in `Judge.prefer_first`.
         self.best_auc = float("-inf")
         self.best_step = 0
         self.num_worse = 0
@@ -115,8 +207,8 @@ class EarlyStopping:
         """Step of the last evaluation."""
 
     def improves(self, auc: float | None, step: int) -> bool:
-        """Record an evaluation; return whether it is the best so far. ``auc`` is None if nothing selects the
-        best weights.
+        """Record an evaluation; return whether it is the best so far. ``auc`` is None if no metric selects
+        the best weights.
         """
         self.last_step = step
         if auc is None:
@@ -130,7 +222,31 @@ class EarlyStopping:
     @property
     def is_over(self) -> bool:
         """Whether the run should end."""
-        return self._patience is not None and self.num_worse >= self._patience
+        is_patient = self._patience is None or self.num_worse < self._patience
+        return not is_patient or self._is_perfect or self.test.is_over
+
+    @property
+    def _is_perfect(self) -> bool:
+        return self.test.patience is not None and self.best_auc >= 1
+
+    def reason(self, metric: str) -> str | None:
+        """Return why training should end, as a sentence; None if it should continue.
+
+        Args:
+            metric: title of the metric that selects the weights.
+        """
+        test, best = self.test, f"step {self.best_step:,}"
+        if self._is_perfect:
+            return f"the validation {metric} of {best} leaves nothing to improve."
+        if test.is_over:
+            return (
+                f"in the last {test.num_evaluations} evaluations, no validation loss was below that of step "
+                f"{test.step:,} by more than chance (paired test of {test.num_samples:,} samples)."
+            )
+        if self.is_over:
+            noun = "evaluation" if self.num_worse == 1 else "evaluations"
+            return f"{self.num_worse} {noun} in a row had no better validation {metric} than {best}."
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -139,9 +255,12 @@ class EarlyStopping:
             "best_step": self.best_step,
             "num_worse": self.num_worse,
             "last_step": self.last_step,
+            "test": self.test.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state that ``state_dict`` returned."""
+        """Load the state from ``state_dict``."""
         self.best_auc, self.best_step = float(state["best_auc"]), int(state["best_step"])
         self.num_worse, self.last_step = int(state["num_worse"]), int(state["last_step"])
+        if "test" in state:  # earlier releases had no such test
+            self.test.load_state_dict(state["test"])

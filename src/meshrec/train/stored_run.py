@@ -1,4 +1,4 @@
-"""The small files of a run in an object store, with which the run can continue on another host."""
+"""Small run files in an object store, with which another host can continue the run."""
 
 import fnmatch
 import json
@@ -10,12 +10,12 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 
 _logger = logging.getLogger("meshrec")
 RUN = "run"
-"""The folder of a run's small files, beside those of its checkpoints."""
+"""Folder for a run's small files, next to its checkpoints."""
 _KEPT = ("*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
 
 
 def upload_run(folder: Path, store: ObjectStore) -> None:
-    """Copy the small files of a run to the store. A failure is logged; the next checkpoint tries again."""
+    """Copy a run's small files to the store. A failure is logged; the next checkpoint tries again."""
     try:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
@@ -30,13 +30,18 @@ def upload_run(folder: Path, store: ObjectStore) -> None:
 
 
 def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
-    """Fetch the small files of a run into its folder, unless it is there; None if the store has no such
-    run.
+    """Download a run's small files into its folder, unless it exists; None if the store has no such run.
+
+    Args:
+        name: run name.
+        runs: folder with all runs.
+        store: the object store.
     """
     folder = RunFolder(runs / name)
     if not (folder.path / CONFIG).exists():
         kept = store.under(name).under(RUN)
         names = kept.names()
+        # The configuration is uploaded with the first checkpoint; without it there is no run to continue.
         if CONFIG not in names:
             return None
         for each in sorted(names, key=lambda each: each == CONFIG):  # last: it makes the folder a run
@@ -45,7 +50,13 @@ def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
 
 
 def stored_launch(launch: str, launch_file: str, store: ObjectStore) -> str | None:
-    """Return the name of the run that a launch has made in a store; None if there is none."""
+    """Return the name of the run that a launch created in a store; None if there is none.
+
+    Args:
+        launch: launch ID.
+        launch_file: name of the file with the launch ID.
+        store: the object store.
+    """
     for each in store.names():
         name, _, rest = each.partition("/")
         if rest == f"{RUN}/{launch_file}" and _launch_in(store, each) == launch:

@@ -1,10 +1,9 @@
-"""The rank that the others wait for.
+"""Detection of the rank that others wait for.
 
-[Note: who is waited for]
-Ranks meet in the collectives of every step, so that a step takes all of them the same time. The rank that
-others wait for is the one that is blocked in collectives for the shortest time: it computes, reads data, or
-stands still while they are blocked. The time for which another rank is blocked longer than it is time spent
-waiting for it; transfers block all ranks and cancel out. Clocks of hosts are never compared.
+[Note: who is waited for] Ranks meet in the collectives of every step, so a step takes equally long on all
+ranks. The straggler is the rank with the shortest time blocked in collectives: it computes, reads data, or
+stalls while the others are blocked. Another rank's additional blocked time is time spent waiting for the
+straggler; transfers block all ranks and cancel out. Host clocks are never compared.
 """
 
 from collections.abc import Sequence
@@ -15,19 +14,19 @@ from meshrec.train.ranks import Ranks
 
 
 class Straggler(NamedTuple):
-    """The rank that was waited for longest, and the share of the other ranks' time that they waited for
-    it.
-    """
+    """The slowest rank, and the share of the other ranks' time spent waiting for it."""
 
     rank: int
     share: float
 
 
 class WaitClock:
-    """The seconds for which collectives block this rank, step by step."""
+    """Seconds for which collectives block this rank, by step."""
 
     def __init__(self) -> None:
+        # Blocked seconds per step since the last `take`.
         self._steps: list[float] = []
+        # Total blocked seconds at the last step or start.
         self._before = blocked_seconds()
 
     def start(self) -> None:
@@ -41,11 +40,11 @@ class WaitClock:
         self._before = now
 
     def take(self, ranks: Ranks, seconds: float) -> Straggler | None:
-        """Return the straggler of the steps since the last call; None for a single rank. Collective.
+        """Return the straggler since the last call; None for a single rank. Collective.
 
         Args:
             ranks: the ranks, from `join`.
-            seconds: the time that these steps took.
+            seconds: total time of the recorded steps.
         """
         steps, self._steps = self._steps, []
         if ranks.size == 1 or not steps:
@@ -54,15 +53,16 @@ class WaitClock:
 
 
 def straggler(blocked: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
-    """Find the rank that is waited for.
+    """Find the rank that others wait for.
 
     Args:
-        blocked: by rank, the seconds for which each step was blocked in collectives.
-        seconds: the time that these steps took.
+        blocked: seconds blocked in collectives, by rank and step.
+        seconds: total time of the steps.
     """
     waited = [0.0] * len(blocked)
     for step in zip(*blocked, strict=False):
         least = min(step)
+        # All other ranks waited for this rank, for the time they were blocked longer.
         waited[step.index(least)] += sum(step) - len(step) * least
     if not any(waited) or seconds <= 0:
         return None

@@ -1,12 +1,11 @@
-"""Counts of the IDs of hashed tables between two lines of metrics."""
+"""ID counts for hashed tables between metrics lines."""
 
 from collections.abc import Iterable
 
 from torch import nn
 
-from meshrec.distributed.table_shards import TableShards
-from meshrec.tables.hashed import HashedTable
-from meshrec.tables.key_space import ALL_KEYS
+from meshrec.tables.hashed.keys import ALL_KEYS
+from meshrec.tables.module import TableModule
 from meshrec.train.ranks import Ranks
 
 PREFIX = "hashed/"
@@ -14,24 +13,28 @@ _COUNTS = ("live", "new", "refused", "evicted", "read", "hits")
 
 
 class IdCounts:
-    """The numbers of live, new, refused and evicted IDs of each hashed table, and its hit rate.
+    """Live, new, refused and evicted ID counts per hashed table, and hit rates.
 
     Args:
-        model: the model, with its sharded tables.
+        model: the model, with sharded tables.
         ranks: the ranks, from `join`.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
         self._tables = [
-            each for each in model.modules() if isinstance(each, TableShards) and each.hashed is not None
+            each
+            for each in model.modules()
+            if isinstance(each, TableModule) and each.is_sharded and each.is_growable
         ]
+        # Totals at the last `take`: metrics lines report differences.
         self._before = [dict.fromkeys(_COUNTS, 0.0) for _ in self._tables]
 
     def take(self) -> dict[str, float]:
-        """Return ``hashed/<table>/<what>``: ``live`` as of now, the rest since the last call. Collective.
+        """Return ``hashed/<table>/<what>``: current ``live``, and other counts since the last call.
+        Collective.
 
-        ``hit_rate`` is the share of the IDs read in training that had a row or were about to get one.
+        ``hit_rate`` is the share of IDs read in training that had a row or were about to get one.
         """
         if not self._tables:
             return {}
@@ -39,12 +42,12 @@ class IdCounts:
         totals = iter(self._ranks.sum(own))
         found = {}
         for table, before in zip(self._tables, self._before, strict=True):
-            # Ranks that hold the same keys have counted the same.
+            # Replicas of the same keys report the same counts: divide by the number of copies.
             copies = max(next(totals), 1e-9)
             now = {name: round(next(totals) / copies) for name in _COUNTS}
             since = {name: max(0, now[name] - before[name]) for name in _COUNTS}
             before.update(now)
-            prefix = f"{PREFIX}{table.table.name}/"
+            prefix = f"{PREFIX}{table.name}/"
             found[f"{prefix}live"] = float(now["live"])
             found |= {f"{prefix}{name}": float(since[name]) for name in ("new", "refused", "evicted")}
             if since["read"]:
@@ -52,10 +55,10 @@ class IdCounts:
         return found
 
 
-def _counts(shards: TableShards) -> Iterable[float]:
-    """Return the share of the keys that this rank owns, and the counts of these keys."""
-    # Rectangles with other columns of the same keys count the same: take the first columns.
-    first = [each for each in shards.tables if isinstance(each, HashedTable) and each.rectangle.c0 == 0]
+def _counts(module: TableModule) -> Iterable[float]:
+    """Return the share of keys on this rank, and counts for these keys."""
+    # Column shards of the same keys report the same counts: use only the first columns.
+    first = [table for table in module.tables if table.rectangle.c0 == 0]
     span = ALL_KEYS[1] - ALL_KEYS[0]
-    share = sum(each.rectangle.r1 - each.rectangle.r0 for each in first) / span
-    return [share, *(float(sum(getattr(each.report, name) for each in first)) for name in _COUNTS)]
+    share = sum(table.rectangle.r1 - table.rectangle.r0 for table in first) / span
+    return [share, *(float(sum(getattr(table.report, name) for table in first)) for name in _COUNTS)]

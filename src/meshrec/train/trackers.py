@@ -1,4 +1,4 @@
-"""Observers that report a run to MLflow or Weights & Biases, and observers of users."""
+"""Observers for MLflow and Weights & Biases, and user-defined observers."""
 
 import logging
 import math
@@ -16,18 +16,17 @@ from meshrec.train.run_folder import RunFolder, flat, to_json
 _logger = logging.getLogger("meshrec")
 
 _LONGEST = 500
-"""Maximum length of an option's value in MLflow."""
+"""Maximum length of an option value in MLflow."""
 
 
 class MLflowObserver:
-    """Records a run's options and metrics in MLflow, under the name of its folder, in the recipe's
-    experiment.
+    """Records a run's options and metrics in MLflow, under the folder name, in the recipe's experiment.
 
-    The location is ``MLFLOW_TRACKING_URI``, or else the file ``mlflow.db`` beside the run's folder. A resumed
+    The location is ``MLFLOW_TRACKING_URI``, or else the file ``mlflow.db`` next to the run folder. A resumed
     run continues its MLflow run.
 
     Args:
-        folder: folder of the run.
+        folder: run folder.
 
     Raises:
         ModuleNotFoundError: MLflow is not installed.
@@ -39,6 +38,7 @@ class MLflowObserver:
         )
         self._entities = needs("mlflow.entities", "mlflow")
         self._folder = folder
+        # MLflow run ID, set when the run starts.
         self._run = ""
 
     def __call__(self, event: Event) -> None:
@@ -76,6 +76,7 @@ class MLflowObserver:
             self._entities.Param(option, str(value)[:_LONGEST])
             for option, value in flat(to_json(event.recipe))
         ]
+        # MLflow accepts at most 100 parameters per batch.
         for first in range(0, len(params), 100):
             self._client.log_batch(self._run, params=params[first : first + 100])
 
@@ -83,11 +84,11 @@ class MLflowObserver:
 class WandbObserver:
     """Records a run's options and metrics in Weights & Biases, in the recipe's project.
 
-    The variables of Weights & Biases apply; ``WANDB_MODE=offline`` keeps everything beside the run's folder.
-    A resumed run continues its run there.
+    Environment variables for Weights & Biases apply; ``WANDB_MODE=offline`` keeps everything next to the run
+    folder. A resumed run continues its W&B run.
 
     Args:
-        folder: folder of the run.
+        folder: run folder.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
@@ -96,11 +97,12 @@ class WandbObserver:
     def __init__(self, folder: RunFolder) -> None:
         self._wandb = needs("wandb", "wandb")
         self._folder = folder
+        # Open from Started to Finished.
         self._run: Any = None
 
     def _id(self) -> str:
-        """Return the run's ID in the project. It is unique, because folders may have equal names, and
-        survives a resume.
+        """Return the run's W&B ID. It is unique, because folders may have equal names, and survives a
+        resume.
         """
         kept = self._folder.path / "wandb_id.txt"
         if not kept.exists():
@@ -128,7 +130,7 @@ class WandbObserver:
 
 
 class _Tracker(NamedTuple):
-    """The constructor of an observer, and the module that it imports."""
+    """An observer's constructor, and the module it imports."""
 
     make: Callable[[RunFolder], Observer]
     module: str
@@ -141,21 +143,21 @@ TRACKERS: Mapping[str, _Tracker] = {
 
 
 def make_trackers(names: str, folder: RunFolder) -> list[Observer]:
-    """Make the observers of these comma-separated names.
+    """Create observers from comma-separated names.
 
-    A name is one of `TRACKERS`, or your own file.py:function or package.module:function, which takes the
+    A name is in `TRACKERS`, or your own file.py:function or package.module:function, which takes the
     `RunFolder` and returns an observer.
 
     Raises:
         ValueError: there is no such observer.
-        ModuleNotFoundError: its package is not installed.
+        ModuleNotFoundError: an observer's package is not installed.
     """
     return [_Careful(name, make(folder)) for name, make in find_trackers(names).items()]
 
 
 def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
-    """Return the functions that make the observers. Called before a run exists, so that wrong names fail
-    early; raises what `make_trackers` raises.
+    """Return the functions that create the observers. Called before a run exists, so that wrong names fail
+    early; raises the same errors as `make_trackers`.
     """
     found: dict[str, Callable[[RunFolder], Observer]] = {}
     for name in filter(None, (each.strip() for each in names.split(","))):
@@ -173,7 +175,7 @@ def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
 
 
 def named_metrics(line: Line) -> dict[str, float]:
-    """Return the finite metrics of a line, as ``train/loss`` and so on."""
+    """Return a line's finite metrics, as ``train/loss`` and so on."""
     kind = line.get("kind", "train")
     return {
         f"{kind}/{name}": value
@@ -183,12 +185,13 @@ def named_metrics(line: Line) -> dict[str, float]:
 
 
 class _Careful:
-    """An observer whose errors do not end the run: one warning reports the error, and the observer gets no
+    """Wraps an observer so that its errors do not end the run: after a single warning, the observer gets no
     more events.
     """
 
     def __init__(self, name: str, observer: Observer) -> None:
         self._name = name
+        # None after the first error.
         self._observer: Observer | None = observer
 
     def __call__(self, event: Event) -> None:

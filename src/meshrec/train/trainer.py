@@ -1,4 +1,4 @@
-"""The trainer: it runs the steps, metrics, evaluations and checkpoints of a run, and ends it."""
+"""Training loop: steps, metrics, evaluations and checkpoints."""
 
 from collections.abc import Iterator
 
@@ -10,37 +10,40 @@ from meshrec.ops.memory import frozen_objects
 from meshrec.train.building import Built, build
 from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.judge import Judge
-from meshrec.train.keeper import Keeper
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
+from meshrec.train.precision import LossCheck, check_loss, choose_precision
 from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
+from meshrec.train.saver import CheckpointSaver
 from meshrec.train.steps import MetricLines, Steps
 from meshrec.train.stopping import StopRequest
 from meshrec.train.watch import LossError
 
 
 class Trainer:
-    """Trains a recipe on a dataset. Every rank has a trainer, and all of them work in step.
+    """Trains a recipe on a dataset. Every rank has a trainer, and all ranks work in step.
 
     Args:
         recipe: the recipe.
-        dataset: the dataset that ``recipe.data`` loaded.
+        dataset: the dataset loaded from ``recipe.data``.
         ranks: the ranks, from `join`.
-        folder: the folder of the run; None: nothing is stored.
-        observer: receives the events of the run, on every rank that passes one.
-        stop: can request an early end.
+        folder: run folder; None: nothing is stored.
+        observer: receives run events, on every rank that passes an observer.
+        stop: stop request for an early end.
         profile: trace a few steps.
-        keep: save checkpoints. If not, each rank keeps its part of the best weights in memory.
-        store: where checkpoints go; if none, into the folder.
+        keep: save checkpoints. If False, every rank keeps its part of the best weights in memory.
+        store: object store for checkpoints; None: the run folder.
 
     Attributes:
         built: the model and its optimizers.
-        progress: the progress of the run.
-        keeper: checkpoints, deltas and best weights, and the state that a checkpoint stores.
-        judge: metrics of the weights that the run reports, and early stopping.
-        stopped: whether `stop` ended the run.
+        progress: training progress.
+        saver: checkpoints, deltas and best weights.
+        judge: metrics of the reported weights, and early stopping.
+        stopped: whether ``stop`` ended the run.
+        precision: dense precision in training.
+        loss_check: for bf16, the reported weights' loss in both precisions; None before the end.
 
     Raises:
         ValueError: these ranks cannot run the recipe; raised on every rank.
@@ -59,6 +62,7 @@ class Trainer:
         keep: bool = True,
         store: ObjectStore | None = None,
     ) -> None:
+        # Before anything is allocated.
         recipe.check(ranks.size)
         self.recipe, self.dataset, self.ranks = recipe, dataset, ranks
         self._observer = observer
@@ -67,7 +71,7 @@ class Trainer:
         self.built: Built = build(recipe, dataset, ranks)
         self.progress = Progress()
         self.judge = Judge(recipe, dataset, self.built.model, ranks)
-        self.keeper = Keeper(
+        self.saver = CheckpointSaver(
             self.built,
             self.progress,
             self.judge.early,
@@ -78,51 +82,80 @@ class Trainer:
             store=store,
             tell=lambda text: self._tell(Said(text)),
         )
+        self.precision = choose_precision(recipe.training.dense_precision, ranks)
+        self.loss_check: LossCheck | None = None
         self._steps = Steps(
-            recipe, self.built, ranks, folder=folder, num_steps=self.num_steps, profile=profile
+            recipe,
+            self.built,
+            ranks,
+            folder=folder,
+            num_steps=self.num_scheduled_steps,
+            profile=profile,
+            bf16=self.precision.bf16,
         )
         self._lines = MetricLines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
 
     @property
     def validation(self) -> dict[str, float]:
-        """Validation metrics of the weights that the run reports."""
+        """Validation metrics of the reported weights."""
         return self.judge.validation
 
     @property
     def test(self) -> dict[str, float]:
-        """Test metrics of these weights; empty before the end of the run."""
+        """Test metrics of the reported weights; empty before the run ends."""
         return self.judge.test
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps in one pass over the data; the last one may have fewer samples."""
+        """Number of steps per epoch; the last step may have fewer samples."""
         return -(-self.dataset.train.num_samples // self._samples_per_step)
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole run, unless it ends early."""
+        """Number of steps in the whole run, unless it ends early."""
+        end = self.recipe.training.end_step
+        return self.num_scheduled_steps if end is None else min(self.num_scheduled_steps, end)
+
+    @property
+    def num_scheduled_steps(self) -> int:
+        """Number of steps in the learning rate schedule."""
         training = self.recipe.training
         steps = training.epochs * self.steps_per_epoch
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
+    @property
+    def ended_because(self) -> str:
+        """Why training ended, or would end now, as a sentence."""
+        step = self.progress.step
+        if self.stopped:
+            return f"training stopped at step {step:,}, as requested."
+        metric = title_of(leading_metric(self.validation) or "loss")
+        reason = self.judge.early.reason(metric)
+        if reason is None:
+            return f"training made all {self.num_steps:,} steps."
+        return f"training stopped at step {step:,} of {self.num_steps:,}: {reason}"
+
     def resume(self) -> bool:
         """Load the folder's newest intact checkpoint; return False if there is none. Collective."""
-        folder = self.keeper.folder
-        found = self.keeper.resume()
+        folder = self.saver.folder
+        found = self.saver.resume()
         if found and folder is not None and self.ranks.is_first:
             step = self.progress.step
             folder.forget_after(step, judged=self.judge.early.last_step == step)
         return found
 
     def run(self) -> dict[str, float]:
-        """Train to the end, or until an early stop; return the validation metrics of the selected weights.
+        """Train to the end, or until an early stop; return the selected weights' validation metrics.
 
         Raises:
-            LossError: the loss of a step is NaN or infinite on one of the ranks; raised on every rank.
+            LossError: a loss is NaN or infinite on any rank; raised on every rank.
+            ValueError: all training rows were skipped as damaged; raised on every rank.
         """
         self._tell(self._started())
+        if self.precision.reason is not None:
+            self._tell(Said(self.precision.reason))
         is_fitted = self._begins_with_fitted_weights()
-        self.keeper.start()
+        self.saver.start()
         with frozen_objects(), self._steps.profiled():
             if is_fitted or self._owes_an_evaluation():
                 self._evaluate()
@@ -140,28 +173,30 @@ class Trainer:
             )
         self._steps.phases.write()
         # Save before the best weights replace the last ones: training can continue only from the latter.
-        self.keeper.finish()
+        self.saver.finish()
         self._finish()
         return self.validation
 
     def evaluate(self, reader: Reader) -> dict[str, float]:
-        """Return the metrics of other samples, such as ``dataset.open(paths, True)``. Collective."""
-        bf16, loss = self.recipe.training.bf16, self.recipe.loss
-        return evaluate(self.built.model, reader, self.ranks, bf16=bf16, loss=loss)
+        """Return metrics on other samples, such as ``dataset.open(paths, True)``. Collective."""
+        return evaluate(self.built.model, reader, self.ranks, loss=self.recipe.loss)
 
     def predict(self, reader: Reader) -> Iterator[Scored]:
-        """Compute the logits of this rank's part of ``reader``, in order. Collective until the iterator is
+        """Compute logits for this rank's part of ``reader``, in order. Collective until the iterator is
         exhausted.
         """
-        return score(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
+        return score(self.built.model, reader, self.ranks)
 
     def _begins_with_fitted_weights(self) -> bool:
-        start = self.recipe.model.start
-        return self.progress.step == 0 and start(self.built.model, self.recipe, self.dataset, self.ranks)
+        if self.progress.step:
+            return False
+        options = self.recipe.model.start(self.built.model, self.recipe, self.dataset, self.ranks)
+        self.progress.start_options = options or {}
+        return options is not None
 
     def _owes_an_evaluation(self) -> bool:
-        """Return whether a resumed run was stopped between the end of an epoch and the evaluation of that
-        epoch.
+        """Return whether a resumed run was stopped after the end of an epoch but before the epoch's
+        evaluation.
         """
         at_end = self.progress.step > 0 and self.progress.position.sample == 0
         between = (
@@ -177,7 +212,7 @@ class Trainer:
         return self.stopped or self.progress.step >= self.num_steps or self.judge.early.is_over
 
     def _epoch(self) -> None:
-        """Train the rest of the epoch, or of the run."""
+        """Train until the end of the epoch or run."""
         training, ranks = self.recipe.training, self.ranks
         train = self.dataset.train
         if training.balance and ranks.size > 1:
@@ -204,12 +239,12 @@ class Trainer:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        if self.keeper.is_due(self.progress.step):
+        if self.saver.is_due(self.progress.step):
             self._log_rest()  # a run that resumes here has lost these metrics
-            self.keeper.save()
+            self.saver.save()
 
     def _one_step(self, batches: Iterator[Batch]) -> bool:
-        """Train one step; return False if no data was left for it."""
+        """Train a step; return False if no data was left for it."""
         progress, training = self.progress, self.recipe.training
         left = self.dataset.train.num_samples - progress.position.sample
         num_samples = min(self._samples_per_step, left)  # fewer at the end of an epoch only
@@ -224,7 +259,7 @@ class Trainer:
         evaluates = training.evaluate_every is not None and step % training.evaluate_every == 0
         # The last step of an epoch is saved after its evaluation.
         saves = progress.position.sample > 0 or training.evaluate_every is not None
-        saves = saves and self.keeper.is_due(step)
+        saves = saves and self.saver.is_due(step)
         ends_epoch = progress.position.sample == 0
         publishes = training.publish_every is not None and step % training.publish_every == 0
         # All ranks must know that the step succeeded before anything of it is reported or stored.
@@ -238,7 +273,7 @@ class Trainer:
         if logs:
             self._log()
         if publishes:
-            self.keeper.publish()
+            self.saver.publish()
         if evaluates:
             self._evaluate()
         self._steps.end_step()
@@ -248,10 +283,11 @@ class Trainer:
         return True
 
     def _fail(self) -> None:
-        """Raise the error that one of the ranks saw, on every rank."""
+        """Raise the first error from any rank, on every rank."""
+        # All ranks pick the earliest step, so that they raise the same error.
         found = [each for each in self.ranks.collect(self._steps.first_failure) if each is not None]
         step, cause = min(found)
-        latest = self.keeper.latest()
+        latest = self.saver.latest()
         kept = f"The last good checkpoint is {latest}" if latest else "No checkpoint was saved before it"
         raise LossError(
             f"step {step}: {cause}. {kept}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
@@ -259,13 +295,13 @@ class Trainer:
         )
 
     def _log(self) -> None:
-        """Report a line of training metrics for the samples and the time since the last line."""
+        """Report training metrics for the samples and the time since the last line."""
         self._tell(Logged(self._lines.take()))
         self._steps.phases.write()
         self._lines.start_clock()
 
     def _log_rest(self) -> None:
-        """Report the samples since the last line, if there are any."""
+        """Report metrics for remaining samples since the last line."""
         if not self._lines.is_empty:
             self._log()
 
@@ -275,7 +311,7 @@ class Trainer:
             return
         is_best = self.judge.validate(self.progress.step)
         if is_best:
-            self.keeper.keep_best()
+            self.saver.keep_best()
         self._tell(Evaluated({"kind": "validation", **self._lines.where(), **self.validation}, is_best))
         self._lines.start_clock()
 
@@ -285,16 +321,38 @@ class Trainer:
         if not self.stopped and judge.last_step != step:
             self._evaluate()
         judge.weights_step = step
-        best = None if self.dataset.validation is None else self.keeper.restore_best()
+        # Without validation data, the last weights are the reported weights.
+        best = None if self.dataset.validation is None else self.saver.restore_best()
         if best is not None:
             judge.remeasure(best, step)
             by = title_of(leading_metric(judge.validation) or "loss")
-            self._tell(Said(f"took the weights of step {best}, the best by validation {by}"))
+            why = ""
+            if best == 0 and step:
+                why = (
+                    f": what was fitted before the first step (the model's linear part and trees) was not "
+                    f"improved by {step:,} steps of training. More epochs would not help"
+                )
+            self._tell(Said(f"took the weights of step {best}, the best by validation {by}{why}"))
+        self._tell(Said(self.ended_because))
         if not self.stopped and self.dataset.test is not None:
             judge.examine(step)
             line = {"kind": "test", **self._lines.where(), "step": judge.weights_step, **judge.test}
             self._tell(Evaluated(line, False))
         judge.draw_curves()
+        if self.precision.bf16 and not self.stopped:
+            self._check_precision()
+
+    def _check_precision(self) -> None:
+        reader = self.dataset.train if self.dataset.validation is None else self.dataset.validation
+        self.loss_check = check_loss(self.built.model, reader, self.ranks, self.recipe.loss)
+        if self.loss_check is not None:
+            _, rounded, exact = self.loss_check
+            self._tell(
+                Said(
+                    f"the loss in bf16 is {rounded:.6f}, and in fp32 {exact:.6f}, on "
+                    f"{self.loss_check.samples:,} samples"
+                )
+            )
 
     def _tell(self, event: Event) -> None:
         if self._observer is not None:
@@ -305,7 +363,7 @@ class Trainer:
         validation = self.dataset.validation
         return Started(
             recipe=self.recipe,
-            folder=self.keeper.folder,
+            folder=self.saver.folder,
             dataset=self.dataset.name,
             num_samples=self.dataset.train.num_samples,
             num_validation=0 if validation is None else validation.num_samples,

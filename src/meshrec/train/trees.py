@@ -1,4 +1,4 @@
-"""LightGBM as a baseline: gradient-boosted trees on what the model reads."""
+"""LightGBM as a baseline: gradient-boosted trees on the model's inputs."""
 
 import importlib.util
 import os
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from meshrec.data.faults import needs
+from meshrec.metrics import area_under_curve
+from meshrec.train.evaluation import joined_weights
+from meshrec.train.linear import weights_of
 
 if TYPE_CHECKING:
     from meshrec.data import Batch, Dataset, Reader
@@ -19,13 +22,13 @@ if TYPE_CHECKING:
 _ROUNDS = 2000
 _PATIENCE = 50
 _MOST_IDS = 64
-"""Number of frequent IDs of a list that become columns of their own."""
+"""Number of frequent list IDs with a separate column."""
 _MOST_CATEGORIES = 10_000
-"""Largest number of categories of a column. All rarer IDs are one more category."""
+"""Maximum number of categories in a column. All rarer IDs share one more category."""
 
 
 _SAMPLES_OF_A_THREAD = 10_000
-"""Number of samples for which another thread pays."""
+"""Number of samples that justifies another thread."""
 
 
 def has_trees() -> bool:
@@ -36,15 +39,15 @@ def has_trees() -> bool:
 class Trees:
     """Gradient-boosted trees, fitted to training samples.
 
-    They read dense values as they are, and single IDs as categories. From a list they read which of the most
-    frequent IDs occur in it. Trees are added until validation data gains nothing for 50 of them; without
-    validation data there are 200.
+    Dense values are inputs as they are, and single IDs are categories. A list becomes indicators for its most
+    frequent IDs. Trees are added until the validation AUC has not improved for 50 trees; without validation
+    data, there are 200 trees.
 
     Args:
         dataset: describes the samples, and has the validation data.
         train: the training samples.
-        read: reads all batches of a reader, with the labels of one task.
-        tell: is called with the finished share of the work.
+        read: reads all batches from a reader, with the labels of a single task.
+        tell: called with the finished share of the work.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Trees:
         tell: Callable[[float], None],
     ) -> None:
         lightgbm = needs("lightgbm", "lightgbm")
+        # Most frequent IDs per list feature, which become indicator columns.
         self._lists: dict[str, Tensor] = {}
         self._rows = {each.name: each.num_embeddings for each in dataset.features}
         for name in self._rows:
@@ -62,6 +66,7 @@ class Trees:
             if len(ids.values()) and int(ids.lengths().max()) > 1:
                 counts = torch.bincount(ids.values(), minlength=self._rows[name])
                 self._lists[name] = torch.topk(counts, min(_MOST_IDS, len(counts))).indices
+        # Most frequent IDs per single-ID feature; all other IDs share a category.
         self._kept = {
             name: torch.topk(torch.bincount(train.sparse[name].values(), minlength=rows), most).indices
             for name, rows in self._rows.items()
@@ -73,8 +78,8 @@ class Trees:
             "objective": "binary",
             "metric": "auc",
             "learning_rate": 0.1,
-            # One rank alone computes baselines, while the others wait: it takes all cores, unless its threads
-            # would wait for each other longer than they work.
+            # Only rank 0 computes baselines, while the others wait: it takes all cores, but not so many
+            # threads that they wait for each other longer than they work.
             "num_threads": min(os.cpu_count() or 1, 1 + len(train.labels) // _SAMPLES_OF_A_THREAD),
             "seed": 0,
             "verbosity": -1,
@@ -82,15 +87,20 @@ class Trees:
         data = lightgbm.Dataset(
             self.matrix(train),
             train.labels.contiguous().numpy(),  # LightGBM refuses a column of several labels
+            weight=None if train.weights is None else weights_of(train).numpy(),
             categorical_feature=list(range(first, first + len(singles))),
             params={"verbosity": -1},
         )
         judged = []
         if dataset.validation is not None:
-            parts = [(self.matrix(each), each.labels.numpy()) for each in read(dataset.validation)]
-            columns, labels = (np.concatenate(each) for each in zip(*parts, strict=True))
-            if 0 < labels.mean() < 1:  # without both classes there is no AUC
-                judged = [lightgbm.Dataset(columns, labels, reference=data)]
+            batches = list(read(dataset.validation))
+            columns = np.concatenate([self.matrix(batch) for batch in batches])
+            labels = torch.cat([batch.labels for batch in batches])
+            weights = joined_weights([(batch.weights, len(batch)) for batch in batches])
+            # The same test as for the metrics: without both classes, early stopping has no AUC.
+            if area_under_curve(labels, labels, weights) is not None:
+                of_samples = None if weights is None else weights.numpy()
+                judged = [lightgbm.Dataset(columns, labels.numpy(), weight=of_samples, reference=data)]
         rounds = _ROUNDS if judged else 200
 
         def told(state: Any) -> None:
@@ -104,8 +114,8 @@ class Trees:
         return torch.from_numpy(self._model.predict(self.matrix(batch), raw_score=True))
 
     def matrix(self, batch: "Batch") -> "Matrix":
-        """Return the columns of dense values, then one per single ID (NaN where it is missing), then those of
-        lists.
+        """Return an input matrix, float32: dense columns, a column per single ID (NaN if missing), then list
+        indicators.
         """
         columns = [batch.dense.numpy()]
         lists = []
@@ -119,6 +129,7 @@ class Trees:
                 column[sample] = self._category(name, values).float()
                 columns.append(column[:, None].numpy())
                 continue
+            # Column of a table row among the indicators; -1: no column.
             place = torch.full((self._rows[name],), -1)
             place[frequent] = torch.arange(len(frequent))
             at = place[values]

@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
+import os
+import sqlite3
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,28 +30,26 @@ Tell = Callable[[str], None]
 
 
 class Range(NamedTuple):
-    """Search space of numbers between two ends; whole numbers if both ends are. ``log``: uniform in the
-    logarithm.
-    """
+    """Search space between two ends; integers if both ends are. ``log``: uniform in the logarithm."""
 
     low: float
     high: float
     log: bool
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
-        """Draw the value of this option for one trial."""
+        """Draw a value for a trial."""
         if isinstance(self.low, int) and isinstance(self.high, int):
             return trial.suggest_int(name, self.low, self.high, log=self.log)
         return trial.suggest_float(name, self.low, self.high, log=self.log)
 
 
 class Choices(NamedTuple):
-    """Search space of a few values."""
+    """Search space with a few values."""
 
     values: tuple[Any, ...]
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
-        """Draw the value of this option for one trial."""
+        """Draw a value for a trial."""
         return trial.suggest_categorical(name, self.values)
 
 
@@ -66,7 +67,7 @@ class Spread(NamedTuple):
 def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choices]:
     """Parse the options to search, such as ``tables.lr=1e-4..1e-1:log`` or ``model.embedding_dim=8,16,32``.
 
-    Without words, both learning rates are searched, from a tenth to ten times the recipe's.
+    Without words, search both learning rates, from a tenth to ten times the recipe's values.
 
     Raises:
         ValueError: a word has another form, or the recipe has no such option.
@@ -107,7 +108,7 @@ def _literal(text: str) -> Any:
 
 
 def option(recipe: Recipe, name: str) -> Any:
-    """Return a recipe's option by its dotted name.
+    """Return a recipe's option by dotted name.
 
     Raises:
         ValueError: there is no such option.
@@ -126,7 +127,7 @@ def option(recipe: Recipe, name: str) -> Any:
 
 
 def _names(holder: Any, prefix: str = "") -> Iterator[str]:
-    """Find the dotted names of all options of a recipe."""
+    """Yield the dotted names of all recipe options."""
     for each in dataclasses.fields(holder):
         value, name = getattr(holder, each.name), f"{prefix}{each.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -136,7 +137,7 @@ def _names(holder: Any, prefix: str = "") -> Iterator[str]:
 
 
 def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with new values for some options, by their dotted names.
+    """Return the recipe with new values for some options, by dotted name.
 
     Raises:
         ValueError: there is no such option.
@@ -154,7 +155,7 @@ def _replaced(holder: Any, path: Sequence[str], value: Any) -> Any:
 
 
 class Best(NamedTuple):
-    """The best trial of a study, and the number of its trials."""
+    """Best trial in a study, and the number of trials."""
 
     values: dict[str, Any]
     worth: float
@@ -174,16 +175,16 @@ def tune(
 ) -> Best:
     """Train up to ``trials`` variants, and record the value of each in ``storage``. Collective.
 
-    An existing study continues, and its finished trials count. The value of a trial is its best validation
-    AUC, or its negative loss for numeric labels. A trial that lags behind the others is pruned.
+    An existing study continues, and its finished trials count. A trial's value is the best validation AUC, or
+    the negative loss for numeric labels. A trial that lags behind the others is pruned.
 
     Args:
-        recipe: the recipe whose options are searched.
-        ranks: the ranks that train each trial; rank 0 proposes the values.
+        recipe: the recipe to tune.
+        ranks: the ranks, which train all trials together; rank 0 proposes the values.
         space: the search space, see `read_space`.
-        trials: number of trials of the study, including those of earlier calls.
+        trials: number of trials in the study, including those from earlier calls.
         storage: an SQLite file.
-        seed: seed of the proposals.
+        seed: seed for the proposals.
         tell: prints a line for the user.
 
     Raises:
@@ -192,6 +193,7 @@ def tune(
     if trials < 1:
         raise ValueError(f"--trials is {trials}; it must be at least 1.")
     search = needs("optuna", "tune")
+    # One load serves all trials, unless trials change the data.
     dataset = None if any(name.startswith("data.") for name in space) else recipe.data.load()
 
     def train(values: Mapping[str, Any], trial: "optuna.Trial | None" = None) -> float:
@@ -199,13 +201,14 @@ def tune(
         chosen.check(ranks.size)
         return _trained(chosen, dataset or chosen.data.load(), ranks, trial)
 
+    # Other ranks follow rank 0: they train values until it shares None, then receive the result.
     if not ranks.is_first:
         while (values := ranks.share(None)) is not None:
             train(values)
         best: Best = ranks.share(None)
         return best
     search.logging.set_verbosity(search.logging.WARNING)
-    with _logging_as_it_is():
+    with _logging_as_it_is(), _naming(storage):
         study: optuna.Study = search.create_study(
             study_name=recipe.name,
             storage=f"sqlite:///{storage}",
@@ -214,6 +217,7 @@ def tune(
             sampler=search.samplers.TPESampler(seed=seed),
             pruner=search.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
         )
+    # Interrupted trials do not count.
     ended = [each for each in study.trials if each.state.is_finished()]
 
     def objective(trial: "optuna.Trial") -> float:
@@ -222,11 +226,30 @@ def tune(
         tell(f"trial {trial.number}: {worth:.5f}  {_words(values)}")
         return worth
 
-    study.optimize(objective, n_trials=max(0, trials - len(ended)), catch=())
+    with _naming(storage):
+        study.optimize(objective, n_trials=max(0, trials - len(ended)), catch=())
     ranks.share(None)
     found = study.best_trial
     made: Best = ranks.share(Best(study.best_params, study.best_value, found.number, len(study.trials)))
     return made
+
+
+@contextlib.contextmanager
+def _naming(storage: Path) -> Iterator[None]:
+    """Add the file name to SQLite errors: raise an OSError for a full disk, else a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, sqlite3.Error):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        if "disk is full" in str(cause):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(storage)) from error
+        raise ValueError(
+            f"--storage {storage}: {cause}. Give the SQLite file of a study, or a path without a file."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -241,9 +264,10 @@ def _logging_as_it_is() -> Iterator[None]:
 
 
 def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial | None") -> float:
-    """Train one trial, and return its value, which rank 0 knows. ``trial``: on rank 0."""
+    """Train a trial and return its value on rank 0; other ranks have no ``trial`` and return 0."""
     search = needs("optuna", "tune")
     best: list[float] = []
+    # Pruning is an early stop, on which all ranks agree.
     stop = StopRequest()
 
     def observe(event: Event) -> None:
@@ -268,13 +292,19 @@ def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Tr
 
 
 def seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: None) -> dict[str, Spread]:
-    """Train with ``num`` seeds; return the mean and standard deviation of each test metric.
+    """Train with ``num`` seeds; return mean and standard deviation per test metric.
 
-    Without test data, the validation metrics are used. The seed determines initial weights and the order of
-    samples; the data is the same.
+    Without test data, validation metrics are used. The seed determines initial weights and sample order; the
+    data is the same.
+
+    Args:
+        recipe: the recipe.
+        ranks: the ranks, from `join`.
+        num: number of seeds, at least 2.
+        tell: prints a line for the user.
 
     Raises:
-        ValueError: there are fewer than 2 seeds.
+        ValueError: ``num`` is below 2.
     """
     if num < 2:
         raise ValueError(f"--seeds is {num}; a deviation needs at least 2.")

@@ -1,4 +1,4 @@
-"""The memory, the CPU time and the norm of gradients that a line of training metrics contains."""
+"""Memory, CPU time and gradient norm for a training metrics line."""
 
 import resource
 import time
@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 
 
 def memory_and_cpu() -> tuple[float, float]:
-    """Return this process's peak memory in MiB and its CPU seconds, both since its start."""
+    """Return this process's peak memory in MiB and CPU seconds, both since process start."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time()
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """Return the norm of the last step's gradients, after clipping."""
+    """Return the last step's gradient norm, after clipping."""
     norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,4 +1,4 @@
-"""Values of plain JSON or YAML, as the fields of recipes want them."""
+"""Conversion from plain JSON or YAML values to recipe field types."""
 
 import types
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 
 def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
-    """Return a value of a field's type, which `to_json` made plain.
+    """Convert a plain value from `to_json` to a field's type.
 
     Args:
-        hint: the type of the field.
+        hint: type of the field.
         saved: the plain value.
-        where: names the field in errors.
-        remedy: what errors tell to do.
+        where: field name for errors.
+        remedy: advice for errors.
 
     Raises:
         ValueError: the value does not fit the type.

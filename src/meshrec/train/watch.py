@@ -1,4 +1,4 @@
-"""Search for the first module whose output is NaN or infinite."""
+"""Search for the first module with NaN or infinity in its output."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Prefixes that wrappers of a model add to the names of its modules.
+# Prefixes that model wrappers add to module names.
 _WRAPPERS = ("_dmp_wrapped_module.", "module.")
 
 
@@ -15,16 +15,41 @@ class LossError(ValueError):
     """The loss is NaN or infinite, and the run cannot continue."""
 
 
-class OutputWatch:
-    """The outputs of a step's modules, kept until the next step and inspected only if the loss is not finite.
+class FiniteFlag:
+    """Finite flag for a loss, computed and copied on the device. Only ``read`` waits for the device.
 
-    Autograd keeps most of them anyway, so this costs a call per module and little memory.
+    Args:
+        loss: a scalar.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self._flag = loss.detach().isfinite()
+        self._copied: torch.cuda.Event | None = None
+        if loss.is_cuda:
+            # A copy to unpinned memory would wait for the device.
+            pinned = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._flag = pinned.copy_(self._flag, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> bool:
+        """Wait for the flag, but not for work queued after it, and return it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._flag)
+
+
+class OutputWatch:
+    """Module outputs in the current step, inspected only if the loss is not finite.
+
+    Autograd keeps most outputs anyway, so this costs a call per module and little memory.
 
     Args:
         model: the model to watch while it is in training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Outputs of the current step in forward order; `forget` clears them.
         self._seen: list[tuple[str, Any]] = []
         for name, module in model.named_modules():
             for wrapper in _WRAPPERS:
@@ -37,7 +62,7 @@ class OutputWatch:
         self._seen.clear()
 
     def first_bad(self) -> str | None:
-        """Return the first module, in the order in which they finished, whose output has NaN or infinity."""
+        """Return the first module to finish with NaN or infinity in its output."""
         for name, output in self._seen:
             if any(not bool(torch.isfinite(each).all()) for each in _tensors(output)):
                 return name
@@ -49,7 +74,7 @@ class OutputWatch:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Find the floating-point tensors in a module's output: alone, in containers, or as keyed embeddings."""
+    """Yield the floating-point tensors in a module output: alone, in containers, or as keyed embeddings."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output.detach()

@@ -1,4 +1,4 @@
-"""A copy of a model's best weights."""
+"""Copy of a model's best weights."""
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,11 @@ from meshrec.train.progress import Progress
 
 
 class BestWeights:
-    """A copy of a model at its best step. With a manager, all methods are collective.
+    """Copy of a model at its best step. With a manager, all methods are collective.
 
     Args:
         model: the model to copy.
-        manager: stores the copy on disk, where a resumed run finds it. If none, each rank keeps its part in
+        manager: stores the copy on disk, for a resumed run to load. If None, every rank keeps its part in
             memory.
     """
 
@@ -21,23 +21,25 @@ class BestWeights:
         self, model: nn.Module, manager: CheckpointManager | StoredCheckpoints | None = None
     ) -> None:
         self._model, self._manager = model, manager
+        # In-memory copy, if there is no manager; allocated by the first `keep`.
         self._kept: dict[str, Tensor] = {}
+        # Step of the in-memory copy.
         self._step: int | None = None
 
     def keep(self, progress: Progress) -> None:
-        """Copy the current weights, in place of those kept before.
+        """Copy the current weights, and drop the previous copy.
 
         Args:
-            progress: progress at these weights, stored beside them on disk.
+            progress: progress at these weights, stored next to them on disk.
 
         Raises:
-            CheckpointError: the weights cannot be written; raised on every rank. The weights kept before
-                remain.
+            CheckpointError: the weights cannot be written; raised on every rank. The previous copy remains.
         """
         if self._manager is not None:
             self._manager.save(progress.step, {"model": self._model, "progress": progress})
             self._manager.remove_after(progress.step)  # from before the run went back to a checkpoint
             return
+        # Allocate once, and reuse the memory for every later best step.
         if not self._kept:
             self._kept = {name: torch.empty_like(tensor) for name, tensor in self._tensors().items()}
         for name, tensor in self._tensors().items():
@@ -45,7 +47,7 @@ class BestWeights:
         self._step = progress.step
 
     def restore(self) -> int | None:
-        """Load the kept weights, and return their step; None if none were kept."""
+        """Load the best weights and return their step; None if there is no copy."""
         if self._manager is not None:
             return self._manager.load_latest({"model": self._model})
         for name, tensor in self._tensors().items() if self._kept else ():

@@ -1,4 +1,4 @@
-"""Wide & deep, which `meshrec inspect` proposes, sized by the dataset."""
+"""Wide & deep, the model `meshrec inspect` proposes, sized by the dataset."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,48 +14,63 @@ from meshrec.modules import EmbeddingBagCollection
 from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 from meshrec.tables.initial import init_table
 from meshrec.train.architectures import tables_on_meta
-from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, scores_of
-from meshrec.train.linear import Regression, chosen, columns, first_samples, fitted_again, regression
+from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, boosted_again, scores_of
+from meshrec.train.linear import (
+    Labelled,
+    Regression,
+    chosen,
+    columns,
+    first_samples,
+    fitted_again,
+    regression,
+    weights_of,
+)
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.recipe import ModelConfig, Recipe
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
-    from meshrec.train.linear import Labelled
     from meshrec.train.ranks import Ranks
 
 
+# Folds for out-of-fold scores, see `_crossed`.
 _FOLDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class WideDeepConfig(ModelConfig):
-    """Wide and deep: linear terms, products of pairs, and an ensemble of MLPs, with embeddings of numbers."""
+    """Wide and deep: linear terms, pairwise products, and an ensemble of MLPs, with embeddings for
+    numbers.
+    """
 
     embedding_dim: int = 8
-    """Width of every table; the first column is the linear weight."""
+    """Embedding width, the same for every table; the first column is the linear weight."""
     table_std: float | None = 0.01
-    """Standard deviation of the tables' initial values; if none, small values that depend on the number of
-    rows.
-    """
+    """Standard deviation of initial table values; if none, small values that depend on the number of rows."""
     layers: tuple[int, ...] = (128, 64)
     """Hidden layer sizes of the MLPs."""
     members: int = 1
-    """Number of MLPs of the ensemble; they share most of their weights."""
+    """Number of MLPs in the ensemble; they share most weights."""
     dropout: float = 0.3
-    """Share of the hidden values that training drops."""
+    """Dropout rate for hidden values in training."""
     id_dropout: float = 0.1
-    """Share of the IDs' embeddings that training drops."""
+    """Dropout rate for ID embeddings in training."""
     wide_scale: float = 1.0
-    """Factor of the linear weights of IDs: with Adam, they learn that many times as fast as embeddings."""
+    """Factor for the linear ID weights: with Adam, they learn this many times as fast as embeddings."""
     fit_wide: bool = False
-    """Begin with the linear weights of a logistic regression; the embeddings learn what it cannot tell."""
+    """Start with linear weights from a logistic regression; the embeddings learn the residual."""
     fit_trees: int = 0
-    """Number of boosted trees, at most, beside the regression of fit_wide; 300 are enough. They need
+    """Maximum number of boosted trees next to the regression from fit_wide; 300 are enough. They need
     LightGBM: pip install "meshrec[lightgbm]".
     """
+    fit_penalty: float | None = None
+    """L2 penalty for the regression from fit_wide; if none, validation data selects it."""
+    fit_tree_counts: tuple[int, int] | None = None
+    """Number of trees that learn the regression's residual, and that learn without it; if none, validation
+    data selects both.
+    """
     shrinkage: float = 0.0
-    """L2 penalty of each row of a table, over the whole training data: what occurs rarely stays near 0."""
+    """L2 penalty per table row, over the whole training data: weights for rare IDs stay near 0."""
 
     def __post_init__(self) -> None:
         for name in ("dropout", "id_dropout"):
@@ -67,6 +82,14 @@ class WideDeepConfig(ModelConfig):
             raise ValueError(f"model.members is {self.members}; it must be at least 1.")
         if self.fit_trees < 0:
             raise ValueError(f"model.fit_trees is {self.fit_trees}; it must be at least 0.")
+        if self.fit_penalty is not None and not self.fit_penalty > 0:
+            raise ValueError(f"model.fit_penalty is {self.fit_penalty}; it must be above 0.")
+        counts = self.fit_tree_counts
+        if counts is not None and (min(counts) < 0 or sum(counts) > self.fit_trees):
+            raise ValueError(
+                f"model.fit_tree_counts is {list(counts)}; both must be at least 0, and together at most "
+                f"model.fit_trees, {self.fit_trees}."
+            )
         if self.fit_trees and not self.fit_wide:
             raise ValueError(
                 f"model.fit_trees is {self.fit_trees}, and model.fit_wide is False: trees learn what fitted "
@@ -74,7 +97,7 @@ class WideDeepConfig(ModelConfig):
             )
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``."""
+        """Build the model, with tables on ``meta``."""
         tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
         return WideDeep(
             tables,
@@ -90,20 +113,29 @@ class WideDeepConfig(ModelConfig):
         )
 
     @override
-    def start(self, model: nn.Module, recipe: Recipe, dataset: "Dataset", ranks: "Ranks") -> bool:
-        """Fit linear weights and trees on the first rank, if ``fit_wide`` asks for it, for all ranks.
+    def start(
+        self, model: nn.Module, recipe: Recipe, dataset: "Dataset", ranks: "Ranks"
+    ) -> dict[str, Any] | None:
+        """Fit linear weights and trees on rank 0, if ``fit_wide`` is set, and load them on all ranks.
+
+        Args:
+            model: the new model, maybe wrapped for data parallelism.
+            recipe: the recipe.
+            dataset: the dataset.
+            ranks: the ranks, from `join`.
 
         Raises:
-            ValueError: the loss is not `BinaryCrossEntropy`, or the tables' weight decay would change scores.
+            ValueError: the loss is not `BinaryCrossEntropy`, or weight decay on tables would change scores.
             ModuleNotFoundError: there are trees, and LightGBM is not installed.
         """
         if not self.fit_wide:
-            return False
+            return None
         if not isinstance(recipe.loss, BinaryCrossEntropy):
             raise ValueError(
                 f"model.fit_wide is True, and the loss is {type(recipe.loss).__name__}: a logistic "
                 "regression learns one label, 0 or 1. Take BinaryCrossEntropy, or model.fit_wide False."
             )
+        # Unwrap a model for several ranks.
         wide = getattr(model, "module", model)
         assert isinstance(wide, WideDeep)
         if wide.trees is not None:
@@ -115,14 +147,17 @@ class WideDeepConfig(ModelConfig):
                     "model.shrinkage."
                 )
         seed = recipe.training.seed
-        found = ranks.share(_fitted(wide, dataset, seed) if ranks.is_first else None)
+        found = ranks.share(_fitted(wide, dataset, self, seed) if ranks.is_first else None)
+        # Not strict: parameters without fitted values keep their initial values.
         model.load_state_dict(_first_state(wide, found, seed), strict=False)
         if wide.trees is not None:
             wide.trees.grow(found.trees)
-        return True
+        return {"fit_penalty": found.penalty} | ({"fit_tree_counts": found.counts} if wide.trees else {})
 
     def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
-        """Return the penalty of a lookup by feature: its row's, divided by how often a row is looked up."""
+        """Return the penalty per lookup, by feature: the row penalty divided by the expected lookups
+        per row.
+        """
         if not self.shrinkage:
             return []
         lengths = {each.name: max(each.average_length, 1e-6) for each in dataset.features}
@@ -136,89 +171,106 @@ class WideDeepConfig(ModelConfig):
 
 
 class _Fitted(NamedTuple):
-    """The first values of a model."""
+    """Fitted initial values."""
 
     linear: Tensor
-    """A weight per row of each table, per bin and per number, and the bias; hashed tables have none."""
+    """A weight per table row, bin and number, and the bias; hashed tables have no weights."""
     scores: list[Tensor]
-    """The scores of each table's rows, without hashed tables; none without trees."""
+    """Row scores by table, without hashed tables; empty without trees."""
     trees: list[Branch | Leaf]
+    penalty: float
+    """L2 penalty of the regression."""
+    counts: tuple[int, int]
+    """Number of trees of both kinds."""
 
 
-def _fitted(model: WideDeep, dataset: "Dataset", seed: int) -> _Fitted:
-    """Fit the linear weights, and trees if the model has them, on the first training samples."""
+def _fitted(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: int) -> _Fitted:
+    """Fit the linear weights, and trees if the model has them, on the first training samples.
+
+    Without validation data, a tenth of these samples selects the penalty and the number of trees, unless the
+    configuration sets them.
+    """
     train = first_samples(dataset.train)
     others = None if dataset.validation is None else first_samples(dataset.validation)
 
-    def labelled(samples: Batch) -> "Labelled":
+    def labelled(samples: Batch) -> Labelled:
         encoding = model.numbers.encoding
         shares = encoding(samples.dense.to(encoding.scale.device)).cpu()
-        # A line through all bins, beside a weight per bin: the penalty then prefers straight lines.
+        # A line through all bins in addition to a weight per bin: the penalty then prefers straight lines.
         dense = torch.cat([shares.flatten(1), (shares * encoding.widths.cpu()).sum(-1)], dim=1)
-        return columns(dataset, samples, dense, shared=True), samples.labels.double().numpy()
+        return Labelled.of(samples, columns(dataset, samples, dense, shared=True))
 
     learnt = labelled(train)
     chooses = None if others is None else labelled(others)
-    found = regression(learnt, chooses)
+    found = regression(learnt, chooses, penalty=config.fit_penalty)
     linear = torch.from_numpy(found.weights)
     if model.trees is None:
-        return _Fitted(linear.float(), [], [])
-    # Samples that choose the number of trees must not be in the scores that trees split.
-    learns = torch.from_numpy(~chosen(len(train)) | (others is not None))
+        return _Fitted(linear.float(), [], [], found.penalty, (0, 0))
+    # Samples that select the number of trees must not contribute to the scores that trees split.
+    is_chosen = others is not None or config.fit_tree_counts is not None
+    learns = torch.from_numpy(~chosen(len(train)) | is_chosen)
     scores = _scores(dataset, train, learns)
 
     def judged(samples: Batch, matrix: Any) -> TreeSamples:
         logits = torch.from_numpy(matrix @ found.weights)
-        return TreeSamples(_inputs(dataset, samples, scores), samples.labels, logits)
+        return TreeSamples(_inputs(dataset, samples, scores), samples.labels, logits, weights_of(samples))
 
-    if others is None or chooses is None:
-        judges = judged(train, learnt[0]).where(~learns)
-    else:
-        judges = judged(others, chooses[0])
     crossed = _crossed(dataset, train, learnt, found, learns).where(learns)
-    share, bias, trees = boosted(crossed, judges, model.trees.num_trees, seed=seed)
-    linear *= share
-    linear[-1] += bias
-    return _Fitted(linear.float(), scores, trees)
+    if config.fit_tree_counts is not None:
+        result = boosted_again(crossed, config.fit_tree_counts, seed=seed)
+    else:
+        judges = (
+            judged(train, learnt.inputs).where(~learns)
+            if others is None or chooses is None
+            else judged(others, chooses.inputs)
+        )
+        result = boosted(crossed, judges, model.trees.num_trees, seed=seed)
+    linear *= result.share
+    linear[-1] += result.bias
+    return _Fitted(linear.float(), scores, result.trees, found.penalty, result.counts)
 
 
 def _crossed(
-    dataset: "Dataset", samples: Batch, learnt: "Labelled", found: Regression, learns: Tensor
+    dataset: "Dataset", samples: Batch, learnt: Labelled, found: Regression, learns: Tensor
 ) -> TreeSamples:
-    """Return training samples with the scores and logits that the other folds of them give.
+    """Return training samples with out-of-fold scores and logits.
 
-    Scores and weights that have seen a sample's own label say more about it than about new samples: trees
-    would trust them too much.
+    Scores and weights fitted on a sample's own label say more about it than about new samples: trees would
+    trust them too much.
     """
-    data, labels = learnt
     folds = torch.arange(len(samples)) % _FOLDS
     inputs, logits = [], []
     for fold in range(_FOLDS):
         rest = learns & (folds != fold)
-        weights = fitted_again(found, (data[rest.numpy()], labels[rest.numpy()]))
+        coefficients = fitted_again(found, learnt.where(rest.numpy()))
         inputs.append(_inputs(dataset, samples, _scores(dataset, samples, rest)))
-        logits.append(torch.from_numpy(data @ weights))
+        logits.append(torch.from_numpy(learnt.inputs @ coefficients))
     own = torch.arange(len(samples))
-    return TreeSamples(torch.stack(inputs)[folds, own], samples.labels, torch.stack(logits)[folds, own])
+    return TreeSamples(
+        torch.stack(inputs)[folds, own],
+        samples.labels,
+        torch.stack(logits)[folds, own],
+        weights_of(samples),
+    )
 
 
 def _scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
-    """Return the scores of the rows of each table, from the samples where ``learns`` [B] is True."""
-    found = []
+    """Return row scores by table, from samples where ``learns`` [B] is True."""
+    found, weights = [], weights_of(samples)
     for table in dataset.tables(1):
         if table.keys is not None:
             continue
         jagged = [samples.sparse[name] for name in table.feature_names]
         owners = torch.cat([torch.arange(len(samples)).repeat_interleave(each.lengths()) for each in jagged])
         ids, counts = torch.cat([each.values() for each in jagged]), learns[owners]
-        found.append(scores_of(ids[counts], samples.labels[owners[counts]], table.num_embeddings))
+        owners = owners[counts]
+        scores = scores_of(ids[counts], samples.labels[owners], weights[owners], table.num_embeddings)
+        found.append(scores)
     return found
 
 
 def _inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
-    """Return what trees split [B, N + F]: numbers, and scores of IDs, pooled as the tables do; 0 for hashed
-    tables.
-    """
+    """Return tree inputs [B, N + F]: numbers, then pooled ID scores per feature; 0 for hashed tables."""
     inputs, rest = [samples.dense], iter(scores)
     for table in dataset.tables(1):
         of_rows = None if table.keys is not None else next(rest)[:, None]
@@ -233,8 +285,9 @@ def _inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
 
 
 def _first_state(model: WideDeep, found: _Fitted, seed: int) -> dict[str, Tensor]:
-    """Return the fitted values of the parameters, and a deep part that adds 0."""
+    """Return parameter values for the fitted start, with a deep part that adds 0."""
     state: dict[str, Tensor] = {}
+    # The fitted weights follow the order in `columns`: table rows, bins, lines, bias.
     encoding, place, fitted, scores = model.numbers.encoding, 0, found.linear, iter(found.scores)
     for config in model.sparse_arch.embedding_bag_collection.embedding_bag_configs():
         if config.keys is not None:
@@ -251,6 +304,7 @@ def _first_state(model: WideDeep, found: _Fitted, seed: int) -> dict[str, Tensor
     numbers = model.numbers.weight.detach().cpu().clone()
     numbers[:, :, 0] = bins.view(encoding.N, encoding.T) + lines[:, None] * encoding.widths.cpu()
     state["numbers.weight"] = numbers
+    # A zero head: before the first step, the model predicts as the regression does.
     state["mlp.head"] = torch.zeros_like(model.mlp.head)
     state["mlp.bias"] = torch.full_like(model.mlp.bias, float(fitted[-1]))
     return state

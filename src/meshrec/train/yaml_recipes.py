@@ -1,6 +1,6 @@
-"""Recipes as YAML: the fields of a `Recipe`, in which ``type`` names the class where there is a choice.
+"""YAML recipes: `Recipe` fields, with ``type`` naming the class where several are possible.
 
-Only classes of MeshRec are made, and nothing of a file is executed.
+Only MeshRec classes are created, and nothing in a file is executed.
 """
 
 import dataclasses
@@ -19,9 +19,10 @@ from meshrec.train.run_folder import to_json
 from meshrec.train.values import value_of
 
 SUFFIXES = (".yaml", ".yml")
+# Feature defaults that YAML leaves out.
 _FEATURES = {"version": 1, "joins": [], "weight": None}
 _REMEDY = "Correct this line; `meshrec recipe to-yaml RECIPE` writes a file to begin with"
-# YAML 1.1 reads 1e-3 as a text: it wants 1.0e-3.
+# YAML 1.1 reads 1e-3 as a string: it requires 1.0e-3.
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
 
 
@@ -34,7 +35,7 @@ def from_yaml(path: Path) -> Recipe:
     yaml = needs("yaml", "cli")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
-        """Reads 1e-3 as a number."""
+        """Loader that reads 1e-3 as a float."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
     if not path.is_file():
@@ -51,27 +52,27 @@ def from_yaml(path: Path) -> Recipe:
 
 
 def recipe_of(saved: Any, where: str) -> Recipe:
-    """Make a recipe of plain values, such as those of `to_json`. ``where`` names them in errors.
+    """Make a recipe from plain values, such as those from `to_json`. ``where`` names them in errors.
 
     Raises:
-        ValueError: a field or a value cannot be one of a recipe.
+        ValueError: a field or a value is not allowed in a recipe.
     """
     recipe: Recipe = _made(Recipe, saved, where)
     return recipe
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Write a recipe as YAML, without values that are defaults.
+    """Write a recipe as YAML, without default values.
 
     Raises:
-        ValueError: it holds what YAML cannot: tables in memory, or a class that is not MeshRec's.
+        ValueError: YAML cannot hold the recipe: it has in-memory tables, or a class outside MeshRec.
     """
     text: str = needs("yaml", "cli").safe_dump(_plain(recipe, Recipe), sort_keys=False, allow_unicode=True)
     return text
 
 
 def _made(kind: Any, saved: Any, where: str) -> Any:
-    """Make an object of a class, or of the subclass that ``saved`` names."""
+    """Create an object of a class, or of the subclass named by ``saved``."""
     if not isinstance(saved, Mapping):
         raise ValueError(
             f"{where} is {saved!r:.100}, and it must have the fields of {kind.__name__}. {_REMEDY}."
@@ -116,6 +117,7 @@ def _field(hint: Any, value: Any, where: str, *, name: str) -> Any:
             return Features.from_json(_FEATURES | dict(value))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{where}: {error}. {_REMEDY}.") from error
+    # An optional field, such as None or X, has the dataclass among its arguments.
     kind = next((each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)), hint)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return _made(kind, value, where)
@@ -123,14 +125,14 @@ def _field(hint: Any, value: Any, where: str, *, name: str) -> Any:
 
 
 def _concrete(kind: Any) -> list[Any]:
-    """Return a class and its subclasses of MeshRec, without abstract ones."""
+    """Return a class and its MeshRec subclasses, without abstract classes."""
     found = [] if getattr(kind, "__abstractmethods__", None) else [kind]
     below = [each for child in kind.__subclasses__() for each in _concrete(child)]
     return [*found, *(each for each in below if each.__module__.startswith("meshrec."))]
 
 
 def _plain(value: Any, declared: Any) -> Any:
-    """Return an object as plain values. It has the name of its class unless the declared type implies it."""
+    """Convert an object to plain values. It includes the class name unless the declared type implies it."""
     kind = type(value)
     if hasattr(value, "from_json"):
         return {name: each for name, each in value.to_json().items() if _FEATURES.get(name) != each}

@@ -84,3 +84,10 @@ def test_a_lazy_value_computes_as_the_value_does(three):
 def test_lazy_matrices_multiply():
     assert (Number(torch.ones(2, 2)) @ torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
     assert (torch.ones(2, 2) + Number(torch.ones(2, 2))).sum() == 8
+
+
+def test_every_lazy_value_is_an_awaitable():
+    assert issubclass(LazyAwaitable, Awaitable)
+    assert isinstance(Number(1), Awaitable)
+    assert isinstance(awaitable.LazyAwaitable(lambda: 1), Awaitable)  # the result of a sharded module
+    assert not isinstance(torch.ones(1), Awaitable)

@@ -6,6 +6,7 @@ from torch import nn
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.compat.bridge import planner
 from meshrec.compat.bridge.constraints import ParameterConstraints
+from meshrec.compat.bridge.plans import BoundsCheckMode
 from meshrec.compat.bridge.sharders import EmbeddingBagCollectionSharder
 from meshrec.planner import types
 
@@ -69,16 +70,16 @@ def test_kernels():
     both = planned(compute_kernels=["dense", "fused"], sharding_types=["table_wise"])[0]
     assert (both.sharding_type, both.compute_kernel) == ("table_wise", "fused")
     assert planned(compute_kernels=["fused"])[0].sharding_type != "data_parallel"
-    with pytest.raises(ValueError, match=r"kernels \['dense', 'fused', 'quant'\], got \['fused_uvm'\]"):
+    with pytest.raises(ValueError, match=r"\['dense', 'fused', 'quant'\].*\['fused_uvm'\]"):
         ParameterConstraints(compute_kernels=["fused_uvm"])
-    with pytest.raises(ValueError, match=r"'a': its constraints .* offers have nothing in common"):
+    with pytest.raises(ValueError, match="'a'"):
         planned(compute_kernels=["fused"], sharding_types=["data_parallel"])
 
 
 def test_they_are_values():
     assert ParameterConstraints(["row_wise"], min_partition=8) == ParameterConstraints(["row_wise"], None, 8)
     assert len({ParameterConstraints(), ParameterConstraints(), ParameterConstraints(["row_wise"])}) == 2
-    with pytest.raises(ValueError, match="constraints name 'b', which is not a table of the model"):
+    with pytest.raises(ValueError, match="'b'"):
         make_for("b")
 
 
@@ -88,3 +89,10 @@ def make_for(name):
     planner.EmbeddingShardingPlanner(topology=planner.Topology(2, "cpu"), constraints=constraints).plan(
         EmbeddingBagCollection([config], device="meta"), [EmbeddingBagCollectionSharder()]
     )
+
+
+def test_fatal_bounds_checks_are_what_collections_do():
+    constraints = ParameterConstraints(bounds_check_mode=BoundsCheckMode.FATAL)
+    assert constraints.to_own("a", device="cpu", features=["f"], is_weighted=False)
+    with pytest.raises(ValueError, match="bounds_check_mode"):
+        ParameterConstraints(bounds_check_mode=BoundsCheckMode.WARNING)

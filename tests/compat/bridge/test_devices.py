@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from meshrec.compat.bridge.devices import copy_to_device, init_parameters
+from meshrec.compat.bridge.devices import CopyableMixin, copy_to_device, init_parameters
 from meshrec.compat.bridge.feature_processor_ import PositionWeightedModuleCollection
 
 
@@ -24,3 +24,14 @@ def test_parameters_that_move_are_drawn():
     before = module[0].weight.clone()
     init_parameters(module, torch.device("cpu"))
     assert torch.equal(module[0].weight, before)
+
+
+def test_a_copyable_module_is_copied_to_a_device():
+    class Copyable(CopyableMixin):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+    module = Copyable()
+    assert module.copy(torch.device("meta")).weight.is_meta
+    assert torch.equal(module.weight, torch.ones(2))

@@ -11,7 +11,7 @@ from meshrec.compat.bridge.sparse import KeyedJaggedTensor as Bridged
 from meshrec.models import dlrm
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
     pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning"),  # torch's own GraphModule
 ]
 
@@ -74,7 +74,7 @@ def test_projections_are_multiplied():
     dense, sparse = torch.tensor([[1.0, 2.0]]), torch.tensor([[[3.0, 4.0]]])
     # [[1, 2], [3, 4]] times itself
     assert arch(dense, sparse).tolist() == [[1, 2, 7, 10, 15, 22]]
-    with pytest.raises(ValueError, match=r"multiple of embedding_dim 4, got \[7\]"):
+    with pytest.raises(ValueError, match=r"embedding_dim.*4.*\[7\]"):
         bridged.DLRM_Projection(collection(), 3, [6, 4], [5, 1], [8], [7])
 
 
@@ -87,10 +87,10 @@ def test_projections_are_multiplied():
     ],
 )
 def test_models_need_tables_of_one_width(make):
-    with pytest.raises(AssertionError, match="the collection has none"):
+    with pytest.raises(AssertionError, match="collection"):
         make(embeddings.EmbeddingBagCollection([]))
     tables = [embeddings.EmbeddingBagConfig(4, width, f"t{width}") for width in (4, 8)]
-    with pytest.raises(AssertionError, match=r"must have one embedding_dim, got \[4, 8\]"):
+    with pytest.raises(AssertionError, match=r"embedding_dim.*\[4, 8\]"):
         make(embeddings.EmbeddingBagCollection(tables))
 
 
@@ -112,3 +112,19 @@ def test_wrappers_take_whole_batches(make):
 
 def test_sets_among_n():
     assert [bridged.choose(4, k) for k in (-1, 0, 2, 4, 5)] == [0, 1, 6, 1, 0]
+
+
+# Importing Inductor defines scripted modules of torch.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_only_the_dense_layers_are_compiled():
+    model = MODELS["dlrm"]()
+    torch.manual_seed(0)
+    dense, sparse = inputs()
+    expected = model(dense, sparse)
+    model.compile_dense_path("default")
+    compiled = [model.dense_arch, model.inter_arch, model.over_arch]
+    assert all(isinstance(layer, torch._dynamo.OptimizedModule) for layer in compiled)
+    model.compile_dense_path()
+    assert [model.dense_arch, model.inter_arch, model.over_arch] == compiled
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(model(dense, sparse), expected)

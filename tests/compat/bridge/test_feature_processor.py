@@ -55,7 +55,7 @@ def runs_of(module):
     return module, traced, torch.jit.script(traced)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning")  # torch's own GraphModule
 @pytest.mark.parametrize("lengths", [{"f1": 10, "f2": 3}, {"f2": 4, "f1": 2}])
 def test_populate_weights(lengths):

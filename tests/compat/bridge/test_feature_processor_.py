@@ -10,7 +10,7 @@ from meshrec.compat.bridge.fx import symbolic_trace
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
     pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning"),  # torch's own GraphModule
 ]
 

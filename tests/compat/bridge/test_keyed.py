@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from meshrec.compat.bridge import keyed
+from meshrec.compat.bridge.rowwise_adagrad import RowWiseAdagrad
 from meshrec.compat.bridge.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from meshrec.optim.clipping import GradientClipping
 
@@ -46,7 +47,7 @@ def test_stages_have_their_arguments_in_order():
 
 
 def test_there_is_no_norm_over_groups_of_ranks():
-    with pytest.raises(ValueError, match="Leave enable_global_grad_clip"):
+    with pytest.raises(ValueError, match="enable_global_grad_clip"):
         keyed.GradientClippingOptimizer(make(), enable_global_grad_clip=True)
 
 
@@ -70,9 +71,9 @@ def test_a_subclass_has_only_a_step():
     optimizer.init_state()
     assert optimizer.state_dict() == {"state": {"w": {"count": torch.ones(())}}}
     assert optimizer.params["w"].grad.tolist() == [0.0, 0.0]
-    with pytest.raises(NotImplementedError, match="cannot take another group"):
+    with pytest.raises(NotImplementedError, match="another"):
         optimizer.add_param_group({})
-    with pytest.raises(ValueError, match="All state keys must be params"):
+    with pytest.raises(ValueError, match="params"):
         Counting({}, {torch.ones(1): {}}, [])
 
 
@@ -160,3 +161,45 @@ def test_wrappers_pass_on_what_they_are_told(wrap):
     outer.set_optimizer_step(3)
     outer.update_hyper_parameters({"lr": 0.1})
     assert inner.told == ("loaded", 3, {"lr": 0.1})
+
+
+class WithScratch(torch.optim.SGD):
+    def scratch_buffers(self):
+        return (self.param_groups[0]["params"][0].detach(),)
+
+
+def test_scratch_buffers_are_those_of_the_optimizers_inside():
+    weight = torch.nn.Parameter(torch.ones(2))
+    inner = keyed.KeyedOptimizerWrapper({"w": weight}, lambda p: WithScratch(p, lr=0.1))
+    for optimizer in (
+        inner,
+        keyed.OptimizerWrapper(inner),
+        keyed.CombinedOptimizer([("a", inner), ("b", make())]),
+    ):
+        assert [buffer.tolist() for buffer in optimizer.scratch_buffers()] == [[1, 1]]
+    assert make().scratch_buffers() == ()
+
+
+def test_the_largest_of_empty_gradients():
+    empty, full = torch.empty(0), torch.tensor([1.0, -3.0])
+    assert keyed.batch_cal_norm([empty, full], 1.0, torch.inf).item() == 3
+    assert keyed.batch_cal_norm([empty], 1.0, torch.inf).item() == -torch.inf
+    assert keyed.batch_cal_norm([empty, full], 1.0, 2.0).item() == 10
+
+
+@pytest.mark.parametrize("pass_params_dict", [False, True])
+def test_a_wrapper_without_parameters_steps_nothing_and_says_so(pass_params_dict, caplog):
+    def adagrad(params):
+        return RowWiseAdagrad(list(params.values()) if pass_params_dict else params, lr=0.1)
+
+    empty = keyed.KeyedOptimizerWrapper({}, adagrad, pass_params_dict)
+    assert "no parameters" in caplog.text
+    trained = make()
+    combined = keyed.CombinedOptimizer([("tables", empty), ("dense", trained)])
+    (weight,) = trained.params.values()
+    combined.zero_grad()
+    weight.sum().backward()
+    combined.step()
+    torch.testing.assert_close(weight.detach(), torch.full((2,), 0.9))
+    combined.load_state_dict(combined.state_dict())
+    assert list(combined.params) == ["dense.w"]

@@ -51,7 +51,7 @@ def test_state_is_saved_and_sizes_must_agree():
     rows(collision, [3, 3, 1, -4])
     other.load_state_dict(collision.state_dict())
     assert torch.equal(rows(other.eval(), [3, 1, -4, 9]), rows(collision.eval(), [3, 1, -4, 9]))
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="1"):
         module(size=0)
 
 
@@ -98,12 +98,12 @@ def test_collections_look_remapped_ids_up():
 def test_mistakes_are_named():
     wrapped = collection()
     wrapped._embedding_module = torch.nn.Identity()  # as a sharder would replace it
-    with pytest.raises(ValueError, match=r"are not sharded.*meshrec\.Hashed"):
+    with pytest.raises(ValueError, match=r"meshrec\.Hashed"):
         wrapped(batch(np.random.default_rng(0)))
     config = EmbeddingBagConfig(name="a", embedding_dim=4, num_embeddings=9, feature_names=["f"])
-    with pytest.raises(ValueError, match="table 'a' has 9 rows, and its managed collision module gives 12"):
+    with pytest.raises(ValueError, match=r"'a'.*9 rows.*gives 12"):
         managed_collisions.ManagedCollisionCollection({"a": module()}, [config])
-    with pytest.raises(ValueError, match="Table a is not present"):
+    with pytest.raises(ValueError, match="present"):
         managed_collisions.ManagedCollisionCollection({}, [config])
 
 
@@ -134,3 +134,39 @@ def test_torchrec_gives_the_same_numbers(name, func, interval):
         assert (gone is None) == (expected is None)
         assert gone is None or gone.tolist() == expected.tolist()
         assert ours.open_slots().tolist() == theirs.open_slots().tolist()
+
+
+def test_the_read_only_suffix_is_told():
+    assert module().read_only_suffix == "_readonly"
+
+
+def test_lengths_of_remapped_features_are_a_mask():
+    features = KeyedJaggedTensor(["f"], torch.tensor([3, 1]), lengths=torch.tensor([2, 0]))
+    assert mc_embeddings.return_remapped_lengths_as_mask(features).tolist() == [True, False]
+    lengths = features.lengths()
+    assert mc_embeddings.return_custom_metadata(lengths) is lengths
+
+
+def two_tables():
+    configs = [
+        EmbeddingBagConfig(6, 4, name, feature_names=features)
+        for name, features in (("t", ["a", "b"]), ("u", ["c"]))
+    ]
+    modules = {"t": module(size=6, interval=1), "u": module(size=6, interval=1)}
+    return managed_collisions.ManagedCollisionCollection(modules, configs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning")
+def test_evaluation_in_graphs_and_script_is_that_of_python():
+    collisions = two_tables()
+    values = torch.tensor([7, 7, 3, 5, 9, 9])
+    features = KeyedJaggedTensor(["c", "a", "b"], values, lengths=torch.tensor([1, 1, 2, 0, 1, 1]))
+    collisions(features)
+    expected = collisions.eval()(features)
+    graph = torch.fx.symbolic_trace(collisions)
+    for program in (graph, torch.jit.script(graph)):
+        remapped = program(features)
+        assert remapped.keys() == ["a", "b", "c"]
+        assert torch.equal(remapped.values(), expected.values())
+        assert torch.equal(remapped.lengths(), expected.lengths())

@@ -3,8 +3,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from meshrec import model_parallel as own
+from meshrec.comms.mesh import default_env
+from meshrec.compat.bridge import embeddings
 from meshrec.compat.bridge import sharding_plan as sp
 from meshrec.compat.bridge.model_parallel import (
     DataParallelWrapper,
@@ -106,11 +108,63 @@ def test_single_modules():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="MeshRec has no model trackers"):
+    with pytest.raises(ValueError, match="MeshRec"):
         DistributedModelParallel(Model(), model_tracker_configs=object())
-    with pytest.raises(ValueError, match=r"allreduce_comm_precision must be one of \['bf16', 'fp16'\]"):
+    with pytest.raises(ValueError, match=r"allreduce_comm_precision.*\['bf16', 'fp16'\]"):
         DefaultDataParallelWrapper(allreduce_comm_precision="fp8")
-    with pytest.raises(ValueError, match="params_to_ignore cannot be passed on"):
+    with pytest.raises(ValueError, match="params_to_ignore"):
         DefaultDataParallelWrapper(params_to_ignore=["w"])
-    with pytest.raises(ValueError, match="Linear is not an embedding module"):
+    with pytest.raises(ValueError, match="embedding"):
         shard(nn.Linear(1, 1), sp.row_wise())
+
+
+def test_a_plan_of_another_level_is_refused():
+    model = Model()
+    module_plan = by_hand(model.ebc)
+    for plan in (module_plan, {"ebc": module_plan}):
+        with pytest.raises(TypeError, match=f"ShardingPlan.*{type(plan).__name__}"):
+            DistributedModelParallel(model, plan=plan)
+        with pytest.raises(TypeError, match=f"ShardingPlan.*{type(plan).__name__}"):
+            own.DistributedModelParallel(model, plan=plan)
+    with pytest.raises(TypeError, match="ShardingPlan"):
+        shard(model.ebc, ShardingPlan({"ebc": module_plan}))
+
+
+def test_bridged_collections_are_sharded_by_themselves():
+    config = EmbeddingConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
+    module = embeddings.EmbeddingCollection(tables=[config])
+    sharded = shard(module, sp.table_wise(rank=0), default_env(), torch.device("cpu"))
+    assert torch.equal(sharded(features())["f"].values(), module(features())["f"].values())
+
+
+def gradients_of_two_steps():
+    torch.manual_seed(0)
+    dmp = DistributedModelParallel(Model())
+    dmp(features()).sum().backward()  # DistributedDataParallel's static graph is learned
+    dmp.zero_grad()
+    rank = dist.get_rank()
+    with dmp.no_sync():
+        (dmp(features()).sum() * (1 + rank)).backward()
+    here = dmp.module.over.bias.grad.clone()
+    (dmp(features()).sum() * (1 + rank)).backward()
+    return here.item(), dmp.module.over.bias.grad.item()
+
+
+def test_no_sync_adds_the_dense_gradients_of_a_rank(ranks):
+    assert ranks(2).run(gradients_of_two_steps) == [(2.0, 6.0), (4.0, 6.0)]
+
+
+def test_no_sync_in_one_process():
+    dmp = DistributedModelParallel(Model())
+    with dmp.no_sync():
+        dmp(features()).sum().backward()
+    assert dmp.module.over.bias.grad.item() == 2.0
+
+
+def test_state_is_loaded_strictly_unless_told_otherwise():
+    dmp = DistributedModelParallel(Model())
+    with pytest.raises(RuntimeError, match="over"):
+        dmp.load_state_dict({})
+    dmp.load_state_dict({}, strict=False)
+    with pytest.raises(ValueError, match=r"'model\.'"):
+        dmp.load_state_dict({}, prefix="model.")

@@ -76,11 +76,11 @@ def test_momentum_of_torchs_sgd_is_ignored_by_tables(caplog):
 
 
 def test_messages_have_the_names_that_the_user_wrote():
-    with pytest.raises(ValueError, match=r"fused_params: .*learning_rate"):
+    with pytest.raises(ValueError, match=r"fused_params.*learning_rate"):
         spec_of({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": -1.0})
-    with pytest.raises(ValueError, match=r"fused_params: .*'stepsize', allowed are .*'learning_rate'"):
+    with pytest.raises(ValueError, match=r"fused_params.*'stepsize'.*'learning_rate'"):
         spec_of({"optimizer": EmbOptimType.EXACT_SGD, "stepsize": 1.0})
-    with pytest.raises(AttributeError, match="no fused optimizer 'SHAMPOO', only"):
+    with pytest.raises(AttributeError, match="'SHAMPOO'"):
         EmbOptimType.SHAMPOO  # noqa: B018
     assert not hasattr(EmbOptimType, "_anything")
 
@@ -88,12 +88,12 @@ def test_messages_have_the_names_that_the_user_wrote():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"optimizer": EmbOptimType.NONE}, "no fused optimizer 'NONE', only"),
+        ({"optimizer": EmbOptimType.NONE}, "'NONE'"),
         (
             {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1},
-            "weight_decay needs a weight_decay_mode",
+            "weight_decay.*weight_decay_mode",
         ),
-        ({"optimizer": EmbOptimType.EXACT_SGD, "max_gradient": 1.0}, "SGD has no argument 'max_gradient'"),
+        ({"optimizer": EmbOptimType.EXACT_SGD, "max_gradient": 1.0}, "SGD.*'max_gradient'"),
         ({"optimizer": EmbOptimType.EXACT_SGD, "output_dtype": DataType.FP16}, "output_dtype"),
     ],
 )
@@ -120,7 +120,7 @@ def test_classes_that_name_an_optimizer_of_tables(name, spec):
     found = in_backward_spec(weight)
     assert type(found) is spec
     assert found.lr == 0.25
-    with pytest.raises(ValueError, match=rf"torchrec\.optim\.{name} only names an optimizer for tables"):
+    with pytest.raises(ValueError, match=rf"torchrec\.optim.*{name}"):
         weight.sum().backward()
 
 

@@ -77,12 +77,12 @@ def test_enums_serve_as_their_values():
 @pytest.mark.parametrize(
     ("placed", "message"),
     [
-        (ParameterSharding("diagonal", "fused"), "table 't': MeshRec has no ShardingType 'diagonal', only"),
-        (ParameterSharding("table_wise", "fused_uvm"), "MeshRec has no EmbeddingComputeKernel 'fused_uvm'"),
-        (ParameterSharding("table_wise", "fused", [0]), "table 't' is table_wise and needs a sharding_spec"),
+        (ParameterSharding("diagonal", "fused"), "'t'.*MeshRec.*ShardingType.*'diagonal'"),
+        (ParameterSharding("table_wise", "fused_uvm"), "MeshRec.*EmbeddingComputeKernel.*'fused_uvm'"),
+        (ParameterSharding("table_wise", "fused", [0]), "'t'.*table_wise.*sharding_spec"),
         (
             ParameterSharding("table_wise", "fused", [0], spec(), enforce_hbm=True),
-            "table 't': MeshRec has no enforce_hbm",
+            "'t'.*MeshRec.*enforce_hbm",
         ),
     ],
 )

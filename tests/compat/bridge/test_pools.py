@@ -20,9 +20,9 @@ def test_rows_are_kept_and_the_last_of_equal_ids_wins():
 @pytest.mark.parametrize(
     ("ids", "values", "message"),
     [
-        (torch.tensor([5]), torch.ones(1, 2), "from 0 to 4, got 5 to 5"),
-        (torch.tensor([1.0]), torch.ones(1, 2), "one row of integers"),
-        (torch.tensor([1]), torch.ones(1, 3), r"\[1, 2\] on cpu"),
+        (torch.tensor([5]), torch.ones(1, 2), "0.*4.*5.*5"),
+        (torch.tensor([1.0]), torch.ones(1, 2), "integers"),
+        (torch.tensor([1]), torch.ones(1, 3), r"\[1, 2\]"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(ids, values, message):
@@ -61,8 +61,8 @@ def test_bags_are_kept_by_feature():
 @pytest.mark.parametrize(
     ("limits", "keys", "message"),
     [
-        ({"f": 1, "g": 3}, ("g", "f", "o"), "'f' has a bag of 2, and the pool keeps 1"),
-        ({"f": 2, "x": 3}, ("g", "f", "o"), "keeps the feature 'x'"),
+        ({"f": 1, "g": 3}, ("g", "f", "o"), "'f'.*2.*keeps 1"),
+        ({"f": 2, "x": 3}, ("g", "f", "o"), "'x'"),
     ],
 )
 def test_bags_that_do_not_fit_change_nothing(limits, keys, message):

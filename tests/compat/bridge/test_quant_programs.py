@@ -23,7 +23,7 @@ from meshrec.modules.embedding_configs import DataType, PoolingType
 
 # torch warns of the end of TorchScript; TorchRec's programs use it.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
     pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning"),  # torch's own GraphModule
 ]
 

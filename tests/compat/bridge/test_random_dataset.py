@@ -45,7 +45,7 @@ def test_batches_move():
 
 
 def test_wrong_numbers():
-    with pytest.raises(ValueError, match=r"hash_sizes needs one number for each of the 2 keys, got \[3\]"):
+    with pytest.raises(ValueError, match=r"hash_sizes.*2 keys.*\[3\]"):
         dataset(hash_sizes=[3])
-    with pytest.raises(TypeError, match="has no end"):
+    with pytest.raises(TypeError, match="end"):
         len(dataset())

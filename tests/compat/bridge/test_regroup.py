@@ -2,13 +2,13 @@ import pytest
 import torch
 
 from meshrec.compat.bridge.fx import symbolic_trace
-from meshrec.compat.bridge.regroup import KTRegroupAsDict
-from meshrec.compat.bridge.sparse import KeyedTensor
-from meshrec.compat.bridge.sparse.regrouping import _all_keys_used_once
+from meshrec.compat.bridge.regroup import KTRegroupAsDict, PermuteMultiEmbedding
+from meshrec.compat.bridge.sparse import KeyedTensor, fbgemm
+from meshrec.compat.bridge.sparse.regrouping import _all_keys_used_once, kt_regroup_arguments
 from meshrec.modules import DataType
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning")
 @pytest.mark.parametrize("dtype", [None, DataType.FP16])
 def test_groups_in_graphs_and_script_are_those_of_python(dtype):
@@ -43,3 +43,23 @@ def test_gradients_are_those_of_the_function(groups):
     assert _all_keys_used_once(kts, groups) == (
         sorted(name for group in groups for name in group) == list("abcd")
     )
+
+
+@pytest.fixture
+def operators():
+    fbgemm.register_fbgemm_operators()
+    yield
+    fbgemm.remove_fbgemm_operators()
+
+
+def test_permutation_by_description(operators):
+    values = [torch.arange(6.0).view(2, 3), torch.arange(4.0).view(2, 2)]
+    permute = PermuteMultiEmbedding([["b", "c"], ["a"]])
+    assert permute(values) is values
+    permute.init_tensors(
+        *kt_regroup_arguments(values[0], [["a", "b"], ["c"]], [[1, 2], [2]], permute._groups)
+    )
+    permute.set_device("cpu")
+    first, second = permute(values)
+    assert first.tolist() == [[1, 2, 0, 1], [4, 5, 2, 3]]
+    assert second.tolist() == [[0], [3]]

@@ -102,12 +102,12 @@ def test_fused_tables_compute_the_same(apply):
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="eps must be a number >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"eps.*0.*-1"):
         RowWiseAdagrad([weight()], eps=-1)
-    with pytest.raises(ValueError, match=r"needs matrices \[rows, width\], got a parameter \[2\]"):
+    with pytest.raises(ValueError, match=r"\[rows, width\].*\[2\]"):
         RowWiseAdagrad([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match="lr_decay and maximize cannot be fused"):
+    with pytest.raises(ValueError, match="lr_decay"):
         RowWiseAdagrad.fused_spec({"lr_decay": 0.1})
-    with pytest.raises(ValueError, match="no argument 'momentum', allowed are"):
+    with pytest.raises(ValueError, match="'momentum'"):
         RowWiseAdagrad.fused_spec({"momentum": 0.1})
     assert RowWiseAdagrad.fused_spec({}) == optim.RowWiseAdagrad(lr=0.01, eps=1e-10)

@@ -107,10 +107,10 @@ def test_both_optimizers_are_told():
 def test_what_does_not_fit_is_named():
     model, optimizer = made()
     local, outer = optimizer._inner()
-    with pytest.raises(IndexError, match="global_params is empty"):
+    with pytest.raises(IndexError, match="global_params"):
         SemisyncOptimizer([], local, outer)
-    with pytest.raises(ValueError, match="num_local_steps is 0"):
+    with pytest.raises(ValueError, match=r"num_local_steps.*0"):
         SemisyncOptimizer(model.parameters(), local, outer, num_local_steps=0)
     other = KeyedOptimizerWrapper(dict(torch.nn.Linear(3, 2).named_parameters()), Outer)
-    with pytest.raises(ValueError, match="different parameters named 'weight'"):
+    with pytest.raises(ValueError, match="'weight'"):
         SemisyncOptimizer(model.parameters(), local, other)

@@ -10,9 +10,9 @@ def test_one_process():
     assert (env.world_size, env.rank, env.process_group) == (1, 0, None)
     assert isinstance(env, mesh.ShardingEnv)
     assert len(ShardingEnv.from_local(2, 0).devices) == ShardingEnv.from_local(2, 0).world_size == 2
-    with pytest.raises(ValueError, match="got rank 1 of 2"):
+    with pytest.raises(ValueError, match=r"rank 1.*2"):
         ShardingEnv.from_local(2, 1)
-    with pytest.raises(ValueError, match="Pass compute_device='cpu'"):
+    with pytest.raises(ValueError, match=r"compute_device.*'cpu'"):
         local_devices(1000, "cuda")
 
 

@@ -58,15 +58,15 @@ def test_one_generator_for_all(ebc):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda ebc: plan(ebc, sp.row_wise(sizes_placement=([8], "cpu"))), "row_wise splits rows evenly"),
-        (lambda ebc: plan(ebc, sp.column_wise()), "column_wise needs ranks, or size_per_rank"),
-        (lambda ebc: plan(ebc, sp.column_wise(size_per_rank=[1, 2])), "makes 3 columns, but the table has 4"),
-        (lambda ebc: plan(ebc, sp.table_wise(0, device="mtia")), "one kind of device"),
-        (lambda ebc: plan(ebc, sp.table_wise(0, compute_kernel="sparse")), "no compute kernel 'sparse'"),
-        (lambda ebc: plan(ebc, sp.table_wise(rank=4)), "rank 4 is not one of the 4 ranks"),
+        (lambda ebc: plan(ebc, sp.row_wise(sizes_placement=([8], "cpu"))), "row_wise"),
+        (lambda ebc: plan(ebc, sp.column_wise()), "column_wise.*size_per_rank"),
+        (lambda ebc: plan(ebc, sp.column_wise(size_per_rank=[1, 2])), "makes 3.*4"),
+        (lambda ebc: plan(ebc, sp.table_wise(0, device="mtia")), "device"),
+        (lambda ebc: plan(ebc, sp.table_wise(0, compute_kernel="sparse")), "'sparse'"),
+        (lambda ebc: plan(ebc, sp.table_wise(rank=4)), "rank 4.*4 ranks"),
         (
             lambda ebc: sp.construct_module_sharding_plan(ebc, {"a": sp.row_wise()}, None, 1, 1, "cpu"),
-            r"the module has the tables \['a', 'b'\], the generators are for \['a'\]",
+            r"\['a', 'b'\].*\['a'\]",
         ),
     ],
 )

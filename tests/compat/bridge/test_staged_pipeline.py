@@ -50,7 +50,7 @@ def test_a_flush_takes_no_new_batch():
 
 
 def test_no_stage():
-    with pytest.raises(ValueError, match="pipeline_stages is empty"):
+    with pytest.raises(ValueError, match="pipeline_stages"):
         StagedTrainPipeline([])
 
 

@@ -56,9 +56,9 @@ def test_a_virtual_table_trains():
 def test_what_has_no_counterpart_is_said():
     with pytest.raises(ValueError, match=r"a virtual table of 1,125,\S+ rows needs a budget"):
         table(None)
-    with pytest.raises(ValueError, match="policy str has no counterpart"):
+    with pytest.raises(ValueError, match="counterpart"):
         table("lru", 10)
-    with pytest.raises(ValueError, match=r"decay_rate must lie in \(0, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"decay_rate.*0.*1.*2"):
         table(vt.CountBasedEvictionPolicy(9, decay_rate=2))
-    with pytest.raises(ValueError, match="has a virtual_table_eviction_policy and no virtual table"):
+    with pytest.raises(ValueError, match="virtual_table_eviction_policy"):
         EmbeddingBagConfig(10, 4, "t", virtual_table_eviction_policy=vt.NoEvictionPolicy())

@@ -101,7 +101,7 @@ def test_the_wrapped_optimizer_keeps_its_own_state():
     assert set(optimizer.state_dict()["state"]) == {"a.x", "b.x", "progress"}
     assert set(optimizer._optimizer.state_dict()["state"]) == {"a.x", "b.x"}
     assert not optimizer.updates_in_backward
-    with pytest.raises(ValueError, match="'progress', the state_dict has not"):
+    with pytest.raises(ValueError, match=r"'progress'.*state_dict"):
         optimizer.load_state_dict(optimizer._optimizer.state_dict())
 
 
@@ -126,10 +126,10 @@ def test_another_name_for_the_rate_and_a_closure():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"max_iters": 0}, "max_iters and sgdr_period must be at least 1, got 0 and 1"),
-        ({"sgdr_period": 0}, "must be at least 1, got 1 and 0"),
-        ({"policy": WarmupPolicy.POLY, "max_iters": 5, "decay_iters": 4}, "POLY reaches 0 at decay_iters, 4"),
-        ({"policy": WarmupPolicy.INTERPOLATE, "max_iters": 5}, "INTERPOLATE needs end_value"),
+        ({"max_iters": 0}, "max_iters.*sgdr_period.*1.*0.*1"),
+        ({"sgdr_period": 0}, "1.*1.*0"),
+        ({"policy": WarmupPolicy.POLY, "max_iters": 5, "decay_iters": 4}, "POLY.*reaches 0.*decay_iters.*4"),
+        ({"policy": WarmupPolicy.INTERPOLATE, "max_iters": 5}, "INTERPOLATE.*end_value"),
         (
             {
                 "policy": WarmupPolicy.INTERPOLATE,
@@ -137,7 +137,7 @@ def test_another_name_for_the_rate_and_a_closure():
                 "end_value": 1.0,
                 "start_interpolating_iters": 5,
             },
-            "a start_interpolating_iters below max_iters, 5",
+            "start_interpolating_iters.*max_iters.*5",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_stages_that_cannot_be(kwargs, message):
 
 
 def test_stages_must_rise_and_names_be_free():
-    with pytest.raises(ValueError, match=r"max_iters must rise from stage to stage, got \[3, 3\]"):
+    with pytest.raises(ValueError, match=r"max_iters.*\[3, 3\]"):
         make([WarmupStage(max_iters=3), WarmupStage(max_iters=3)])
-    with pytest.raises(ValueError, match=r"there is a parameter named 'a.x'"):
+    with pytest.raises(ValueError, match=r"'a.x'"):
         make([], param_name="a.x")

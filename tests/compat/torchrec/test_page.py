@@ -12,7 +12,7 @@ from meshrec.compat.bridge import finder
 from meshrec.compat.bridge.missing import MISSING
 from meshrec.compat.bridge.names import MODULES
 
-PAGE = (Path(__file__).parents[3] / "docs" / "from-torchrec.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "torchrec" / "names.md").read_text()
 ROW = re.compile(r"^\| `([\w.]+)` \| (.*) \|$", re.MULTILINE)
 NAMES, MISSING_NAMES = (
     dict(ROW.findall(part)) for part in PAGE.split("## Names")[1].split("## What is not there")

@@ -19,7 +19,7 @@ import pytest
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parents[2] / "src"), "OMP_NUM_THREADS": "1"}
 # These leave their process as they found it, and run in one, one after another.
-PROGRAMS = ["defaults", "in_backward", "jagged", "keyed", "lookups", "models", "planning"]
+PROGRAMS = ["defaults", "in_backward", "jagged", "jagged_operators", "keyed", "lookups", "models", "planning"]
 ALL_OF_THEM = """
 import runpy, sys
 from pathlib import Path

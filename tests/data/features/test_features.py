@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshrec.data import DataError, Split, parquet
-from meshrec.data.encoding import Place
+from meshrec.data.encoding import RowOrigin
 from meshrec.data.faults import Faults
 from meshrec.data.features import (
     Buckets,
@@ -69,7 +69,7 @@ def all_kinds(**more) -> Features:
 
 
 def encoded(features: Features, rows: pa.Table):
-    return features.encode(rows, Place("memory", 0), Faults("raise"))
+    return features.encode(rows, RowOrigin("memory", 0), Faults("raise"))
 
 
 def same(one, other) -> bool:
@@ -243,9 +243,9 @@ def test_files_of_dictionaries_give_what_plain_arrays_give(tmp_path, window):
 def test_what_is_wrong_is_named():
     features = all_kinds()
     data = table()
-    with pytest.raises(UnfittedError, match="feature 'price' is not fitted yet"):
+    with pytest.raises(UnfittedError, match="'price'"):
         encoded(features, data)
-    with pytest.raises(UnfittedError, match="feature 'user' is not fitted yet"):
+    with pytest.raises(UnfittedError, match="'user'"):
         features["user"].row_of("u1")
     fitted = features.fit([data])
     other = data.set_column(4, "user", pa.array([1] * 500))
@@ -253,34 +253,30 @@ def test_what_is_wrong_is_named():
         "column 'user' holds integer, and held text when feature 'user' was fitted"
         in fitted.wrong_columns(other.schema)[0]
     )
-    with pytest.raises(ValueError, match="holds integer, and held text"):
+    with pytest.raises(ValueError, match="integer"):
         fitted["user"].row_of(3)
-    with pytest.raises(
-        DataError, match="vocabulary has 40 values, with the rows for others 42, and its table 10"
-    ):
+    with pytest.raises(DataError, match=r"40 values.*others 42.*table 10"):
         Features(labels=LABEL, features=(Vocabulary(name="item", num_embeddings=10),)).fit([data])
     null = pa.table(
         {**{name: data[name] for name in data.column_names}, "item": pa.nulls(len(data), pa.int64())}
     )
-    with pytest.raises(
-        DataError, match=r"row 0 has null. Give feature 'item' missing=, the row that null has"
-    ):
+    with pytest.raises(DataError, match=r"row 0.*'item'"):
         encoded(Features(labels=LABEL, features=(Integer(name="item", num_embeddings=2),)), null)
     with pytest.raises(DataError, match=r"row 0 has the id \d+, outside \[0, 2\)"):
         encoded(Features(labels=LABEL, features=(Integer(name="item", num_embeddings=2),)), data.slice(1))
     one = (Number(name="price"), Hashed(name="user", num_embeddings=4))
-    with pytest.raises(DataError, match="row 3 is null or not finite"):
+    with pytest.raises(DataError, match="row 3"):
         encoded(Features(labels=LABEL, features=one), data)
-    with pytest.raises(DataError, match="another number of weights than of ids"):
+    with pytest.raises(DataError, match="another"):
         encoded(fitted, data.set_column(7, "tag_weights", pa.array([[0.5] * 9] * 500)))
     y = pa.array([1.0] * 5 + [None] + [0.0] * 494)
-    with pytest.raises(DataError, match="row 5 has no label"):
+    with pytest.raises(DataError, match="row 5"):
         encoded(fitted, data.set_column(0, "y", y))
-    with pytest.raises(ValueError, match=r"names given twice: \['a'\]"):
+    with pytest.raises(ValueError, match=r"\['a'\]"):
         Features(labels=LABEL, features=(Hashed(name="a", num_embeddings=3), Number(name="a")))
-    with pytest.raises(ValueError, match="there is no feature of type 'Magic'"):
+    with pytest.raises(ValueError, match="'Magic'"):
         Features.from_json(all_kinds().to_json() | {"features": [{"type": "Magic"}]})
-    with pytest.raises(ValueError, match="in version 7"):
+    with pytest.raises(ValueError, match="version 7"):
         Features.from_json({"version": 7})
 
 
@@ -292,7 +288,7 @@ def test_infinity_is_damage_whatever_stands_for_null(log):
     stands_for = np.log(3) if log else 2
     assert encoded(fitted, table).dense[1:3, 0].tolist() == pytest.approx([stands_for] * 2)
     for infinite in (np.inf, -np.inf):
-        with pytest.raises(DataError, match=r"column 'x': row 2 is infinite\. Repair it"):
+        with pytest.raises(DataError, match=r"'x'.*row 2"):
             encoded(fitted, table.set_column(1, "x", pa.array([1.0, None, infinite, 7])))
 
 
@@ -309,7 +305,7 @@ def test_texts_of_several_values_are_as_lists(feature, kind):
         features = Features(labels=LABEL, features=(each,)).fit([data])
         features = Features.from_json(json.loads(json.dumps(features.to_json())))
         kept = np.ones(5, bool)
-        ids = features.ids[0].encode(data, Place("here", 0, ""), kept, Faults("raise"))
+        ids = features.ids[0].encode(data, RowOrigin("here", 0, ""), kept, Faults("raise"))
         found.append((ids.values.tolist(), ids.offsets.tolist(), features.ids[0].average_length))
         assert features.ids[0].row_of("b") == ids.values[1]
     assert found[0] == found[1]
@@ -321,10 +317,10 @@ def test_separators_are_for_texts():
         lambda: Vocabulary(name="x", separator=""),
         lambda: Vocabulary(name="x", separator="|", weights="w"),
     ):
-        with pytest.raises(ValueError, match="separator is one character or more, of a Vocabulary or Hashed"):
+        with pytest.raises(ValueError, match="Vocabulary"):
             make()
     features = Features(labels=LABEL, features=(Vocabulary(name="x", separator="|"),))
-    with pytest.raises(ValueError, match="column 'x' holds integer; feature 'x' takes text"):
+    with pytest.raises(ValueError, match=r"'x'.*'x'"):
         features.fit([pa.table({"y": [0], "x": [1]})])
 
 
@@ -340,7 +336,7 @@ def test_whole_numbers_are_the_same_as_integers_and_as_floats(feature):
     holes = pa.array([7.0, np.nan, None, 12.0, 3.5])
 
     def ids(fitted, x):
-        made = fitted.encode(pa.table({"x": x}), Place("f", 0), Faults("raise"))
+        made = fitted.encode(pa.table({"x": x}), RowOrigin("f", 0), Faults("raise"))
         return made.ids[0].values.tolist()
 
     for first, second in ((integers, floats), (floats, integers)):
@@ -353,14 +349,12 @@ def test_whole_numbers_are_the_same_as_integers_and_as_floats(feature):
     assert ids(features, holes)[:4] == [expected[0], 0, 0, expected[3]]
     features = Features(labels=(), features=(feature,)).fit([pa.table({"x": integers})])
     assert ids(features, holes.slice(0, 4)) == [ids(features, integers)[0], 0, 0, ids(features, integers)[3]]
-    with pytest.raises(DataError, match="column 'x' holds numbers that are no integers as they were fitted"):
+    with pytest.raises(DataError, match="'x'"):
         ids(features, holes)
 
 
 def test_names_of_tables_have_no_dot():
-    with pytest.raises(
-        ValueError, match=r"no dot, got 'user.id' of .* Name it 'user_id', with column='user.id'"
-    ):
+    with pytest.raises(ValueError, match=r"'user.id'.*'user_id'.*'user.id'"):
         Features(labels=LABEL, features=(Vocabulary(name="user.id"),))
 
 
@@ -384,9 +378,37 @@ def test_times_that_are_none_are_null_and_bytes_that_are_no_text_are_named():
         pa.array([float(each) for each in (good, *bad, np.nan, np.inf)]),
     ):
         data = pa.table({"t": times, "x": range(len(times))})
-        ids = parts.fit([data]).encode(data, Place("f", 0), Faults("raise")).ids[0].values
+        ids = parts.fit([data]).encode(data, RowOrigin("f", 0), Faults("raise")).ids[0].values
         assert ids[0] > 0
         assert not ids[1:].any()
     texts = pa.table({"x": pa.array([b"a|b", b"\xff|c"])})
-    with pytest.raises(DataError, match="feature 'x': column 'x' has bytes that are not UTF-8"):
+    with pytest.raises(DataError, match=r"'x'.*'x'.*UTF-8"):
         Features(labels=(), features=(Vocabulary(name="x", separator="|"),)).fit([texts])
+
+
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [(None, "null"), (float("nan"), "null"), (float("inf"), "inf"), (-1.0, "-1"), (1e39, r"1e\+39")],
+)
+def test_a_wrong_sample_weight_is_named_and_no_feature(weight, text):
+    features = Features(labels=LABEL, features=(Hashed(name="u", num_embeddings=4),), weight="w")
+    rows = pa.table({"u": ["a", "b"], LABEL[0].column: [0.0, 1.0], "w": [1.0, weight]})
+    with pytest.raises(DataError, match=f"'w'.*row 1.*{text}") as refused:
+        encoded(features, rows)
+    assert "feature 'w'" not in str(refused.value)
+
+
+def test_a_binary_label_of_two_texts_is_encoded_as_0_and_1():
+    label = Label(column="y", classes=("no", "yes"), missing="skip")
+    features = Features(labels=(label,), features=(Integer(name="item", num_embeddings=4),))
+    assert features.num_classes == 0
+    assert features.fitted_kinds()["y"] == "text"
+    table = pa.table({"y": ["yes", "no", None, "yes"], "item": [0, 1, 2, 3]})
+    samples = features.fit([table]).encode(table, RowOrigin("f", 0), Faults("raise"))
+    assert samples.labels[[0, 1, 3]].tolist() == [1, 0, 1]
+    assert samples.kept is not None
+    assert samples.kept.tolist() == [True, True, False, True]
+    with pytest.raises(DataError, match=r"'no', 'yes'"):
+        features.fit([table]).encode(
+            pa.table({"y": ["maybe"], "item": [0]}), RowOrigin("f", 0), Faults("raise")
+        )

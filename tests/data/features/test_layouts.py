@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.data import DataError
-from meshrec.data.encoding import Place
+from meshrec.data.encoding import RowOrigin
 from meshrec.data.faults import Faults
 from meshrec.data.features import (
     Buckets,
@@ -106,7 +106,7 @@ def drawn_features(rng: np.random.Generator) -> Features:
 
 def rows_of(features: Features, data: pa.Table) -> list:
     """Each row's values, as plain lists."""
-    found = features.encode(data, Place("memory", 0), Faults("raise"))
+    found = features.encode(data, RowOrigin("memory", 0), Faults("raise"))
     ids = [
         [
             (part.values[a:b].tolist(), None if part.weights is None else part.weights[a:b].tolist())
@@ -171,7 +171,7 @@ def test_texts_that_are_saved_as_bytes_are_texts(tmp_path) -> None:
     fitted.save(tmp_path / "features.json")
     assert rows_of(Features.load(tmp_path / "features.json"), texts) == rows_of(fitted, in_bytes)
     broken = pa.table({"y": [0], "user": [b"\xff"]})
-    with pytest.raises(DataError, match=r"'user' has bytes that are not UTF-8.*Hash it"):
+    with pytest.raises(DataError, match=r"'user'.*UTF-8"):
         Features(labels=LABEL, features=(Vocabulary(name="user"),)).fit([broken])
 
 
@@ -234,9 +234,9 @@ def test_crosses_and_joins_take_integers_that_are_floats_for_their_nulls(tmp_pat
     found = rows_of(features, floats)
     assert found[0] == expected[0]
     assert found[1] != expected[1]
-    with pytest.raises(DataError, match=r"columns .*'k', 't'.* hold numbers that are no integers"):
+    with pytest.raises(DataError, match=r"'k'.*'t'"):
         features["c"].values(data.set_column(1, "k", pa.array([1.5, 2.0])))
-    with pytest.raises(DataError, match=r"the key of .*items.parquet, holds numbers that are no integers"):
+    with pytest.raises(DataError, match=r"items.parquet"):
         rows_of(features, data.set_column(1, "k", pa.array([1.5, 2.0])))
 
 
@@ -249,10 +249,10 @@ def test_vocabularies_of_one_table_have_one_row_for_a_value() -> None:
     assert fitted["item"].rows == fitted["seen"].rows == 5
     again = Features.from_json(json.loads(json.dumps(fitted.to_json())))
     assert rows_of(again, data) == rows_of(fitted, data)
-    with pytest.raises(ValueError, match="the same min_count: feature 'seen' has 2, and 'item' 1"):
+    with pytest.raises(ValueError, match=r"min_count.*'seen'.*2.*'item'.*1"):
         Features(labels=LABEL, features=(item, Vocabulary(name="seen", table="item", min_count=2)))
     texts = data.set_column(2, "seen", pa.array([["a"], None, None]))
-    with pytest.raises(DataError, match="the vocabularies of table 'item' have values of different types"):
+    with pytest.raises(DataError, match="'item'"):
         Features(labels=LABEL, features=(item, seen)).fit([texts])
 
 
@@ -264,14 +264,17 @@ def test_a_number_that_is_always_the_same_is_not_divided_by_a_rounding_error() -
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Label(column="y", kind="binray"), r"kind is one of \['binary', .*got 'binray'"),
-        (lambda: Label(column="y", kind="class"), "two or more, and others none"),
-        (lambda: Label(column="y", classes=("a", "b")), "two or more, and others none"),
-        (lambda: Number(name="n", num_bins=1), "num_bins must be at least 2, got 1"),
-        (lambda: Label(column="y", kind="number", positive_from=3), "Leave one of them out"),
-        (lambda: Number(name="n", part="hours"), r"part is one of \['year'.*got 'hours' and 's'"),
-        (lambda: DatePart(name="n", unit="h"), "unit one of .*got None and 'h'"),
-        (lambda: Buckets(name="n", num_buckets=1), "num_buckets must be at least 2, got 1"),
+        (lambda: Label(column="y", kind="binray"), r"\['binary'.*'binray'"),
+        (lambda: Label(column="y", kind="class"), "others"),
+        (lambda: Label(column="y", classes=("no",)), "'no'"),
+        (lambda: Label(column="y", classes=("a", "b", "c")), "'c'"),
+        (lambda: Label(column="y", classes=("no", "yes"), positive_from=1), "positive_from"),
+        (lambda: Label(column="y", kind="number", classes=("a", "b")), "others"),
+        (lambda: Number(name="n", num_bins=1), "num_bins.*2.*1"),
+        (lambda: Label(column="y", kind="number", positive_from=3), "Leave"),
+        (lambda: Number(name="n", part="hours"), r"\['year'.*'hours'.*'s'"),
+        (lambda: DatePart(name="n", unit="h"), "'h'"),
+        (lambda: Buckets(name="n", num_buckets=1), "num_buckets.*2.*1"),
     ],
 )
 def test_features_that_cannot_be(make, message) -> None:
@@ -280,9 +283,9 @@ def test_features_that_cannot_be(make, message) -> None:
 
 
 def test_numbers_beyond_float32_and_columns_that_are_there_twice_are_told(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"column 'x': row 1 is too large for float32. Set log or clip"):
+    with pytest.raises(DataError, match=r"'x'.*row 1.*float32"):
         Number(name="x").encode(
-            pa.array([1.0, 1e300]), Place("here", 0), np.ones(2, np.bool_), Faults("raise")
+            pa.array([1.0, 1e300]), RowOrigin("here", 0), np.ones(2, np.bool_), Faults("raise")
         )
     pq.write_table(pa.table({"k": [1, 2], "x": [1.0, 2.0]}), tmp_path / "items.parquet")
     features = Features(
@@ -291,7 +294,5 @@ def test_numbers_beyond_float32_and_columns_that_are_there_twice_are_told(tmp_pa
         joins=(Join(path=str(tmp_path / "items.parquet"), key="k", columns=("x",)),),
     )
     data = pa.table({"y": [0, 1], "k": [1, 2], "x": [3.0, 4.0]})
-    with pytest.raises(
-        DataError, match=r"column 'x' is in the data, and in .*items.parquet, which is joined"
-    ):
+    with pytest.raises(DataError, match=r"'x'.*items.parquet"):
         fit_features(features, open_tables, data)

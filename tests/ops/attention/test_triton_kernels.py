@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from meshrec.ops.attention import triton_kernels as kernels
-from meshrec.ops.attention.triton_bias_kernels import of_biases
+from meshrec.ops.attention.triton_bias_kernels import bias_gradients
 
 TOKENS = kernels.AttentionTokens(*["*fp32"] * 3, *["i32"] * 9, "fp32")
 SAMPLES = kernels.AttentionSamples(*["*i64"] * 3, "i32")
@@ -36,14 +36,14 @@ def compiled(kernel, capability, without=(), ones=(), **constants):
     target = GPUTarget("cuda", capability, 32)
     assert triton.compile(ASTSource(kernel, signature, values), target=target).asm["cubin"]
 
-CALLS = [(kernels.attend, {}), (kernels.of_queries, {}), (kernels.of_keys, {})]
-CALLS += [(of_biases, {"BUCKETS": 256}), (of_biases, {"BUCKETS": 0})]
+CALLS = [(kernels.attend, {}), (kernels.query_gradients, {}), (kernels.key_gradients, {})]
+CALLS += [(bias_gradients, {"BUCKETS": 256}), (bias_gradients, {"BUCKETS": 0})]
 ONES = [("tokens", "num_heads"), ("tokens", "query_width"), ("biases", "max_length")]
 for kernel, own in CALLS:
     block = dict(PRECISION="tf32x3", BLOCK=32, QUERY_WIDTH=64, VALUE_WIDTH=64, **own)
     compiled(kernel, 80, SOFTMAX=False, CAUSAL=True, WINDOW=0, CONTEXTUAL=0, **block)
     block = dict(PRECISION="tf32", BLOCK=32, QUERY_WIDTH=128, VALUE_WIDTH=16, **own)
-    without = ("time", "timestamps", "begins") if own.get("BUCKETS") == 0 else ("position",)
+    without = ("time", "timestamps", "starts") if own.get("BUCKETS") == 0 else ("position",)
     compiled(kernel, 90, without, ONES, SOFTMAX=True, CAUSAL=False, WINDOW=5, CONTEXTUAL=3, **block)
 print("compiled")
 """

@@ -39,7 +39,9 @@ def check_routes(case, wide):
 def check_pooled(case, dtype):
     routing = case.routing
     spans = [rank_spans(routing, rank) for rank in range(NUM_RANKS)]
-    pieces = as_tensor(pieces_of([*spans, [span._replace(source=NUM_RANKS) for span in local_spans(routing)]]))
+    pieces = as_tensor(
+        pieces_of([*spans, [span._replace(source=NUM_RANKS) for span in local_spans(routing)]])
+    )
     dims, width = [work.dim for work in routing.work], routing.columns[-1]
     received, local = torch.rand(4 * sum(dims)).to(dtype), torch.rand(4, routing.local.dim)
     arguments = received, local, pieces, dims, 4, width, *case.bags()
@@ -58,7 +60,7 @@ def check_sequences(case):
     half = rows, *arguments, 0.5, torch.float16  # the interpreter cuts bf16 off
     assert torch.equal(triton.scatter_sequence(*half), naive.scatter_sequence(*half))
     for op in (triton.gather_sequence, naive.gather_sequence):
-        with pytest.raises(ValueError, match="received 3 elements in place of"):
+        with pytest.raises(ValueError, match="received 3"):
             op(torch.rand(3), *arguments)
 
 

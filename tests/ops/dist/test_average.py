@@ -37,10 +37,10 @@ def test_the_mean_may_take_the_place_of_a_term(ops, place):
 @KERNELS
 def test_terms_that_do_not_fit_are_told(ops):
     mean = torch.empty(4)
-    with pytest.raises(ValueError, match="got 1 terms for 2 ranks"):
+    with pytest.raises(ValueError, match=r"1 terms.*2 ranks"):
         ops.average_ranks(mean, [torch.ones(4)], 2)
     for wrong in (torch.ones(5), torch.ones(4, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="have the type and the 4 elements of the mean"):
+        with pytest.raises(ValueError, match="4 elements"):
             ops.average_ranks(mean, [torch.ones(4), wrong], 2)
 
 
@@ -60,5 +60,7 @@ def test_threads_change_no_bits():
 def test_opcheck():
     mean, terms = torch.empty(5), list(torch.randn(2, 5))
     torch.library.opcheck(
-        OPS.average_ranks.default, (mean, terms, 2), test_utils=("test_schema", "test_faketensor")
+        torch.ops.meshrec.average_ranks.default,
+        (mean, terms, 2),
+        test_utils=("test_schema", "test_faketensor"),
     )

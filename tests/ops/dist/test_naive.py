@@ -9,11 +9,12 @@ import torch
 
 from meshrec import distributed as md
 from meshrec.distributed.pieces import as_tensor, local_spans, pieces_of, rank_spans
-from meshrec.plan.builders import WorldShape
 from meshrec.distributed.routing import RoutedTable, compile_plan
+from meshrec.ops import operators
 from meshrec.ops.dist import naive
+from meshrec.plan.builders import WorldShape
 
-COMPILED = torch.ops.meshrec
+COMPILED = operators
 TABLES = [
     RoutedTable("t0", 10, 8, ("a", "b")),
     RoutedTable("t1", 7, 5, ("b",), True),
@@ -114,7 +115,9 @@ def test_pooled_results_and_gradients(dtype):
     case = Case(False, torch.int64, False)
     routing = case.routing
     spans = [rank_spans(routing, rank) for rank in range(NUM_RANKS)]
-    pieces = as_tensor(pieces_of([*spans, [span._replace(source=NUM_RANKS) for span in local_spans(routing)]]))
+    pieces = as_tensor(
+        pieces_of([*spans, [span._replace(source=NUM_RANKS) for span in local_spans(routing)]])
+    )
     dims, width = [work.dim for work in routing.work], routing.columns[-1]
     received, local = torch.rand(4 * sum(dims)).to(dtype), torch.rand(4, routing.local.dim)
     arguments = received, local, pieces, dims, 4, width, *case.bags()
@@ -165,7 +168,7 @@ def test_gradients_of_weights(dtype, ragged):
     ones = COMPILED.gather_weight_grads(torch.ones_like(received), *arguments)
     assert ones.sum() == counts.sum()
     for op in (COMPILED.gather_weight_grads, naive.gather_weight_grads):
-        with pytest.raises(ValueError, match="received 3 elements in place of"):
+        with pytest.raises(ValueError, match="received 3"):
             op(torch.rand(3), *arguments)
 
 
@@ -194,12 +197,12 @@ def test_messages_that_do_not_fit(ops):
     payload, header, *_ = case.route(COMPILED.route_ids)
     with pytest.raises(ValueError, match=r"header speaks of \d+ words, 3 were received"):
         ops.unpack_ids(payload[:3], header[:1], [0], 4, False, False)
-    with pytest.raises(ValueError, match="received 3 elements in place of"):
+    with pytest.raises(ValueError, match="received 3"):
         ops.gather_pooled(torch.rand(3), None, torch.zeros(0, 6, dtype=torch.long), [5], 4, 5, *case.bags())
     arguments, _ = sequence_arguments(case, case.route(COMPILED.route_ids)[2])
-    with pytest.raises(ValueError, match="received 3 elements in place of"):
+    with pytest.raises(ValueError, match="received 3"):
         ops.gather_sequence(torch.rand(3), *arguments)
-    with pytest.raises(ValueError, match="the gradient must be float32 with"):
+    with pytest.raises(ValueError, match="float32"):
         ops.scatter_sequence(torch.rand(3), *arguments, 1.0, torch.float32)
 
 

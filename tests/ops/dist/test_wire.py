@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.ops.dist.wire_cases import FORMATS, drawn_rows, long_messages, messages
 
 from meshrec.comms import wire
 from meshrec.distributed.pieces import Span, as_tensor, pieces_of
+from meshrec.ops import operators
 from meshrec.ops.dist import wire_naive as naive
+from tests.ops.dist.wire_cases import FORMATS, drawn_rows, high_halves, long_messages, messages
 
-OPS = torch.ops.meshrec
+OPS = operators
 
 
 def same_bits(one, other):
@@ -32,18 +33,50 @@ def test_messages_and_values_equal_naive_bit_for_bit():
         assert same_bits(OPS.wire_decode(message, *layout), naive.wire_decode(message, *layout))
 
 
+def received(ops, call):
+    """The message of a call, its report, and the bits that arrive."""
+    message, report = ops.wire_encode(*call)
+    return message, report, ops.wire_decode(message, *call[1:5]).view(torch.int32)
+
+
+def test_every_high_half_has_one_message_and_one_value():
+    for call in high_halves():
+        for one, other in zip(received(OPS, call), received(naive, call), strict=True):
+            assert torch.equal(one, other), call[4]
+
+
+@pytest.mark.parametrize("format", [naive.HALF, naive.BFLOAT16])
+def test_every_half_is_decoded_to_one_value(format):
+    message = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.uint8)
+    layout = [1 << 10], [0, 1], [1 << 6], [format]
+    found = OPS.wire_decode(message, *layout).view(torch.int32)
+    assert torch.equal(found, naive.wire_decode(message, *layout).view(torch.int32))
+    assert found[0x8000] == -(1 << 31)  # negative zero
+
+
+def test_nan_keeps_sign_and_payload_in_16_bits():
+    signalling = torch.tensor([0x7F812345, 0xFF812345 - (1 << 32)], dtype=torch.int32).view(torch.float32)
+    for format, expected in ((naive.HALF, [0x7E09, 0xFE09]), (naive.BFLOAT16, [0x7FC1, 0xFFC1])):
+        message, _ = OPS.wire_encode(signalling, [1], [0, 1], [2], [format], [0], [0], [0], None, 0)
+        assert [word & 0xFFFF for word in message.view(torch.int16).tolist()] == expected
+
+
 RUN = """
 import sys
 import torch
 from meshrec.ops import dist
-calls = torch.load(sys.argv[1])
-torch.save([torch.ops.meshrec.wire_encode(*call) for call in calls], sys.argv[2])
+ops = torch.ops.meshrec
+found = []
+for call in torch.load(sys.argv[1]):
+    message, report = ops.wire_encode(*call)
+    found.append((message, report, ops.wire_decode(message, *call[1:5]).view(torch.int32)))
+torch.save(found, sys.argv[2])
 """
 
 
 def test_instruction_sets_make_equal_messages(tmp_path):
-    calls = list(long_messages())
-    expected = [naive.wire_encode(*call) for call in calls]
+    calls = [*long_messages(), *high_halves()]
+    expected = [received(naive, call) for call in calls]
     torch.save(calls, tmp_path / "calls.pt")
     for isa in ("baseline", "avx2", "avx512"):
         command = [sys.executable, "-c", RUN, str(tmp_path / "calls.pt"), str(tmp_path / f"{isa}.pt")]
@@ -93,7 +126,8 @@ def test_coded_rows_are_added_up_as_they_are_decoded(seed):
     draw = random.Random(seed)
     sources, batch, width = 3, draw.choice([1, 33, 70]), 90
     spans = [
-        [Span(source, column, draw.choice([1, 7, 16, 29])) for column in (0, 30, 60)] for source in range(sources)
+        [Span(source, column, draw.choice([1, 7, 16, 29])) for column in (0, 30, 60)]
+        for source in range(sources)
     ]
     pieces = as_tensor(pieces_of(spans))
     dims = [sum(span.width for span in own) for own in spans]
@@ -112,7 +146,7 @@ def test_coded_rows_are_added_up_as_they_are_decoded(seed):
     for *_, size, column, _, _ in pieces.tolist():
         written[column : column + size] = True
     assert torch.equal(found[:, written], expected[:, written])
-    with pytest.raises(ValueError, match="received 3 elements in place of"):
+    with pytest.raises(ValueError, match="received 3"):
         OPS.gather_coded(message[:3], *arguments, *layout)
 
 
@@ -144,11 +178,11 @@ def test_stochastic_rounding_has_the_right_mean_and_follows_step_seed_and_key(fo
 
 def test_wrong_arguments_are_told():
     layout = [2], [0, 1], [4], [3]
-    with pytest.raises(ValueError, match="values must be 8 fp32 numbers, got 7"):
+    with pytest.raises(ValueError, match=r"8.*fp32.*7"):
         OPS.wire_encode(torch.ones(7), *layout, [0], [0], [0], None, 0)
-    with pytest.raises(ValueError, match="message must be 24 bytes, got 3"):
+    with pytest.raises(ValueError, match=r"24 bytes.*3"):
         OPS.wire_decode(torch.zeros(3, dtype=torch.uint8), *layout)
-    with pytest.raises(ValueError, match="wire formats are numbered 0 to 4"):
+    with pytest.raises(ValueError, match=r"numbered 0.*4"):
         OPS.wire_decode(torch.zeros(8, dtype=torch.uint8), [2], [0, 1], [4], [7])
 
 
@@ -156,9 +190,11 @@ def test_wrong_arguments_are_told():
 def test_opcheck(format):
     arguments = torch.rand(12), [3], [0, 1], [4], [format], [0], [0], [0], None, 0
     utilities = ("test_schema", "test_faketensor")
-    torch.library.opcheck(OPS.wire_encode.default, arguments, test_utils=utilities)
+    torch.library.opcheck(torch.ops.meshrec.wire_encode.default, arguments, test_utils=utilities)
     message, _ = OPS.wire_encode(*arguments)
-    torch.library.opcheck(OPS.wire_decode.default, (message, *arguments[1:5]), test_utils=utilities)
+    torch.library.opcheck(
+        torch.ops.meshrec.wire_decode.default, (message, *arguments[1:5]), test_utils=utilities
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

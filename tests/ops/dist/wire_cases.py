@@ -29,22 +29,44 @@ def drawn_rows(num_rows, dim, seed=0):
 
 
 def long_messages():
-    """Arguments of ``wire_encode``: more rows than a kernel encodes at once, and wide ones; in each half of the
-    rows, some or no values are not finite.
+    """Arguments of ``wire_encode``: more rows than a kernel encodes at once, and wide ones; in each half of
+    the rows, some or no values are not finite.
     """
     seed = int(os.environ.get("MESHREC_SEED", "0"))
     for format, dim in itertools.product(FORMATS[3:], (4, 31, 64, 100, 128, 300, 1100)):
         rows = drawn_rows(150, dim, seed=seed + dim)
         rows[:75] = rows[:75].nan_to_num(1.0, 2.0, 3.0)
-        yield rows.flatten(), [50, 0, 50], [0, 2, 2, 3], [dim] * 3, [format] * 3, [5] * 3, [3] * 3, [7] * 3, None, 1
+        yield (
+            rows.flatten(),
+            [50, 0, 50],
+            [0, 2, 2, 3],
+            [dim] * 3,
+            [format] * 3,
+            [5] * 3,
+            [3] * 3,
+            [7] * 3,
+            None,
+            1,
+        )
+
+
+def high_halves():
+    """Arguments of ``wire_encode`` in every format: all 65,536 upper halves of fp32, with four lower halves.
+
+    So there are all subnormals, infinities and NaNs that bf16 has, and many that fp16 has. The width is no
+    multiple of a vector.
+    """
+    halves = torch.arange(1 << 16, dtype=torch.int32) << 16
+    bits = torch.cat([halves | low for low in (0, 1, 0x8000, 0xFFFF)])
+    values = bits.view(torch.float32)[: len(bits) // 77 * 77]
+    for format in FORMATS:
+        yield values, [len(values) // 77], [0, 1], [77], [format], [5], [3], [9], None, 1
 
 
 def messages():
     """Arguments of ``wire_encode``: every format alone at several widths, and mixtures."""
     for format, dim in itertools.product(FORMATS, (1, 3, 16, 64, 77)):
         rows = drawn_rows(40, dim, seed=dim)
-        if format == BFLOAT16:  # NaN has several encodings
-            rows = rows.nan_to_num(torch.inf)
         yield rows.flatten(), [40], [0, 1], [dim], [format], [5], [3], [1 << 40], None, 7
     columns = [6, 8, 3, 16], [INT8, FLOAT, INT4 | STOCHASTIC, HALF]
     rows = torch.cat([drawn_rows(9, 33).clamp(-6e4, 6e4), drawn_rows(4, 33, 1).clamp(-6e4, 6e4)])

@@ -110,7 +110,7 @@ def test_bad_input_changes_nothing():
         (index.ids_of, [0, 2], "slot 2 is free"),
         (index.ids_of, [-1], "slot -1 is free"),
     ]:
-        with pytest.raises(ValueError, match=f"table 't0'.*{message}"):
+        with pytest.raises(ValueError, match=f"'t0'.*{message}"):
             call(tensor(ids))
     with pytest.raises(ValueError, match="int64"):
         index.find(torch.tensor([1.0]))

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from meshrec.ops import library
+from meshrec.ops import library, operators
 from meshrec.ops.interaction import dot_interaction, naive
 
-OPS = torch.ops.meshrec
+OPS, REGISTERED = operators, torch.ops.meshrec
 # One pair; fewer and more vectors than a tile has; widths that are no multiple of any vector; no sample.
 SHAPES = [
     (1, 1, 1),
@@ -96,11 +96,14 @@ def test_views_are_read_as_they_look():
     torch.testing.assert_close(OPS.dot_interaction(dense.t().contiguous().t(), sparse[:, ::2]), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.15's own opcheck
 def test_opcheck():
     dense, sparse = inputs(3, 2, 4)
     grad = torch.randn(3, 7)
-    torch.library.opcheck(OPS.dot_interaction.default, (dense.requires_grad_(), sparse.requires_grad_()))
-    torch.library.opcheck(OPS.dot_interaction_grad.default, (grad, dense.detach(), sparse.detach()))
+    torch.library.opcheck(
+        REGISTERED.dot_interaction.default, (dense.requires_grad_(), sparse.requires_grad_())
+    )
+    torch.library.opcheck(REGISTERED.dot_interaction_grad.default, (grad, dense.detach(), sparse.detach()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -116,8 +119,8 @@ def test_other_types_take_the_formula(dtype):
 @pytest.mark.parametrize(
     ("dense", "sparse", "message"),
     [
-        (torch.ones(2, 3), torch.ones(2, 1, 4), r"dense must be \[B, D\] and sparse \[B, F, D\]"),
-        (torch.ones(2, 3), torch.ones(2, 1, 3, dtype=torch.float64), "both tensors must be float32"),
+        (torch.ones(2, 3), torch.ones(2, 1, 4), r"\[B, D\].*\[B, F, D\]"),
+        (torch.ones(2, 3), torch.ones(2, 1, 3, dtype=torch.float64), "float32"),
     ],
 )
 def test_bad_input_is_refused(dense, sparse, message):
@@ -127,5 +130,5 @@ def test_bad_input_is_refused(dense, sparse, message):
 
 @pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
 def test_a_gradient_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match="the gradient must be float32"):
+    with pytest.raises(ValueError, match="float32"):
         OPS.dot_interaction_grad(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 1, 3))

@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrec.ops import jagged
+from meshrec.ops import jagged, operators
 from meshrec.ops.jagged import naive
 
-OPS = torch.ops.meshrec
+OPS, REGISTERED = operators, torch.ops.meshrec
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_opcheck_of_offsets(dtype):
-    torch.library.opcheck(OPS.lengths_to_offsets.default, (torch.tensor([1, 0, 2], dtype=dtype),))
-    torch.library.opcheck(OPS.lengths_to_offsets.default, (torch.tensor([], dtype=dtype),))
+    torch.library.opcheck(REGISTERED.lengths_to_offsets.default, (torch.tensor([1, 0, 2], dtype=dtype),))
+    torch.library.opcheck(REGISTERED.lengths_to_offsets.default, (torch.tensor([], dtype=dtype),))
 
 
 def opcheck(op, args):
@@ -39,10 +39,13 @@ def opcheck(op, args):
 def test_opcheck_of_permute(segments, weighted):
     weights = torch.rand(5, requires_grad=True) if weighted else None
     lengths, values = torch.tensor([1, 0, 2, 2]), torch.arange(5, dtype=torch.int32)
-    opcheck(OPS.permute_jagged.default, ([1, 0], 2, lengths, values, weights, segments, 4, 5))
+    opcheck(REGISTERED.permute_jagged.default, ([1, 0], 2, lengths, values, weights, segments, 4, 5))
     rows = torch.rand(5, 2, requires_grad=True)
     num_bags, num_rows = (4, 8) if segments is None else (2, 4)
-    opcheck(OPS.permute_jagged.default, ([1, 1], 2, lengths, rows, weights, segments, num_bags, num_rows))
+    opcheck(
+        REGISTERED.permute_jagged.default,
+        ([1, 1], 2, lengths, rows, weights, segments, num_bags, num_rows),
+    )
 
 
 def test_gradients_of_permute_add_up_over_repeated_keys():

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.jagged import naive
 
-IMPLEMENTATIONS = {"naive": naive, "op": torch.ops.meshrec}
+IMPLEMENTATIONS = {"naive": naive, "op": operators}
 
 
 class Case(NamedTuple):
@@ -140,8 +141,8 @@ def test_inputs_may_be_strided(ops):
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        (torch.tensor([1.0]), "lengths_to_offsets: lengths must be int32 or int64"),
-        (torch.ones(2, 2, dtype=torch.int64), "lengths must have 1 dimension, got 2"),
+        (torch.tensor([1.0]), "lengths_to_offsets.*int32.*int64"),
+        (torch.ones(2, 2, dtype=torch.int64), "1 dimension.*2"),
     ],
 )
 def test_offsets_errors(ops, lengths, message):
@@ -165,25 +166,25 @@ PERMUTE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lengths": torch.tensor([1.0])}, "permute_jagged: lengths must be int32 or int64"),
-        ({"lengths": torch.tensor([[1]])}, "permute_jagged: lengths must have 1 dimension, got 2"),
-        ({"lengths": torch.tensor([1, 2, 0, 2])}, "the lengths sum to 5, but there are 4 values"),
-        ({"lengths": torch.tensor([5, 2, 0, -3])}, "the lengths of key 1 sum to -3; lengths are 0 or more"),
-        ({"lengths": torch.tensor([4, 0, 0])}, "3 bags do not divide evenly among 2 keys; pass segments"),
-        ({"num_keys": 0}, "4 bags do not divide evenly among 0 keys"),
-        ({"num_keys": -1}, "num_keys must be 0 or more, got -1"),
-        ({"values": torch.tensor(1)}, "values must have at least 1 dimension"),
-        ({"weights": torch.ones(3)}, "3 weights do not match 4 values"),
-        ({"weights": torch.tensor(1.0)}, "weights must have at least 1 dimension"),
-        ({"order": [2, 0]}, "order names key 2; there are 2 keys"),
-        ({"order": [0, -1]}, "order names key -1; there are 2 keys"),
-        ({"num_values": 3}, "the keys in order hold 4 values, but num_values is 3"),
-        ({"num_bags": 5}, "the keys in order hold 4 bags, but num_bags is 5"),
-        ({"segments": torch.tensor([0, 2])}, r"segments must have num_keys \+ 1 = 3 elements, got 2"),
-        ({"segments": torch.tensor([0, 2, 4]).int()}, "segments must be an int64 vector on the CPU"),
-        ({"segments": torch.tensor([0, 5, 4])}, "segments must rise from 0 to the number of bags, 4"),
-        ({"segments": torch.tensor([1, 2, 4])}, "segments must rise from 0 to the number of bags, 4"),
-        ({"segments": torch.tensor([0, 2, 3])}, "segments must rise from 0 to the number of bags, 4"),
+        ({"lengths": torch.tensor([1.0])}, "permute_jagged.*int32.*int64"),
+        ({"lengths": torch.tensor([[1]])}, "permute_jagged.*1 dimension.*2"),
+        ({"lengths": torch.tensor([1, 2, 0, 2])}, "5.*4 values"),
+        ({"lengths": torch.tensor([5, 2, 0, -3])}, "key 1.*-3.*0"),
+        ({"lengths": torch.tensor([4, 0, 0])}, "3 bags.*among 2"),
+        ({"num_keys": 0}, "4 bags.*among 0"),
+        ({"num_keys": -1}, "num_keys.*0.*-1"),
+        ({"values": torch.tensor(1)}, "1 dimension"),
+        ({"weights": torch.ones(3)}, "3 weights.*match 4"),
+        ({"weights": torch.tensor(1.0)}, "1 dimension"),
+        ({"order": [2, 0]}, "key 2.*2 keys"),
+        ({"order": [0, -1]}, "key -1.*2 keys"),
+        ({"num_values": 3}, "hold 4.*num_values.*3"),
+        ({"num_bags": 5}, "hold 4.*num_bags.*5"),
+        ({"segments": torch.tensor([0, 2])}, "num_keys.*1.*3 elements.*2"),
+        ({"segments": torch.tensor([0, 2, 4]).int()}, "int64.*CPU"),
+        ({"segments": torch.tensor([0, 5, 4])}, "segments.*0.*4"),
+        ({"segments": torch.tensor([1, 2, 4])}, "segments.*0.*4"),
+        ({"segments": torch.tensor([0, 2, 3])}, "segments.*0.*4"),
     ],
 )
 def test_permute_errors(ops, change, message):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshrec.ops import keyed, nbit
-from meshrec.ops.first_rows import uniform_rows
 from meshrec.ops.index import mix, unmix
+from meshrec.ops.initial_rows import uniform_rows
 from meshrec.ops.keyed import naive
 from meshrec.ops.tbe import LookupOptions, Lookups
 
@@ -20,7 +20,7 @@ TYPES = [(0, torch.float32), (0, torch.float16), (0, torch.bfloat16), (8, None),
 
 def _table(generator, num_rows, dim, bits, dtype, num_added):
     """A drawn table: how its rows are found, its rows, and what each known ID reads."""
-    seed, first = int(torch.randint(1 << 40, (1,), generator=generator)), keyed.FirstRows(5, -0.5, 0.25)
+    seed, first = int(torch.randint(1 << 40, (1,), generator=generator)), keyed.UniformInit(5, -0.5, 0.25)
     ids = torch.randint(-(1 << 62), 1 << 62, (num_rows + num_added,), generator=generator)
     ids[: min(3, num_rows)] = torch.tensor(EDGES[: min(3, num_rows)])
     ids = ids.unique()[torch.randperm(len(ids.unique()), generator=generator)]
@@ -33,7 +33,7 @@ def _table(generator, num_rows, dim, bits, dtype, num_added):
     weight = rows(len(keys))
     added_keys = mix(ids[num_rows:], seed).sort().values
     slots = torch.randperm(len(added_keys) + 2, generator=generator)[: len(added_keys)]
-    found = keyed.FoundBy(
+    found = keyed.KeyIndex(
         keyed.buckets_of(keys),
         torch.stack([added_keys, slots]),
         rows(len(added_keys) + 2),
@@ -172,7 +172,7 @@ def test_keys_that_lie_together_are_found(kind):
     assert _keys(buckets, len(keys)) == keys.tolist()
     none = torch.empty(2, 0, dtype=torch.int64)
     weight = torch.arange(len(keys), dtype=torch.float32)[:, None] + 1
-    found = keyed.FoundBy(buckets, none, weight[:0], 3, keyed.FirstRows(0, 0.0, 0.0))
+    found = keyed.KeyIndex(buckets, none, weight[:0], 3, keyed.UniformInit(0, 0.0, 0.0))
     others = torch.tensor([-5, 1000, (1 << 62) + 1, -(1 << 63) + 600, (1 << 63) - 600])
     values = torch.cat([unmix(keys, 3), unmix(others, 3)])
     lookups = _lookups(values, torch.arange(len(values) + 1), [0], [1], [2], flat=True)
@@ -231,7 +231,7 @@ def test_buckets_that_lead_nowhere_end_the_search():
     buckets = keyed.buckets_of(keys)
     buckets[:, 1:] = -(1 << 63)  # each key seems to lie further on
     none, weight = torch.empty(2, 0, dtype=torch.int64), torch.ones(1000, 1)
-    found = keyed.FoundBy(buckets, none, weight[:0], 3, keyed.FirstRows(0, 0.0, 0.0))
+    found = keyed.KeyIndex(buckets, none, weight[:0], 3, keyed.UniformInit(0, 0.0, 0.0))
     values = unmix(keys, 3)
     lookups = _lookups(values, torch.arange(len(values) + 1), [0], [1], [2], flat=True)
     options = LookupOptions(len(values), torch.float32, True, NAMES)

@@ -3,6 +3,7 @@ import torch
 from torch.library import opcheck
 
 import meshrec.ops.tbe.autograd  # noqa: F401 - registers what is tested here
+from meshrec.ops import operators
 from meshrec.ops.tbe.formulas import Hyper
 
 ROWS, DIMS = [10, 7], [3, 5]
@@ -11,7 +12,7 @@ POOLED = ([0, 1, 0], False)
 SEQUENCE = ([2, 2, 2], True)
 FEATURE_DIMS = [3, 5, 3]
 NAMES = torch.tensor(list(b"t0\ta\nt1\tb\nt0\tb\n"), dtype=torch.uint8)
-OPS = torch.ops.meshrec
+OPS, REGISTERED = operators, torch.ops.meshrec
 
 
 def make_inputs(*, weighted=True, id_dtype=torch.int64, requires_grad=False):
@@ -31,11 +32,12 @@ def forward_args(inputs, mode=POOLED):
     return (*inputs, None, *LOOKUPS, *mode, out_size, torch.float32, True, NAMES)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.15's own opcheck
 @pytest.mark.parametrize(("mode", "weighted"), [(POOLED, True), (POOLED, False), (SEQUENCE, False)])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_opcheck_forward(mode, weighted, id_dtype):
     inputs = make_inputs(weighted=weighted, id_dtype=id_dtype, requires_grad=True)
-    opcheck(OPS.tbe_forward.default, forward_args(inputs, mode))
+    opcheck(REGISTERED.tbe_forward.default, forward_args(inputs, mode))
 
 
 @pytest.mark.parametrize(("optimizer", "slots"), [(0, 0), (2, 1)])
@@ -57,21 +59,27 @@ def test_opcheck_update(optimizer, slots):
         None,
         [],
     )
-    opcheck(OPS.tbe_update.default, args)
+    opcheck(REGISTERED.tbe_update.default, args)
 
 
 def test_opcheck_gradients():
     weights, values, offsets, sample_weights = make_inputs()
     grad, layout = torch.ones(3, 11), (None, *LOOKUPS, *POOLED, FEATURE_DIMS)
-    opcheck(OPS.tbe_sparse_grad.default, (grad, values, offsets, sample_weights, *layout, [*ROWS, 4]))
-    opcheck(OPS.tbe_row_squares.default, (grad, values, offsets, sample_weights, *layout, [*ROWS, 4]))
-    opcheck(OPS.tbe_dense_grad.default, (grad, weights, values, offsets, sample_weights, *layout))
-    opcheck(OPS.tbe_sample_weight_grad.default, (grad, weights, values, offsets, *layout))
+    opcheck(
+        REGISTERED.tbe_sparse_grad.default,
+        (grad, values, offsets, sample_weights, *layout, [*ROWS, 4]),
+    )
+    opcheck(
+        REGISTERED.tbe_row_squares.default,
+        (grad, values, offsets, sample_weights, *layout, [*ROWS, 4]),
+    )
+    opcheck(REGISTERED.tbe_dense_grad.default, (grad, weights, values, offsets, sample_weights, *layout))
+    opcheck(REGISTERED.tbe_sample_weight_grad.default, (grad, weights, values, offsets, *layout))
 
 
 def test_opcheck_clamp_ids():
     _, values, offsets, _ = make_inputs()
-    opcheck(OPS.clamp_ids.default, (values, offsets, None, *LOOKUPS, [5, 4]))
+    opcheck(REGISTERED.clamp_ids.default, (values, offsets, None, *LOOKUPS, [5, 4]))
 
 
 @pytest.mark.parametrize(("mode", "weighted"), [(POOLED, True), (SEQUENCE, False)])

@@ -13,11 +13,12 @@ import torch
 from torch.nn.functional import embedding_bag
 from torch.testing import assert_close
 
+from meshrec.ops import operators
 from meshrec.ops.tbe import naive
 from meshrec.ops.tbe.formulas import FORMULAS, Hyper
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
 
-OPS = torch.ops.meshrec
+OPS = operators
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTHS = [1, 3, 4, 8, 17, 31, 64, 100, 128, 300, 2100]
 ONE_BLOCK, BLOCKS, VARIABLE = ((5,) * 4,), ((2,) * 4, (0,) * 4, (7,) * 4), ((3, 1, 0, 2), (1, 6, 4, 2))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from meshrec.ops import operators
 from meshrec.ops.tbe import naive
 from meshrec.ops.tbe.formulas import FORMULAS, Hyper, OptimizerKind
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
@@ -17,7 +18,7 @@ PARTIAL_ROW_WISE_LAMB = OptimizerKind.PARTIAL_ROW_WISE_LAMB.code
 ROW_WISE_ADAGRAD = OptimizerKind.ROW_WISE_ADAGRAD.code
 SGD = OptimizerKind.SGD.code
 
-OPS = torch.ops.meshrec
+OPS = operators
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PRECISION = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 ROW, ELEMENT = 1, 2
@@ -122,9 +123,7 @@ def test_parts_are_rounded_as_the_whole(make_case):
             chosen = grad[:, origin[1] :].reshape(-1)
             ops.tbe_update(chosen, *lookups, [weight], [], SGD, hyper, None, origin)
         assert torch.equal(expected[1:, 5:], part)
-        with pytest.raises(
-            (ValueError, RuntimeError), match="origins must hold a row and a column for each of"
-        ):
+        with pytest.raises((ValueError, RuntimeError), match="origins"):
             ops.tbe_update(chosen, *lookups, [weight], [], SGD, hyper, None, [1])
 
 

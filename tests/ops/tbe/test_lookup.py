@@ -140,11 +140,11 @@ def test_fused_forward_is_refused_inside_transforms(transform):
     def loss(scale):
         return (tbe.fused_forward(weights, make_lookups(), Recorder(), [], OPTIONS) * scale).sum()
 
-    with pytest.raises(ValueError, match=r"inside a torch.func transform"):
+    with pytest.raises(ValueError, match=r"torch.func"):
         transform(loss)(torch.ones(2, 1))
 
 
 def test_a_failed_lookup_names_table_and_feature():
     lookups = make_lookups()._replace(values=torch.tensor([1, 2, 1, 5, 0]))
-    with pytest.raises(ValueError, match=r"table 't1': id 5 of feature 'b' \(sample 1\) is outside \[0, 5\)"):
+    with pytest.raises(ValueError, match=r"'t1'.*id 5.*'b'.*sample 1.*\[0.*5"):
         tbe.fused_forward(make_weights(), lookups, Recorder(), [], OPTIONS)

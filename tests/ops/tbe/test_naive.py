@@ -289,7 +289,7 @@ def test_gradients_refuse_ids_outside_the_table(bad):
     batch = make_batch(ONE_BLOCK)
     batch.values[-1] = bad
     before = [weight.clone() for weight in batch.weights]
-    with pytest.raises(ValueError, match=rf"table '2': id {bad} of feature '3' .* is outside \[0, 3\)"):
+    with pytest.raises(ValueError, match=rf"'2'.*{bad}.*'3'.*\[0.*3"):
         update(batch, torch.ones(3, sum(FEATURE_DIMS)), [], 0)
     assert all(torch.equal(weight, old) for weight, old in zip(batch.weights, before, strict=True))
 
@@ -297,19 +297,17 @@ def test_gradients_refuse_ids_outside_the_table(bad):
 def test_wrong_sizes():
     batch = make_batch(ONE_BLOCK)
     num_ids = batch.values.numel()
-    with pytest.raises(ValueError, match=f"there are {num_ids} values but 1 per-sample weights"):
+    with pytest.raises(ValueError, match=f"{num_ids}.*1"):
         forward(batch._replace(sample_weights=torch.ones(1)))
-    with pytest.raises(ValueError, match="per-sample weights must be float32"):
+    with pytest.raises(ValueError, match="float32"):
         forward(batch._replace(sample_weights=torch.ones(num_ids, dtype=torch.float64)))
-    with pytest.raises(ValueError, match="a sequence lookup takes none"):
+    with pytest.raises(ValueError, match="sequence"):
         forward(batch._replace(sample_weights=torch.ones(num_ids)), flat=True, pooling=[NONE] * 4)
-    with pytest.raises(ValueError, match="the gradient has 38 elements; the forward gave 57"):
+    with pytest.raises(ValueError, match=r"38 elements.*gave 57"):
         update(batch, torch.ones(2, sum(FEATURE_DIMS)), [], 0)
-    with pytest.raises(
-        ValueError, match="got 0 state tensors for 3 tables of an optimizer with 1 state slots"
-    ):
+    with pytest.raises(ValueError, match=r"0 state.*3 tables.*1 state"):
         update(batch, torch.ones(3, sum(FEATURE_DIMS)), [], 2)
-    with pytest.raises(ValueError, match="Call validate"):
+    with pytest.raises(ValueError, match="validate"):
         forward(batch._replace(values=batch.values[:-1]))
-    with pytest.raises(ValueError, match="out_size is 5 but the lookups give 3"):
+    with pytest.raises(ValueError, match=r"out_size.*5.*give 3"):
         forward(batch._replace(num_bags=torch.full((1, 4), 5)))

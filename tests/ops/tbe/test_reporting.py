@@ -16,7 +16,7 @@ def test_it_counts_and_speaks_once(caplog):
             OPS.report_clamped(total, torch.tensor(counts), NAMES)
     assert total.item() == 8
     assert len(caplog.messages) == 1
-    assert "3 IDs lie outside their table, most of them of feature 'b' in table 't1'" in caplog.text
+    assert "3 IDs lie outside their table, most of them in feature 'b' for table 't1'" in caplog.text
 
 
 def test_opcheck():

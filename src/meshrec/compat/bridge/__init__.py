@@ -1,3 +1,1 @@
-"""The building blocks of bridges: a finder of modules, the table of names, and classes with other
-arguments.
-"""
+"""Building blocks for bridges: import hook, name table, and classes with other libraries' arguments."""

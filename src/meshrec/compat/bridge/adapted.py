@@ -1,4 +1,4 @@
-"""Classes of MeshRec that are constructed with TorchRec's arguments."""
+"""Callable stand-ins for MeshRec classes that accept TorchRec's constructor arguments."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -7,28 +7,31 @@ T = TypeVar("T")
 
 
 class Adapted(Generic[T]):
-    """A stand-in for the class ``target``. Called, it makes an object from TorchRec's arguments.
+    """Stand-in for the class ``target``. A call constructs a ``target`` from TorchRec's arguments.
 
-    ``isinstance``, ``issubclass``, class attributes and inheritance refer to ``target`` itself, so objects
-    are MeshRec's own.
+    ``isinstance``, ``issubclass``, class attributes and subclassing all refer to ``target``, so the objects
+    are plain MeshRec objects.
 
     Args:
-        target: the class.
-        construct: makes an object from TorchRec's arguments.
+        target: MeshRec class.
+        construct: factory with TorchRec's signature that returns a ``target``.
     """
 
     def __init__(self, target: type[T], construct: Callable[..., T]) -> None:
         self.target = target
         self._construct = construct
+        # Pickles, docs and error messages name the target class. The signature and the docstring come from
+        # the factory, because they describe TorchRec's arguments.
         self.__name__, self.__qualname__ = target.__name__, target.__qualname__
         self.__module__, self.__doc__ = construct.__module__, construct.__doc__
         self.__wrapped__ = construct
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Make an object."""
+        """Construct a ``target``."""
         return self._construct(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle look dunders up on the instance. The target's would be unbound methods.
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return getattr(self.target, name)
@@ -39,9 +42,11 @@ class Adapted(Generic[T]):
     def __subclasscheck__(self, subclass: type) -> bool:
         return issubclass(subclass, self.target)
 
+    # ``class Mine(EmbeddingBagConfig)`` subclasses the target, because this object is not a class.
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type[T], ...]:
         return (self.target,)
 
+    # Annotations such as ``EmbeddingBagConfig | None`` are evaluated at import.
     def __or__(self, other: Any) -> Any:
         return self.target | other
 

@@ -1,9 +1,11 @@
-"""Values that are under way, with TorchRec's way of writing your own."""
+"""TorchRec's awaitable base classes, whose subclasses implement ``_wait_impl``."""
 
-import operator
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Generic, TypeVar
+
+from torch.fx._symbolic_trace import ProxyableClassMeta
 
 from meshrec.distributed import awaitable
 
@@ -11,7 +13,7 @@ W = TypeVar("W")
 
 
 class Awaitable(ABC, Generic[W]):
-    """A value that ``wait()`` returns. A subclass's ``_wait_impl`` makes it, and ``callbacks`` change it."""
+    """Value that ``wait()`` returns. Subclasses compute it in ``_wait_impl``; ``callbacks`` transform it."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[W], W]] = []
@@ -21,7 +23,7 @@ class Awaitable(ABC, Generic[W]):
         """Wait for the value and return it."""
 
     def wait(self) -> W:
-        """Return the value."""
+        """Compute the value, apply the callbacks in order, and return the result."""
         value = self._wait_impl()
         for callback in self._callbacks:
             value = callback(value)
@@ -29,12 +31,12 @@ class Awaitable(ABC, Generic[W]):
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:
-        """Functions that change the value, in order. Append yours."""
+        """Mutable list of functions to apply to the value, in order."""
         return self._callbacks
 
 
 class NoWait(Awaitable[W]):
-    """An awaitable whose value exists already."""
+    """Awaitable with a precomputed value."""
 
     def __init__(self, obj: W) -> None:
         super().__init__()
@@ -44,25 +46,35 @@ class NoWait(Awaitable[W]):
         return self._obj
 
 
-class _AnyLazy(ABCMeta):
-    """A metaclass that counts the results of sharded modules as instances."""
+class _AnyLazy(ABCMeta, ProxyableClassMeta):
+    """Metaclass: the results of sharded modules count as LazyAwaitable instances.
+
+    Under torch.fx tracing, a construction is recorded as a call to the class.
+    """
 
     def __instancecheck__(cls, instance: object) -> bool:
+        # Only the root class matches MeshRec's results. A program's own subclass matches its instances alone.
         if cls.__dict__.get("_is_root"):
             return isinstance(instance, awaitable.LazyAwaitable)
         return super().__instancecheck__(instance)
 
 
-class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
-    """A value that is awaited at its first use. A subclass's ``_wait_impl`` makes it.
+# Sharded modules return MeshRec's LazyAwaitable. Registration also covers every subclass, including the
+# bridge's LazyAwaitable below.
+Awaitable.register(awaitable.LazyAwaitable)
 
-    It is awaited once, and then changed by the callbacks.
+
+class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
+    """Value that is awaited once, at first use, and then transformed by the callbacks.
+
+    Subclasses compute it in ``_wait_impl``.
     """
 
     _is_root = True
 
     def __init__(self) -> None:
-        super().__init__(self._finish_with_callbacks)
+        # The base class calls this function at first use and caches the result, so callbacks run once.
+        super().__init__(partial(Awaitable.wait, self))  # type: ignore[arg-type]  # registered
         self._callbacks: list[Callable[[W], W]] = []
 
     @abstractmethod
@@ -71,40 +83,12 @@ class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:
-        """Functions that change the value, in order. Append yours."""
+        """Mutable list of functions to apply to the value, in order."""
         return self._callbacks
-
-    def _finish_with_callbacks(self) -> W:
-        value = self._wait_impl()
-        for callback in self._callbacks:
-            value = callback(value)
-        return value
-
-
-def _on_value(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def method(self: LazyAwaitable[Any], *others: Any) -> Any:
-        others = tuple(map(awaitable.awaited, others))
-        return function(*others, self.wait()) if swapped else function(self.wait(), *others)
-
-    return method
-
-
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
-_UNARY = "neg pos abs invert index"
-# Python looks operators up in the class, so the value's own are not found by ``__getattr__``.
-for _name in _BINARY.split():
-    _function = getattr(operator, f"__{_name}__")
-    setattr(LazyAwaitable, f"__{_name}__", _on_value(_function))
-    setattr(LazyAwaitable, f"__r{_name}__", _on_value(_function, swapped=True))
-for _name in [*_UNARY.split(), "lt", "le", "eq", "ne", "gt", "ge"]:
-    setattr(LazyAwaitable, f"__{_name}__", _on_value(getattr(operator, f"__{_name}__")))
-for _type in (bool, int, float, complex, round, divmod):
-    setattr(LazyAwaitable, f"__{_type.__name__}__", _on_value(_type))
-setattr(LazyAwaitable, "__hash__", object.__hash__)  # noqa: B010  as if it were not compared by value
 
 
 class LazyNoWait(LazyAwaitable[W]):
-    """A lazy awaitable whose value exists already."""
+    """Lazy awaitable with a precomputed value."""
 
     def __init__(self, obj: W) -> None:
         super().__init__()

@@ -1,8 +1,10 @@
-"""TorchRec's names of the columns of the Criteo and MovieLens files."""
+"""TorchRec's column names for the Criteo and MovieLens files."""
 
 INT_FEATURE_COUNT = 13
 CAT_FEATURE_COUNT = 26
 DAYS = 24
+TOTAL_TRAINING_SAMPLES = 4_195_197_692
+"""Criteo Terabyte rows in days 0 to 22."""
 DEFAULT_LABEL_NAME = "label"
 DEFAULT_INT_NAMES = [f"int_{index}" for index in range(INT_FEATURE_COUNT)]
 DEFAULT_CAT_NAMES = [f"cat_{index}" for index in range(CAT_FEATURE_COUNT)]

@@ -1,13 +1,15 @@
-"""TorchRec's ``ParameterConstraints``. Every field is followed, or refused with advice."""
+"""TorchRec's ``ParameterConstraints``. Every field is either honored or rejected with advice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from meshrec.compat.bridge.plans import is_error
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 from meshrec.planner import types
 
 _KERNELS = [kernel.value for kernel in EmbeddingComputeKernel]
+# Options without an effect here, and the reason. Ignoring them in silence would hide a wrong plan.
 _REFUSED = {
     "cache_params": "tables are not cached",
     "enforce_hbm": "tables are not cached, so that all rows are where the table is",
@@ -18,20 +20,23 @@ _REFUSED = {
 
 @dataclass
 class ParameterConstraints:
-    """TorchRec's constraints and assumptions of the planner for one table.
+    """TorchRec's planner constraints and workload assumptions for one table.
 
     Attributes:
-        sharding_types: names of the allowed sharding types; None: all.
-        compute_kernels: ``dense`` gives ordinary gradients, ``fused`` updates in the backward pass; None: the
+        sharding_types: names of allowed sharding types; None: all.
+        compute_kernels: ``dense`` gives ordinary gradients, ``fused`` updates in backward; None: the
             sharder's kernels.
-        min_partition: smallest number of columns of a column shard; None: 32.
-        pooling_factors, num_poolings, batch_sizes: one value for each feature of the table.
+        min_partition: minimum columns per column-wise shard; None: 32.
+        pooling_factors: expected IDs per bag, by feature.
+        num_poolings: expected lookups per sample, by feature.
+        batch_sizes: samples per batch, by feature.
         is_weighted, feature_names: must agree with the module.
-        stochastic_rounding, output_dtype, device_group: must ask for MeshRec's behaviour.
-        cache_params, enforce_hbm, bounds_check_mode, key_value_params, use_virtual_table: must be left out.
+        stochastic_rounding, output_dtype, device_group: must match MeshRec's behavior.
+        bounds_check_mode: must be None or FATAL.
+        cache_params, enforce_hbm, key_value_params, use_virtual_table: must keep their defaults.
 
     Raises:
-        ValueError: MeshRec lacks the kernel or the option.
+        ValueError: a kernel or option is not supported.
     """
 
     sharding_types: Sequence[str] | None = None
@@ -54,25 +59,28 @@ class ParameterConstraints:
     def __post_init__(self) -> None:
         self.check()
 
+    # Fields hold lists, which cannot be hashed, so this hashes their reprs.
     def __hash__(self) -> int:
         return hash(tuple(repr(getattr(self, each.name)) for each in fields(self)))
 
     @property
     def kernels(self) -> list[str] | None:
-        """Names of the allowed kernels; None: all."""
+        """Names of allowed kernels; None: all."""
         if not self.compute_kernels:
             return None
         return [str(getattr(kernel, "value", kernel)) for kernel in self.compute_kernels]
 
     def check(self) -> None:
-        """Raise ValueError for a kernel or an option that MeshRec lacks."""
+        """Raise ValueError for an unsupported kernel or option."""
         kernels = self.kernels
+        # A single supported kernel is enough: the list may also name FBGEMM kernels that MeshRec lacks.
         if kernels is not None and not set(kernels) & set(_KERNELS):
             raise ValueError(
                 f"MeshRec has the compute kernels {_KERNELS}, got {kernels}. Leave compute_kernels out."
             )
         for name, reason in _REFUSED.items():
-            if getattr(self, name) is not None:
+            value = getattr(self, name)
+            if value is not None and not (name == "bounds_check_mode" and is_error(value)):
                 raise ValueError(f"MeshRec's planner has no constraint {name}: {reason}. Leave {name} out.")
         if self.use_virtual_table:
             raise ValueError("MeshRec has no virtual tables. Leave use_virtual_table out.")
@@ -89,7 +97,13 @@ class ParameterConstraints:
             )
 
     def to_own(self, table: str, *, device: str, features: Sequence[str], is_weighted: bool) -> Any:
-        """Return MeshRec's constraints of a table with these features.
+        """Convert to MeshRec's constraints for one table.
+
+        Args:
+            table: table name, for error messages.
+            device: the topology's compute device, ``"cpu"`` or ``"cuda"``.
+            features: the table's features, in config order.
+            is_weighted: whether the collection takes per-sample weights.
 
         Raises:
             ValueError: the constraints contradict the module or the topology.
@@ -113,6 +127,7 @@ class ParameterConstraints:
         return types.ParameterConstraints(
             sharding_types=self.sharding_types,
             min_partition=self.min_partition,
+            # [1.0] is TorchRec's default, not an estimate. None lets MeshRec's planner use its own.
             pooling_factors=None if list(self.pooling_factors) == [1.0] else list(self.pooling_factors),
             num_poolings=self.num_poolings,
             batch_sizes=self.batch_sizes,

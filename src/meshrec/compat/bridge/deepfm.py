@@ -1,7 +1,7 @@
-"""TorchRec's DeepFM model: embeddings and a dense vector, both halves of DeepFM, and a probability.
+"""TorchRec's DeepFM model: embeddings and dense features through both DeepFM halves to a probability.
 
-Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). The names of parameters, and the
-order in which they are drawn, are TorchRec's.
+Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). Parameter names and their
+initialization order are TorchRec's, so seeds and checkpoints carry over.
 """
 
 import torch
@@ -15,19 +15,19 @@ from meshrec.modules import DeepFM, EmbeddingBagCollection, FactorizationMachine
 
 
 class SparseArch(nn.Module):
-    """The embedding tables of the model."""
+    """Embedding tables of the model."""
 
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the embeddings by feature, [B, sum of D]."""
+        """Return pooled embeddings by feature, [B, sum of D]."""
         return self.embedding_bag_collection(features)  # type: ignore[no-any-return]
 
 
 class DenseArch(nn.Module):
-    """Two layers over the dense features."""
+    """Two-layer MLP over the dense features."""
 
     def __init__(self, in_features: int, hidden_layer_size: int, embedding_dim: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class DenseArch(nn.Module):
 
 
 class FMInteractionArch(nn.Module):
-    """The dense vector, the deep half and the second-order half, concatenated."""
+    """Concatenation: dense vector, deep half, second-order half."""
 
     def __init__(self, fm_in_features: int, sparse_feature_names: list[str], deep_fm_dimension: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class FMInteractionArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """One layer with a sigmoid."""
+    """Output layer with a sigmoid."""
 
     def __init__(self, in_features: int) -> None:
         super().__init__()
@@ -76,13 +76,13 @@ class SimpleDeepFMNN(nn.Module):
     """DeepFM over an EmbeddingBagCollection and dense features.
 
     Args:
-        num_dense_features: columns of the dense input.
-        embedding_bag_collection: the tables, all of one width D.
-        hidden_layer_size: size of the layer over the dense features.
-        deep_fm_dimension: columns of the deep half.
+        num_dense_features: dense input columns.
+        embedding_bag_collection: tables, all with the same width D.
+        hidden_layer_size: hidden units in the dense MLP.
+        deep_fm_dimension: output columns of the deep half.
 
     Raises:
-        AssertedError: there are no tables, or tables of several widths.
+        AssertedError: the collection has no tables, or table widths differ.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class SimpleDeepFMNN(nn.Module):
         configs = embedding_bag_collection.embedding_bag_configs()
         width = configs[0].embedding_dim
         names = [name for config in configs for name in config.feature_names]
+        # This order of submodules draws the same initial weights as TorchRec for a seed.
         self.sparse_arch = SparseArch(embedding_bag_collection)
         self.dense_arch = DenseArch(num_dense_features, hidden_layer_size, width)
         self.inter_arch = FMInteractionArch(width * (len(names) + 1), names, deep_fm_dimension)
@@ -110,13 +111,14 @@ class SimpleDeepFMNN(nn.Module):
 
 
 class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
-    """A SimpleDeepFMNN that takes a whole batch. It returns loss and output in training, otherwise the
-    output.
-    """
+    """SimpleDeepFMNN with a whole batch as input. Returns (loss, output) in training, else the output."""
 
     def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the output [B, 1]. In training, return the loss before it: the cross-entropy with the labels
-        [B], which takes the output for logits.
+        """Return the output [B, 1]; in training, (loss, output).
+
+        The loss is the binary cross-entropy against the labels [B], with the output as logits.
         """
         output = super().forward(model_input.float_features, model_input.idlist_features)
+        # TorchRec's wrapper also applies the logit loss after the sigmoid. Changing this would change
+        # training.
         return with_loss(output, model_input.label) if self.training else output

@@ -1,4 +1,4 @@
-"""TorchRec's DLRMs, with its names, its parts, and its weights for a seed."""
+"""TorchRec's DLRM models, with TorchRec's names, submodules, and initial weights for a seed."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,14 @@ from meshrec.modules import EmbeddingBagCollection, LowRankCrossNet
 
 @dataclass
 class ModelInput:
-    """A batch for the wrappers: dense features [B, I], IDs, weighted IDs, and labels [B]."""
+    """Batch for the model wrappers.
+
+    Attributes:
+        float_features: dense features [B, I].
+        idlist_features: sparse IDs.
+        idscore_features: weighted sparse IDs, or None.
+        label: labels [B].
+    """
 
     float_features: Tensor
     idlist_features: KeyedJaggedTensor
@@ -23,7 +30,7 @@ class ModelInput:
     label: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "ModelInput":
-        """Return the batch on another device."""
+        """Return a copy on another device."""
         scored = self.idscore_features
         return ModelInput(
             self.float_features.to(device, non_blocking=non_blocking),
@@ -33,17 +40,17 @@ class ModelInput:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors until the work queued on ``stream`` is done."""
+        """Keep all tensor memory until the work queued on ``stream`` has finished."""
         for part in (self.float_features, self.idlist_features, self.idscore_features, self.label):
             if part is not None:
                 part.record_stream(stream)
 
 
 class SparseArch(own.SparseArch):
-    """Embeddings of all features, which must have one width.
+    """Embeddings for all features, which must have the same width.
 
     Raises:
-        AssertedError: there are no tables, or tables of several widths.
+        AssertedError: the collection has no tables, or table widths differ.
     """
 
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
@@ -53,21 +60,21 @@ class SparseArch(own.SparseArch):
         self._sparse_feature_names = [name for config in configs for name in config.feature_names]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return the embeddings [B, F, D]."""
+        """Return embeddings [B, F, D]."""
         values: Tensor = self.embedding_bag_collection(features).values()
         return values.view(-1, self.F, self.D)
 
     @property
     def sparse_feature_names(self) -> list[str]:
-        """The features, in the order of the tables."""
+        """Feature names in table order."""
         return self._sparse_feature_names
 
 
 class DLRM(own.DLRM):
-    """DLRM: embeddings and a dense vector, their dot products, and an MLP over all of them; see MeshRec's.
+    """DLRM: dot-product interactions between embeddings and a dense vector, then an MLP; see MeshRec's DLRM.
 
     Raises:
-        AssertedError: there are no tables, or widths do not fit.
+        AssertedError: the collection has no tables, or widths do not match.
     """
 
     def __init__(
@@ -81,9 +88,27 @@ class DLRM(own.DLRM):
         check_tables(embedding_bag_collection)
         sizes = (dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes)
         super().__init__(embedding_bag_collection, *sizes, dense_device)
+        # Replaces MeshRec's arch with one that TorchScript can compile. The tables are shared, nothing is
+        # redrawn.
         self.sparse_arch = SparseArch(embedding_bag_collection)
+        self._cuda_graph_enabled = False
 
-    # As MeshRec's, with the bridge's type of the input: TorchScript cannot compile MeshRec's own.
+    @torch.jit.unused
+    def compile_dense_path(self, compile_mode: str = "reduce-overhead") -> None:
+        """Compile the dense layers with torch.compile, and leave the table lookups eager.
+
+        A second call does nothing.
+
+        Args:
+            compile_mode: torch.compile mode. ``"reduce-overhead"`` records CUDA graphs.
+        """
+        if self._cuda_graph_enabled:
+            return
+        for name in ("dense_arch", "inter_arch", "over_arch"):
+            setattr(self, name, torch.compile(getattr(self, name), mode=compile_mode))
+        self._cuda_graph_enabled = True
+
+    # Repeats MeshRec's forward with the bridge's input type: TorchScript cannot compile MeshRec's own type.
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Map dense [B, dense_in_features] and IDs to logits [B, over_arch_layer_sizes[-1]]."""
         embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
@@ -94,23 +119,21 @@ class DLRM(own.DLRM):
 
 
 class DLRMWrapper(DLRM):
-    """A DLRM that takes a whole batch. It returns loss and logits in training, otherwise the logits."""
+    """DLRM with a whole batch as input. Returns (loss, logits) in training, otherwise the logits."""
 
     def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, 1]. In training, return their binary cross-entropy with the labels [B] before
-        them.
-        """
+        """Return logits [B, 1]; in training, (binary cross-entropy against the labels [B], logits)."""
         logits = super().forward(model_input.float_features, model_input.idlist_features)
         return with_loss(logits, model_input.label) if self.training else logits
 
 
 class InteractionProjectionArch(nn.Module):
-    """Products of two projections of all features.
+    """Pairwise products between two learned projections of all features.
 
     Args:
         num_sparse_features: F.
-        interaction_branch1: from [B, (F + 1) D] to [B, F1 D].
-        interaction_branch2: from [B, (F + 1) D] to [B, D F2].
+        interaction_branch1: maps [B, (F + 1) D] to [B, F1 D].
+        interaction_branch2: maps [B, (F + 1) D] to [B, D F2].
     """
 
     def __init__(
@@ -133,17 +156,17 @@ class InteractionProjectionArch(nn.Module):
 
 
 class DLRM_Projection(DLRM):
-    """A DLRM with the dot products of two projections of all features.
+    """DLRM with dot products between two learned projections.
 
     Args:
-        interaction_branch1_layer_sizes: layer sizes of the first projecting MLP. The last one is a multiple
-            of the embedding_dim.
-        interaction_branch2_layer_sizes: those of the second.
+        interaction_branch1_layer_sizes: layer sizes of the first projection MLP. The last size must be a
+            multiple of embedding_dim.
+        interaction_branch2_layer_sizes: the same for the second projection.
 
-    The other arguments are those of DLRM.
+    The remaining arguments are DLRM's.
 
     Raises:
-        ValueError: widths do not fit.
+        ValueError: the last layer size is not a multiple of embedding_dim.
     """
 
     def __init__(
@@ -173,10 +196,10 @@ class DLRM_Projection(DLRM):
 
 
 class DLRM_DCN(DLRM):
-    """DLRM with a low-rank cross network in place of the dot products; see MeshRec's.
+    """DLRM with a low-rank cross network instead of dot products; see MeshRec's.
 
-    For a seed, it has the same weights as TorchRec's, which draws a DLRM first, and then some of its parts
-    again.
+    Draws the same initial weights as TorchRec for a seed. TorchRec first initializes a plain DLRM, and then
+    replaces two of its submodules.
     """
 
     def __init__(
@@ -191,6 +214,7 @@ class DLRM_DCN(DLRM):
     ) -> None:
         sizes = (dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes)
         super().__init__(embedding_bag_collection, *sizes, dense_device)
+        # Constructed after the base class has drawn its layers: this order gives TorchRec's weights.
         width = (self.sparse_arch.F + 1) * self.sparse_arch.D
         crossnet = LowRankCrossNet(width, dcn_num_layers, dcn_low_rank_dim, dense_device)
         self.inter_arch = own.InteractionDCNArch(self.sparse_arch.F, crossnet)
@@ -198,17 +222,17 @@ class DLRM_DCN(DLRM):
 
 
 def choose(n: int, k: int) -> int:
-    """Return the number of sets of k among n; 0 for k outside 0 to n."""
+    """Return the binomial coefficient n over k; 0 if k is outside 0 to n."""
     return math.comb(n, k) if 0 <= k <= n else 0
 
 
 def with_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the binary cross-entropy of logits [B, 1] and labels [B], and the logits."""
+    """Return (binary cross-entropy, logits) for logits [B, 1] and labels [B]."""
     return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(-1), labels), logits
 
 
 def check_tables(embedding_bag_collection: EmbeddingBagCollection) -> None:
-    """Raise AssertedError if there are no tables, or tables of several widths."""
+    """Raise AssertedError if the collection has no tables, or if table widths differ."""
     configs = embedding_bag_collection.embedding_bag_configs()
     if not configs:
         raise AssertedError("the model needs tables, and the collection has none. Give it at least one.")

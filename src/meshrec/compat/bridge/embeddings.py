@@ -1,4 +1,4 @@
-"""Tables and their collections with TorchRec's arguments, and TorchRec's draws of initial weights."""
+"""Table configs and collections with TorchRec's arguments and TorchRec's initial weights for a seed."""
 
 import logging
 from collections import Counter
@@ -11,22 +11,26 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from meshrec import sparse
+from meshrec.compat.bridge import table_configs
 from meshrec.compat.bridge.adapted import Adapted
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.compat.bridge.sparse.tensor_dict import maybe_td_to_kjt
 from meshrec.compat.bridge.virtual_tables import keys_of
 from meshrec.modules import embedding_configs, embedding_modules
 from meshrec.modules.embedding_configs import DataType, PoolingType
+from meshrec.ops.operators import InputError
 
 torch.fx.wrap("concatenated_bags")
 
 _logger = logging.getLogger("meshrec")
 _C = TypeVar("_C", bound=embedding_configs.BaseEmbeddingConfig)
 
-# TorchScript reads every attribute of a module, unless it stands here and in the class itself.
+# TorchScript compiles every module attribute that this class variable does not exclude. It looks at the class
+# itself only, so both collections repeat it.
 _PYTHON_ONLY = tuple(
     name for name, value in vars(embedding_modules.TableCollection).items() if isinstance(value, property)
 )
+# TorchRec's config arguments without a counterpart, with the only value that changes nothing.
 _NOT_HERE = {
     "num_embeddings_post_pruning": None,
     "need_pos": False,
@@ -85,36 +89,39 @@ def _config(
 def _bag_config(
     *args: Any, pooling: PoolingType = PoolingType.SUM, **kwargs: Any
 ) -> embedding_configs.EmbeddingBagConfig:
-    """Make TorchRec's ``EmbeddingBagConfig(num_embeddings, embedding_dim, name="", ...)``."""
-    return embedding_configs.EmbeddingBagConfig(**_config(*args, **kwargs), pooling=pooling)
+    """Construct TorchRec's ``EmbeddingBagConfig(num_embeddings, embedding_dim, name="", ...)``."""
+    return table_configs.EmbeddingBagConfig(**_config(*args, **kwargs), pooling=pooling)
 
 
 def _sequence_config(*args: Any, **kwargs: Any) -> embedding_configs.EmbeddingConfig:
-    """Make TorchRec's ``EmbeddingConfig(num_embeddings, embedding_dim, name="", ...)``."""
-    return embedding_configs.EmbeddingConfig(**_config(*args, **kwargs))
+    """Construct TorchRec's ``EmbeddingConfig(num_embeddings, embedding_dim, name="", ...)``."""
+    return table_configs.EmbeddingConfig(**_config(*args, **kwargs))
 
 
 def _skip_draws(
     tables: Sequence[embedding_configs.BaseEmbeddingConfig], device: torch.device | str | None
 ) -> None:
-    """Advance the random numbers by the normal draws with which torch's own tables start."""
+    """Advance the RNG by the normal draws that torch's nn.Embedding would make."""
     if device is not None and torch.device(device).type == "meta":
         return
     for config in tables:
         if config.keys is not None:
-            continue  # its rows are functions of their IDs
+            continue  # hashed keys: rows are initialized by ID
         shape = (config.num_embeddings, config.embedding_dim)
         torch.empty(shape, dtype=config.data_type.dtype, device=device).normal_()
 
 
-def _of_numbers(tables: Sequence[_C]) -> list[_C]:
-    """Return the tables as TorchRec's trained collections hold them: fp16 in place of 8 bits and fewer."""
+def _of_numbers(collection: nn.Module, tables: Sequence[_C], kind: type[_C]) -> list[_C]:
+    """Return copies of the configs with quantized data types replaced by fp16, as TorchRec trains them."""
+    embedding_configs.check_configs(collection, tables, kind)
     if quantised := [config.name for config in tables if config.data_type.bits]:
         _logger.warning(
             "the tables %s have quantised data types, and are in fp16 until they are quantised.", quantised
         )
+    # Copies: a program may set attributes of its configs later on.
     return [
-        replace(config, data_type=DataType.FP16) if config.data_type.bits else config for config in tables
+        replace(config, data_type=DataType.FP16 if config.data_type.bits else config.data_type)
+        for config in tables
     ]
 
 
@@ -122,17 +129,21 @@ EmbeddingBagConfig = Adapted(embedding_configs.EmbeddingBagConfig, _bag_config)
 EmbeddingConfig = Adapted(embedding_configs.EmbeddingConfig, _sequence_config)
 
 
+class RowIndexError(InputError, IndexError):
+    """IDs outside a table without pooling. Also an IndexError, which TorchRec programs catch."""
+
+
 class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
     """TorchRec's ``EmbeddingBagCollection(tables, is_weighted=False, device=None)``.
 
-    For a seed, it has the same weights as TorchRec's, which draws every table twice: first all tables, then
-    all tables again. TorchScript and torch.fx see one ``nn.EmbeddingBag`` after the other; otherwise
-    MeshRec's kernel looks all of them up at once.
+    Draws the same initial weights as TorchRec for a seed. TorchRec draws all tables twice, and keeps the
+    second draw. Eager calls use MeshRec's batched kernel. TorchScript and torch.fx see a sequence of
+    ``nn.EmbeddingBag`` calls.
 
     Args:
-        tables: the tables; there may be none.
-        is_weighted: whether each row is scaled by the input's weight of its ID.
-        device: device of the parameters.
+        tables: table configs; may be empty.
+        is_weighted: whether per-sample weights scale the rows.
+        device: device for the parameters.
     """
 
     __jit_ignored_attributes__ = __jit_unused_properties__ = _PYTHON_ONLY
@@ -148,15 +159,16 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        tables = _of_numbers(tables)
+        tables = _of_numbers(self, tables, embedding_configs.EmbeddingBagConfig)
         if tables:
             _skip_draws(tables, device)
             super().__init__(tables, is_weighted, device)
         else:
             _fill_empty(self)
-            self._bag_configs = []
             self.embedding_bags = nn.ModuleDict()
+        # The fields from here on are set once and never change. Only the scripted and traced paths read them.
         self._is_weighted = is_weighted
+        self._embedding_bag_configs = self.embedding_bag_configs()
         self._feature_names = [list(table.feature_names) for table in tables]
         self._embedding_names = [name for names in names_by_table(tables) for name in names]
         self._lengths_per_embedding = [t.embedding_dim for t in tables for _ in t.feature_names]
@@ -165,7 +177,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         return self
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look up and pool: [B, sum of D], one block of columns per feature; see MeshRec's."""
+        """Look up and pool: [B, sum of D], with a column block per feature; see MeshRec's."""
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
                 return in_float(super().forward(maybe_td_to_kjt(features)))
@@ -193,11 +205,11 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     """TorchRec's ``EmbeddingCollection(tables, device=None, ...)``, with TorchRec's weights for a seed.
 
     Args:
-        tables: the tables; there may be none.
-        device: device of the parameters.
-        need_indices: whether the results have the IDs as weights.
-        use_gather_select: changes nothing.
-        use_gather_select_per_sharding: changes nothing.
+        tables: table configs; may be empty.
+        device: device for the parameters.
+        need_indices: whether to return the IDs as weights.
+        use_gather_select: ignored.
+        use_gather_select_per_sharding: ignored.
     """
 
     __jit_ignored_attributes__ = __jit_unused_properties__ = _PYTHON_ONLY
@@ -214,8 +226,10 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         use_gather_select: bool = False,
         use_gather_select_per_sharding: dict[str, bool] | None = None,
     ) -> None:
-        tables = _of_numbers(tables)
+        tables = _of_numbers(self, tables, embedding_configs.EmbeddingConfig)
         if tables:
+            # TorchRec interleaves the draws here, a skipped draw and a real draw per table. On meta nothing
+            # is drawn.
             super().__init__(tables, torch.device("meta"))
             where = torch.get_default_device() if device is None else torch.device(device)
             if where.type != "meta":
@@ -225,9 +239,10 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
                     config.init_weight(weight)
         else:
             _fill_empty(self)
-            self._sequence_configs = []
             self.embeddings = nn.ModuleDict()
         self._need_indices = need_indices
+        self._embedding_configs = self.embedding_configs()
+        self._sorted_select = False
         self._gather_select = (use_gather_select, use_gather_select_per_sharding)
         self._feature_names = [list(table.feature_names) for table in tables]
         self._embedding_names_by_table = names_by_table(tables)
@@ -236,7 +251,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         return self
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look up: by feature, one row of width D per ID, [n, D]; see MeshRec's."""
+        """Look up a row per ID: by feature, [n, D]; see MeshRec's."""
         result: dict[str, JaggedTensor] = {}
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
@@ -255,9 +270,12 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         return result
 
     def _looked_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        try:
+            looked_up = super().forward(features)
+        except InputError as error:
+            raise RowIndexError(str(error)) from error
         ids = features.to_dict()
         features_of = [name for names in self._feature_names for name in names]
-        looked_up = super().forward(features)
         return {
             name: JaggedTensor.unchecked(
                 rows.values().float(),  # whatever the tables' type, as in TorchRec
@@ -269,28 +287,46 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         }
 
     def need_indices(self) -> bool:
-        """Return whether the results have the IDs as weights."""
+        """Return whether results carry the IDs as weights."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """Return the width of the first table; -1 without tables."""
-        return self._sequence_configs[0].embedding_dim if self._sequence_configs else -1
+        """Return the first table's width; -1 without tables."""
+        return self._configs[0].embedding_dim if self._configs else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Return the keys of the result, table by table."""
+        """Return the result keys, grouped by table."""
         return self._embedding_names_by_table
 
     def use_gather_select(self) -> bool:
-        """Return the argument as it was given."""
+        """Return the constructor argument."""
         return self._gather_select[0]
 
+    def use_sorted_select(self) -> bool:
+        """Return the value last passed to ``set_use_sorted_select``; initially False."""
+        return self._sorted_select
+
+    def set_use_sorted_select(self, use_sorted_select: bool) -> None:
+        """Store the option. It has no effect: gradients are always accumulated in ID order."""
+        self._sorted_select = use_sorted_select
+
     def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """Return the argument as it was given."""
+        """Return the constructor argument."""
         return self._gather_select[1]
 
 
+def mark_data_parallel_skip_grad_sync(module: nn.Module) -> None:
+    """Mark a module as read-only. MeshRec exchanges no gradients for such tables in any case."""
+    module._torchrec_data_parallel_skip_grad_sync = True
+
+
+def should_skip_data_parallel_grad_sync(module: nn.Module) -> bool:
+    """Return whether the module is marked as read-only."""
+    return bool(getattr(module, "_torchrec_data_parallel_skip_grad_sync", False))
+
+
 def names_by_table(tables: Sequence[embedding_configs.BaseEmbeddingConfig]) -> list[list[str]]:
-    """Return the keys of the results: ``feature``, or ``feature@table`` if several tables read it."""
+    """Return the result keys by table: ``feature``, or ``feature@table`` if several tables share it."""
     readers = Counter(name for table in tables for name in table.feature_names)
     return [
         [name if readers[name] == 1 else f"{name}@{table.name}" for name in table.feature_names]
@@ -301,11 +337,18 @@ def names_by_table(tables: Sequence[embedding_configs.BaseEmbeddingConfig]) -> l
 def concatenated_bags(
     pooled: list[Tensor], names: list[str], inverse_indices: tuple[list[str], Tensor] | None
 ) -> Tensor:
-    """Concatenate the pooled rows of all features; for keys with own batch sizes, each sample's row."""
+    """Concatenate pooled rows along the columns, [B, sum of D].
+
+    Args:
+        pooled: pooled rows [B_i, D_i] per feature. With inverse indices, its entries are replaced in place.
+        names: feature name per entry.
+        inverse_indices: keys and the row for every key and sample [K, B], for variable batch sizes; or None.
+    """
     if inverse_indices is not None:
         rows: dict[str, int] = {}
         for i, key in enumerate(inverse_indices[0]):
             rows[key] = i
+        # Indices instead of zip or enumerate with a nested list: TorchScript compiles this function.
         for i in range(len(pooled)):
             pooled[i] = pooled[i].index_select(0, inverse_indices[1][rows[names[i]]])
     return torch.cat(pooled, dim=1)
@@ -317,27 +360,27 @@ def keyed(kt: sparse.KeyedTensor) -> KeyedTensor:
 
 
 def in_float(kt: sparse.KeyedTensor) -> KeyedTensor:
-    """Convert MeshRec's KeyedTensor to TorchRec's, which is float32 whatever the tables' type."""
+    """Convert MeshRec's KeyedTensor to TorchRec's, in float32 for every table dtype."""
     return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values().float(), kt.key_dim())
 
 
 def _fill_empty(collection: embedding_modules.TableCollection) -> None:
-    """Set the attributes of a collection without tables, which MeshRec's own constructor refuses."""
+    """Initialize a collection without tables, which MeshRec's constructor rejects."""
     nn.Module.__init__(collection)
     collection._configs = []
     collection._updater = None
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
-    """Return the torch dtype of a DataType."""
+    """Return the torch dtype for a DataType."""
     return data_type.dtype
 
 
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
-    """Return the DataType of a torch dtype.
+    """Return the DataType for a torch dtype.
 
     Raises:
-        ValueError: tables cannot have the dtype.
+        ValueError: tables cannot have this dtype.
     """
     for data_type in DataType:
         if data_type.dtype == dtype:
@@ -349,7 +392,7 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
     """Return ``"sum"`` or ``"mean"``.
 
     Raises:
-        ValueError: the type is NONE.
+        ValueError: the pooling type is NONE.
     """
     if pooling_type is PoolingType.NONE:
         raise ValueError("PoolingType.NONE does not pool, so it has no name. Use an EmbeddingCollection.")

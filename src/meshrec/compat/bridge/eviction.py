@@ -1,6 +1,6 @@
-"""TorchRec's policies for managed collisions: which IDs a module keeps, with TorchRec's results.
+"""TorchRec's eviction policies for managed collisions, with TorchRec's results.
 
-N IDs of the history, each once; Z IDs that the module has
+Shapes: N distinct IDs in the history, Z IDs in the module.
 """
 
 from collections.abc import Callable
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 Filter = Callable[[Tensor], tuple[Tensor, float | Tensor]]
-"""Maps the counts of IDs to a mask of the IDs to admit, and to the threshold that was used."""
+"""Map ID counts [N] to an admission mask [N] and the threshold that was applied."""
 
 
 @torch.no_grad()
 def dynamic_threshold_filter(
     id_counts: Tensor, threshold_skew_multiplier: float = 10.0
 ) -> tuple[Tensor, Tensor]:
-    """Admit the IDs whose count is above the mean times the multiplier."""
+    """Admit IDs with a count above ``threshold_skew_multiplier`` times the mean count."""
     threshold = 1 / id_counts.numel() * threshold_skew_multiplier * id_counts.sum()
     return id_counts > threshold, threshold
 
 
 @torch.no_grad()
 def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Admit the IDs whose count is above the mean."""
+    """Admit IDs with a count above the mean."""
     threshold = id_counts.float().mean()
     return id_counts > threshold, threshold
 
@@ -33,30 +33,30 @@ def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
 def probabilistic_threshold_filter(
     id_counts: Tensor, per_id_probability: float = 0.01
 ) -> tuple[Tensor, Tensor]:
-    """Admit an ID with a given probability at each read; torch's generator draws."""
+    """Admit an ID with probability ``per_id_probability`` per occurrence. Uses torch's global generator."""
     probability = torch.full_like(id_counts, 1 - per_id_probability, dtype=torch.float)
     threshold = torch.rand(id_counts.size(), device=id_counts.device)
     return 1 - torch.pow(probability, id_counts) > threshold, threshold
 
 
 class MCHEvictionPolicyMetadataInfo(NamedTuple):
-    """A number that a policy keeps for each ID."""
+    """Per-ID statistic of an eviction policy."""
 
     metadata_name: str
     is_mch_metadata: bool
-    """Whether the module stores it for each ID that has a row."""
+    """Whether the module stores the statistic per ID with a row."""
     is_history_metadata: bool
-    """Whether the module stores it for each entry of the history."""
+    """Whether the module stores the statistic per history entry."""
 
 
 class MCHEvictionPolicy:
-    """A policy of `MCHManagedCollisionModule`: it keeps the IDs with the largest scores.
+    """Eviction policy for `MCHManagedCollisionModule`: keeps the IDs with the highest scores.
 
-    A policy of your own defines ``scores``, or the three methods that TorchRec's policies define.
+    A custom policy implements ``scores``, or overrides the three methods of TorchRec's policies.
 
     Args:
-        metadata_info: the numbers that it keeps: ``counts``, ``last_access_iter``.
-        threshold_filtering_func: chooses the IDs of the history to admit; None: all.
+        metadata_info: statistics of the policy: ``counts``, ``last_access_iter``.
+        threshold_filtering_func: admission filter for history IDs; None: admit all.
     """
 
     def __init__(
@@ -69,17 +69,23 @@ class MCHEvictionPolicy:
 
     @property
     def metadata_info(self) -> list[MCHEvictionPolicyMetadataInfo]:
-        """The numbers that the policy keeps."""
+        """Per-ID statistics."""
         return self._metadata_info
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
-        """Return the scores of IDs from the numbers that the policy keeps for them."""
+        """Return a score per ID, computed from the policy's statistics."""
         raise NotImplementedError(f"{type(self).__name__} has no scores. Write them in a subclass.")
 
     def record_history_metadata(
         self, current_iter: int, incoming_ids: Tensor, history_metadata: dict[str, Tensor]
     ) -> None:
-        """Record the current iteration for the IDs that arrived."""
+        """Record the current iteration for all incoming IDs.
+
+        Args:
+            current_iter: training iteration.
+            incoming_ids: IDs of the batch, [n].
+            history_metadata: statistics by name, int64 [n]. Written in place.
+        """
         for each in history_metadata.values():
             each[:] = current_iter
 
@@ -92,7 +98,19 @@ class MCHEvictionPolicy:
         additional_ids: Tensor | None = None,
         threshold_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the latest iteration of each ID."""
+        """Reduce the history to the latest iteration per distinct ID.
+
+        Args:
+            current_iter: training iteration.
+            history_metadata: statistics by name, per history entry.
+            unique_ids_counts: occurrences per distinct ID, [N].
+            unique_inverse_mapping: distinct-ID index per history entry, and per additional ID after them.
+            additional_ids: IDs of the current iteration that are not in the history; or None.
+            threshold_mask: admission mask [N]; None: admit all.
+
+        Returns:
+            Latest iteration by statistic, for admitted IDs only.
+        """
         found = {}
         for name, history in history_metadata.items():
             if additional_ids is not None:
@@ -114,7 +132,21 @@ class MCHEvictionPolicy:
         mch_metadata: dict[str, Tensor],
         coalesced_history_metadata: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Update the numbers, and choose the IDs with the largest scores. The last place stays unused."""
+        """Update the statistics, and select the IDs to evict and to admit. The last slot stays unused.
+
+        Args:
+            current_iter: training iteration.
+            mch_size: number of slots Z.
+            coalesced_history_argsort_mapping: permutation that sorts the history IDs by count, [N].
+            coalesced_history_sorted_unique_ids_counts: counts in that order, [N].
+            coalesced_history_mch_matching_elements_mask: whether the module has the ID, bool [N].
+            coalesced_history_mch_matching_indices: slots of the IDs that it has.
+            mch_metadata: statistics per slot, [Z]. Updated in place.
+            coalesced_history_metadata: results of ``coalesce_history_metadata``.
+
+        Returns:
+            Slots to evict, and for every slot the index of the new ID among the IDs that the module lacks.
+        """
         known, at = coalesced_history_mch_matching_elements_mask, coalesced_history_mch_matching_indices
         new, merged = {}, {}
         names = [each.metadata_name for each in self._metadata_info if each.is_mch_metadata]
@@ -123,6 +155,7 @@ class MCHEvictionPolicy:
             if name == "counts":
                 incoming = coalesced_history_sorted_unique_ids_counts
                 kept[at] += incoming[known]
+                # The last slot is the shared row. The maximum keeps it from ever being evicted.
                 kept[mch_size - 1] = torch.iinfo(torch.int64).max
             else:
                 incoming = coalesced_history_metadata[name][coalesced_history_argsort_mapping]
@@ -130,8 +163,10 @@ class MCHEvictionPolicy:
                 kept[mch_size - 1] = current_iter
             new[name] = incoming[~known]
             merged[name] = torch.cat([kept, new[name]])
+        # Stable, so that resident IDs win ties against new IDs. TorchRec's results depend on this.
         order = torch.argsort(self.scores(current_iter, merged), descending=True, stable=True)
         best, rest = order[:mch_size], order[mch_size:]
+        # Both have the same length: every new ID among the best pushes a resident ID out.
         gone, chosen = rest[rest < mch_size], best[best >= mch_size] - mch_size
         for name in names:
             mch_metadata[name][gone] = new[name][chosen]
@@ -143,36 +178,36 @@ _LAST_ACCESS = MCHEvictionPolicyMetadataInfo("last_access_iter", True, True)
 
 
 class LFU_EvictionPolicy(MCHEvictionPolicy):
-    """Keep the IDs that are read most often."""
+    """Keeps the most frequently read IDs."""
 
     def __init__(self, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_COUNTS], threshold_filtering_func)
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
-        """Return how often each ID was read: the smallest number goes first."""
+        """Return the read count per ID."""
         return numbers["counts"]
 
 
 class LRU_EvictionPolicy(MCHEvictionPolicy):
-    """Keep the IDs that were read last."""
+    """Keeps the most recently read IDs."""
 
     def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_LAST_ACCESS], threshold_filtering_func)
         self._decay_exponent = decay_exponent
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
-        """Return the negative distance to the last read, raised to the exponent."""
+        """Return the negative distance to the last read, to the power ``decay_exponent``."""
         return -torch.pow(current_iter - numbers["last_access_iter"] + 1, self._decay_exponent)
 
 
 class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
-    """Keep the IDs with the largest counts over the distance to the last read, raised to the exponent."""
+    """Keeps the IDs with the highest ratio: count / (distance to the last read) ** decay_exponent."""
 
     def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_COUNTS, _LAST_ACCESS], threshold_filtering_func)
         self._decay_exponent = decay_exponent
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
-        """Return counts over distances."""
+        """Return count / distance ** decay_exponent."""
         distance = torch.pow(current_iter - numbers["last_access_iter"] + 1, self._decay_exponent)
         return torch.div(numbers["counts"], distance)

@@ -1,4 +1,4 @@
-"""TorchRec's older position weights, for a dictionary of features and for a KeyedJaggedTensor."""
+"""TorchRec's older position-weight modules, for feature dicts and for KeyedJaggedTensors."""
 
 from collections.abc import Mapping
 
@@ -14,6 +14,7 @@ from meshrec.compat.bridge.feature_processor_ import (
 )
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor
 
+# torch.fx records these two as one call each. They loop over keys, which a proxy does not know.
 torch.fx.wrap("weighted_bags")
 torch.fx.wrap("weighted_keys")
 
@@ -28,12 +29,11 @@ class _PositionWeighted(nn.Module):
 
 
 class PositionWeightedModule(_PositionWeighted):
-    """A module that gives the IDs of some features learned weights by position, at
-    ``position_weights.<feature>``.
+    """Learned position weights for some features, at ``position_weights.<feature>``. Takes a feature dict.
 
     Args:
-        max_feature_lengths: number of IDs in the longest bag of each feature.
-        device: device of the weights.
+        max_feature_lengths: maximum bag length by feature.
+        device: device for the weights.
     """
 
     def reset_parameters(self) -> None:
@@ -41,7 +41,7 @@ class PositionWeightedModule(_PositionWeighted):
         self.position_weights.reset_parameters()
 
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Replace the bags of its features in ``features`` by weighted ones, and return ``features``."""
+        """Replace the module's features in ``features`` by weighted bags, and return ``features``."""
         if isinstance(features, Proxy):
             return weighted_bags(
                 features, list(self.max_feature_lengths), list(self.position_weights.values())
@@ -53,17 +53,17 @@ class PositionWeightedModule(_PositionWeighted):
 
 
 class PositionWeightedProcessor(_PositionWeighted):
-    """A module that gives the IDs of some features learned weights by position, at
-    ``position_weights.<feature>``.
+    """Learned position weights for some keys, at ``position_weights.<key>``. Takes a KeyedJaggedTensor.
 
     Args:
-        max_feature_lengths: number of IDs in the longest bag of each feature.
-        device: device of the weights.
+        max_feature_lengths: maximum bag length by feature.
+        device: device for the weights.
     """
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the bags of its features with weights, without other keys; without its features, the input
-        unchanged.
+        """Return weighted bags for the module's features, and drop other keys.
+
+        Returns the input unchanged if it has none of these features.
         """
         if isinstance(features, Proxy):
             names = list(self.max_feature_lengths)
@@ -76,21 +76,34 @@ class PositionWeightedProcessor(_PositionWeighted):
 
 
 def _bare(bags: JaggedTensor) -> JaggedTensor:
+    # Weights of the input are dropped: position weights replace them.
     return JaggedTensor(bags.values(), lengths=bags.lengths(), offsets=bags.offsets())
 
 
 def weighted_bags(
     features: dict[str, JaggedTensor], names: list[str], weights: list[Tensor]
 ) -> dict[str, JaggedTensor]:
-    """Replace the bags of the named features in ``features`` by weighted ones, and return ``features``."""
+    """Replace the named features in ``features`` by weighted bags, and return ``features``.
+
+    Args:
+        features: bags by feature. Changed in place.
+        names: features to weight.
+        weights: position weights per name, [maximum bag length].
+    """
     for i in range(len(names)):
         features[names[i]] = weighted_by_position(features[names[i]], weights[i])
     return features
 
 
 def weighted_keys(features: KeyedJaggedTensor, names: list[str], weights: list[Tensor]) -> KeyedJaggedTensor:
-    """Return the bags of the named keys with weights, without other keys; without these keys, the input
-    unchanged.
+    """Return weighted bags for the named keys, and drop other keys.
+
+    Returns the input unchanged if it has none of these keys.
+
+    Args:
+        features: input bags.
+        names: keys to weight.
+        weights: position weights per name, [maximum bag length].
     """
     chosen: list[int] = []
     for i, key in enumerate(features.keys()):
@@ -103,5 +116,5 @@ def weighted_keys(features: KeyedJaggedTensor, names: list[str], weights: list[T
 
 
 def offsets_to_range_traceble(offsets: Tensor, values: Tensor) -> Tensor:
-    """Return the position of each value in its bag."""
+    """Return the position within the bag for every value."""
     return positions_in_bags(offsets, values)

@@ -1,4 +1,4 @@
-"""Feature processors that TorchScript and torch.fx accept as well. Eager calls run MeshRec's."""
+"""Feature processors that TorchScript and torch.fx also accept. Eager calls use MeshRec's kernels."""
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,10 @@ torch.fx.wrap("joined")
 
 
 class PositionWeightedModule(own.PositionWeightedModule):
-    """A module that gives the i-th ID of every bag the i-th of ``max_feature_length`` learned weights,
-    initially 1.
-    """
+    """Learned weight per position in a bag, initially 1, for a single feature."""
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """Return the same bags with weights."""
+        """Return the same bags with position weights."""
         if isinstance(features, Proxy):
             return weighted_by_position(features, self.position_weight)
         bags = super().forward(features)
@@ -27,15 +25,15 @@ class PositionWeightedModule(own.PositionWeightedModule):
 
 
 class PositionWeightedModuleCollection(own.PositionWeightedModuleCollection):
-    """``PositionWeightedModule`` for many features at once; parameters at ``position_weights.<feature>``."""
+    """``PositionWeightedModule`` for many features; parameters at ``position_weights.<feature>``."""
 
     @property
     def position_weights_dict(self) -> dict[str, nn.Parameter]:
-        """The weights by feature."""
+        """Position weights by feature."""
         return dict(self.position_weights.items())
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the same bags with weights. IDs of keys without learned weights get 1."""
+        """Return the same bags with position weights. IDs of other keys get weight 1."""
         if isinstance(features, Proxy):
             weights = self.position_weights_dict
             return keys_weighted_by_position(features, list(weights), list(weights.values()))
@@ -54,23 +52,23 @@ class PositionWeightedModuleCollection(own.PositionWeightedModuleCollection):
 
 
 class FeatureProcessorDictWrapper(own.FeatureProcessorsCollection):
-    """Processors of single features, joined to one for all of them. Other keys are left out."""
+    """Per-feature processors combined into a collection. Other keys are dropped."""
 
     def __init__(self, feature_processors: nn.ModuleDict) -> None:
         super().__init__()
         self._feature_processors = feature_processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the changed bags, in the order of the processors."""
+        """Return the processed bags, in processor order."""
         names = list(self._feature_processors)
         return joined(names, [self._feature_processors[name](features[name]) for name in names])
 
 
 class FeatureProcessedEmbeddingBagCollection(own.FeatureProcessedEmbeddingBagCollection):
-    """A weighted EmbeddingBagCollection, with feature processors that make the weights."""
+    """Weighted EmbeddingBagCollection with feature processors that compute the weights."""
 
     def split(self) -> tuple[own.FeatureProcessorsCollection, embedding_modules.EmbeddingBagCollection]:
-        """Return the processors and the collection, which together do the same one after the other."""
+        """Return the processors and the collection. Run in sequence, they give the same result."""
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
             processors = FeatureProcessorDictWrapper(processors)
@@ -88,7 +86,7 @@ class FeatureProcessedEmbeddingBagCollection(own.FeatureProcessedEmbeddingBagCol
 
 
 def weighted_by_position(bags: JaggedTensor, weights: Tensor) -> JaggedTensor:
-    """Return the bags with the weights of their positions."""
+    """Return the bags with position weights."""
     positions = positions_in_bags(bags.offsets(), bags.values())
     return JaggedTensor(
         values=bags.values(), weights=weights[positions], lengths=bags.lengths(), offsets=bags.offsets()
@@ -98,7 +96,13 @@ def weighted_by_position(bags: JaggedTensor, weights: Tensor) -> JaggedTensor:
 def keys_weighted_by_position(
     features: KeyedJaggedTensor, names: list[str], weights: list[Tensor]
 ) -> KeyedJaggedTensor:
-    """Return the bags of all keys with the weights of their positions; 1 for keys without weights."""
+    """Return all bags with position weights. Keys without weights get 1.
+
+    Args:
+        features: input bags.
+        names: keys with weights.
+        weights: position weights per name, [maximum bag length].
+    """
     known: dict[str, Tensor] = {}
     for i in range(len(names)):
         known[names[i]] = weights[i]
@@ -125,7 +129,7 @@ def keys_weighted_by_position(
 
 
 def joined(names: list[str], bags: list[JaggedTensor]) -> KeyedJaggedTensor:
-    """Join the bags of several features."""
+    """Combine per-feature bags into a KeyedJaggedTensor."""
     by_name: dict[str, JaggedTensor] = {}
     for i in range(len(names)):
         by_name[names[i]] = bags[i]
@@ -133,7 +137,7 @@ def joined(names: list[str], bags: list[JaggedTensor]) -> KeyedJaggedTensor:
 
 
 def positions_in_bags(offsets: Tensor, values: Tensor) -> Tensor:
-    """Return the position of each value in its bag."""
+    """Return the position within the bag for every value, int64 [N]."""
     lengths = offsets[1:] - offsets[:-1]
     bags = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
     return torch.arange(values.size(0), device=offsets.device) - offsets[bags]

@@ -1,6 +1,4 @@
-"""The import hook that finds MeshRec under TorchRec's import paths. Modules and names are made on first
-use.
-"""
+"""Import hook that serves MeshRec under TorchRec's import paths. Modules and names resolve on first use."""
 
 import difflib
 import importlib
@@ -26,7 +24,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class _BridgedModule(ModuleType):
-    """A module of TorchRec's name whose contents are looked up in MeshRec on first use."""
+    """Module under a TorchRec path. Attributes resolve to MeshRec's objects on first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name != "__version__":
@@ -41,8 +39,32 @@ class _BridgedModule(ModuleType):
             # An attribute that is not there must be this error: hasattr, copy and pickle rely on it.
             # ``from module import name`` then asks the finder for a submodule, which raises the ImportError.
             raise AttributeError(explain(path))
-        setattr(self, name, value)
+        # Cached: the next access does not call __getattr__, and a reference stays the same object.
+        vars(self)[name] = value
         return value
+
+    # Tests of TorchRec programs patch names in TorchRec's modules, such as the clock of a module. MeshRec's
+    # code reads the name in the defining module, so the replacement must go there too.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, _BridgedModule):
+            # The import of a submodule; torchrec.optim.apply_optimizer_in_backward stays a function.
+            if name not in MODULES[self.__name__]:
+                super().__setattr__(name, value)
+            return
+        super().__setattr__(name, value)
+        if (module := _module_behind(self.__name__, name)) is not None:
+            self._replaced().setdefault(name, getattr(module, name))
+            setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in self._replaced():
+            setattr(_module_behind(self.__name__, name), name, self._replaced().pop(name))
+
+    def _replaced(self) -> dict[str, Any]:
+        """Return the original values of names that the program has replaced."""
+        values: dict[str, Any] = vars(self).setdefault("_meshrec_replaced", {})
+        return values
 
     def __dir__(self) -> list[str]:
         prefix = f"{self.__name__}."
@@ -51,9 +73,10 @@ class _BridgedModule(ModuleType):
 
 
 class Bridge(MetaPathFinder, Loader):
-    """The finder of the bridged packages' modules.
+    """Meta-path finder for the bridged packages.
 
-    It also finds the modules that start processes, such as joblib, so that these have the bridge too.
+    It also hooks modules that start processes, such as joblib's, so that their child processes have the
+    bridge.
     """
 
     def __init__(self, packages: Sequence[str]) -> None:
@@ -62,9 +85,21 @@ class Bridge(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a bridged module; raise ImportError for one that has no counterpart."""
+        """Return the spec of a bridged module, or None for modules outside the bridged packages.
+
+        Args:
+            fullname: dotted module name.
+            path: search path of the parent package.
+            target: ignored.
+
+        Raises:
+            ImportError: the module has no counterpart in MeshRec.
+        """
+        # These belong to other packages, so they must be tested before the package filter below.
         if fullname in _SPAWNERS:
             return _followed(fullname, path)
+        if fullname == "torchrec" and fullname not in self.packages:
+            _logger.warning("torchrec is installed and used as it is; %s=1 puts MeshRec in its place.", FORCE)
         if fullname.partition(".")[0] not in self.packages:
             return None
         if fullname not in MODULES:
@@ -73,30 +108,32 @@ class Bridge(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin="meshrec.compat.torchrec", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return an empty module that looks names up."""
+        """Return a module that resolves names on first use."""
         module = _BridgedModule(spec.name, f"MeshRec under the name {spec.name}.")
+        module.__file__ = __file__
         vars(module)["__all__"] = [name for name in MODULES[spec.name] if not name.startswith("_")]
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Register FBGEMM's operators, which no import finds. Other names are looked up on first use."""
+        """Register FBGEMM's operators, because programs use them without an import."""
         if module.__name__ in self.packages and "fbgemm_gpu" in self.packages:
             importlib.import_module(_OPERATORS).register_fbgemm_operators()
 
 
 def install(*, force: bool = False) -> tuple[str, ...]:
-    """Bridge ``torchrec`` and ``fbgemm_gpu`` if they are not installed, or both if forced.
+    """Bridge ``torchrec`` and ``fbgemm_gpu``, except packages that are installed. Bridge both if forced.
 
     Args:
         force: also replace installed packages, as ``MESHREC_COMPAT_FORCE=1`` does.
 
     Returns:
-        The packages that are bridged now.
+        Names of the bridged packages.
 
     Raises:
-        ImportError: it is forced after the real package was imported.
+        ImportError: a package to replace is already imported.
     """
     force = force or os.environ.get(FORCE, "") not in ("", "0")
+    # A second call replaces the first finder, and drops modules that it made for other packages.
     uninstall()
     wanted = [package for package in _PACKAGES if force or not _is_installed(package)]
     if loaded := [package for package in wanted if package in sys.modules]:
@@ -105,18 +142,19 @@ def install(*, force: bool = False) -> tuple[str, ...]:
             "meshrec.compat.torchrec before it.",
             name=loaded[0],
         )
-    if "torchrec" not in wanted:
-        _logger.warning("torchrec is installed and used as it is; %s=1 puts MeshRec in its place.", FORCE)
-    if wanted:
-        sys.meta_path.insert(0, Bridge(wanted))
-        for module in (spawn, *(sys.modules[name] for name in _SPAWNERS if name in sys.modules)):
-            _follow_spawned(module)
+    # Installed even with nothing to bridge: it then logs at ``import torchrec`` that the real package is
+    # used. Until that import, the script can still force the bridge. First, so that it precedes the path
+    # finders.
+    sys.meta_path.insert(0, Bridge(wanted))
+    for module in (spawn, *(sys.modules[name] for name in _SPAWNERS if name in sys.modules)):
+        _follow_spawned(module)
     return tuple(wanted)
 
 
 class _BridgeThere:
-    """An object that bridges a process when it is unpickled: a spawned process reads it before it imports the
-    script.
+    """Object with an unpickling side effect: it installs the bridge.
+
+    A spawned process unpickles it before it imports the script.
     """
 
     def __init__(self, packages: Sequence[str]) -> None:
@@ -131,7 +169,7 @@ def _bridge_here(packages: Sequence[str]) -> None:
         sys.meta_path.insert(0, Bridge(packages))
 
 
-# Modules that start processes: Python's own, the one that notebooks use, and joblib's.
+# Modules that start processes: multiprocess (notebooks use it), and loky, also as vendored by joblib.
 _SPAWNERS = (
     "multiprocess.spawn",
     "loky.backend.spawn",
@@ -140,7 +178,7 @@ _SPAWNERS = (
 
 
 class _Following(Loader):
-    """A loader of a module that starts processes, which gives these the bridge."""
+    """Loader for a module that starts processes. It hooks the module after loading."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -161,8 +199,11 @@ def _followed(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def _follow_spawned(module: Any) -> None:
-    """Let the processes that a module spawns have the bridge of this process."""
+    """Hook a module that spawns processes: child processes then install the same bridge."""
+    # Python's multiprocessing pickles this dict for the child, which unpickles it before it imports the
+    # script.
     describe = module.get_preparation_data
+    # install() may run again: hook a module only once.
     if hasattr(describe, "has_bridge"):
         return
 
@@ -177,21 +218,22 @@ def _follow_spawned(module: Any) -> None:
 
 
 def uninstall() -> None:
-    """Remove the bridge, and the modules that it made."""
+    """Remove the bridge and all bridged modules."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Bridge)]
     for name in [name for name, module in sys.modules.items() if isinstance(module, _BridgedModule)]:
         del sys.modules[name]
     if _OPERATORS in sys.modules:
+        # A real fbgemm_gpu that is imported later must be able to register its operators.
         sys.modules[_OPERATORS].remove_fbgemm_operators()
 
 
 def bridged_packages() -> tuple[str, ...]:
-    """Return the packages whose names lead to MeshRec at present."""
+    """Return the packages that are currently bridged."""
     return tuple(p for finder in sys.meta_path if isinstance(finder, Bridge) for p in finder.packages)
 
 
 def explain(path: str) -> str:
-    """Explain why a dotted name of TorchRec has no counterpart, and name the nearest thing."""
+    """Return why a TorchRec name has no counterpart, and the nearest alternative."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         known = MISSING.get(".".join(parts[:length]))
@@ -214,5 +256,12 @@ def _resolve(target: str) -> Any:
     return getattr(module, name) if name else module
 
 
+def _module_behind(path: str, name: str) -> ModuleType | None:
+    """Return the MeshRec module that defines a bridged name; None for modules and for torch's names."""
+    target, _, attribute = MODULES[path].get(name, "").partition(":")
+    return importlib.import_module(target) if attribute == name and target.startswith("meshrec.") else None
+
+
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder without __init__.py has no origin

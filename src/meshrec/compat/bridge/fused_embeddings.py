@@ -1,4 +1,4 @@
-"""TorchRec's collections with a built-in optimizer: ``meshrec.fuse`` under TorchRec's names."""
+"""TorchRec's collections with a fused optimizer: ``meshrec.fuse`` under TorchRec's names."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _Optimizer = type[torch.optim.Optimizer]
 
 
 class EmbeddingLocation(enum.IntEnum):
-    """FBGEMM's memory of a table. DEVICE and HOST say where tables are anyway; others are refused."""
+    """FBGEMM's memory kinds for tables. DEVICE and HOST are accepted without effect; others are rejected."""
 
     DEVICE = 0
     MANAGED = 1
@@ -31,9 +31,7 @@ _PLACES = ("DEVICE", "HOST")
 
 
 class CallableFusedOptimizer(tables.FusedOptimizer):
-    """MeshRec's fused optimizer, which TorchRec's programs get by a call:
-    ``collection.fused_optimizer()``.
-    """
+    """Fused optimizer that returns itself when called, because TorchRec's ``fused_optimizer`` is a method."""
 
     def __call__(self) -> "CallableFusedOptimizer":
         """Return this object."""
@@ -41,18 +39,18 @@ class CallableFusedOptimizer(tables.FusedOptimizer):
 
 
 class FusedEmbeddingBagCollection(embeddings.EmbeddingBagCollection):
-    """An EmbeddingBagCollection whose backward pass updates the tables.
+    """EmbeddingBagCollection with table updates in the backward pass.
 
     Args:
-        tables: the tables, with unique names.
-        optimizer_type: SGD, Adagrad or Adam of torch.optim, or a class of torchrec.optim.
-        optimizer_kwargs: arguments of the optimizer.
-        is_weighted: whether each row is scaled by the input's weight of its ID.
-        device: device of the parameters; not ``meta``.
-        location: must be left out, or DEVICE or HOST.
+        tables: table configs with unique names.
+        optimizer_type: SGD, Adagrad or Adam from torch.optim, or a torchrec.optim class.
+        optimizer_kwargs: optimizer arguments.
+        is_weighted: whether per-sample weights scale the rows.
+        device: device for the parameters; not ``meta``.
+        location: None, DEVICE or HOST.
 
     Raises:
-        ValueError: the optimizer cannot be fused, or the location is another one.
+        ValueError: the optimizer cannot be fused, or the location is not supported.
     """
 
     def __init__(
@@ -69,23 +67,23 @@ class FusedEmbeddingBagCollection(embeddings.EmbeddingBagCollection):
         _fuse(self, *self._optimizer, location)
 
     def optimizer_type(self) -> _Optimizer:
-        """Return the class that was given."""
+        """Return the optimizer class from the constructor."""
         return self._optimizer[0]
 
     def optimizer_kwargs(self) -> dict[str, Any]:
-        """Return the arguments that were given."""
+        """Return the optimizer arguments from the constructor."""
         return self._optimizer[1]
 
 
 class FusedEmbeddingCollection(embeddings.EmbeddingCollection):
-    """An EmbeddingCollection whose backward pass updates the tables.
+    """EmbeddingCollection with table updates in the backward pass.
 
     Args:
-        need_indices: whether the results have the IDs as weights. The other arguments are those of
-            FusedEmbeddingBagCollection.
+        need_indices: whether to return the IDs as weights. FusedEmbeddingBagCollection documents the other
+            arguments.
 
     Raises:
-        ValueError: the optimizer cannot be fused, or the location is another one.
+        ValueError: the optimizer cannot be fused, or the location is not supported.
     """
 
     def __init__(
@@ -102,11 +100,11 @@ class FusedEmbeddingCollection(embeddings.EmbeddingCollection):
         _fuse(self, *self._optimizer, location)
 
     def optimizer_type(self) -> _Optimizer:
-        """Return the class that was given."""
+        """Return the optimizer class from the constructor."""
         return self._optimizer[0]
 
     def optimizer_kwargs(self) -> dict[str, Any]:
-        """Return the arguments that were given."""
+        """Return the optimizer arguments from the constructor."""
         return self._optimizer[1]
 
 
@@ -117,20 +115,20 @@ def fuse_embedding_optimizer(
     device: torch.device | str | None = None,
     location: Any = None,
 ) -> nn.Module:
-    """Replace all collections in a model by fused ones, which keep the weights.
+    """Replace all collections in a model by fused collections with the same weights.
 
     Args:
-        model: a collection, or a model that contains some. It is changed.
-        optimizer_type: optimizer of the fused collections.
-        optimizer_kwargs: arguments of the optimizer.
-        device: device of the fused collections.
+        model: collection, or model with collections inside. Changed in place.
+        optimizer_type: optimizer class.
+        optimizer_kwargs: optimizer arguments.
+        device: device for the fused collections.
         location: see ``FusedEmbeddingBagCollection``.
 
     Returns:
-        The model, or the fused collection if it is a collection.
+        The model; for a collection, the fused replacement.
 
     Raises:
-        ValueError: the optimizer cannot be fused, or the location is another one.
+        ValueError: the optimizer cannot be fused, or the location is not supported.
     """
 
     def fused(module: nn.Module) -> nn.Module:
@@ -153,6 +151,7 @@ def fuse_embedding_optimizer(
             for name, child in list(module.named_children()):
                 setattr(module, name, fused(child))
             return module
+        # Meta collections have no weights to copy; the new collection keeps its own initial values.
         if not any(parameter.is_meta for parameter in module.parameters()):
             new.load_state_dict(module.state_dict())
         return new

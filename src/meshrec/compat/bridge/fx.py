@@ -1,4 +1,4 @@
-"""torchrec.fx: torch's tracer, extended to awaitables."""
+"""torchrec.fx: torch's symbolic tracer with support for awaitables."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,10 @@ from meshrec.model_parallel import DistributedModelParallel
 
 
 class Tracer(torch.fx.Tracer):
-    """A tracer of programs with awaitables. A model in DistributedModelParallel is recorded without the
-    wrapper.
+    """Symbolic tracer for programs with awaitables. Traces the module inside a DistributedModelParallel.
 
     Args:
-        leaf_modules: names of classes whose modules are recorded as one call.
+        leaf_modules: class names of modules to record as a single call.
     """
 
     def __init__(self, leaf_modules: list[str] | None = None) -> None:
@@ -24,7 +23,7 @@ class Tracer(torch.fx.Tracer):
         self._leaf_modules = list(leaf_modules or [])
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is recorded as one call: torch's own, and those in ``leaf_modules``."""
+        """Return whether to record a module as a single call: torch's own modules and ``leaf_modules``."""
         return type(m).__name__ in self._leaf_modules or super().is_leaf_module(m, module_qualified_name)
 
     def trace(
@@ -35,7 +34,7 @@ class Tracer(torch.fx.Tracer):
         return super().trace(inner, concrete_args)
 
     def create_arg(self, a: Any) -> Any:
-        """Return an argument of a node; of an awaitable, its value."""
+        """Return a node argument. Lazy awaitables are replaced by their value."""
         if isinstance(a, NoWait):
             return self.create_node(
                 "call_function", NoWait, (self.create_arg(a.wait()),), {}, type_expr=NoWait
@@ -50,12 +49,18 @@ def symbolic_trace(
     concrete_args: dict[str, Any] | None = None,
     leaf_modules: list[str] | None = None,
 ) -> torch.fx.GraphModule:
-    """Return a module that repeats what ``root`` did when it was recorded."""
+    """Trace ``root`` into a GraphModule.
+
+    Args:
+        root: module or function.
+        concrete_args: arguments to specialize on, as for torch's tracer.
+        leaf_modules: class names of modules to record as a single call.
+    """
     tracer = Tracer(leaf_modules)
     graph = tracer.trace(root, concrete_args)
     return torch.fx.GraphModule(tracer.root, graph)
 
 
 def is_fx_tracing() -> bool:
-    """Return whether torch.fx is recording."""
+    """Return whether torch.fx is tracing."""
     return bool(is_fx_symbolic_tracing())

@@ -1,8 +1,8 @@
 """TorchRec's hash-based managed collisions (multi-probe ZCH), on MeshRec's hash index.
 
-TorchRec's kernel trains on GPUs only, and an ID competes for the rows that its hash probes. Here any ID can
-have any row. So IDs get other rows than in TorchRec, and no ID loses its row as long as a row is free or due
-for eviction.
+In TorchRec, an ID competes for the few rows that its hash probes, and the kernel trains on GPUs only. Here an
+ID can take any row. So IDs get different rows than in TorchRec, and none is rejected while a row is free or
+due for eviction.
 """
 
 import time
@@ -19,7 +19,6 @@ from meshrec.ops.index import HashIndex, mix, unique
 
 _SECONDS = 3600
 _NOT_HERE = {
-    "is_inference": False,
     "tb_logging_frequency": 0,
     "inference_dispatch_div_train_world_size": False,
     "start_bucket": 0,
@@ -34,24 +33,24 @@ _NOT_HERE = {
 
 
 class HashZchEvictionPolicyName(Enum):
-    """The policies that choose which IDs lose their rows."""
+    """Eviction policies."""
 
     SINGLE_TTL_EVICTION = "SINGLE_TTL_EVICTION"
-    """Evicts IDs that were not read for ``single_ttl`` hours."""
+    """Evict IDs without a read for ``single_ttl`` hours."""
     PER_FEATURE_TTL_EVICTION = "PER_FEATURE_TTL_EVICTION"
-    """Evicts IDs that were not read for the hours of their feature."""
+    """Evict IDs without a read for the TTL of their feature, in hours."""
     LRU_EVICTION = "LRU_EVICTION"
-    """Evicts the IDs whose last read is the longest ago."""
+    """Evict the least recently read IDs."""
 
 
 @dataclass
 class HashZchEvictionConfig:
-    """The options of a policy.
+    """Eviction policy options.
 
     Attributes:
-        features: the features of the table.
-        single_ttl: hours without a read.
-        per_feature_ttl: the same for each feature.
+        features: features of the table.
+        single_ttl: hours without a read before eviction.
+        per_feature_ttl: the same by feature.
     """
 
     features: list[str]
@@ -60,28 +59,29 @@ class HashZchEvictionConfig:
 
 
 class HashZchManagedCollisionModule(ManagedCollisionModule):
-    """Each ID has a row of its own, as long as there are rows; the others share rows by their hash.
+    """Managed collisions with a dedicated row per ID while rows last. Remaining IDs share rows by hash.
 
-    In training, a new ID takes a free row, or one whose ID is due under the eviction policy, the longest due
-    first. The clock is in hours, as TorchRec's.
+    In training, a new ID takes a free row, or the row with the earliest expiry among the rows that the policy
+    allows to evict. The clock counts whole hours, as in TorchRec.
 
     Args:
-        zch_size: the number of rows.
-        device: the device, the CPU.
-        total_num_buckets: the number of parts that the rows can be cut into; must divide ``zch_size``.
-        max_probe: accepted, and without effect: no ID is refused a row that is free.
-        input_hash_size: the end of the range of raw IDs; 0: all of int64.
+        zch_size: number of rows.
+        device: device for the state; must be the CPU.
+        total_num_buckets: number of equal row ranges; must divide ``zch_size``.
+        max_probe: ignored, because IDs are not limited to probed rows.
+        input_hash_size: exclusive upper limit for raw IDs; 0: all int64 values.
         output_segments: see ``ManagedCollisionModule``.
-        name: name of the module.
-        eviction_policy_name: the policy; None: no ID loses its row.
-        eviction_config: the options of the policy.
-        disable_fallback: whether IDs without a row are left out, instead of sharing one.
-        read_only_suffix: suffix of the names of features that never change the rows.
-        persist_hash_zch_bucket: whether the state dict has the number of buckets.
-        more: further options of TorchRec, which must have their defaults.
+        name: module name.
+        eviction_policy_name: policy; None: IDs are never evicted.
+        eviction_config: policy options.
+        disable_fallback: whether to drop IDs without a row instead of sharing rows.
+        read_only_suffix: suffix for read-only features.
+        persist_hash_zch_bucket: whether the state dict contains the bucket count.
+        is_inference: whether the ID-to-row mapping is frozen, even in training mode.
+        more: other TorchRec options, which must keep their defaults.
 
     Raises:
-        ValueError: an option is not supported, or the policy lacks its hours.
+        ValueError: an option is not supported, or the policy lacks its TTL.
     """
 
     _hash_zch_identities: Tensor
@@ -103,6 +103,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         disable_fallback: bool = False,
         read_only_suffix: str = "_readonly",
         persist_hash_zch_bucket: bool = True,
+        is_inference: bool = False,
         **more: Any,
     ) -> None:
         _check_options(more)
@@ -111,39 +112,55 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
                 f"zch_size must be a multiple of total_num_buckets, got {zch_size} and {total_num_buckets}."
             )
         share = zch_size // total_num_buckets
-        super().__init__(device, output_segments or [share * b for b in range(total_num_buckets + 1)])
+        segments = output_segments or [share * bucket for bucket in range(total_num_buckets + 1)]
+        super().__init__(device, segments, read_only_suffix=read_only_suffix)
         self._name, self._zch_size, self._input_hash_size = name, zch_size, input_hash_size
-        self._buckets, self._suffix = total_num_buckets, read_only_suffix
+        self._buckets = total_num_buckets
         self._disable_fallback, self._policy = disable_fallback, eviction_policy_name
         self._hours = _hours_of(eviction_policy_name, eviction_config)
-        # IDs and the hours until which their rows are theirs.
+        # ID per row (-1: free) and expiry hour per row. Names and shapes are TorchRec's, so checkpoints load.
         self.register_buffer("_hash_zch_identities", torch.full((zch_size, 1), -1, device=device))
         self.register_buffer("_hash_zch_metadata", torch.zeros(zch_size, 1, dtype=torch.int32, device=device))
+        # -1 is also a valid raw ID, so a separate mask says which rows are taken.
         self.register_buffer("_hash_zch_used", torch.zeros(zch_size, dtype=torch.bool, device=device))
         self.register_buffer(
             "_hash_zch_bucket", torch.tensor([[total_num_buckets]]), persistent=persist_hash_zch_bucket
         )
+        self._hash_zch_runtime_meta: Tensor | None = None  # counters that only TorchRec's kernel writes
+        # Derived from the buffers, not saved. validate_state rebuilds it after a state dict is loaded.
         self._index = HashIndex(zch_size, name=f"managed collisions {name or ''}")
+        # Evicted rows since the last evict(), which takes and clears them.
         self._evicted: list[Tensor] = []
+        self._is_inference = is_inference
+
+    @property
+    def is_sharded(self) -> bool:
+        """False: the module holds all rows."""
+        return False
+
+    def reset_inference_mode(self) -> None:
+        """Freeze the ID-to-row mapping, even in training mode."""
+        self._is_inference = True
 
     def preprocess(self, features: Jagged) -> Jagged:
-        """Return the features."""
+        """Return the features unchanged."""
         return features
 
     def profile(self, features: Jagged) -> Jagged:
-        """Return the features: ``remap`` records them."""
+        """Return the features unchanged; ``remap`` records them."""
         return features
 
     @torch.no_grad()
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
-        """Return the features with rows in place of IDs; in training, new IDs get rows."""
+        """Replace IDs by rows. In training, first assign rows to new IDs."""
         found = {}
         for name, each in features.items():
             ids = each.values().long()
-            if self.training and not name.lower().endswith(self._suffix):
+            if self.training and not self._is_inference and not name.lower().endswith(self.read_only_suffix):
                 self._train(ids, each)
             rows = self._index.find(ids)
             if not self._disable_fallback:
+                # The seed is fixed: shared rows must not change between runs or after a reload.
                 shared = mix(ids, 0) % self._zch_size
                 found[name] = _with(each, torch.where(rows < 0, shared, rows), each.lengths())
                 continue
@@ -156,15 +173,18 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         return found
 
     def _train(self, ids: Tensor, feature: JaggedTensor) -> None:
-        """Assign rows to new IDs, and record the hour until which each ID of the batch keeps its row."""
+        """Assign rows to new IDs, and update the expiry hour of every ID in the batch."""
         distinct, inverse = unique(ids)
         until = torch.zeros_like(distinct)
+        # An ID may occur in several features with different TTLs: the latest expiry counts.
         until.scatter_reduce_(0, inverse, self._until(ids, feature), "amax", include_self=False)
         rows = self._index.find(distinct)
         known, new = rows[rows >= 0], distinct[rows < 0]
         num_free = self._zch_size - self._index.num_live
         if len(new) > num_free:
+            # The IDs of this batch are about to be read, so their rows are excluded from eviction.
             num_free += self._make_room(len(new) - num_free, known)
+        # The remaining IDs share rows by hash, or are dropped, until a later batch finds room.
         new = new[:num_free]
         if len(new):
             slots = self._index.insert(new)
@@ -175,7 +195,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         self._hash_zch_metadata[rows[own], 0] = until[own].int()
 
     def _until(self, ids: Tensor, feature: JaggedTensor) -> Tensor:
-        """Return the hour until which each ID keeps its row."""
+        """Return the expiry hour per ID."""
         now = _now()
         if len(self._hours) == 1:
             return torch.full_like(ids, now + self._hours[0])
@@ -189,7 +209,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         return torch.tensor(self._hours).repeat_interleave(counts) + now
 
     def _make_room(self, wanted: int, keep: Tensor) -> int:
-        """Evict IDs that are due, except those to ``keep``; return the number of freed rows."""
+        """Evict up to ``wanted`` IDs, never those in rows ``keep``. Return the number of freed rows."""
         if self._policy is None:
             return 0
         due = self._hash_zch_used.clone()
@@ -198,6 +218,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         if self._policy is not HashZchEvictionPolicyName.LRU_EVICTION:
             due &= until < _now()
         rows = due.nonzero()[:, 0]
+        # Earliest expiry first. For LRU every row is a candidate, so this is the least recently read.
         rows = rows[until[rows].argsort(stable=True)][:wanted]
         self._index.remove(self._hash_zch_identities[rows, 0])
         self._hash_zch_used[rows] = False
@@ -207,7 +228,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         return len(rows)
 
     def evict(self) -> Tensor | None:
-        """Return the rows whose IDs were evicted since the last call; None if there was no eviction."""
+        """Return the rows evicted since the last call; None if there are none."""
         evicted, self._evicted = self._evicted, []
         return torch.cat(evicted).unique() if evicted else None
 
@@ -216,22 +237,40 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         return self._zch_size
 
     def input_size(self) -> int:
-        """Return the end of the range of raw IDs."""
+        """Return the exclusive upper limit for raw IDs."""
         return self._input_hash_size
 
     def buckets(self) -> int:
-        """Return the number of parts that the rows can be cut into."""
+        """Return the number of equal row ranges."""
         return self._buckets
 
     def open_slots(self) -> Tensor:
-        """Return the number of rows that no ID has, int64 [1]."""
+        """Return the number of free rows, int64 [1]."""
         return torch.tensor([self._zch_size - self._index.num_live])
 
     def validate_state(self) -> None:
-        """Make the index of the IDs that were loaded."""
+        """Rebuild the index from the loaded IDs."""
         slots = self._hash_zch_used.nonzero()[:, 0]
+        # HashIndex.of needs ascending IDs.
         ids, order = self._hash_zch_identities[slots, 0].sort()
         self._index = HashIndex.of(self._zch_size, ids, slots[order], name=self._index.name)
+
+
+def make_hash_zch_buckets_non_persistent(module: torch.nn.Module) -> int:
+    """Exclude the bucket count from all state dicts inside ``module``, because older checkpoints lack it.
+
+    Returns:
+        Number of changed modules.
+    """
+    buffer = "_hash_zch_bucket"
+    holders = [
+        child
+        for child in module.modules()
+        if buffer in child._buffers and buffer not in child._non_persistent_buffers_set
+    ]
+    for child in holders:
+        child._non_persistent_buffers_set.add(buffer)
+    return len(holders)
 
 
 def _check_options(more: dict[str, Any]) -> None:
@@ -246,7 +285,7 @@ def _check_options(more: dict[str, Any]) -> None:
 
 
 def _hours_of(policy: HashZchEvictionPolicyName | None, config: HashZchEvictionConfig | None) -> list[int]:
-    """Return the hours of each feature, or of all of them."""
+    """Return the TTL in hours per feature, or a single TTL for all features."""
     if policy is None:
         return [0]
     if policy is HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION:

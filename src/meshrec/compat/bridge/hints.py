@@ -1,10 +1,11 @@
-"""Options of TorchRec that change no result: they are accepted, and one log line names them."""
+"""TorchRec options without an effect on results: accepted, and logged once."""
 
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 _logger = logging.getLogger("meshrec.compat")
+# (class, option) pairs that were logged in this process, so that a loop over models logs once.
 _told: set[tuple[str, str]] = set()
 
 MEMORY = {
@@ -12,19 +13,19 @@ MEMORY = {
     "free_features_storage_early": False,
     "clear_data_dist_inputs": False,
 }
-"""Options of pipelines about the memory of batches, with TorchRec's defaults."""
+"""Pipeline options for batch memory, with TorchRec's defaults."""
 
 
 def take_hints(owner: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Check the names of options, and log once which of them have no effect here.
+    """Check option names, and log options without an effect here.
 
     Args:
-        owner: the class that takes them.
-        given: what the program gave.
-        known: TorchRec's names and defaults.
+        owner: class that takes the options.
+        given: options from the program.
+        known: TorchRec's option names and defaults.
 
     Raises:
-        TypeError: a name is unknown.
+        TypeError: an option name is unknown.
     """
     for name, value in given.items():
         if name not in known:

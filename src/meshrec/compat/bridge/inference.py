@@ -1,4 +1,4 @@
-"""TorchRec's path to inference: dense layers in fp16, and the sharding of a quantised model."""
+"""TorchRec's inference path: dense layers in fp16, and sharding for quantized models."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from meshrec import model_parallel as own
 from meshrec.comms.mesh import ShardingEnv
+from meshrec.compat.bridge.fused_params import (
+    FUSED_PARAM_BOUNDS_CHECK_MODE,
+    FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP,
+    FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
+    FUSED_PARAM_REGISTER_TBE_BOOL,
+)
 from meshrec.compat.bridge.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation
-from meshrec.compat.bridge.plans import ShardingPlan, to_own
+from meshrec.compat.bridge.plans import BoundsCheckMode, ShardingPlan, to_own
 from meshrec.compat.bridge.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,
     QuantEmbeddingCollectionSharder,
@@ -21,7 +27,18 @@ from meshrec.modules.embedding_modules import TableCollection
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import types
 
-DEFAULT_SHARDERS = [QuantEmbeddingBagCollectionSharder(), QuantEmbeddingCollectionSharder()]
+DEFAULT_FUSED_PARAMS: dict[str, Any] = {
+    FUSED_PARAM_REGISTER_TBE_BOOL: True,
+    FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: True,
+    FUSED_PARAM_BOUNDS_CHECK_MODE: BoundsCheckMode.NONE,
+    FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP: False,
+}
+"""TorchRec's kernel options, without effect here."""
+
+DEFAULT_SHARDERS = [
+    QuantEmbeddingBagCollectionSharder(DEFAULT_FUSED_PARAMS),
+    QuantEmbeddingCollectionSharder(DEFAULT_FUSED_PARAMS),
+]
 
 
 def shard_quant_model(
@@ -35,23 +52,24 @@ def shard_quant_model(
     ddr_cap: int | None = None,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:
-    """Spread the quantised collections of ``model`` over devices of this process, in place. Return it and the
-    plan.
+    """Shard a model's quantized collections over devices of this process, in place.
 
     Args:
-        model: the quantised model.
+        model: quantized model.
         world_size: number of devices.
-        compute_device: type of the devices. With ``"cpu"``, all of them are the CPU.
-        sharding_device: changes nothing: rows are always on the device of their lookup, and never on
-            ``meta``.
-        sharders: the sharders (default: those of quantised collections).
-        device_memory_size: bytes of a device.
-        constraints: constraints of the planner (default: whole tables).
-        ddr_cap: bytes of the host.
-        sharding_plan: placement of the tables; None: the planner makes it.
+        compute_device: device type. With ``"cpu"``, all devices are the CPU.
+        sharding_device: ignored: rows always live on the device of their lookup.
+        sharders: sharders (default: those for quantized collections).
+        device_memory_size: bytes per device.
+        constraints: planner constraints (default: table-wise sharding).
+        ddr_cap: host bytes.
+        sharding_plan: table placement; None: call the planner.
+
+    Returns:
+        The model and the sharding plan.
 
     Raises:
-        ValueError: there are fewer GPUs.
+        ValueError: the host has fewer GPUs than ``world_size``.
     """
     env = ShardingEnv.from_local(local_devices(world_size, compute_device))
     sharders = list(DEFAULT_SHARDERS if sharders is None else sharders)
@@ -62,6 +80,7 @@ def shard_quant_model(
             if isinstance(module, TableCollection)
             for config, _ in module.tables().values()
         ]
+        # TorchRec's default for inference: whole tables, so that results need no reduction.
         whole = types.ParameterConstraints(sharding_types=[ShardingType.TABLE_WISE])
         topology = types.Topology(
             world_size=world_size,
@@ -74,6 +93,7 @@ def shard_quant_model(
             topology,
             batch_size=1,
             constraints=dict.fromkeys(tables, whole) if constraints is None else constraints,
+            # Serving has no gradients or optimizer state to reserve memory for.
             storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         )
         sharding_plan = planner.plan(model, sharders)
@@ -84,13 +104,13 @@ def shard_quant_model(
 
 
 def quantize_feature(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert tensors of fp32 and fp64 to fp16, in a hook before ``forward``."""
+    """Convert fp32 and fp64 tensors to fp16. A forward pre-hook."""
     wide = (torch.float32, torch.float64)
     return tuple(x.half() if isinstance(x, Tensor) and x.dtype in wide else x for x in inputs)
 
 
 class PredictModule(nn.Module, abc.ABC):
-    """A model that maps a dict of tensors to a dict of tensors. Subclasses write ``predict_forward``."""
+    """Model with tensor dicts as input and output. Subclasses implement ``predict_forward``."""
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -99,21 +119,21 @@ class PredictModule(nn.Module, abc.ABC):
 
     @property
     def predict_module(self) -> nn.Module:
-        """The model that was given."""
+        """Wrapped model."""
         return self._module
 
     @abc.abstractmethod
     def predict_forward(self, batch: dict[str, Tensor]) -> Any:
-        """Return the predictions for a batch, both dicts of tensors."""
+        """Return predictions for a batch; both are tensor dicts."""
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        """Run ``predict_forward`` without gradients, with the device as the current one if it is a GPU."""
+        """Run ``predict_forward`` in inference mode, on the module's GPU if it has one."""
         on_gpu = self._device is not None and self._device.type == "cuda"
         with torch.inference_mode(), torch.cuda.device(self._device) if on_gpu else nullcontext():
             return self.predict_forward(batch)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's state dict."""
+        """Return the wrapped model's state dict."""
         return self._module.state_dict(*args, **kwargs)
 
 
@@ -122,10 +142,15 @@ def quantize_dense(
     dtype: torch.dtype,
     additional_embedding_module_type: Sequence[type[nn.Module]] = (),
 ) -> nn.Module:
-    """Convert the children of the model other than embedding collections, and their inputs, to fp16.
+    """Convert the model's children and their inputs to fp16, except embedding collections.
+
+    Args:
+        predict_module: wrapper around the model. Changed in place.
+        dtype: must be float16.
+        additional_embedding_module_type: further module types to leave unchanged.
 
     Raises:
-        ValueError: ``dtype`` is another type.
+        ValueError: ``dtype`` is not float16.
     """
     if dtype != torch.half:
         raise ValueError(

@@ -1,7 +1,9 @@
-"""Keyed optimizers with TorchRec's arguments. As there, state_dict has groups only after
-``save_param_groups``.
+"""Keyed optimizers with TorchRec's arguments.
+
+As in TorchRec, ``state_dict`` omits param groups until ``save_param_groups(True)`` is called.
 """
 
+import logging
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,9 +14,11 @@ from torch import Tensor
 
 from meshrec.optim import clipping, keyed
 
+_logger = logging.getLogger("meshrec")
+
 
 class _AnyKeyed(ABCMeta):
-    """A metaclass that counts the optimizers of sharded models as keyed optimizers."""
+    """Metaclass: the optimizers of sharded models count as keyed optimizers."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if cls.__dict__.get("_is_root"):
@@ -23,12 +27,12 @@ class _AnyKeyed(ABCMeta):
 
 
 class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
-    """An optimizer that stores state by the names of parameters. Subclasses write ``step``.
+    """Optimizer with state keyed by parameter name. Subclasses implement ``step``.
 
     Args:
-        params: the parameters by name.
-        state: a dict of state for each parameter.
-        param_groups: torch's groups.
+        params: parameters by name.
+        state: state dict per parameter.
+        param_groups: torch param groups.
     """
 
     _is_root = True
@@ -43,49 +47,66 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         settle(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state of all trained parameters. Missing gradients become zeros."""
+        """Create the state for all trainable parameters. Missing gradients become zeros."""
         super().init_state(sparse_grad_parameter_names)
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
-        """Do nothing; subclasses may override what happens after loading."""
+        """Hook after loading. Does nothing by default."""
 
     @property
     def updates_in_backward(self) -> bool:
-        """False: the optimizer never updates in the backward pass."""
+        """False: this optimizer only updates in ``step``."""
         return False
 
     def step(self, closure: Any = None) -> Any:
-        """Raise NotImplementedError, because subclasses write it."""
+        """Raise NotImplementedError: subclasses implement it."""
         raise NotImplementedError(
             f"{type(self).__name__} has no step. Write one, or use KeyedOptimizerWrapper."
         )
 
     def add_param_group(self, param_group: Any) -> None:
-        """Raise NotImplementedError, because subclasses write it."""
+        """Raise NotImplementedError: subclasses implement it."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot take another group. Name its parameters when it is made."
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Let the subclass step with zero gradients, and undo everything but the creation of state."""
+        """Create state by a step with zero gradients, and undo all other effects."""
         keyed.create_by_step(self, lambda: self.step(None), names, sparse_names)
 
 
 class DummyKeyedOptimizer(KeyedOptimizer):
-    """An optimizer whose step does nothing, for trying wrappers."""
+    """Optimizer with a no-op step, for testing wrappers."""
 
     def step(self, closure: Any = None) -> Any:
-        """Leave the parameters as they are; ``closure`` is not called."""
+        """Do nothing. ``closure`` is not called."""
+
+
+def _without_parameters(
+    optim_factory: Callable[[Any], torch.optim.Optimizer], pass_params_dict: bool
+) -> torch.optim.Optimizer:
+    """Return an optimizer without parameters, which torch's constructors reject."""
+    # Two dimensions, because row-wise optimizers reject other parameters.
+    placeholder = torch.nn.Parameter(torch.empty(0, 0))
+    optimizer = optim_factory({"": placeholder} if pass_params_dict else [placeholder])
+    for group in optimizer.param_groups:
+        group["params"] = []
+    optimizer.state.clear()
+    return optimizer
 
 
 class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
-    """A torch optimizer with names for its parameters.
+    """Torch optimizer with named parameters.
+
+    Without parameters, ``step`` does nothing, and the constructor logs a warning. TorchRec programs wrap the
+    tables that have no in-backward optimizer; MeshRec also updates data-parallel tables in backward.
 
     Args:
-        params: the parameters by name.
-        optim_factory: makes the optimizer from the list of parameters, or from the mapping if
+        params: parameters by name.
+        optim_factory: constructs the optimizer from the parameter list, or from the mapping if
             ``pass_params_dict``.
+        pass_params_dict: whether to pass the mapping.
     """
 
     def __init__(
@@ -94,28 +115,39 @@ class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
         optim_factory: Callable[[Any], torch.optim.Optimizer],
         pass_params_dict: bool = False,
     ) -> None:
-        super().__init__(params, (lambda _: optim_factory(params)) if pass_params_dict else optim_factory)
+        if not params:
+            _logger.warning(
+                "KeyedOptimizerWrapper got no parameters, and steps nothing. Tables with an optimizer in "
+                "backward are updated in backward, data-parallel ones too."
+            )
+            super().__init__(params, lambda _: _without_parameters(optim_factory, pass_params_dict))
+        else:
+            super().__init__(params, (lambda _: optim_factory(params)) if pass_params_dict else optim_factory)
         settle(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state of all trained parameters. Missing gradients become zeros."""
+        """Create the state for all trainable parameters. Missing gradients become zeros."""
         super().init_state(sparse_grad_parameter_names)
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
-        """Do nothing; subclasses may override what happens after loading."""
+        """Hook after loading. Does nothing by default."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Pass the step to the torch optimizer if it has this method."""
+        """Forward to the torch optimizer if it has this method."""
         tell([self._optimizer], "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Pass the values to the torch optimizer if it has this method."""
+        """Forward to the torch optimizer if it has this method."""
         tell([self._optimizer], "update_hyper_parameters", params_dict)
+
+    def scratch_buffers(self) -> tuple[Tensor, ...]:
+        """Return the torch optimizer's scratch buffers; empty without this method."""
+        return scratch_of([self._optimizer])
 
 
 class CombinedOptimizer(keyed.CombinedOptimizer):
-    """Several keyed optimizers as one."""
+    """Combination of several keyed optimizers."""
 
     def __init__(self, optims: Iterable[keyed.KeyedOptimizer | tuple[str, keyed.KeyedOptimizer]]) -> None:
         super().__init__(optims)
@@ -125,56 +157,64 @@ class CombinedOptimizer(keyed.CombinedOptimizer):
         return [optimizer for _, optimizer in self.optimizers]
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state of the inner optimizers."""
+        """Create the state in all inner optimizers."""
         for each in self._inner():
             each.init_state(sparse_grad_parameter_names)
 
     def post_load_state_dict(self) -> None:
-        """Call the method of the inner optimizers after loading."""
+        """Call the inner optimizers' hooks after loading."""
         tell(self._inner(), "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
-        """Pass the step to the inner optimizers that have this method."""
+        """Forward to the inner optimizers with this method."""
         tell(self._inner(), "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Pass the values to the inner optimizers that have this method."""
+        """Forward to the inner optimizers with this method."""
         tell(self._inner(), "update_hyper_parameters", params_dict)
 
+    def scratch_buffers(self) -> tuple[Tensor, ...]:
+        """Return the scratch buffers of all inner optimizers."""
+        return scratch_of(self._inner())
+
     def rebind(self, *args: Any) -> None:
-        """Let the optimizer of a sharded module continue with tables that have moved."""
+        """Rebind a sharded module's optimizer after tables have moved."""
         tell(self._inner(), "rebind", *args)
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
-        """Return ``opt_key.name``, or the one that is not empty."""
+        """Return ``opt_key.name``; if either is empty, return the other."""
         return ".".join(part for part in (opt_key, name) if part)
 
 
 class Passing:
-    """The methods that TorchRec's wrappers pass on to the optimizer inside."""
+    """Methods that TorchRec's wrappers forward to the inner optimizer."""
 
     _optimizer: keyed.KeyedOptimizer
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state of the inner optimizer."""
+        """Create the inner optimizer's state."""
         self._optimizer.init_state(sparse_grad_parameter_names)
 
     def post_load_state_dict(self) -> None:
-        """Call the method of the inner optimizer after loading."""
+        """Call the inner optimizer's hook after loading."""
         tell([self._optimizer], "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
-        """Pass the step to the inner optimizer if it has this method."""
+        """Forward to the inner optimizer if it has this method."""
         tell([self._optimizer], "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Pass the values to the inner optimizer if it has this method."""
+        """Forward to the inner optimizer if it has this method."""
         tell([self._optimizer], "update_hyper_parameters", params_dict)
+
+    def scratch_buffers(self) -> tuple[Tensor, ...]:
+        """Return the inner optimizer's scratch buffers."""
+        return scratch_of([self._optimizer])
 
 
 class OptimizerWrapper(Passing, keyed.OptimizerWrapper):
-    """A keyed optimizer around another. Subclasses write their own ``step``."""
+    """Keyed optimizer that wraps another. Subclasses implement ``step``."""
 
     def __init__(self, optimizer: keyed.KeyedOptimizer) -> None:
         super().__init__(optimizer)
@@ -182,12 +222,12 @@ class OptimizerWrapper(Passing, keyed.OptimizerWrapper):
 
 
 class GradientClippingOptimizer(Passing, clipping.GradientClippingOptimizer):
-    """A wrapper that clips the gradients before each step.
+    """Optimizer wrapper with gradient clipping before every step.
 
     Args:
         optimizer, clipping, max_gradient, norm_type: as for MeshRec's.
-        enable_global_grad_clip, param_to_pgs: must be left out.
-        track_grad_norm: compute ``last_total_grad_norm`` even without NORM clipping.
+        enable_global_grad_clip, param_to_pgs: must keep their defaults.
+        track_grad_norm: whether to compute ``last_total_grad_norm`` without NORM clipping too.
     """
 
     def __init__(
@@ -206,15 +246,18 @@ class GradientClippingOptimizer(Passing, clipping.GradientClippingOptimizer):
                 "all ranks: there is no norm over groups of ranks. Leave enable_global_grad_clip and "
                 "param_to_pgs out."
             )
+        # MeshRec's class rejects a limit of 0.
         super().__init__(optimizer, clipping, max_gradient or 1.0, norm_type)
         self._max_gradient = max_gradient  # 0 makes all gradients 0
         self._tracks = track_grad_norm
         self._replicate_params = [each for group in self.param_groups for each in group["params"]]
+        # Stays empty here: sharded tables consume their gradients in backward.
         self._sharded_params: dict[Any, list[Tensor]] = {}
         settle(self)
 
     def step(self, closure: Any = None) -> Any:
-        """Evaluate the closure, clip, and step the wrapped optimizer."""
+        """Clip the gradients, and step the wrapped optimizer."""
+        # Meta gradients have no values to measure.
         if any(parameter.is_meta for parameter in self.params.values()):
             self._last_total_grad_norm = None
             return self._optimizer.step(closure)
@@ -223,15 +266,16 @@ class GradientClippingOptimizer(Passing, clipping.GradientClippingOptimizer):
         return super().step(closure)
 
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the norm of all gradients together, and the gradients."""
+        """Return the total norm and the list of gradients."""
         whole = get_grads(self._replicate_params)
         parts = {groups: get_grads(params) for groups, params in self._sharded_params.items()}
         total = compute_total_norm(whole, parts, self._norm_type, self._max_gradient)
         return total, [grad for grads in (*parts.values(), whole) for grad in grads]
 
     def clip_grad_norm_(self) -> Tensor:
-        """Scale all gradients so that their total norm is at most the limit; return the norm before."""
+        """Scale all gradients to a total norm at most ``max_gradient``. Return the norm before scaling."""
         total, grads = self.compute_total_grad_norm()
+        # The same epsilon as torch.nn.utils.clip_grad_norm_.
         scale = (self._max_gradient / (total + 1e-6)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(scale)
@@ -239,10 +283,9 @@ class GradientClippingOptimizer(Passing, clipping.GradientClippingOptimizer):
 
 
 def settle(optimizer: keyed.KeyedOptimizer) -> None:
-    """Apply TorchRec's conventions: groups are saved only on request, and loading ends with
-    ``post_load_state_dict``.
-    """
+    """Apply TorchRec's conventions: save groups on request, run ``post_load_state_dict`` after loading."""
     optimizer.save_param_groups(False)
+    # A module-level function: a bound method would tie the hook to this object in copies.
     optimizer.register_load_state_dict_post_hook(_after_loading)
 
 
@@ -251,21 +294,28 @@ def _after_loading(optimizer: torch.optim.Optimizer) -> None:
 
 
 def tell(optimizers: Iterable[torch.optim.Optimizer], method: str, *args: Any) -> None:
-    """Call a method of the optimizers that have it."""
+    """Call a method on every optimizer that has it."""
     for optimizer in optimizers:
         if hasattr(optimizer, method):
             getattr(optimizer, method)(*args)
 
 
+def scratch_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[Tensor, ...]:
+    """Return the scratch buffers of all optimizers that expose them; MeshRec's optimizers do not."""
+    having = [optimizer for optimizer in optimizers if hasattr(optimizer, "scratch_buffers")]
+    return tuple(buffer for optimizer in having for buffer in optimizer.scratch_buffers())
+
+
 def _fill_gradients(params: Mapping[str, Tensor], sparse_names: Collection[str]) -> None:
     for name, parameter in params.items():
         if parameter.requires_grad and parameter.grad is None:
+            # As TorchRec's init_state does: the gradients stay after the call.
             zero = torch.zeros_like(parameter)
             parameter.grad = zero.to_sparse() if name in sparse_names else zero
 
 
 def get_grads(param_list: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that exist and are not empty."""
+    """Return local gradients, without missing and empty ones."""
     grads = [parameter.grad for parameter in param_list]
     local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads if grad is not None]
     return [grad for grad in local if grad.numel()]
@@ -277,13 +327,20 @@ def batch_cal_norm(
     norm_type: float = 2.0,
     process_groups: Iterable[dist.ProcessGroup] | None = None,
 ) -> Tensor:
-    """Return the p-th power of the norm of all tensors, also over the groups; for p = inf, the norm itself.
+    """Return the joint norm to the power ``norm_type``; for inf, the joint norm itself.
 
-    ``max_norm`` changes nothing.
+    Args:
+        grad_list: gradients. Without values, the result is 0, or -inf for the inf norm.
+        max_norm: ignored.
+        norm_type: order p.
+        process_groups: groups over which to reduce, in order.
     """
     is_max = norm_type == torch.inf
-    norms = torch.stack([torch.linalg.vector_norm(grad, norm_type) for grad in grad_list])
-    total: Tensor = norms.max() if is_max else norms.pow(norm_type).sum()
+    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grad_list if grad.numel()]
+    empty = torch.tensor(-torch.inf if is_max else 0.0)
+    total: Tensor = empty
+    if norms:
+        total = torch.stack(norms).max() if is_max else torch.stack(norms).pow(norm_type).sum()
     for group in process_groups or ():
         dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
     return total
@@ -295,8 +352,13 @@ def compute_total_norm(
     norm_type: float = 2.0,
     max_grad_norm: float = 1.0,
 ) -> Tensor:
-    """Return the total norm of gradients that every rank holds whole, and of those that groups of ranks hold
-    in parts.
+    """Return the total norm of replicated and sharded gradients.
+
+    Args:
+        replicate_grads: gradients that every rank holds in full.
+        sharded_grads: local gradient shards, keyed by the process groups that hold them.
+        norm_type: order p.
+        max_grad_norm: ignored.
     """
     parts = [batch_cal_norm(replicate_grads, max_grad_norm, norm_type)] if replicate_grads else []
     parts += [

@@ -1,4 +1,4 @@
-"""Functions that wait for a module's first forward pass. torch's lazy modules take keyword arguments now."""
+"""Functions to run after a module's first forward pass."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,11 +12,12 @@ Function = Callable[[nn.Module], object]
 
 
 def lazy_apply(module: M, fn: Function) -> M:
-    """Apply ``fn`` to a module and all modules inside it, once, right after its first forward pass.
+    """Apply ``fn`` to a module and all submodules once, right after the first forward pass.
 
     Returns:
         The module.
     """
+    # Pending functions. The list and the hook exist from the first lazy_apply to the next forward pass.
     waiting: list[Function] | None = getattr(module, "_functions_to_lazy_apply", None)
     if waiting is None:
         waiting = module._functions_to_lazy_apply = []  # type: ignore[assignment]
@@ -32,16 +33,16 @@ def _apply_waiting(module: nn.Module, args: Any, output: Any) -> None:
 
 
 class LazyModuleExtensionMixin(LazyModuleMixin):
-    """torch's LazyModuleMixin with keyword arguments for ``initialize_parameters``.
+    """torch's LazyModuleMixin, which rejects ``apply`` before the first forward pass.
 
-    ``apply`` before the first forward pass is an error.
+    torch itself now passes keyword arguments to ``initialize_parameters``.
     """
 
     def apply(self, fn: Function) -> Any:
-        """Apply ``fn`` to every module inside, and to this one.
+        """Apply ``fn`` to every submodule and to this module.
 
         Raises:
-            RuntimeError: there was no forward pass yet.
+            RuntimeError: the module has not run a forward pass.
         """
         if hasattr(self, "_initialize_hook"):
             raise RuntimeError(

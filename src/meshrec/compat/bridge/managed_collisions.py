@@ -1,7 +1,7 @@
-"""TorchRec's managed collisions: modules that map raw IDs to rows of a fixed table, with TorchRec's results.
+"""TorchRec's managed collisions: map raw IDs to rows of a fixed-size table, with TorchRec's results.
 
-They are for existing programs. New programs take tables with hashed keys (``meshrec.Hashed``), whose rows do
-not depend on the number of ranks.
+This module exists for existing programs. New programs use tables with hashed keys (``meshrec.Hashed``), where
+rows do not depend on the number of ranks.
 """
 
 import logging
@@ -15,26 +15,51 @@ from meshrec.compat.bridge.eviction import MCHEvictionPolicy
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor
 from meshrec.modules import BaseEmbeddingConfig
 
+# Recorded as single calls, and compiled by TorchScript: they read keys, which a proxy does not know.
+torch.fx.wrap("bags_by_table")
+torch.fx.wrap("joined_tables")
+torch.fx.wrap("rows_of_ids")
+
 _logger = logging.getLogger(__name__)
+# TorchRec's fixed buffer size: checkpoints contain it, padded with -1.
 _MOST_SEGMENTS = 1025
+# Marks a free slot. The maximum keeps the ID array sorted, with free slots at the end.
 _EMPTY = torch.iinfo(torch.int64).max
 Hash = Callable[[Tensor, int], Tensor]
 Jagged = dict[str, JaggedTensor]
 
 
 class ManagedCollisionModule(nn.Module, ABC):
-    """A module that maps raw IDs to rows in ``[0, output_size())``.
+    """Map from raw IDs to rows in ``[0, output_size())``.
 
     Args:
-        device: the device of its state.
-        output_segments: the ends of the parts that the rows can be cut into.
+        device: device for the state.
+        output_segments: boundaries at which the rows can be resharded.
+        skip_state_validation: whether to omit these boundaries from the state.
+        read_only_suffix: suffix for read-only features.
+        enable_per_feature_lookups: must be False.
     """
 
     _output_segments_tensor: Tensor
     _current_iter_tensor: Tensor
 
-    def __init__(self, device: torch.device, output_segments: list[int]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        output_segments: list[int],
+        skip_state_validation: bool = False,
+        read_only_suffix: str = "_readonly",
+        enable_per_feature_lookups: bool = False,
+    ) -> None:
         super().__init__()
+        if enable_per_feature_lookups:
+            raise ValueError(
+                "a lookup for each feature gives the same rows. Leave enable_per_feature_lookups out."
+            )
+        self._read_only_suffix = read_only_suffix
+        if skip_state_validation:
+            self._device = device
+            return
         if len(output_segments) > _MOST_SEGMENTS:
             raise ValueError(f"{len(output_segments)} output segments; at most {_MOST_SEGMENTS} are allowed.")
         self._device = device
@@ -45,24 +70,29 @@ class ManagedCollisionModule(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device of the module's buffers."""
+        """Device of the module's buffers."""
         return self._device
+
+    @property
+    def read_only_suffix(self) -> str:
+        """Suffix for read-only features."""
+        return self._read_only_suffix
 
     @abstractmethod
     def preprocess(self, features: Jagged) -> Jagged:
-        """Return the features that are remapped."""
+        """Return the features to remap."""
 
     @abstractmethod
     def profile(self, features: Jagged) -> Jagged:
-        """Record the features in training; admit and evict IDs when that is due."""
+        """Record the features in training. Admit and evict IDs when due."""
 
     @abstractmethod
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
-        """Return the features with rows in place of IDs."""
+        """Replace IDs by rows."""
 
     @abstractmethod
     def evict(self) -> Tensor | None:
-        """Return the rows whose IDs were evicted since the last call; None if there was no eviction."""
+        """Return the rows evicted since the last call; None if there are none."""
 
     @abstractmethod
     def output_size(self) -> int:
@@ -70,45 +100,45 @@ class ManagedCollisionModule(nn.Module, ABC):
 
     @abstractmethod
     def input_size(self) -> int:
-        """Return the end of the range of raw IDs."""
+        """Return the exclusive upper limit for raw IDs."""
 
     @abstractmethod
     def buckets(self) -> int:
-        """Return the number of parts that the rows can be cut into."""
+        """Return the number of equal row ranges."""
 
     @abstractmethod
     def validate_state(self) -> None:
-        """Check the state that was loaded."""
+        """Check the loaded state."""
 
     @abstractmethod
     def open_slots(self) -> Tensor:
-        """Return the number of rows that no ID has, int64 [1]."""
+        """Return the number of free rows, int64 [1]."""
 
     def forward(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
-        """Record the features, and return them with rows in place of IDs."""
+        """Record the features, and replace IDs by rows."""
         return self.remap(self.profile(self.preprocess(features)), mutate_miss_lengths)
 
 
 class MCHManagedCollisionModule(ManagedCollisionModule):
-    """The IDs with the largest scores have a row of their own; all others share the last row.
+    """Managed collisions with a dedicated row for the highest-scoring IDs. All other IDs share the last row.
 
-    The rows change every ``eviction_interval`` iterations of training. The weights of a row stay when its ID
-    changes, as TorchRec leaves them. The history holds 1.25 times the IDs of the first batch for each
-    iteration of the interval; what does not fit is not counted, as in TorchRec, and a warning says so.
+    The mapping changes every ``eviction_interval`` training iterations. As in TorchRec, a row keeps its
+    weights when its ID changes. The history has room for 1.25 times the first batch per iteration in the
+    interval. IDs beyond that are not counted, and a warning says so.
 
     Args:
-        zch_size: the number of rows.
-        device: the device of its state.
-        eviction_policy: the policy that scores IDs.
-        eviction_interval: the number of iterations between changes.
-        input_hash_size: the end of the range of raw IDs, and the second argument of ``input_hash_func``.
-        input_hash_func: maps raw IDs to those that are kept; None: they are kept as they are.
+        zch_size: number of rows.
+        device: device for the state.
+        eviction_policy: policy that scores IDs.
+        eviction_interval: iterations between mapping updates.
+        input_hash_size: exclusive upper limit for raw IDs, and second argument to ``input_hash_func``.
+        input_hash_func: hash for raw IDs; None: identity.
         mch_size: ignored, as in TorchRec.
         mch_hash_func: ignored, as in TorchRec.
-        name: name of the module.
-        output_global_offset: the first row.
+        name: module name.
+        output_global_offset: first row.
         output_segments: see `ManagedCollisionModule`.
-        buckets: see `buckets`.
+        buckets: number of equal row ranges.
     """
 
     _mch_sorted_raw_ids: Tensor
@@ -141,6 +171,8 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         self._input_hash_size, self._input_hash_func = input_hash_size, input_hash_func
         self._eviction_policy, self._eviction_interval = eviction_policy, eviction_interval
         self._buckets = buckets
+        # This module's own boundaries. Loading overwrites the buffer with the saved ones; validate_state
+        # restores it.
         self._segments = self._output_segments_tensor.clone()
         self.register_buffer("_mch_sorted_raw_ids", torch.full((zch_size,), _EMPTY, device=device))
         self.register_buffer(
@@ -150,8 +182,11 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
             if info.is_mch_metadata:
                 zeros = torch.zeros(zch_size, dtype=torch.int64, device=device)
                 self.register_buffer(f"_mch_{info.metadata_name}", zeros)
+        # Not saved: a resumed run starts a new interval.
         self._history = _History(eviction_policy)
+        # -1 until the first training batch, which reads the possibly loaded iteration from the buffer.
         self._current_iter = self._last_eviction_iter = -1
+        # Evicted rows since the last evict(), which takes and clears them.
         self._evicted: Tensor | None = None
 
     @property
@@ -170,7 +205,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
 
     @torch.no_grad()
     def profile(self, features: Jagged) -> Jagged:
-        """Record the features in training; admit and evict IDs when that is due."""
+        """Record the features in training. Admit and evict IDs when due."""
         if not self.training:
             return features
         if self._current_iter == -1:
@@ -187,6 +222,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
     def _update(self) -> None:
         policy = self._eviction_policy
         ids, counts, metadata = self._history.take(self._current_iter)
+        # Policies expect the history in descending count order.
         order = torch.argsort(counts, descending=True, stable=True)
         ids, counts = ids[order], counts[order]
         places, known = self._search(ids)
@@ -205,29 +241,26 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         self._evicted = rows if self._evicted is None else torch.cat([self._evicted, rows]).unique()
         self._sort()
 
+    # The lookup is a binary search, so IDs must be ascending after every change.
     def _sort(self) -> None:
         order = torch.argsort(self._mch_sorted_raw_ids, stable=True)
         for each in (self._mch_sorted_raw_ids, self._mch_remapped_ids_mapping, *self._metadata.values()):
             each.copy_(each[order])
 
     def _search(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where each ID would be among those that are kept, and whether it is there."""
+        """Return the insertion point per ID in the sorted IDs, and whether the ID is present."""
+        # Without the last slot, so that the index of an absent ID stays in range. That slot is the shared
+        # row.
         places = torch.searchsorted(self._mch_sorted_raw_ids[:-1], ids)
         return places, self._mch_sorted_raw_ids[places] == ids
 
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
-        """Return the features with rows in place of IDs; IDs without a row have the last one."""
-        found = {}
-        for name, each in features.items():
-            places, known = self._search(each.values())
-            rows = torch.where(
-                known, self._mch_remapped_ids_mapping[places], self._offset + self._zch_size - 1
-            )
-            found[name] = _with_values(each, rows)
-        return found
+        """Replace IDs by rows. IDs without a dedicated row get the last row."""
+        last = self._offset + self._zch_size - 1
+        return rows_of_ids(features, self._mch_sorted_raw_ids, self._mch_remapped_ids_mapping, last)
 
     def evict(self) -> Tensor | None:
-        """Return the rows whose IDs were evicted since the last call; None if there was no eviction."""
+        """Return the rows evicted since the last call; None if there are none."""
         evicted, self._evicted = self._evicted, None
         return evicted
 
@@ -236,19 +269,19 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         return self._zch_size
 
     def input_size(self) -> int:
-        """Return the end of the range of raw IDs."""
+        """Return the exclusive upper limit for raw IDs."""
         return self._input_hash_size
 
     def buckets(self) -> int:
-        """Return the number of parts that the rows can be cut into."""
+        """Return the number of equal row ranges."""
         return self._buckets
 
     def open_slots(self) -> Tensor:
-        """Return the number of rows that no ID has, int64 [1]."""
+        """Return the number of free rows, int64 [1]."""
         return self._zch_size - 1 - torch.searchsorted(self._mch_sorted_raw_ids, torch.tensor([_EMPTY]))
 
     def validate_state(self) -> None:
-        """Raise ValueError if these rows cannot be cut out of those that were saved."""
+        """Raise ValueError if this module's rows do not align with the saved segments."""
         start, end = self._offset, self._offset + self._zch_size
         saved = self._output_segments_tensor
         if start not in saved or end not in saved:
@@ -261,17 +294,26 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
 
 
 class _History:
-    """The IDs since the last eviction, as many as fit."""
+    """IDs since the last eviction, up to a fixed capacity."""
 
     def __init__(self, policy: MCHEvictionPolicy) -> None:
         self._policy = policy
         self._names = [each.metadata_name for each in policy.metadata_info if each.is_history_metadata]
         self._size, self._is_cut = -1, False
+        # Both lists grow by an entry per batch, until take() empties them at the next eviction.
         self._ids: list[Tensor] = []
         self._metadata: list[dict[str, Tensor]] = []
 
     def record(self, ids: Tensor, current_iter: int, interval: int) -> None:
+        """Append a batch.
+
+        Args:
+            ids: IDs, int64 [n].
+            current_iter: training iteration.
+            interval: iterations between evictions. The first call uses it to fix the capacity.
+        """
         if self._size < 0:
+            # TorchRec's factor.
             self._size = int(ids.numel() * interval * 1.25)
         free = self._size - sum(map(len, self._ids))
         if len(ids) > free and not self._is_cut:
@@ -282,6 +324,7 @@ class _History:
                 len(ids) - free,
                 len(ids),
             )
+        # A copy: the caller may reuse the batch.
         ids = ids[:free].clone()
         metadata = {name: torch.zeros_like(ids) for name in self._names}
         self._policy.record_history_metadata(current_iter, ids, metadata)
@@ -289,7 +332,7 @@ class _History:
         self._metadata.append(metadata)
 
     def take(self, current_iter: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the distinct IDs, their counts, and what the policy keeps of them; begin anew."""
+        """Return distinct IDs, counts and policy statistics, and clear the history."""
         policy = self._policy
         ids, inverse, counts = torch.unique(torch.cat(self._ids), return_inverse=True, return_counts=True)
         history = {name: torch.cat([each[name] for each in self._metadata]) for name in self._names}
@@ -301,12 +344,12 @@ class _History:
 
 
 class ManagedCollisionCollection(nn.Module):
-    """The managed collision modules of a collection's tables, by table.
+    """Managed collision modules for all tables in a collection.
 
     Args:
-        managed_collision_modules: a module for each table.
-        embedding_configs: the tables.
-        need_preprocess: ignored; the modules preprocess.
+        managed_collision_modules: module per table name.
+        embedding_configs: table configs.
+        need_preprocess: ignored; the modules always preprocess.
     """
 
     def __init__(
@@ -333,43 +376,112 @@ class ManagedCollisionCollection(nn.Module):
         self._feature_names = [name for config in embedding_configs for name in config.feature_names]
 
     def embedding_configs(self) -> Sequence[BaseEmbeddingConfig]:
-        """Return the tables."""
+        """Return the table configs."""
         return self._embedding_configs
 
     def table_to_number_buckets(self) -> dict[str, int]:
-        """Return the number of buckets of each table's module."""
+        """Return the bucket count by table."""
         return {name: each.buckets() for name, each in self._modules_by_table()}
 
     def _modules_by_table(self) -> list[tuple[str, ManagedCollisionModule]]:
         return list(self._managed_collision_modules.items())  # type: ignore[arg-type]
 
     def forward(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> KeyedJaggedTensor:
-        """Return the features in the order of the tables, with rows in place of IDs."""
-        keys = features.keys()
-        if keys != self._feature_names:
-            features = features.permute([keys.index(name) for name in self._feature_names])
-        found = []
-        splits = features.split([len(config.feature_names) for config in self._embedding_configs])
-        for config, part in zip(self._embedding_configs, splits, strict=True):
-            module = self._managed_collision_modules[config.name]
-            # The weights are the number of IDs of each feature, as TorchRec's policies by feature read them.
-            counts = torch.tensor(part.length_per_key())
-            jagged = JaggedTensor(values=part.values(), lengths=part.lengths(), weights=counts)
-            found.append(module({config.name: jagged}, mutate_miss_lengths)[config.name])
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=torch.cat([each.values() for each in found]),
-            lengths=torch.cat([each.lengths() for each in found]),
-            weights=features.weights_or_none(),
-        )
+        """Return the features in table order, with IDs replaced by rows."""
+        tables = [config.name for config in self._embedding_configs]
+        counts = [len(config.feature_names) for config in self._embedding_configs]
+        bags = bags_by_table(features, self._feature_names, counts, tables)
+        remapped = [
+            self._managed_collision_modules[table](bags[index], mutate_miss_lengths)
+            for index, table in enumerate(tables)
+        ]
+        return joined_tables(features, self._feature_names, remapped)
 
     def evict(self) -> dict[str, Tensor | None]:
-        """Return the rows of each table whose IDs were evicted since the last call."""
+        """Return the rows evicted since the last call, by table."""
         return {name: each.evict() for name, each in self._modules_by_table()}
 
     def open_slots(self) -> dict[str, Tensor]:
-        """Return the number of rows of each table that no ID has."""
+        """Return the number of free rows by table."""
         return {name: each.open_slots() for name, each in self._modules_by_table()}
+
+
+# torch.fx records the calls of these three as they are, and TorchScript compiles them.
+
+
+# The next three functions are torch.fx leaves that TorchScript compiles. Only its subset is allowed.
+def rows_of_ids(
+    features: dict[str, JaggedTensor], sorted_ids: Tensor, rows: Tensor, last_row: int
+) -> dict[str, JaggedTensor]:
+    """Replace IDs by rows.
+
+    Args:
+        features: IDs by feature.
+        sorted_ids: IDs with a dedicated row, ascending [Z].
+        rows: row per sorted ID [Z].
+        last_row: row for all other IDs.
+    """
+    remapped: dict[str, JaggedTensor] = {}
+    for name, bag in features.items():
+        ids = bag.values()
+        positions = torch.searchsorted(sorted_ids[:-1], ids)
+        values = torch.where(sorted_ids[positions] == ids, rows[positions], last_row)
+        remapped[name] = JaggedTensor(values=values, lengths=bag.lengths(), weights=bag.weights_or_none())
+    return remapped
+
+
+def bags_by_table(
+    features: KeyedJaggedTensor, feature_names: list[str], counts: list[int], tables: list[str]
+) -> list[dict[str, JaggedTensor]]:
+    """Merge every table's features into one JaggedTensor under the table name.
+
+    The weights hold the ID count per feature, which TorchRec's per-feature policies read.
+
+    Args:
+        features: bags in any feature order.
+        feature_names: features in table order.
+        counts: features per table.
+        tables: table names.
+    """
+    bags: list[dict[str, JaggedTensor]] = []
+    for table, part in zip(tables, in_order(features, feature_names).split(counts)):  # noqa: B905
+        ids_per_feature = torch.tensor(part.length_per_key())
+        bags.append(
+            {table: JaggedTensor(values=part.values(), lengths=part.lengths(), weights=ids_per_feature)}
+        )
+    return bags
+
+
+def joined_tables(
+    features: KeyedJaggedTensor, feature_names: list[str], remapped: list[dict[str, JaggedTensor]]
+) -> KeyedJaggedTensor:
+    """Combine the remapped bags into a KeyedJaggedTensor.
+
+    Args:
+        features: original bags, for their weights.
+        feature_names: features in table order.
+        remapped: module results by table.
+    """
+    values: list[Tensor] = []
+    lengths: list[Tensor] = []
+    for of_table in remapped:
+        for bag in of_table.values():
+            values.append(bag.values())
+            lengths.append(bag.lengths())
+    return KeyedJaggedTensor(
+        keys=feature_names,
+        values=torch.cat(values),
+        lengths=torch.cat(lengths),
+        weights=in_order(features, feature_names).weights_or_none(),
+    )
+
+
+def in_order(features: KeyedJaggedTensor, feature_names: list[str]) -> KeyedJaggedTensor:
+    """Reorder the features to match ``feature_names``."""
+    keys = features.keys()
+    if keys == feature_names:
+        return features
+    return features.permute([keys.index(name) for name in feature_names])
 
 
 def _validate(module: ManagedCollisionModule, keys: object) -> None:

@@ -1,4 +1,4 @@
-"""TorchRec's collections behind managed collisions."""
+"""TorchRec's embedding collections with managed collisions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +13,27 @@ from meshrec.modules import BaseEmbeddingConfig, EmbeddingBagCollection, Embeddi
 Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
-class BaseManagedCollisionEmbeddingCollection(nn.Module):
-    """A collection whose IDs are remapped first.
+def return_remapped_lengths_as_mask(features: KeyedJaggedTensor) -> torch.Tensor:
+    """Return a mask of non-empty bags, bool [B]."""
+    return features.lengths().bool()
 
-    It runs on one rank: each rank would give other rows to the same IDs. For several take tables with hashed
-    keys (``meshrec.Hashed``).
+
+def return_custom_metadata(runtime_meta: torch.Tensor) -> torch.Tensor:
+    """Return the argument. Graphs from TorchRec call this function by name."""
+    return runtime_meta
+
+
+class BaseManagedCollisionEmbeddingCollection(nn.Module):
+    """Embedding collection with an ID remapping step before the lookup.
+
+    It runs on a single rank, because ranks would assign different rows to the same ID. To shard, use tables
+    with hashed keys (``meshrec.Hashed``).
 
     Args:
-        embedding_module: the collection.
-        managed_collision_collection: the managed collisions of the same tables.
+        embedding_module: embedding collection.
+        managed_collision_collection: managed collisions for the same tables.
         return_remapped_features: whether `forward` also returns the remapped features.
-        allow_in_place_embed_weight_update: accepted, and without effect.
+        allow_in_place_embed_weight_update: ignored.
     """
 
     def __init__(
@@ -53,6 +63,7 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[Any, KeyedJaggedTensor | None]:
         """Return the embeddings, and the remapped features or None."""
+        # DistributedModelParallel has replaced the collection by a sharded one.
         if not isinstance(self._embedding_module, Collection):
             raise ValueError(
                 "managed collisions are not sharded: each rank would give other rows to the same IDs. Take "
@@ -60,23 +71,24 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
             )
         features = self._managed_collision_collection(features, mutate_miss_lengths=mutate_miss_lengths)
         found = self._embedding_module(features)
+        # Discards the evicted rows, which otherwise accumulate. Rows keep their weights, as in TorchRec.
         self._managed_collision_collection.evict()
         return found, features if self._return_remapped_features else None
 
     def lookup_remapped_lengths_mask(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return which bags of the remapped features have IDs."""
+        """Return a mask of non-empty remapped bags, bool."""
         remapped: KeyedJaggedTensor = self._managed_collision_collection(features)
         return remapped.lengths().to(torch.bool)
 
 
 class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollection):
-    """An `EmbeddingCollection` behind managed collisions.
+    """`EmbeddingCollection` with managed collisions.
 
     Args:
-        embedding_collection: the collection.
-        managed_collision_collection: the managed collisions of the same tables.
+        embedding_collection: embedding collection.
+        managed_collision_collection: managed collisions for the same tables.
         return_remapped_features: whether `forward` also returns the remapped features.
-        allow_in_place_embed_weight_update: accepted, and without effect.
+        allow_in_place_embed_weight_update: ignored.
     """
 
     def __init__(
@@ -94,13 +106,13 @@ class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollectio
 
 
 class ManagedCollisionEmbeddingBagCollection(BaseManagedCollisionEmbeddingCollection):
-    """An `EmbeddingBagCollection` behind managed collisions.
+    """`EmbeddingBagCollection` with managed collisions.
 
     Args:
-        embedding_bag_collection: the collection.
-        managed_collision_collection: the managed collisions of the same tables.
+        embedding_bag_collection: embedding collection.
+        managed_collision_collection: managed collisions for the same tables.
         return_remapped_features: whether `forward` also returns the remapped features.
-        allow_in_place_embed_weight_update: accepted, and without effect.
+        allow_in_place_embed_weight_update: ignored.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""The parts of TorchRec that MeshRec lacks, with the reason and the nearest thing. A module's entry is for
-all that is in it.
+"""TorchRec names that MeshRec lacks, with the reason and the nearest alternative.
+
+A module entry covers all names in it. An entry for a longer path takes precedence.
 """
 
 _LOOP = "Nearest: TrainPipelineSparseDist."
@@ -19,6 +20,10 @@ _ZCH = (
 _MIXED = (
     "it weighs several signals. Nearest: EmbeddingBagConfig(keys=meshrec.Hashed(max_rows=..., "
     "evict=meshrec.tables.Score(...))), a score of your own."
+)
+_REQUESTS = (
+    "plans are not requested for kinds of machines by name. Nearest: "
+    "EmbeddingShardingPlanner(topology=...).plan(model, sharders) for each topology."
 )
 _PRUNE = "tables are not pruned while training. Nearest: fewer num_embeddings."
 _TWO_D = (
@@ -46,14 +51,18 @@ MISSING: dict[str, str] = {
     "torchrec.distributed.mc_embedding": _REMAP,
     "torchrec.distributed.mc_embeddingbag": _REMAP,
     "torchrec.distributed.model_parallel.DMPCollection": _TWO_D,
+    "torchrec.distributed.planner.api": _REQUESTS,
     "torchrec.distributed.planner.constants": "speeds and sizes of machines are in hardware profiles. "
     "Nearest: "
     "meshrec.planner.HardwareProfile.",
     "torchrec.distributed.planner.enumerators": _PLANNER,
     "torchrec.distributed.planner.estimator": _TIMES,
+    "torchrec.distributed.planner.executor": _REQUESTS,
     "torchrec.distributed.planner.partitioners": _PLANNER,
     "torchrec.distributed.planner.perf_models": _TIMES,
     "torchrec.distributed.planner.proposers": _PLANNER,
+    "torchrec.distributed.planner.provider": _REQUESTS,
+    "torchrec.distributed.planner.reporter": "Nearest: print(plan.planned), and `meshrec plan`.",
     "torchrec.distributed.planner.shard_estimators": _TIMES,
     "torchrec.distributed.planner.stats": "Nearest: print(plan.planned), and `meshrec plan`.",
     "torchrec.distributed.planner.types.PlannerError": "a plan that cannot be raises ValueError, with what "

@@ -1,4 +1,4 @@
-"""DistributedModelParallel, and the sharding of single modules, with TorchRec's arguments."""
+"""DistributedModelParallel and single-module sharding with TorchRec's arguments."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -25,10 +25,11 @@ from meshrec.optim.in_backward import accept_fused_parameters
 from meshrec.plan.sharding_plan import ShardingPlan as OwnPlan
 from meshrec.planner import types
 
+# For the whole process: TorchRec programs pass all parameters, fused tables included, to the dense optimizer.
 accept_fused_parameters()
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
-# Its name changes with torch's version, and the old one warns.
+# torch has renamed this argument, and the old name warns.
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -37,25 +38,29 @@ _SYNC_BUFFERS = (
 
 
 class DataParallelWrapper(ABC):
-    """The way in which the dense part becomes data-parallel. ``wrap`` stores its result in
-    ``dmp._dmp_wrapped_module``.
-    """
+    """Data-parallel strategy for the dense part: ``wrap`` replaces ``dmp._dmp_wrapped_module``."""
 
     @abstractmethod
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
-        """Wrap ``dmp._dmp_wrapped_module`` in place."""
+        """Wrap ``dmp._dmp_wrapped_module`` in place.
+
+        Args:
+            dmp: model to change.
+            env: ranks.
+            device: device of the dense part.
+        """
 
 
 class DefaultDataParallelWrapper(DataParallelWrapper):
-    """A dense part under DistributedDataParallel.
+    """DistributedDataParallel around the dense part.
 
     Args:
-        bucket_cap_mb: for DistributedDataParallel.
-        static_graph: for DistributedDataParallel.
-        find_unused_parameters: for DistributedDataParallel.
-        allreduce_comm_precision: ``"fp16"`` or ``"bf16"`` sends gradients in that type.
+        bucket_cap_mb: DistributedDataParallel argument.
+        static_graph: DistributedDataParallel argument.
+        find_unused_parameters: DistributedDataParallel argument.
+        allreduce_comm_precision: dtype for sending gradients, ``"fp16"`` or ``"bf16"``; None: unchanged.
         params_to_ignore: must be empty.
-        ddp_kwargs: further arguments of DistributedDataParallel.
+        ddp_kwargs: further DistributedDataParallel arguments.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         self._precision = allreduce_comm_precision
         self.options: dict[str, Any] = {
             "gradient_as_bucket_view": True,
+            # TorchRec's default: no buffer broadcast per forward pass.
             _SYNC_BUFFERS: False,
             "static_graph": static_graph,
             "find_unused_parameters": find_unused_parameters,
@@ -87,18 +93,24 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         }
 
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
-        """Make the dense part data-parallel. Further calls do nothing."""
+        """Make the dense part data-parallel. Repeated calls do nothing.
+
+        Args:
+            dmp: model to change.
+            env: ignored; the model knows its ranks.
+            device: ignored; the model knows its device.
+        """
         own.DistributedModelParallel.init_data_parallel(dmp)
         if self._precision and isinstance(dmp._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
             dmp.register_comm_hook(None, _HOOKS[self._precision])
 
 
 class DistributedModelParallel(own.DistributedModelParallel):
-    """MeshRec's DistributedModelParallel with TorchRec's arguments. ``plan`` may have either library's form.
+    """MeshRec's DistributedModelParallel with TorchRec's arguments. ``plan`` accepts both libraries' plans.
 
     Args:
         module, env, device, plan, sharders, init_data_parallel, init_parameters: as for MeshRec's.
-        data_parallel_wrapper: the way in which the dense part becomes data-parallel.
+        data_parallel_wrapper: data-parallel strategy for the dense part.
         model_tracker_configs: must be None.
     """
 
@@ -132,29 +144,55 @@ class DistributedModelParallel(own.DistributedModelParallel):
         )
         self._wrapper = wrapper
         self.device, self.sharders = self._device, list(sharders)
+        # Last, because it reads self._wrapper.
         if init_data_parallel:
             self.init_data_parallel()
 
     def init_data_parallel(self) -> None:
-        """Make the dense part data-parallel. Further calls do nothing."""
+        """Make the dense part data-parallel. Repeated calls do nothing."""
         if not isinstance(self._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
             self._wrapper.wrap(self, self._env, self._device)
 
     @property
     def plan(self) -> ShardingPlan:  # type: ignore[override]
-        """The placement of every table, and the kernel that updates it."""
+        """Placement and compute kernel per table."""
         shard = self._env.shard
         return from_own(self._plan, world_size=shard.size, local_size=self._env.local_size)
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """The optimizer that updates the tables during the backward pass."""
+        """Optimizer for table updates in the backward pass."""
         return combined(self.sharded_modules)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return MeshRec's state dict, which ``torch.save`` then writes rank by rank."""
+        if self._env.shard.group is not None:
+            from meshrec.compat.bridge.state_dicts import pickle_by_rank  # torch's DTensor is slow to import
+
+            pickle_by_rank()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True
+    ) -> Any:
+        """Load a result of ``state_dict``, or plain full-table tensors.
+
+        Args:
+            state_dict: tensors by name.
+            prefix: must be empty.
+            strict: whether names must match exactly.
+
+        Raises:
+            ValueError: ``prefix`` is not empty.
+        """
+        if prefix:
+            raise ValueError(f"prefix must be empty, got {prefix!r}. Strip it from the names.")
+        return super().load_state_dict(state_dict, strict=strict)
 
     def bare_named_parameters(
         self, prefix: str = "", recurse: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the same as ``named_parameters``."""
+        """Yield the same pairs as ``named_parameters``."""
         return self.named_parameters(prefix, recurse)
 
 
@@ -165,25 +203,31 @@ def shard(
     device: torch.device | None = None,
     sharder: Any = None,
 ) -> nn.Module:
-    """Return the sharded form of one embedding module. Collective.
+    """Return the sharded form of an embedding module. Collective.
 
     Args:
-        module: the module.
-        plan: its plan, one generator for all tables, or one generator per table.
-        env: the ranks (default: all).
-        device: the device (default: that of the ranks' group).
-        sharder: the sharder (default: the one for the module's type).
+        module: embedding module.
+        plan: module plan, a generator for all tables, or a generator per table.
+        env: ranks (default: all).
+        device: device (default: the process group's).
+        sharder: sharder (default: by module type).
 
     Raises:
-        ValueError: there is no sharder for the module.
+        ValueError: no sharder handles this module.
     """
-    sharder = sharder or get_module_to_default_sharders().get(type(module))
+    by_type = get_module_to_default_sharders()
+    sharder = sharder or next((by_type[kind] for kind in type(module).__mro__ if kind in by_type), None)
     if sharder is None:
         raise ValueError(
             f"{type(module).__name__} is not an embedding module, so it cannot be sharded by itself. "
             "shard_modules shards what is inside it."
         )
     env = default_env() if env is None else env
+    if not callable(plan) and not isinstance(plan, Mapping):
+        raise TypeError(
+            "the plan of one module is an EmbeddingModuleShardingPlan or made of generators, got a "
+            f"{type(plan).__name__}. Take plan.plan[path] of a model's plan."
+        )
     if not isinstance(plan, EmbeddingModuleShardingPlan):
         generators = apply_to_all(module, plan, sharder) if callable(plan) else plan
         plan = construct_module_sharding_plan(
@@ -205,7 +249,16 @@ def shard_modules(
     sharders: Sequence[Any] | None = None,
     init_params: bool = False,
 ) -> nn.Module:
-    """Shard the embedding modules of ``module``, in place. The rest does not change. Collective."""
+    """Shard all embedding modules inside ``module``, in place. Collective.
+
+    Args:
+        module: model to change. Its dense part stays as it is.
+        env: ranks (default: all).
+        device: device (default: the process group's).
+        plan: plan from either library; None: call the planner.
+        sharders: sharders (default: all kinds).
+        init_params: whether to initialize parameters on the meta device.
+    """
     env = default_env() if env is None else env
     sharders = get_default_sharders() if sharders is None else sharders
     return own.DistributedModelParallel(
@@ -225,13 +278,13 @@ _shard_modules = shard_modules
 def _planned(
     module: nn.Module, env: ShardingEnv, device: torch.device | None, sharders: Sequence[Any]
 ) -> OwnPlan:
-    """Return the plan that the bridge's planner makes for these ranks. Collective."""
+    """Run the bridge's planner for these ranks. Collective."""
     kind = torch.device(device).type if device is not None else group_device(env.world.group).type
     planner = EmbeddingShardingPlanner(
         topology=types.Topology(
             world_size=env.shard.size, compute_device=kind, local_world_size=env.local_size
         )
     )
-    if env.world.group is None:  # one process, whatever other processes there are
+    if env.world.group is None:  # A local environment plans alone, even if a process group exists.
         return to_own(planner.plan(module, sharders))
     return to_own(planner.collective_plan(module, sharders, env.world.group))

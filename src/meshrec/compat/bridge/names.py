@@ -1,4 +1,4 @@
-"""TorchRec's names, module by module, with MeshRec's counterpart of each (``module:name``, or a module)."""
+"""Map from TorchRec's names to MeshRec's counterparts, ``module:name`` or a module, by TorchRec module."""
 
 _C = "meshrec.compat.bridge"
 _T = "torch.distributed._shard"
@@ -29,6 +29,7 @@ _COLLECTIONS = {
     "EmbeddingBagCollectionInterface": "meshrec.modules.embedding_modules:EmbeddingBagCollection",
     "EmbeddingCollectionInterface": "meshrec.modules.embedding_modules:EmbeddingCollection",
 }
+_SKIPPING = _of(f"{_C}.embeddings", "mark_data_parallel_skip_grad_sync should_skip_data_parallel_grad_sync")
 _S = f"{_C}.sparse"
 _SPARSE = _of(_S, "JaggedTensor KeyedJaggedTensor KeyedTensor")
 _REGROUP = (
@@ -41,15 +42,19 @@ _SPARSE_ALL = {
     **_of(f"{_S}.pytrees", "flatten_kjt_list unflatten_kjt_list"),
     **_of(f"{_S}.regrouping", _REGROUP),
     "_kt_regroup_arguments": f"{_S}.regrouping:kt_regroup_arguments",
+    "_safe_tolist": f"{_S}.helpers:safe_tolist",
+    "_to_offsets": f"{_S}.helpers:to_offsets",
     "JaggedTensorMeta": f"{_S}.kinds:Kind",
 }
 _FX = _of(f"{_C}.fx", "Tracer symbolic_trace")
 _STREAMABLE = _of(f"{_C}.streamable", "Multistreamable Pipelineable")
 _AWAITABLES = _of(f"{_C}.awaitables", "Awaitable LazyAwaitable LazyNoWait NoWait")
+_BOUNDS = _of(f"{_C}.plans", "BoundsCheckMode")
 _PLANS = {
     **_of(f"{_C}.plans", "EmbeddingModuleShardingPlan ParameterSharding ShardingPlan"),
     "ModuleShardingPlan": f"{_C}.plans:EmbeddingModuleShardingPlan",
     **_of(_OWN_PLAN, "ShardingType"),
+    **_BOUNDS,
     **_of(f"{_T}.sharding_spec", "EnumerableShardingSpec ShardMetadata ShardingSpec"),
     **_of(f"{_T}.sharded_tensor", "Shard ShardedTensor ShardedTensorMetadata TensorProperties"),
 }
@@ -84,7 +89,10 @@ _PIPELINES = _of(
 )
 _STAGES = _of(f"{_C}.staged_pipeline", "PipelineStage SparseDataDistUtil StagedTrainPipeline")
 _BATCH = _of(f"{_C}.random_dataset", "Batch")
+_LOCATION = _of(f"{_C}.fused_embeddings", "EmbeddingLocation")
 
+# Strings, not objects, so that a program imports only the counterparts it uses. An empty dict is a package
+# with submodules only.
 MODULES: dict[str, dict[str, str]] = {
     "torchrec": {
         **{name: _EMBEDDING_CONFIGS[name] for name in ("DataType", "PoolingType")},
@@ -109,7 +117,7 @@ MODULES: dict[str, dict[str, str]] = {
     ),
     "torchrec.modules.deepfm": _of("meshrec.modules.deepfm", "DeepFM FactorizationMachine"),
     "torchrec.modules.embedding_configs": _EMBEDDING_CONFIGS,
-    "torchrec.modules.embedding_modules": _COLLECTIONS,
+    "torchrec.modules.embedding_modules": {**_COLLECTIONS, **_SKIPPING},
     "torchrec.modules.feature_processor": _of(
         f"{_C}.feature_processor",
         "PositionWeightedModule PositionWeightedProcessor offsets_to_range_traceble",
@@ -128,12 +136,15 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.modules.hash_mc_evictions": _of(
         f"{_C}.hash_managed_collisions", "HashZchEvictionConfig HashZchEvictionPolicyName"
     ),
+    "torchrec.modules.hash_mc_metrics": _of(
+        f"{_C}.hash_mc_metrics", "ConsoleScalarLoggerBackend ScalarLogger ScalarLoggerBackend logging time"
+    ),
     "torchrec.modules.hash_mc_modules": _of(f"{_C}.hash_managed_collisions", "HashZchManagedCollisionModule"),
     "torchrec.modules.lazy_extension": _of(f"{_C}.lazy_extension", "LazyModuleExtensionMixin lazy_apply"),
     "torchrec.modules.mc_embedding_modules": _of(
         f"{_C}.mc_embeddings",
         "BaseManagedCollisionEmbeddingCollection ManagedCollisionEmbeddingBagCollection "
-        "ManagedCollisionEmbeddingCollection",
+        "ManagedCollisionEmbeddingCollection return_custom_metadata return_remapped_lengths_as_mask",
     ),
     "torchrec.modules.mc_modules": {
         **_of(
@@ -151,16 +162,30 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.modules.keyed_jagged_tensor_pool": _of(f"{_C}.pools", "KeyedJaggedTensorPool"),
     "torchrec.modules.object_pool": _of(f"{_C}.pools", "ObjectPool"),
     "torchrec.modules.tensor_pool": _of(f"{_C}.pools", "TensorPool"),
-    "torchrec.modules.regroup": _of(f"{_C}.regroup", "KTRegroupAsDict"),
+    "torchrec.modules.regroup": {
+        **_of(f"{_C}.regroup", "KTRegroupAsDict PermuteMultiEmbedding"),
+        "_split_to_tensor_dict": f"{_C}.regroup:to_tensor_dict",
+        "_to_tensor_dict": f"{_C}.regroup:to_tensor_dict",
+    },
+    "torchrec.modules.utils": _of(f"{_C}.hash_managed_collisions", "make_hash_zch_buckets_non_persistent"),
     "torchrec.inference": {},
     "torchrec.inference.modules": {
         **_QUANTIZE,
         **_of(f"{_C}.pruning", "set_pruning_data"),
         **_of(
             f"{_C}.inference",
-            "DEFAULT_SHARDERS PredictModule quantize_dense quantize_feature shard_quant_model",
+            "DEFAULT_FUSED_PARAMS DEFAULT_SHARDERS PredictModule quantize_dense quantize_feature "
+            "shard_quant_model",
         ),
+        **_of(f"{_C}.dlrm_predict", "BatchingMetadata PredictFactory QualNameMetadata"),
+        **_of(f"{_C}.quant_tables", "assign_weights_to_tbe get_table_to_weights_from_tbe"),
     },
+    "torchrec.inference.dlrm_predict": _of(
+        f"{_C}.dlrm_predict", "DLRMModelConfig DLRMPredictFactory DLRMPredictModule create_training_batch"
+    ),
+    "torchrec.inference.state_dict_transform": _of(
+        f"{_C}.state_dicts", "state_dict_all_gather_keys state_dict_gather state_dict_to_device"
+    ),
     "torchrec.models": {},
     "torchrec.models.deepfm": _of(
         f"{_C}.deepfm", "DenseArch FMInteractionArch OverArch SimpleDeepFMNN SimpleDeepFMNNWrapper SparseArch"
@@ -203,6 +228,15 @@ MODULES: dict[str, dict[str, str]] = {
         "CommOp CommType QCommsConfig QuantizedCommCodec QuantizedCommCodecs get_qcomm_codecs "
         "get_qcomm_codecs_registry",
     ),
+    "torchrec.distributed.fused_params": _of(
+        f"{_C}.fused_params",
+        "FUSED_PARAM_BOUNDS_CHECK_MODE FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP "
+        "FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS FUSED_PARAM_REGISTER_TBE_BOOL "
+        "FUSED_PARAM_TBE_ROW_ALIGNMENT",
+    ),
+    "torchrec.distributed.global_settings": _of(
+        f"{_C}.fused_params", "get_propogate_device set_propogate_device"
+    ),
     "torchrec.distributed.types": {
         **_AWAITABLES,
         **_of(f"{_C}.qcomms", "CommOp QuantizedCommCodec QuantizedCommCodecs"),
@@ -244,6 +278,7 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.distributed.planner.types": {
         **_of(f"{_C}.planner", "Topology"),
         **_CONSTRAINTS,
+        "ShardingPlan": _PLANS["ShardingPlan"],
     },
     "torchrec.distributed.planner.planners": _of(f"{_C}.planner", "EmbeddingShardingPlanner"),
     "torchrec.distributed.planner.storage_reservations": _of(
@@ -278,7 +313,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "torchrec.distributed.utils": {
         **_of(f"{_C}.comm", "get_device_type"),
-        **_of(f"{_C}.devices", "copy_to_device init_parameters"),
+        **_of(f"{_C}.devices", "CopyableMixin copy_to_device init_parameters"),
     },
     "torchrec.test_utils": _of(f"{_C}.test_utils", "get_free_port skip_if_asan skip_if_asan_class"),
     "torchrec.optim": {
@@ -307,7 +342,7 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.datasets.criteo": _of(
         f"{_C}.columns",
         "CAT_FEATURE_COUNT DAYS DEFAULT_CAT_NAMES DEFAULT_COLUMN_NAMES DEFAULT_INT_NAMES DEFAULT_LABEL_NAME "
-        "INT_FEATURE_COUNT",
+        "INT_FEATURE_COUNT TOTAL_TRAINING_SAMPLES",
     ),
     "torchrec.datasets.movielens": _of(
         f"{_C}.columns",
@@ -317,11 +352,12 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.datasets.utils": _BATCH,
     "fbgemm_gpu": {},
     "fbgemm_gpu.split_embedding_configs": _of(f"{_C}.optimizers", "EmbOptimType"),
+    "fbgemm_gpu.split_table_batched_embeddings_ops_common": {**_BOUNDS, **_LOCATION},
     "fbgemm_gpu.split_table_batched_embeddings_ops_training": {
         **_of(f"{_C}.optimizers", "WeightDecayMode"),
-        **_of(f"{_C}.fused_embeddings", "EmbeddingLocation"),
+        **_LOCATION,
     },
 }
 
-VERSION = "1.8.0"
-"""The release of TorchRec whose interface the bridge provides."""
+VERSION = "1.9.2"
+"""TorchRec release with the interface that the bridge provides."""

@@ -1,6 +1,4 @@
-"""TorchRec's names for the optimizers of tables: classes for apply_optimizer_in_backward, and FBGEMM's
-enums.
-"""
+"""TorchRec's table optimizers: classes for apply_optimizer_in_backward, and FBGEMM's enums."""
 
 import logging
 import re
@@ -16,10 +14,10 @@ from meshrec.optim import optimizers as specs
 from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import OptimizerSpec
 
-# FBGEMM's defaults of what a program leaves out.
+# FBGEMM's defaults for omitted arguments.
 _DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "momentum": 0.9, "eta": 0.001, "beta1": 0.9, "beta2": 0.999}
 _DECAY_IS_DECOUPLED = (specs.Adam, specs.PartialRowWiseAdam, specs.LAMB, specs.PartialRowWiseLAMB)
-# They choose how FBGEMM stores and computes; with these values they ask for nothing that MeshRec does not do.
+# FBGEMM storage and caching options. They do not change results, so they are accepted.
 _WITHOUT_MEANING = (
     "cache_algorithm",
     "cache_load_factor",
@@ -36,13 +34,13 @@ _WITHOUT_MEANING = (
 )
 
 
-# FBGEMM takes these for every optimizer, and ignores them where the optimizer has no use for them.
+# FBGEMM accepts these for every optimizer, and ignores them where the formula has no such term.
 _IGNORED_WHERE_UNUSED = ("eps", "momentum", "eta", "beta1", "beta2")
 _logger = logging.getLogger("meshrec")
 
 
 class _KnownNames(EnumMeta):
-    """A metaclass that lists the known optimizers in the error about an unknown one."""
+    """Metaclass: the error for an unknown optimizer lists the known ones."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
@@ -54,7 +52,7 @@ class _KnownNames(EnumMeta):
 
 @unique
 class EmbOptimType(Enum, metaclass=_KnownNames):
-    """FBGEMM's names of fused optimizers, for ``fused_params["optimizer"]``."""
+    """FBGEMM's optimizer names for ``fused_params["optimizer"]``."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -74,7 +72,7 @@ class EmbOptimType(Enum, metaclass=_KnownNames):
 
 @unique
 class WeightDecayMode(Enum):
-    """FBGEMM's names of weight decay, for ``fused_params["weight_decay_mode"]``."""
+    """FBGEMM's weight decay modes for ``fused_params["weight_decay_mode"]``."""
 
     NONE = 0
     L2 = 1
@@ -96,10 +94,10 @@ _SPECS: dict[str, type[OptimizerSpec]] = {
 
 
 def spec_of(fused_params: Any) -> OptimizerSpec:
-    """Return the optimizer that a sharder's ``fused_params`` ask for; by default FBGEMM's default, SGD.
+    """Return the optimizer from ``fused_params``; FBGEMM's default SGD if they name none.
 
     Raises:
-        ValueError: MeshRec lacks the optimizer, or cannot follow an argument.
+        ValueError: the optimizer or an argument is not supported.
     """
     if isinstance(fused_params, OptimizerSpec):
         return fused_params
@@ -110,7 +108,7 @@ def spec_of(fused_params: Any) -> OptimizerSpec:
         return _from_fbgemm(specs.SGD, rest)
     if isinstance(optimizer, OptimizerSpec | type):
         return from_torch(optimizer, rest) if isinstance(optimizer, type) else optimizer
-    # By name: where fbgemm_gpu is installed the enum is its own.
+    # Compared by name: with fbgemm_gpu installed, programs pass its own enum.
     name = optimizer.name if isinstance(optimizer, Enum) else str(optimizer)
     if name not in _SPECS:
         raise ValueError(
@@ -129,6 +127,7 @@ def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> Optimiz
             f"fused_params: weight_decay needs a weight_decay_mode, L2 or DECOUPLE, got {mode!r}. "
             "Without one FBGEMM ignores it."
         )
+    # A throwaway instance, to see which fields this formula has.
     own = spec(lr=0.0)
     unused = [name for name in _IGNORED_WHERE_UNUSED if name in rest and not _has(own, name)]
     if unused:
@@ -143,6 +142,7 @@ def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> Optimiz
         return from_torch(spec, {**known, **rest})
     except ValueError as error:
         if "lr" not in given:
+            # Name the argument as the program wrote it.
             error = ValueError(re.sub(r"\blr\b", "learning_rate", str(error)))
         raise ValueError(f"fused_params: {error}") from None
 
@@ -161,9 +161,7 @@ def _check_output(output_dtype: Any) -> None:
 
 
 class _ForTables(torch.optim.Optimizer):
-    """The name of an optimizer of fused tables for ``apply_optimizer_in_backward``. It cannot step by
-    itself.
-    """
+    """Optimizer name for ``apply_optimizer_in_backward`` on fused tables. It cannot step."""
 
     spec: ClassVar[type[OptimizerSpec]]
 
@@ -172,11 +170,11 @@ class _ForTables(torch.optim.Optimizer):
 
     @classmethod
     def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """Return the spec that the tables' kernels compute."""
+        """Return the spec for the table kernels."""
         return _from_fbgemm(cls.spec, kwargs)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raise ValueError, because tables that are not fused have no such step."""
+        """Raise ValueError: only fused tables have this optimizer."""
         raise ValueError(
             f"torchrec.optim.{type(self).__name__} only names an optimizer for tables that are sharded "
             "or fused, and these are not. Use one of torch.optim, or shard the module first."
@@ -196,7 +194,7 @@ class Adagrad(_ForTables):
 
 
 class Adam(_ForTables):
-    """``meshrec.optim.Adam`` for fused tables; weight decay is decoupled."""
+    """``meshrec.optim.Adam`` for fused tables, with decoupled weight decay."""
 
     spec = specs.Adam
 
@@ -214,7 +212,7 @@ class LarsSGD(_ForTables):
 
 
 class PartialRowWiseAdam(_ForTables):
-    """``meshrec.optim.PartialRowWiseAdam`` for fused tables; weight decay is decoupled."""
+    """``meshrec.optim.PartialRowWiseAdam`` for fused tables, with decoupled weight decay."""
 
     spec = specs.PartialRowWiseAdam
 
@@ -226,11 +224,11 @@ class PartialRowWiseLAMB(_ForTables):
 
 
 class _SGDWithMomentum(TorchSGD):
-    """torch's SGD with momentum. Sharded and fused tables follow FBGEMM, whose SGD ignores momentum."""
+    """torch's SGD with momentum. Fused tables ignore the momentum, as FBGEMM does."""
 
     @classmethod
     def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """Return the spec that the tables' kernels compute."""
+        """Return the spec for the table kernels."""
         _logger.warning(
             "torch.optim.SGD(momentum=%s): sharded and fused tables are updated without momentum, as FBGEMM "
             "does.",
@@ -245,8 +243,14 @@ def apply_optimizer_in_backward(
     params: Iterable[torch.nn.Parameter],
     optimizer_kwargs: dict[str, Any],
 ) -> None:
-    """Let an optimizer step as soon as a parameter's gradient exists, like torch's function. Sharding
-    fuses it.
+    """Step an optimizer per parameter as soon as its gradient exists, like torch's function.
+
+    For sharded and fused tables, the optimizer runs inside the table kernel instead.
+
+    Args:
+        optimizer_class: optimizer class.
+        params: parameters.
+        optimizer_kwargs: optimizer arguments.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's package uses what torch has deprecated

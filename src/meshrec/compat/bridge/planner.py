@@ -1,4 +1,4 @@
-"""The planner with TorchRec's arguments. Its plans have TorchRec's form and MeshRec's proof."""
+"""TorchRec's planner interface over MeshRec's planner. Plans have TorchRec's form."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +18,7 @@ from meshrec.planner import planners, types
 from meshrec.planner.module_tables import embedding_modules
 from meshrec.planner.optimize import DEFAULT_EFFORT
 
+# TorchRec's default per rank.
 _BATCH_SIZE = 512
 
 
@@ -34,10 +35,10 @@ def _topology(
     inter_host_bw: float | None = None,
     **more: Any,
 ) -> types.Topology:
-    """Make TorchRec's ``Topology(world_size, compute_device, hbm_cap=None, ...)``; bandwidths in bytes/ms.
+    """Construct TorchRec's ``Topology(world_size, compute_device, ...)``; bandwidths in bytes/ms.
 
     Raises:
-        ValueError: figures are given that belong into MeshRec's hardware profiles.
+        ValueError: an argument belongs to a hardware profile.
     """
     more = {"ssd_cap": ssd_cap, "pod_size": pod_size, **more}
     if given := sorted(name for name, value in more.items() if value is not None):
@@ -51,6 +52,7 @@ def _topology(
         local_world_size=local_world_size or world_size,
         hbm_cap=hbm_cap,
         ddr_cap=ddr_cap,
+        # Bytes per millisecond to bytes per second.
         intra_host_bandwidth=None if intra_host_bw is None else intra_host_bw * 1000,
         inter_host_bandwidth=None if inter_host_bw is None else inter_host_bw * 1000,
     )
@@ -60,7 +62,7 @@ Topology = Adapted(types.Topology, _topology)
 
 
 class FixedPercentageStorageReservation:
-    """A fraction of the memory that tables may not use."""
+    """Memory fraction that is reserved for other uses than tables."""
 
     def __init__(self, percentage: float) -> None:
         self.percentage = percentage
@@ -68,7 +70,7 @@ class FixedPercentageStorageReservation:
 
 
 class HeuristicalStorageReservation(FixedPercentageStorageReservation):
-    """A fraction of the memory, and the dense model's bytes if ``dense_tensor_estimate`` is given."""
+    """Memory fraction plus the dense model's bytes, if ``dense_tensor_estimate`` is given."""
 
     def __init__(
         self,
@@ -85,14 +87,13 @@ class EmbeddingShardingPlanner:
 
     Args:
         topology, batch_size, constraints: as for TorchRec's. Constraints may also be MeshRec's.
-        storage_reservation: one of the two above (default: 15 % of the memory are kept free).
-        timeout_seconds: limit of the search in seconds.
-        stats, debug: change nothing: nothing is printed. ``print(plan.planned)`` shows the plan and its
-            proof.
+        storage_reservation: reservation object (default: 15 % stays free).
+        timeout_seconds: search time limit in seconds.
+        stats, debug: ignored: nothing is printed. ``print(plan.planned)`` shows the plan and its bound.
         enumerator, proposer, partitioner, performance_model, callbacks, plan_loader: must be None.
 
     Raises:
-        ValueError: one of the last is given.
+        ValueError: an argument that must be None is given.
     """
 
     def __init__(
@@ -137,9 +138,7 @@ class EmbeddingShardingPlanner:
         self._time_limit = DEFAULT_EFFORT.time_limit if timeout_seconds is None else float(timeout_seconds)
 
     def plan(self, module: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
-        """Return the plan of all tables of ``module`` that the sharders shard. Without tables, it is
-        empty.
-        """
+        """Plan all tables in ``module`` that the sharders handle. Without tables, the plan is empty."""
         tables = list(_tables(module, sharders))
         if not tables:
             return ShardingPlan({})
@@ -152,7 +151,13 @@ class EmbeddingShardingPlanner:
         sharders: Sequence[Any] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan on rank 0, and return the same plan on all ranks of ``pg``."""
+        """Plan on rank 0, and return the same plan on all ranks. Collective.
+
+        Args:
+            module: model to plan.
+            sharders: sharders (default: all kinds).
+            pg: process group (default: all ranks).
+        """
         sharders = get_default_sharders() if sharders is None else sharders
         tables = list(_tables(module, sharders))
         if not tables:
@@ -174,7 +179,7 @@ class EmbeddingShardingPlanner:
         )
 
     def _own_constraints(self, table: "_Table") -> types.ParameterConstraints:
-        """Return MeshRec's constraints of a table: the given ones, restricted to what its sharder allows."""
+        """Return a table's constraints in MeshRec's form, restricted to the sharder's answers."""
         given = self._constraints.get(table.name)
         if isinstance(given, ParameterConstraints):
             given = given.to_own(
@@ -188,6 +193,7 @@ class EmbeddingShardingPlanner:
         answer = type(table.sharder).sharding_types
         if isinstance(table.sharder, SharderAnswers) and answer is not SharderAnswers.sharding_types:
             answers = table.sharder.sharding_types(self._topology.compute_device)
+            # Only overridden methods restrict the plan: the inherited answer allows all types.
             allowed &= {ShardingType(kind) for kind in answers}
         both = [kind for kind in ShardingType if kind in allowed and self._kernel(table, kind) is not None]
         if not both:
@@ -198,11 +204,11 @@ class EmbeddingShardingPlanner:
                 f"and what {type(table.sharder).__name__} offers have nothing in common. Allow another type "
                 "or kernel."
             )
-        # TorchRec splits the rows of a table over all ranks, whatever it costs.
+        # As in TorchRec, row-wise tables span all ranks, even if fewer would be faster.
         return replace(present, sharding_types=both, all_ranks=present.ranks is None)
 
     def _kernel(self, table: "_Table", kind: ShardingType) -> str | None:
-        """Return the kernel of a table under a sharding type; None if the type is not allowed."""
+        """Return the compute kernel for a table and sharding type; None if the type is not allowed."""
         offered = _kernels_of(table.sharder, kind, self._topology.compute_device)
         given = self._constraints.get(table.name)
         wanted = given.kernels if isinstance(given, ParameterConstraints) else None
@@ -221,20 +227,22 @@ class EmbeddingShardingPlanner:
             placed = plan.plan[table.path][table.name]
             kernel = self._kernel(table, ShardingType(placed.sharding_type))
             assert kernel is not None
+            # The search does not choose kernels. The sharder and the constraints determine them by sharding
+            # type.
             placed.compute_kernel = kernel
         plan.planned = found  # type: ignore[attr-defined]
         return plan
 
 
 class _Table(NamedTuple):
-    """A table of the planned model, and the sharder that will shard it."""
+    """Table of the planned model, with the sharder."""
 
     path: str
     name: str
     features: Sequence[str]
     is_weighted: bool
     has_optimizer: bool
-    """Whether an optimizer was applied in backward."""
+    """Whether the table has an in-backward optimizer."""
     sharder: Any
 
 
@@ -250,7 +258,7 @@ def _tables(model: nn.Module, sharders: Sequence[Any]) -> Iterator[_Table]:
 
 
 def _kernels_of(sharder: Any, kind: ShardingType, device: str) -> list[str]:
-    """Return a sharder's kernels that MeshRec has."""
+    """Return the sharder's compute kernels, restricted to MeshRec's."""
     if not hasattr(sharder, "compute_kernels"):
         is_dense = kind is ShardingType.DATA_PARALLEL or getattr(sharder, "optimizer", None) is None
         return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
@@ -259,12 +267,12 @@ def _kernels_of(sharder: Any, kind: ShardingType, device: str) -> list[str]:
 
 
 def bytes_to_gb(num_bytes: int) -> float:
-    """Return bytes in units of 1024^3."""
+    """Convert bytes to units of 1024**3 bytes."""
     return num_bytes / 1024**3
 
 
 def sharder_name(t: type[Any]) -> str:
-    """Return a name for the type that a sharder shards."""
+    """Return the qualified name of a module type."""
     return f"{t.__module__}.{t.__name__}"
 
 

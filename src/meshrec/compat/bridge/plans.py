@@ -1,8 +1,9 @@
-"""Sharding plans in TorchRec's form: strings, lists and torch's metadata of shards, printed as TorchRec does.
+"""Sharding plans in TorchRec's form: strings, lists and torch's shard metadata, printed as TorchRec does.
 
-``to_own`` converts them to MeshRec's plans, and ``from_own`` converts MeshRec's plans to them.
+``to_own`` converts to MeshRec's plans, ``from_own`` converts back.
 """
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,31 @@ from torch.distributed.remote_device import _remote_device
 
 from meshrec.plan import sharding_plan as own
 
-# The arguments of TorchRec's ParameterSharding that say nothing to MeshRec's kernels.
+
+class BoundsCheckMode(enum.IntEnum):
+    """FBGEMM's handling for out-of-range IDs. In MeshRec, this is a collection option."""
+
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+    NONE = 3
+    V2_IGNORE = 4
+    V2_WARNING = 5
+    V2_FATAL = 6
+
+
+def is_error(mode: Any) -> bool:
+    """Return whether a mode raises an error, which collections do by default."""
+    return mode in (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
+
+
+# ParameterSharding arguments without a counterpart in MeshRec's kernels.
 _NOT_HERE = ("cache_params", "enforce_hbm", "bounds_check_mode", "output_dtype", "key_value_params")
 
 
 @dataclass
 class ParameterSharding:
-    """The placement of one table: the names of its sharding type and kernel, the rank of every shard, and the
-    shards.
+    """Placement of a table: sharding type, compute kernel, rank per shard, and shards.
 
     A data-parallel table has no shards.
     """
@@ -38,7 +56,7 @@ class ParameterSharding:
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
-    """The placement of every table of one module, by the table's name."""
+    """Placements in a module, by table name."""
 
     def __str__(self) -> str:
         tables = [[name, p.sharding_type, p.compute_kernel, p.ranks] for name, p in self.items()]
@@ -54,12 +72,12 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
 
 @dataclass
 class ShardingPlan:
-    """The placement of every table of a model, by the path of its module."""
+    """Placements in a model, by module path."""
 
     plan: dict[str, EmbeddingModuleShardingPlan]
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """Return the plan of the module at that path; None if there is none."""
+        """Return the plan for a module path; None if absent."""
         return self.plan.get(module_path)
 
     def __str__(self) -> str:
@@ -67,7 +85,8 @@ class ShardingPlan:
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    # Without rows there are no columns to be wide, and TorchRec prints none: two empty lines.
+    # Without rows, zip yields no columns, and TorchRec prints two empty lines. Programs' tests compare the
+    # text.
     columns = zip(*rows, strict=True)
     widths = [
         max(len(header), *(len(str(cell)) for cell in column))
@@ -82,22 +101,34 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def to_own(plan: Any) -> own.ShardingPlan:
-    """Return a plan of either form in MeshRec's form.
+    """Convert a plan in either form to MeshRec's form.
 
     Raises:
+        TypeError: ``plan`` is not a model plan.
         ValueError: MeshRec's plans cannot express it.
     """
     if isinstance(plan, own.ShardingPlan):
         return plan
+    if not isinstance(plan, ShardingPlan):
+        raise TypeError(
+            f"the plan of a model must be a ShardingPlan, got a {type(plan).__name__}. Write "
+            'ShardingPlan({path: plan}) with the path of each embedding module ("" for the model itself).'
+        )
     return own.ShardingPlan({path: module_to_own(tables) for path, tables in plan.plan.items()})
 
 
 def module_to_own(tables: Mapping[str, Any]) -> own.EmbeddingModuleShardingPlan:
-    """Return the plan of one module, of either form, in MeshRec's form.
+    """Convert a module plan in either form to MeshRec's form.
 
     Raises:
+        TypeError: ``tables`` is not a module plan.
         ValueError: MeshRec's plans cannot express it.
     """
+    if not isinstance(tables, Mapping):
+        raise TypeError(
+            f"the plan of one module maps its tables to ParameterSharding, got a {type(tables).__name__}. "
+            "Take plan.plan[path] of a model's plan."
+        )
     return own.EmbeddingModuleShardingPlan(
         {
             name: placed if isinstance(placed, own.ParameterSharding) else _table_to_own(name, placed)
@@ -107,7 +138,13 @@ def module_to_own(tables: Mapping[str, Any]) -> own.EmbeddingModuleShardingPlan:
 
 
 def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> ShardingPlan:
-    """Return MeshRec's plan for ``world_size`` ranks, ``local_size`` of them per node, in TorchRec's form."""
+    """Convert MeshRec's plan to TorchRec's form.
+
+    Args:
+        plan: MeshRec's plan.
+        world_size: number of ranks.
+        local_size: ranks per node.
+    """
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan(
@@ -122,7 +159,13 @@ def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> Sha
 
 
 def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size: int) -> ParameterSharding:
-    """Return the placement of one table in TorchRec's form."""
+    """Convert a table placement to TorchRec's form.
+
+    Args:
+        placed: MeshRec's placement.
+        world_size: number of ranks.
+        local_size: ranks per node.
+    """
     if placed.sharding_type is own.ShardingType.DATA_PARALLEL:
         kernel, ranks = placed.compute_kernel.value, list(range(world_size))
         return ParameterSharding(placed.sharding_type.value, kernel, ranks)
@@ -144,13 +187,15 @@ def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size
 
 def _placement(placement: own.RemoteDevice, local_size: int) -> str:
     device = placement.device
+    # torch's placement strings count GPUs within the node.
     where = device if device == "cpu" else f"{device}:{placement.rank % local_size}"
     return f"rank:{placement.rank}/{where}"
 
 
 def _table_to_own(name: str, placed: ParameterSharding) -> own.ParameterSharding:
     for argument in _NOT_HERE:
-        if getattr(placed, argument) is not None:
+        value = getattr(placed, argument)
+        if value is not None and not (argument == "bounds_check_mode" and is_error(value)):
             raise ValueError(f"table {name!r}: MeshRec has no {argument}. Leave it out of the plan.")
     sharding_type = _member(own.ShardingType, name, placed.sharding_type)
     kernel = _member(own.EmbeddingComputeKernel, name, placed.compute_kernel)

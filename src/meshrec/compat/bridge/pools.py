@@ -1,4 +1,4 @@
-"""Pools that store rows or bags by ID, on one rank: ``update`` writes them, ``lookup`` reads them."""
+"""Single-rank pools that store rows or bags by ID: ``update`` writes, ``lookup`` reads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from meshrec.compat.bridge.sparse import KeyedJaggedTensor
 
-# P places, I ids, F features, L the longest bags of all features together, D width
+# P entries, I IDs, F features, D width
 
 T = TypeVar("T")
 
 
 class ObjectPool(nn.Module, ABC, Generic[T]):
-    """The common part of the pools. IDs go from 0 to ``pool_size``; of equal IDs in an update, the last one
-    wins.
-    """
+    """Base class for pools with IDs in [0, pool_size). For duplicate IDs in an update, the last wins."""
 
     def __init__(self, pool_size: int, device: torch.device | None) -> None:
         super().__init__()
@@ -27,21 +25,21 @@ class ObjectPool(nn.Module, ABC, Generic[T]):
 
     @property
     def pool_size(self) -> int:
-        """The number of entries."""
+        """Number of entries."""
         return self._pool_size
 
     @property
     def device(self) -> torch.device:
-        """The device of the pool; ``meta`` unless it was given."""
+        """Device of the pool; ``meta`` by default."""
         return self._device
 
     @abstractmethod
     def lookup(self, ids: Tensor) -> T:
-        """Return the entries of the IDs [I]."""
+        """Return the entries for IDs [I]."""
 
     @abstractmethod
     def update(self, ids: Tensor, values: T) -> None:
-        """Store new values for the IDs [I]."""
+        """Store new values for IDs [I]."""
 
     def forward(self, ids: Tensor) -> T:
         """Return ``lookup(ids)``."""
@@ -62,13 +60,13 @@ class ObjectPool(nn.Module, ABC, Generic[T]):
 
 
 class TensorPool(ObjectPool[Tensor]):
-    """A pool of rows of one width, initially zeros.
+    """Pool of fixed-width rows, initially zeros.
 
     Args:
         pool_size: number of rows P.
         dim: width D.
-        dtype: type of the elements.
-        device: device of the pool.
+        dtype: element type.
+        device: pool device.
         loaded_values: initial rows [P, D].
         enable_uvm: must be False.
     """
@@ -94,12 +92,12 @@ class TensorPool(ObjectPool[Tensor]):
 
     @property
     def dim(self) -> int:
-        """The width of a row."""
+        """Row width."""
         return self._pool.size(1)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the elements."""
+        """Element type."""
         return self._pool.dtype
 
     @property
@@ -108,7 +106,7 @@ class TensorPool(ObjectPool[Tensor]):
         return self._pool
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return the rows of the IDs [I, D].
+        """Return rows for the IDs, [I, D].
 
         Raises:
             ValueError: an ID is outside the pool.
@@ -116,10 +114,10 @@ class TensorPool(ObjectPool[Tensor]):
         return self._pool[self._checked(ids)]
 
     def update(self, ids: Tensor, values: Tensor) -> None:
-        """Store the rows ``values`` [I, D].
+        """Store rows ``values`` [I, D].
 
         Raises:
-            ValueError: IDs or values do not fit.
+            ValueError: an ID is outside the pool, or ``values`` has the wrong shape, dtype or device.
         """
         places = self._checked(ids)
         _check_rows("values", values, self._pool, places.numel())
@@ -128,14 +126,14 @@ class TensorPool(ObjectPool[Tensor]):
 
 
 class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
-    """A pool of bags: one of every feature for each ID, initially empty.
+    """Pool with a bag per feature for every ID, initially empty.
 
     Args:
         pool_size: number of entries P.
-        feature_max_lengths: length of the longest bag of each feature.
-        values_dtype: type of the values.
-        is_weighted: whether weights (float32) are stored as well.
-        device: device of the pool.
+        feature_max_lengths: maximum bag length by feature.
+        values_dtype: value type.
+        is_weighted: whether to store float32 weights too.
+        device: pool device.
         enable_uvm: must be False.
     """
 
@@ -156,6 +154,7 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         _refuse_uvm(enable_uvm)
         self._feature_max_lengths = dict(feature_max_lengths)
         self._is_weighted = is_weighted
+        # First column per feature in the padded buffers below, whose names and shapes are TorchRec's.
         self._starts = list(accumulate(self._feature_max_lengths.values(), initial=0))
         shape = (pool_size, self._starts[-1])
         self.register_buffer("values", torch.zeros(shape, dtype=values_dtype, device=self._device))
@@ -168,21 +167,21 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
 
     @property
     def feature_max_lengths(self) -> dict[str, int]:
-        """Length of the longest bag of each feature."""
+        """Maximum bag length by feature."""
         return self._feature_max_lengths
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """Type of the values."""
+        """Value type."""
         return self.values.dtype
 
     @property
     def is_weighted(self) -> bool:
-        """Whether weights are stored as well."""
+        """Whether weights are stored too."""
         return self._is_weighted
 
     def lookup(self, ids: Tensor) -> KeyedJaggedTensor:
-        """Return the bags of all features, I of each.
+        """Return I bags for every feature.
 
         Raises:
             ValueError: an ID is outside the pool.
@@ -205,12 +204,14 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         )
 
     def update(self, ids: Tensor, values: KeyedJaggedTensor) -> None:
-        """Store the bags of all features of the pool. Other keys are ignored.
+        """Store bags for all features in the pool. Other keys are ignored.
 
         Raises:
-            ValueError: IDs or bags do not fit; the error names the first feature at fault.
+            ValueError: an ID is outside the pool, or a feature's bags do not fit. The message names the first
+                one.
         """
         places = self._checked(ids)
+        # Checks every feature before the first write, so that a failed update changes nothing.
         bags = [self._bags_of(name, values, places.numel()) for name in self._feature_max_lengths]
         last = _last_of_each(places)
         chosen = places[last]
@@ -243,7 +244,9 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
 
 
 def _last_of_each(ids: Tensor) -> Tensor:
-    """Return the positions of the IDs that no later ID equals."""
+    """Return positions of IDs without a later duplicate."""
+    # Indexed assignment with duplicates has no defined order, so duplicates are removed first. Stable: equal
+    # IDs keep their order, and the last of a run is the latest.
     order = torch.argsort(ids, stable=True)
     ordered = ids[order]
     is_last = torch.ones_like(ordered, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Tables of which quantisation keeps only the first rows, under TorchRec's names."""
+"""TorchRec's row pruning: quantization keeps only the first rows of some tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.compat.bridge.table_configs import SettableConfig
+from meshrec.modules import BaseEmbeddingConfig, EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant.quantize import copied_but_for
 
+# Module attribute that set_pruning_data sets and quantization reads. State dicts do not contain it.
 _NUM_ROWS = "_rows_after_pruning"
 
 
@@ -19,9 +21,15 @@ def set_pruning_data(
     tables_to_rows_post_pruning: Mapping[str, int],
     module_types: Sequence[type[nn.Module]] | None = None,
 ) -> nn.Module:
-    """Let quantisation keep only the first rows of the named tables, in the given numbers.
+    """Mark tables for pruning. Quantization then keeps only their first rows.
 
-    ``module_types``: the types of modules to change (default: EmbeddingBagCollection).
+    Args:
+        model: model to mark.
+        tables_to_rows_post_pruning: row count to keep, by table.
+        module_types: module types to mark (default: EmbeddingBagCollection).
+
+    Returns:
+        The model.
     """
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection if module_types is None else tuple(module_types)):
@@ -30,9 +38,7 @@ def set_pruning_data(
 
 
 def pruned(module: nn.Module) -> nn.Module:
-    """Return ``module`` unchanged; after ``set_pruning_data``, a copy with only the first rows of its
-    tables.
-    """
+    """Return ``module``, or a copy with pruned tables if ``set_pruning_data`` marked any."""
     replaced: dict[int, nn.Module] = {}
     for child in module.modules():
         if isinstance(child, TableCollection):
@@ -54,14 +60,20 @@ def _first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> Tab
                 "Keep at least one, and not more than there are."
             )
     fewer = [
-        replace(config, num_embeddings=num_rows.get(config.name, config.num_embeddings)) for config in configs
+        _with_rows(config, num_rows[config.name]) if config.name in num_rows else config for config in configs
     ]
     made = _like(collection, fewer)
     _, holders = made.table_holders()
     for config, (_, weight) in zip(fewer, collection.tables().values(), strict=True):
+        # A view: pruning does not copy the table, and quantization reads it once.
         rows = weight.detach()[: config.num_embeddings]
         holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
     return made
+
+
+def _with_rows(config: BaseEmbeddingConfig, num_rows: int) -> BaseEmbeddingConfig:
+    said = {"num_embeddings_post_pruning": num_rows} if isinstance(config, SettableConfig) else {}
+    return replace(config, num_embeddings=num_rows, **said)  # type: ignore[arg-type]
 
 
 def _like(collection: TableCollection, configs: list[Any]) -> TableCollection:

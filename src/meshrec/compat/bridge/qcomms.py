@@ -1,7 +1,6 @@
-"""TorchRec's quantised collectives: the codecs of ``torchrec.distributed.fbgemm_qcomm_codec``.
+"""TorchRec's quantized collectives: ``torchrec.distributed.fbgemm_qcomm_codec``.
 
-A codec names one of MeshRec's wire formats. Where TorchRec falls back (bf16 on gloo), MeshRec does not have
-to.
+A codec names a MeshRec wire format. TorchRec falls back for bf16 on gloo; MeshRec does not need to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
 
 @unique
 class CommType(Enum):
-    """The precision of a collective."""
+    """Precision of a collective."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -32,7 +31,7 @@ class CommType(Enum):
 
 
 class CommOp(Enum):
-    """The collectives that codecs are registered for."""
+    """Collectives with registered codecs."""
 
     POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
     POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
@@ -41,10 +40,10 @@ class CommOp(Enum):
 
 @dataclass
 class QCommsConfig:
-    """The precision of embeddings and their gradients on the network.
+    """Wire precision for embeddings and their gradients.
 
-    ``forward_loss_scale`` and ``backward_loss_scale`` must be None, and formats of TorchRec that MeshRec
-    lacks (FP8, MX4) are refused by ``get_qcomm_codecs_registry``.
+    ``forward_loss_scale`` and ``backward_loss_scale`` must be None. ``get_qcomm_codecs_registry`` rejects FP8
+    and MX4.
     """
 
     forward_precision: CommType = CommType.FP32
@@ -62,46 +61,55 @@ class QCommsConfig:
 
 
 class QuantizedCommCodec:
-    """One direction of a collective, in one of MeshRec's wire formats."""
+    """Codec for a single direction of a collective, in a MeshRec wire format."""
 
     def __init__(self, format: WireFormat) -> None:
         self.format = format
 
     def encode(self, input_tensor: Tensor, ctx: object | None = None) -> Tensor:
-        """Encode a tensor, row by row of its last dimension."""
+        """Encode a tensor row by row along the last dimension."""
         rows = input_tensor.reshape(-1, input_tensor.shape[-1])
         coded = self.format.encode(rows)
         return coded.view(*input_tensor.shape[:-1], coded.shape[-1])
 
     def decode(self, input_grad: Tensor, ctx: object | None = None) -> Tensor:
-        """Decode what ``encode`` encoded, to fp32."""
+        """Decode a result of ``encode`` to fp32."""
         message = input_grad.reshape(-1, input_grad.shape[-1])
         length = input_grad.shape[-1]
+        # TorchRec's decode does not pass the width. It follows from the encoded length and the bytes per
+        # value.
         dim = round((length * self.format.unit.itemsize - self.format.row_overhead) / self.format.value_bytes)
         return self.format.decode(message, dim).float().view(*input_grad.shape[:-1], dim)
 
     @property
     def quantized_dtype(self) -> torch.dtype:
-        """The dtype of what ``encode`` returns."""
+        """Dtype of encoded tensors."""
         return self.format.unit
 
     def calc_quantized_size(self, input_len: int, ctx: object | None = None) -> int:
-        """Return the number of elements of an encoded row of ``input_len`` values."""
+        """Return the element count of an encoded row with ``input_len`` values."""
         return self.format.row_units(input_len)
 
     def create_context(self) -> None:
-        """Return None: a row carries all that its decoder needs."""
+        """Return None: encoded rows are self-contained."""
 
     def padded_size(
         self, input_tensor: Tensor, dim_per_rank: Sequence[int], my_rank: int, qcomm_ctx: object
     ) -> tuple[int, int]:
-        """Return the width of the rows and the number of values added to them, which is 0."""
+        """Return the row width and the number of padding values, always 0.
+
+        Args:
+            input_tensor: tensor to encode, [n] or [n, D].
+            dim_per_rank: widths by rank. Their sum is the row width for a 1-D tensor.
+            my_rank: ignored.
+            qcomm_ctx: ignored.
+        """
         return (sum(dim_per_rank) if input_tensor.ndim == 1 else input_tensor.shape[1]), 0
 
 
 @dataclass
 class QuantizedCommCodecs:
-    """The codecs of a collective, forward and backward."""
+    """Forward and backward codecs for a collective."""
 
     forward: Any = field(default_factory=lambda: QuantizedCommCodec(wire_format("fp32")))
     backward: Any = field(default_factory=lambda: QuantizedCommCodec(wire_format("fp32")))
@@ -111,10 +119,10 @@ Registry = Mapping[str, QuantizedCommCodecs]
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
-    """Return the codecs of a config; fp32 without one.
+    """Return the codecs for a config; fp32 if it is None.
 
     Raises:
-        ValueError: MeshRec lacks a format, or scales no losses.
+        ValueError: a format or a loss scale is not supported.
     """
     if qcomms_config is None:
         return QuantizedCommCodecs()
@@ -135,9 +143,12 @@ def get_qcomm_codecs_registry(
     comm_ops: Sequence[CommOp] | None = None,
     device: torch.device | None = None,
 ) -> dict[str, QuantizedCommCodecs] | None:
-    """Return the codecs of a config for some collectives (default: all); None if both directions are fp32.
+    """Return codecs by collective; None if both directions are fp32.
 
-    Every format works on every device and backend, so ``device`` changes nothing.
+    Args:
+        qcomms_config: precision by direction.
+        comm_ops: collectives (default: all).
+        device: ignored, because every format works on every device and backend.
 
     Raises:
         ValueError: see ``get_qcomm_codecs``.
@@ -149,10 +160,10 @@ def get_qcomm_codecs_registry(
 
 
 def checked_registry(registry: Registry | None) -> Registry | None:
-    """Return codecs that a sharder is given.
+    """Return the registry after validation.
 
     Raises:
-        ValueError: they are not for collectives of sharded modules, or not MeshRec's.
+        ValueError: a collective is unknown, or a codec is not MeshRec's.
     """
     for name, codecs in (registry or {}).items():
         if name not in CommOp.__members__:
@@ -174,10 +185,15 @@ def checked_registry(registry: Registry | None) -> Registry | None:
 def precision_of(
     registry: Registry | None, plan: EmbeddingModuleShardingPlan, *, pooled: bool
 ) -> CommsPrecision:
-    """Return the wire formats of a module's tables. Row-wise tables take those of the reduce-scatter.
+    """Return the wire formats by table for a module.
+
+    Args:
+        registry: codecs by collective; None: fp32.
+        plan: module plan.
+        pooled: whether the module pools. Tables split by rows then use the reduce-scatter codecs.
 
     Raises:
-        ValueError: a format is not for its direction.
+        ValueError: a format does not support its direction.
     """
     by_rows = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD}
     tables = {}

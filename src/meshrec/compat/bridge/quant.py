@@ -1,5 +1,7 @@
-"""TorchRec's quantisation functions and classes, which make MeshRec's quantised collections."""
+"""TorchRec's quantization functions and classes, implemented with MeshRec's quantized collections."""
 
+import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,20 +14,27 @@ from meshrec.compat.bridge import embeddings
 from meshrec.compat.bridge.hints import take_hints
 from meshrec.compat.bridge.pruning import pruned
 from meshrec.compat.bridge.quant_lookups import bag_rows, id_rows
+from meshrec.compat.bridge.quant_tables import QuantTableGroup, table_groups
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.compat.bridge.sparse.tensor_dict import maybe_td_to_kjt
+from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.modules import embedding_modules
 from meshrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.feature_processor import FeatureProcessedEmbeddingBagCollection
 from meshrec.quant import quantize
 
-# torch.fx leaves these calls whole where the module that makes them says so.
+_logger = logging.getLogger("meshrec")
+_SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+
+# torch.fx records these calls without tracing into them.
 torch.fx.wrap("bag_rows")
 torch.fx.wrap("id_rows")
 
 _DATA_TYPES = {
     torch.int8: DataType.INT8,
     torch.qint8: DataType.INT8,
+    torch.quint8: DataType.INT8,
     torch.quint4x2: DataType.INT4,
     torch.quint2x4: DataType.INT2,
     torch.float16: DataType.FP16,
@@ -35,8 +44,9 @@ _DATA_TYPES = {
 
 
 class QuantConfig(NamedTuple):
-    """The types of results and of weights, as observers such as
-    ``torch.quantization.PlaceholderObserver.with_args(dtype=torch.int8)``.
+    """Result and weight dtypes, as torch.quantization observers.
+
+    Example observer: ``torch.quantization.PlaceholderObserver.with_args(dtype=torch.int8)``.
     """
 
     activation: Any
@@ -45,10 +55,10 @@ class QuantConfig(NamedTuple):
 
 
 def data_type_of(dtype: torch.dtype) -> DataType:
-    """Return MeshRec's data type for one of TorchRec's.
+    """Return MeshRec's data type for a torch dtype.
 
     Raises:
-        ValueError: rows cannot have the type, such as uint8.
+        ValueError: table rows cannot have this dtype, such as uint8.
     """
     if dtype not in _DATA_TYPES:
         raise ValueError(
@@ -59,16 +69,16 @@ def data_type_of(dtype: torch.dtype) -> DataType:
 
 
 class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
-    """TorchRec's quantised ``EmbeddingBagCollection(tables, is_weighted, device, output_dtype=torch.float)``.
+    """TorchRec's quantized ``EmbeddingBagCollection(tables, is_weighted, device, output_dtype=torch.float)``.
 
     Args:
-        tables: the tables, with ``data_type`` INT8, INT4 or INT2, or any other type.
-        is_weighted: whether each row is scaled by the input's weight of its ID.
-        device: device of the rows.
-        output_dtype: type of the result.
-        table_name_to_quantized_weights: refused: FBGEMM's rows are of another layout.
+        tables: table configs with any data type, such as INT8, INT4 or INT2.
+        is_weighted: whether per-sample weights scale the rows.
+        device: device for the rows.
+        output_dtype: result dtype.
+        table_name_to_quantized_weights: must be None, because FBGEMM's row layout differs.
         hints: ``register_tbes``, ``quant_state_dict_split_scale_bias``, ``row_alignment`` and
-            ``cache_features_order``, which change nothing here.
+            ``cache_features_order``, which are ignored.
     """
 
     def __init__(
@@ -84,8 +94,13 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         super().__init__(tables, is_weighted, device, output_dtype=data_type_of(output_dtype))
         _set_rows(self, [weight.detach() for _, weight in self.tables().values()])
 
+    @property
+    def tbes(self) -> list[QuantTableGroup]:
+        """Table groups by pooling type, with their rows."""
+        return table_groups(self)
+
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
-        """Look up: [B, sum of D]. torch.fx records one lookup after the other."""
+        """Look up and pool: [B, sum of D]. torch.fx records a lookup per feature."""
         if not isinstance(features, Proxy):
             return embeddings.keyed(super().forward(maybe_td_to_kjt(features)))
         bags = features.to_dict()
@@ -104,16 +119,15 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
 
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
-        """Make a quantised collection from a collection with a ``qconfig``, which is a ``QuantConfig``."""
+        """Quantize a collection with a ``qconfig`` attribute, which must be a ``QuantConfig``."""
         made: Self = _from_float(cls, module)
         return made
 
 
 class EmbeddingCollection(embedding_modules.EmbeddingCollection):
-    """TorchRec's quantised ``EmbeddingCollection(tables, device, need_indices=False,
-    output_dtype=torch.float)``.
+    """TorchRec's quantized ``EmbeddingCollection(tables, device, need_indices=False, output_dtype=...)``.
 
-    See ``EmbeddingBagCollection``. With ``need_indices``, the results have the IDs as weights.
+    See ``EmbeddingBagCollection``. With ``need_indices``, results carry the IDs as weights.
     """
 
     _need_indices = False  # of collections that a quantised model brings along
@@ -132,17 +146,22 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         _set_rows(self, [weight.detach() for _, weight in self.tables().values()])
         self._need_indices = need_indices
 
+    @property
+    def tbes(self) -> list[QuantTableGroup]:
+        """All tables as a single group, with their rows."""
+        return table_groups(self)
+
     def need_indices(self) -> bool:
-        """Return whether the results have the IDs as weights."""
+        """Return whether results carry the IDs as weights."""
         return self._need_indices
 
     def forward(  # type: ignore[override]
         self, features: KeyedJaggedTensor
     ) -> dict[str, JaggedTensor]:
-        """Look up: [n, D] by feature. torch.fx records one lookup after the other."""
+        """Look up: [n, D] by feature. torch.fx records a lookup per feature."""
         if not isinstance(features, Proxy):
-            bags = maybe_td_to_kjt(features).to_dict()
             looked_up = super().forward(maybe_td_to_kjt(features))
+            bags = maybe_td_to_kjt(features).to_dict()
             features_of = [name for config, _ in self.tables().values() for name in config.feature_names]
             return {
                 name: JaggedTensor.unchecked(
@@ -170,7 +189,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
 
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
-        """Make a quantised collection from a collection with a ``qconfig``, which is a ``QuantConfig``."""
+        """Quantize a collection with a ``qconfig`` attribute, which must be a ``QuantConfig``."""
         made: Self = _from_float(cls, module)
         made._need_indices = getattr(module, "_need_indices", False)
         return made
@@ -185,7 +204,7 @@ _LAYOUT = {
 
 
 def _check_options(owner: str, weights: Mapping[str, Any] | None, hints: Mapping[str, Any]) -> None:
-    """Take the options that change nothing, and refuse rows in FBGEMM's layout."""
+    """Accept layout options without effect, and reject rows in FBGEMM's layout."""
     if weights is not None:
         raise ValueError(
             f"{owner}: table_name_to_quantized_weights holds rows in FBGEMM's layout. Make the collection "
@@ -199,17 +218,17 @@ def _dtype_of(collection: TableCollection) -> torch.dtype:
 
 
 def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> None:
-    """Do nothing, because state dicts always have scales and biases as separate tensors."""
+    """Do nothing: state dicts always hold scales and biases as separate tensors."""
 
 
 def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
     module: nn.Module, module_types: Sequence[type[nn.Module]]
 ) -> None:
-    """Do nothing, because state dicts always have scales and biases as separate tensors."""
+    """Do nothing: state dicts always hold scales and biases as separate tensors."""
 
 
 def meta_to_cpu_placement(module: nn.Module) -> None:
-    """Move quantised collections on ``meta`` to the CPU, in place. Their rows are zeros."""
+    """Move quantized collections from ``meta`` to the CPU, in place. Their rows become zeros."""
     for child in module.modules():
         if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
             weights = [weight for _, weight in child.tables().values()]
@@ -225,10 +244,26 @@ def quantize_embeddings(
     output_dtype: torch.dtype = torch.float,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Quantise every embedding collection in ``module``, as TorchRec's function does.
+    """Quantize all embedding collections in ``module``, as TorchRec's function does.
 
-    The arguments ``additional_...`` are not needed, because all kinds of collections are quantised.
+    Sharded collections stay unchanged, because ranks may call this alone. `meshrec.quant.quantize` quantizes
+    them collectively.
+
+    Args:
+        module: collection or model.
+        dtype: row dtype.
+        inplace: whether to change ``module``. A collection itself is never changed: use the return value.
+        additional_qconfig_spec_keys: ignored, because all kinds of collections are quantized.
+        additional_mapping: ignored, like the previous argument.
+        output_dtype: result dtype.
+        per_table_weight_dtype: row dtype for some tables, by name. Unknown names are ignored.
+
+    Returns:
+        The quantized module.
     """
+    if _is_sharded(module):
+        unsharded = module if inplace else copy.deepcopy(module)
+        return _quantize_unsharded(unsharded, dtype, per_table_weight_dtype, output_dtype)
     made = _quantized(module, dtype, per_table_weight_dtype, output_dtype)
     return _put_into(module, made) if inplace else made
 
@@ -241,19 +276,52 @@ def quantize_inference_model(
     quantization_dtype: torch.dtype = torch.int8,
     output_dtype: torch.dtype = torch.float,
 ) -> nn.Module:
-    """Quantise the embedding collections of ``model`` in place, as TorchRec's function does.
+    """Quantize all embedding collections in ``model``, in place, as TorchRec's function does.
 
-    Feature-processed collections get the type ``fp_weight_dtype``, which must be the type of all.
+    Args:
+        model: collection or model. Sharded collections stay unchanged.
+        quantization_mapping: must be None.
+        per_table_weight_dtype: row dtype for some tables, by name. Unknown names are ignored.
+        fp_weight_dtype: row dtype for feature-processed collections. If the model has any, this must equal
+            ``quantization_dtype``.
+        quantization_dtype: row dtype.
+        output_dtype: result dtype.
 
     Raises:
-        ValueError: a ``quantization_mapping`` is given, or ``fp_weight_dtype`` differs.
+        ValueError: ``quantization_mapping`` is given, or ``fp_weight_dtype`` differs.
     """
-    if quantization_mapping is not None or fp_weight_dtype != quantization_dtype:
+    if quantization_mapping is not None:
         raise ValueError(
-            "quantization_mapping must be None, and fp_weight_dtype the same as quantization_dtype: all "
-            "embedding collections become MeshRec's. Name tables in per_table_weight_dtype instead."
+            "quantization_mapping must be None: all embedding collections become MeshRec's. Name tables in "
+            "per_table_weight_dtype instead."
         )
-    return _put_into(model, _quantized(model, quantization_dtype, per_table_weight_dtype, output_dtype))
+    has_processors = any(isinstance(m, FeatureProcessedEmbeddingBagCollection) for m in model.modules())
+    if has_processors and data_type_of(fp_weight_dtype) != data_type_of(quantization_dtype):
+        raise ValueError(
+            f"fp_weight_dtype {fp_weight_dtype} must be quantization_dtype {quantization_dtype}: all "
+            "collections of the model get one type. Name tables in per_table_weight_dtype instead."
+        )
+    arguments = (quantization_dtype, per_table_weight_dtype, output_dtype)
+    if _is_sharded(model):
+        return _quantize_unsharded(model, *arguments)
+    return _put_into(model, _quantized(model, *arguments))
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, _SHARDED) for module in model.modules())
+
+
+def _quantize_unsharded(model: nn.Module, *arguments: Any) -> nn.Module:
+    """Quantize all collections that are not sharded, in place. Not collective."""
+    _logger.warning(
+        "sharded collections are not quantised, as in TorchRec. Call meshrec.quant.quantize(model, ...) on "
+        "all ranks, or quantise the model before it is sharded."
+    )
+    for path, child in list(model.named_modules()):
+        if isinstance(child, TableCollection):
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent).register_module(name, _quantized(child, *arguments))
+    return model
 
 
 def _quantized(
@@ -262,7 +330,7 @@ def _quantized(
     per_table: Mapping[str, torch.dtype] | None,
     output_dtype: torch.dtype,
 ) -> nn.Module:
-    # TorchRec takes names of tables that are not there; each of its collections looks for its own.
+    # As in TorchRec, names of other models' tables are ignored.
     names = {
         config.name
         for child in module.modules()
@@ -293,10 +361,11 @@ def _from_float(cls: Any, module: nn.Module) -> Any:
 
 
 def _adopted(made: Any, cls: Any = None) -> Any:
-    """Return a quantised collection of TorchRec's class that shares the rows of MeshRec's collection."""
+    """Convert MeshRec's quantized collection to TorchRec's class. Both share the rows."""
     dtype = _dtype_of(made)
     if isinstance(made, embedding_modules.EmbeddingBagCollection):
         kind = EmbeddingBagCollection if cls is None else cls
+        # On meta, because the rows of the other collection are put in below.
         found = kind(made.embedding_bag_configs(), made.is_weighted(), "meta", output_dtype=dtype)
     else:
         kind = EmbeddingCollection if cls is None else cls
@@ -307,18 +376,19 @@ def _adopted(made: Any, cls: Any = None) -> Any:
 
 
 def _set_rows(collection: TableCollection, rows: Sequence[Tensor]) -> None:
-    """Hold rows as buffers, as TorchRec does. They are not parameters, because nothing trains them."""
+    """Register rows as buffers, as TorchRec does. They are not trained."""
     _, holders = collection.table_holders()
     for (config, _), own in zip(collection.tables().values(), rows, strict=True):
         holder = holders._modules[config.name]
         assert holder is not None
+        # The entry moves from parameters to buffers: register_buffer rejects a name that is already taken.
         holder._parameters.pop("weight", None)
         holder._buffers.pop("weight", None)
         holder.register_buffer("weight", own)
 
 
 def _put_into(model: nn.Module, made: nn.Module) -> nn.Module:
-    """Return ``model`` with its collections replaced by those of ``made``."""
+    """Replace the collections in ``model`` by those in ``made``, and return it."""
     if isinstance(model, TableCollection):
         return made
     for path, child in list(made.named_modules()):

@@ -1,9 +1,11 @@
-"""Lookups in quantised tables that torch.fx records as one call each and TorchScript compiles."""
+"""Quantized table lookups that torch.fx records as single calls and TorchScript compiles."""
 
 import torch
 from torch import Tensor
 
-# B bags, N ids, D width; a part of a table is a rectangle of its rows and columns, kept on some device
+from meshrec.ops import operators
+
+# B bags, N IDs, D width. A table shard is a rectangle of rows and columns, on some device.
 
 
 def bag_rows(
@@ -16,53 +18,88 @@ def bag_rows(
     pooling: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``[B, D]``: the pooled bags of one feature in one table; see ``ops.nbit``."""
-    nameless = torch.empty(0, dtype=torch.uint8)
-    num_bags = offsets.numel() - 1
+    """Return pooled rows [B, D] for a feature; see ``ops.nbit``.
+
+    Args:
+        weight: quantized rows with scales and biases, uint8 [rows, bytes].
+        values: IDs [N].
+        offsets: bag boundaries [B + 1].
+        sample_weights: per-sample weights [N], or None.
+        bits: bits per code.
+        dim: width D.
+        pooling: 0: sum, 1: mean.
+        dtype: result dtype.
+    """
+    return _forward(weight, values, offsets, sample_weights, bits, dim, pooling, offsets.numel() - 1, dtype)
+
+
+def id_rows(
+    weight: Tensor, values: Tensor, offsets: Tensor, bits: int, dim: int, dtype: torch.dtype
+) -> Tensor:
+    """Return a row per ID, [N, D], for a feature.
+
+    Args:
+        weight: quantized rows with scales and biases, uint8 [rows, bytes].
+        values: IDs [N].
+        offsets: bag boundaries [B + 1].
+        bits: bits per code.
+        dim: width D.
+        dtype: result dtype.
+    """
+    return _forward(weight, values, offsets, None, bits, dim, 2, values.numel() * dim, dtype).view(-1, dim)
+
+
+def _forward(
+    weight: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    bits: int,
+    dim: int,
+    pooling: int,
+    out_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Look up a feature in a table. The result is flat if ``pooling`` is 2."""
+    tables, features, names = [weight], [0], torch.empty(0, dtype=torch.uint8)
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return operators.nbit_forward(  # type: ignore[no-any-return]
+            tables,
+            [bits],
+            values,
+            offsets,
+            sample_weights,
+            None,
+            1,
+            features,
+            features,
+            [pooling],
+            pooling == 2,
+            [dim],
+            out_size,
+            dtype,
+            True,
+            names,
+        )
+    # TorchScript has no exceptions, so it calls the operator without the wrapper's error translation.
     return torch.ops.meshrec.nbit_forward(  # type: ignore[no-any-return]
-        [weight],
+        tables,
         [bits],
         values,
         offsets,
         sample_weights,
         None,
         1,
-        [0],
-        [0],
+        features,
+        features,
         [pooling],
-        False,
+        pooling == 2,
         [dim],
-        num_bags,
+        out_size,
         dtype,
         True,
-        nameless,
+        names,
     )
-
-
-def id_rows(
-    weight: Tensor, values: Tensor, offsets: Tensor, bits: int, dim: int, dtype: torch.dtype
-) -> Tensor:
-    """Return ``[N, D]``: the row of each id of one feature in one table."""
-    nameless = torch.empty(0, dtype=torch.uint8)
-    rows = torch.ops.meshrec.nbit_forward(
-        [weight],
-        [bits],
-        values,
-        offsets,
-        None,
-        None,
-        1,
-        [0],
-        [0],
-        [2],
-        True,
-        [dim],
-        values.numel() * dim,
-        dtype,
-        True,
-        nameless,
-    )
-    return rows.view(-1, dim)  # type: ignore[no-any-return]
 
 
 def rows_within(
@@ -76,29 +113,32 @@ def rows_within(
     pooling: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the rows that one part of a table gives for one feature, on the device of the IDs.
+    """Return a table shard's rows for a feature, on the device of the IDs.
 
     Args:
-        weight: the parameter that holds the part.
-        place: start of the part in the parameter, shape of the part, its first row in the table, and the
-            number of rows of the whole table.
-        values: IDs of the feature.
-        offsets: start of each bag.
-        sample_weights: per-sample weights, or None.
+        weight: parameter that holds the shard.
+        place: the shard's start in the parameter, row count, stored row width, first table row, and the
+            table's row count.
+        values: IDs [N].
+        offsets: bag boundaries [B + 1].
+        sample_weights: per-sample weights [N], or None.
         bits: bits per code.
-        dim: number of columns of the part.
-        pooling: 0: sum, 1: mean; 2: a row for each ID, 0 for IDs of other parts.
-        dtype: type of the result.
+        dim: shard columns.
+        pooling: 0: sum, 1: mean, 2: a row per ID, with zeros for IDs in other shards.
+        dtype: result dtype.
 
     Raises:
         ValueError: an ID is outside the table.
     """
+    # A list of ints and no tuple unpacking: torch.fx records the argument as a constant, TorchScript compiles
+    # it.
     start, num_rows, width, first, total = place[0], place[1], place[2], place[3], place[4]
     rows = weight.flatten()[start : start + num_rows * width].view(num_rows, width)
     ids, ends = values, offsets
     scale: Tensor | None = sample_weights
     inside = torch.ones(0, dtype=torch.bool, device=values.device)
     if num_rows != total:
+        # The kernel checks against the shard only, and the filter below would drop such IDs in silence.
         if bool(((values < 0) | (values >= total)).any()):
             raise ValueError("an id is outside its table. Raise num_embeddings, or hash the ids.")
         inside = (values >= first) & (values < first + num_rows)
@@ -108,6 +148,7 @@ def rows_within(
         ends = counts[offsets.long()].to(offsets.dtype)
         if sample_weights is not None:
             scale = sample_weights[inside]
+    # IDs travel to the shard's device, and rows come back.
     home, there = values.device, weight.device
     if scale is not None:
         scale = scale.to(there)
@@ -122,5 +163,5 @@ def rows_within(
 
 
 def mean_of(total: Tensor, offsets: Tensor) -> Tensor:
-    """Return the mean over each bag from its sum; 0 for empty bags."""
+    """Divide bag sums by bag lengths; 0 for empty bags."""
     return total / (offsets[1:] - offsets[:-1]).clamp(min=1).unsqueeze(1).to(total.dtype)

@@ -1,4 +1,4 @@
-"""Sharders of quantised collections with TorchRec's arguments."""
+"""TorchRec's sharders for quantized collections."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 
 
 class _QuantAnswers:
-    """The common part of both sharders: TorchRec's arguments, and the kernel ``quant``."""
+    """Common base for both sharders: TorchRec's arguments and the compute kernel ``quant``."""
 
     def __init__(
         self, fused_params: Mapping[str, Any] | None = None, shardable_params: object | None = None
@@ -31,17 +31,17 @@ class _QuantAnswers:
                 "on every rank has the sharding type data_parallel."
             )
         super().__init__()
-        self.fused_params = fused_params
+        self.fused_params = None if fused_params is None else dict(fused_params)  # the caller may change it
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return [EmbeddingComputeKernel.QUANT.value]
 
 
 class QuantEmbeddingBagCollectionSharder(_QuantAnswers, own.EmbeddingBagCollectionSharder, SharderAnswers):
-    """MeshRec's sharder for quantised collections.
+    """MeshRec's sharder for quantized collections.
 
     Args:
-        fused_params: TorchRec's kernel options, which change nothing here. They must not name an optimizer.
+        fused_params: TorchRec's kernel options, which are ignored. They must not contain an optimizer.
         shardable_params: must be None, because all tables are sharded.
     """
 
@@ -53,13 +53,21 @@ class QuantEmbeddingBagCollectionSharder(_QuantAnswers, own.EmbeddingBagCollecti
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module. The plan may have either library's form. Collective."""
-        built = self.built(module, module_to_own(params), env, device, weighted=module.is_weighted())
+        """Return the sharded module. Collective.
+
+        Args:
+            module: quantized collection.
+            params: module plan from either library.
+            env: ranks or devices (default: all ranks).
+            device: device (default: the process group's).
+            module_fqn: ignored.
+        """
+        built = self.built(module, module_to_own(params), env, device)
         return ShardedEmbeddingBagCollection(module, built)
 
 
 class QuantEmbeddingCollectionSharder(_QuantAnswers, own.EmbeddingCollectionSharder, SharderAnswers):
-    """MeshRec's sharder for quantised collections; see ``QuantEmbeddingBagCollectionSharder``."""
+    """Sharder for quantized collections without pooling; see ``QuantEmbeddingBagCollectionSharder``."""
 
     def shard(
         self,
@@ -69,6 +77,14 @@ class QuantEmbeddingCollectionSharder(_QuantAnswers, own.EmbeddingCollectionShar
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Return the sharded module. The plan may have either library's form. Collective."""
-        built = self.built(module, module_to_own(params), env, device, sequence=True)
+        """Return the sharded module. Collective.
+
+        Args:
+            module: quantized collection.
+            params: module plan from either library.
+            env: ranks or devices (default: all ranks).
+            device: device (default: the process group's).
+            module_fqn: ignored.
+        """
+        built = self.built(module, module_to_own(params), env, device)
         return ShardedEmbeddingCollection(module, built)

@@ -1,4 +1,4 @@
-"""Random batches, equal to those of TorchRec's dataset for the same seed."""
+"""Random batches with TorchRec's values for a seed."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,14 @@ from meshrec.sparse import KeyedJaggedTensor
 
 @dataclass
 class Batch(Pipelineable):
-    """The input of TorchRec's models: dense features [B, num_dense], sparse features, and labels [B]."""
+    """Input batch for TorchRec's models: dense features [B, num_dense], sparse features, and labels [B]."""
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Return the batch on another device."""
+        """Return a copy on another device."""
         return Batch(
             self.dense_features.to(device, non_blocking=non_blocking),
             self.sparse_features.to(device, non_blocking=non_blocking),
@@ -29,7 +29,7 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the work queued on ``stream`` is done."""
+        """Keep the memory until the work queued on ``stream`` has finished."""
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
         self.labels.record_stream(stream)
@@ -42,23 +42,22 @@ class Batch(Pipelineable):
 
 
 class RandomRecDataset(IterableDataset[Batch]):
-    """Batches of uniform IDs, normal dense features and random labels.
+    """Batches with uniform IDs, normal dense features and random binary labels.
 
     Args:
-        keys: the sparse features.
-        batch_size: samples of a batch.
-        hash_size: upper limit of IDs, exclusive (default 100).
-        hash_sizes: the limit of each key instead.
-        ids_per_feature: largest number of IDs in a bag (default 2).
-        ids_per_features: that of each key instead.
+        keys: sparse features.
+        batch_size: samples per batch.
+        hash_size: exclusive ID limit (default 100).
+        hash_sizes: ID limits by key, instead of ``hash_size``.
+        ids_per_feature: maximum bag length (default 2).
+        ids_per_features: maximum bag lengths by key, instead of ``ids_per_feature``.
         num_dense: number of dense features.
-        manual_seed: makes the batches reproducible.
+        manual_seed: seed for reproducible batches.
         num_batches: number of batches; None: endless.
-        num_generated_batches: number of batches that are made, and then repeated; below 0: each batch is made
-            when it is needed.
-        min_ids_per_feature: smallest number of IDs in a bag (default: ``ids_per_feature``, so that all bags
-            have equally many; without that, 0).
-        min_ids_per_features: that of each key instead.
+        num_generated_batches: number of batches to generate up front and repeat; if negative, generate every
+            batch on demand.
+        min_ids_per_feature: minimum bag length (default: ``ids_per_feature``, else 0).
+        min_ids_per_features: minimum bag lengths by key, instead of ``min_ids_per_feature``.
     """
 
     def __init__(
@@ -84,6 +83,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         self._fewest = _of_each(keys, "min_ids_per_features", min_ids_per_features, fewest or 0)
         self.num_batches = num_batches
         self._generator = None if manual_seed is None else torch.Generator().manual_seed(manual_seed)
+        # Kept for the dataset's lifetime: every iterator cycles through the same batches.
         self._made = [self._make() for _ in range(num_generated_batches)]
         self._makes_each = num_generated_batches < 0
 
@@ -99,6 +99,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         return self.num_batches
 
     def _make(self) -> Batch:
+        # The order of draws is TorchRec's: lengths and values by key, dense features, labels.
         values, lengths, draw = [], [], self._generator
         for rows, fewest, most in zip(self._hash_sizes, self._fewest, self._most, strict=True):
             lengths.append(

@@ -1,6 +1,6 @@
-"""Row-wise Adagrad as an ordinary torch optimizer, for tables that are not fused.
+"""Row-wise Adagrad as a plain torch optimizer, for tables that are not fused.
 
-``meshrec.optim.RowWiseAdagrad`` is the spec of the same formula for fused tables.
+``meshrec.optim.RowWiseAdagrad`` is the spec with the same formula for fused tables.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,18 +16,18 @@ from meshrec.optim.optimizers import RowWiseAdagrad as RowWiseAdagradSpec
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """``s += mean(g^2); w -= lr_t * g / (sqrt(s) + eps)``, with one ``s`` per row [R, 1].
+    """``s += mean(g^2); w -= lr_t * g / (sqrt(s) + eps)``, with ``s`` per row, [R, 1].
 
-    ``g`` includes ``weight_decay * w``; ``lr_t = lr / (1 + (t - 1) * lr_decay)`` in step ``t``. For a sparse
-    gradient, only its rows are updated and decayed.
+    ``g`` includes ``weight_decay * w``; ``lr_t = lr / (1 + (t - 1) * lr_decay)`` in step ``t``. A sparse
+    gradient updates and decays only its rows.
 
     Args:
-        params: parameters [R, D], or groups of them.
+        params: parameters [R, D], or param groups.
         lr: learning rate.
-        lr_decay: decay of the learning rate, see above.
-        weight_decay: factor of ``w`` in the gradient.
+        lr_decay: learning rate decay, see above.
+        weight_decay: factor for ``w`` in the gradient.
         initial_accumulator_value: initial ``s``.
-        eps: keeps the first steps of a row finite.
+        eps: keeps a row's first steps finite.
         maximize: maximize instead of minimizing.
 
     Raises:
@@ -59,11 +59,10 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @staticmethod
     def fused_spec(kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """Return the spec for fused tables that computes the same as ``RowWiseAdagrad(params, **kwargs)``.
+        """Return the fused-table spec for ``RowWiseAdagrad(params, **kwargs)``.
 
         Raises:
-            ValueError: ``lr_decay`` or ``maximize`` is given, which cannot be fused, or an argument is
-                unknown.
+            ValueError: an argument is unknown, or cannot be fused (``lr_decay``, ``maximize``).
         """
         rest: dict[str, Any] = {"lr": 1e-2, "eps": 1e-10, **kwargs}
         if rest.pop("lr_decay", 0.0) or rest.pop("maximize", False):
@@ -77,7 +76,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return RowWiseAdagradSpec(**rest)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and the state of its parameters."""
+        """Add a group, and create the state for its parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"]:
@@ -87,12 +86,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                     f"parameter {list(parameter.shape)}. Give that one to another optimizer."
                 )
             state = self.state[parameter]
+            # Created here instead of in the first step, so that a state dict can be loaded before training.
             state["step"] = torch.tensor(0.0)
             state["sum"] = torch.full_like(parameter[:, :1], group["initial_accumulator_value"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient; return the closure's loss if there is a closure."""
+        """Update all parameters with a gradient. Return the closure's loss, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -108,6 +108,7 @@ def _update(weight_RD: Tensor, gradient: Tensor, state: dict[str, Any], group: M
     state["step"] += 1
     lr = group["lr"] / (1 + (state["step"].item() - 1) * group["lr_decay"])
     if gradient.is_sparse:
+        # Duplicate rows must be summed first: the indexed writes below would keep only one of them.
         gradient = gradient.coalesce()
         rows = gradient.indices()[0]
         weight, total = weight_RD[rows], state["sum"][rows]

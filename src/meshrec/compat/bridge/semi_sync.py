@@ -1,4 +1,4 @@
-"""TorchRec's SemisyncOptimizer: local steps, and after some of them a step over all workers."""
+"""TorchRec's SemisyncOptimizer: local steps with periodic global steps across all workers."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.compat.bridge.keyed import KeyedOptimizer, tell
+from meshrec.compat.bridge.keyed import KeyedOptimizer, scratch_of, tell
 
 SEMI_SYNC_GLOBAL_OPTIM_KEY = "semi_sync_global_optim"
 SEMI_SYNC_LOCAL_OPTIM_KEY = "semi_sync_local_optim"
@@ -21,21 +21,22 @@ _log = logging.getLogger("meshrec")
 
 
 class SemisyncOptimizer(KeyedOptimizer):
-    """A local optimizer for every step, and a global one for every ``num_local_steps``-th.
+    """Local optimizer for every step, and global optimizer for every ``num_local_steps``-th step.
 
-    The state of a parameter has the slots of both optimizers, each with a prefix, and the counts of steps.
+    A parameter's state holds prefixed slots from both optimizers, and the step counters.
 
     Args:
-        global_params: the parameters, or torch's groups of them, that the global optimizer steps.
-        optimizer: the local optimizer.
-        global_optimizer: a wrapper whose ``_optimizer`` has a method
+        global_params: parameters, or param groups, for the global optimizer.
+        optimizer: local optimizer.
+        global_optimizer: wrapper with an inner ``_optimizer`` that has a method
             ``global_step(local_step_counter, closure)``.
-        num_local_steps: local steps from one global step to the next.
-        semi_sync_worker_shard_group, offload_global_model, non_blocking: kept for the global optimizer.
+        num_local_steps: local steps between global steps.
+        semi_sync_worker_shard_group, offload_global_model, non_blocking: stored for the global optimizer.
 
     Raises:
-        IndexError: there are no parameters.
-        ValueError: ``num_local_steps`` is below 1, or the optimizers have different parameters of one name.
+        IndexError: ``global_params`` is empty.
+        ValueError: ``num_local_steps`` is below 1, or a name refers to different parameters in the
+            optimizers.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class SemisyncOptimizer(KeyedOptimizer):
         self._num_local_steps = num_local_steps
         self._worker_shard_group = semi_sync_worker_shard_group
         self._offload_global_model, self._non_blocking = offload_global_model, non_blocking
+        # Advanced by step(), and saved as state of every parameter of the global optimizer.
         self._local_step_counter = torch.tensor(0)
         self._global_step_counter = torch.tensor(0)
+        # Views, because the inner optimizers create state later, and loading may replace their dicts.
         super().__init__(_View(self._all_params), _View(self._all_state), _GroupsOfBoth(self._inner()))
         self.defaults = {"_save_param_groups": False}
 
     def step(self, closure: Any = None) -> Any:
-        """Step the local optimizer, and return what it returns; every ``num_local_steps``-th time the global
-        one, too.
-        """
+        """Step the local optimizer, and the global one when due. Return the local optimizer's result."""
         self._local_step_counter += 1
         loss: Any = self._optimizer.step(closure)
         if self._local_step_counter % self._num_local_steps == 0:
@@ -80,24 +81,24 @@ class SemisyncOptimizer(KeyedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of both optimizers."""
+        """Clear the gradients in both optimizers."""
         for each in self._inner():
             each.zero_grad(set_to_none=set_to_none)
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether one of the two updates parameters during backward."""
+        """Whether either optimizer updates parameters in the backward pass."""
         return any(each.updates_in_backward for each in self._inner())
 
     def save_param_groups(self, save: bool) -> None:
-        """Set whether ``state_dict`` contains the groups of both, or only the state."""
+        """Set whether ``state_dict`` contains the groups from both optimizers."""
         super().save_param_groups(save)
         self.defaults["_save_param_groups"] = save
         for each in self._inner():
             each.save_param_groups(save)
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Let both optimizers create their part of the state."""
+        """Create the state in both optimizers."""
         for each in self._inner():
             each.create_state(
                 [name for name in names if name in each.params],
@@ -105,27 +106,32 @@ class SemisyncOptimizer(KeyedOptimizer):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy a state_dict into both optimizers, and the counts of steps.
+        """Load a state dict into both optimizers and the step counters.
 
         Raises:
-            ValueError: it does not fit; nothing is changed then.
+            ValueError: the state dict does not match. Nothing is changed.
         """
         saved = state_dict.get("state", {})
         for prefix, each in zip(_PREFIXES, self._inner(), strict=True):
             own = [name for name, slots in saved.items() if any(slot.startswith(prefix) for slot in slots)]
+            # Before loading: it only copies into slots that exist.
             each.create_state([name for name in own if name in each.params])
         super().load_state_dict(state_dict)
 
     def post_load_state_dict(self) -> None:
-        """Tell both optimizers that state was loaded."""
+        """Call both optimizers' hooks after loading."""
         tell(self._inner(), "post_load_state_dict")
 
+    def scratch_buffers(self) -> tuple[Tensor, ...]:
+        """Return both optimizers' scratch buffers."""
+        return scratch_of(self._inner())
+
     def set_optimizer_step(self, step: int) -> None:
-        """Pass the step to those of the optimizers that have this method."""
+        """Forward to the optimizers with this method."""
         tell(self._inner(), "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Pass the values to those of the optimizers that have this method."""
+        """Forward to the optimizers with this method."""
         tell(self._inner(), "update_hyper_parameters", params_dict)
 
     def __repr__(self) -> str:
@@ -140,13 +146,13 @@ class SemisyncOptimizer(KeyedOptimizer):
             slot.removeprefix(prefix): value for slot, value in param_state.items() if slot.startswith(prefix)
         }
 
-    def _matched_groups(self, new_groups: Sequence[Mapping[str, Any]] | None) -> Any:
-        # One by one: both may have groups of the same parameters.
+    def _match_groups(self, new_groups: Sequence[Mapping[str, Any]] | None) -> Any:
+        # Matched separately, because both optimizers may have groups with the same parameters.
         if new_groups is None:
             return []
         count = len(self._optimizer.param_groups)
         parts = zip(self._inner(), (new_groups[:count], new_groups[count:]), strict=True)
-        return [pair for each, groups in parts for pair in each._matched_groups(groups)]
+        return [pair for each, groups in parts for pair in each._match_groups(groups)]
 
     def _inner(self) -> tuple[KeyedOptimizer, KeyedOptimizer]:
         return self._optimizer, self._global_optimizer
@@ -181,14 +187,14 @@ _PREFIXES = (SEMI_SYNC_LOCAL_STATE_KEY, SEMI_SYNC_GLOBAL_STATE_KEY)
 
 
 class _Slots(dict[str, Any]):
-    """The state of one parameter, joined from several dicts. Assignments write to the original dict."""
+    """Parameter state merged from several dicts. Assignments write through to the source dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self._owners: dict[str, tuple[Any, str]] = {}
 
     def take(self, prefix: str, slots: Any) -> None:
-        """Add the slots of one dict, under names with a prefix."""
+        """Add a dict's slots under prefixed names."""
         for slot, value in slots.items():
             self._owners[prefix + slot] = slots, slot
             super().__setitem__(prefix + slot, value)
@@ -200,7 +206,7 @@ class _Slots(dict[str, Any]):
 
 
 class _View(Mapping[Any, Any]):
-    """A value that is computed by a function at each use."""
+    """Mapping with contents recomputed at every access."""
 
     def __init__(self, make: Callable[[], dict[Any, Any]]) -> None:
         self._make = make
@@ -216,7 +222,7 @@ class _View(Mapping[Any, Any]):
 
 
 class _GroupsOfBoth(Sequence[Any]):
-    """The groups of several optimizers."""
+    """Param groups from several optimizers."""
 
     def __init__(self, optimizers: Sequence[KeyedOptimizer]) -> None:
         self._optimizers = optimizers

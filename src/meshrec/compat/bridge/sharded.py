@@ -1,28 +1,94 @@
-"""Sharded collections with the attributes that TorchRec's programs use: a combined optimizer, and stages to
-print.
-"""
+"""Sharded collections with TorchRec's attributes: a combined optimizer, and printable stages."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Proxy
 
+from meshrec.compat.bridge.awaitables import Awaitable
 from meshrec.compat.bridge.keyed import CombinedOptimizer
+from meshrec.compat.bridge.quant_tables import QuantTableGroup, table_groups
 from meshrec.compat.bridge.sharded_traces import record_bags, record_sequences
 from meshrec.compat.bridge.sparse import KeyedJaggedTensor
 from meshrec.compat.bridge.stages import Stage, stages
+from meshrec.compat.bridge.streamable import Multistreamable
 from meshrec.distributed import embedding_modules as own
+from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.build import ModuleParts
+from meshrec.distributed.lookup_batch import LookupBatch
+from meshrec.distributed.lookup_batch import Stage as Passed
+from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.tables import FusedOptimizer
 
 
-class _Shown:
-    """The stages of a sharded module, as TorchRec's tutorials print them."""
+class _Later(Awaitable[Any]):
+    """Awaitable stage of a batch, which completes on wait."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        super().__init__()
+        self._finish = finish
+
+    def _wait_impl(self) -> Any:
+        return self._finish()
+
+
+class ShardedContext(Multistreamable):
+    """Context that TorchRec's stages pass along. Empty, because MeshRec's batches hold all state."""
+
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing."""
+
+
+class _Stages:
+    """Stages of a sharded module, as TorchRec's tutorials print and call them."""
 
     plan: Any
     built: ModuleParts
+    tables: ShardedTables
+    awaited: Callable[[LookupBatch, Tensor], LazyAwaitable[Any]]
+    _configs: Any
+
+    def create_context(self) -> ShardedContext:
+        """Return an empty context."""
+        return ShardedContext()
+
+    def input_dist(self, ctx: object, features: KeyedJaggedTensor) -> Awaitable[Awaitable[LookupBatch]]:
+        """Send the IDs to their shards. The first wait covers sizes, the second the IDs. Collective."""
+        tables = self.tables
+        batch = tables.route(features)
+
+        def wait_for_sizes() -> _Later:
+            # The inner call runs now and exchanges the sizes. The outer one waits until the IDs have arrived.
+            return _Later(partial(tables.advance, tables.advance(batch, Passed.EXCHANGED), Passed.ARRIVED))
+
+        return _Later(wait_for_sizes)
+
+    def compute(self, ctx: object, dist_input: LookupBatch) -> tuple[LookupBatch, Tensor]:
+        """Look up the IDs in this rank's shards, and start sending rows back. Collective."""
+        return dist_input, self.tables.look_up(dist_input)
+
+    def output_dist(self, ctx: object, output: tuple[LookupBatch, Tensor]) -> LazyAwaitable[Any]:
+        """Return an awaitable for the embeddings from ``compute``."""
+        return self.awaited(*output)
+
+    def compute_and_output_dist(self, ctx: object, input: LookupBatch) -> LazyAwaitable[Any]:
+        """Run ``compute`` and ``output_dist``."""
+        return self.output_dist(ctx, self.compute(ctx, input))
+
+    @property
+    def tbes(self) -> list[QuantTableGroup]:
+        """Table groups by pooling type, with this rank's rows.
+
+        Raises:
+            AttributeError: the collection is not quantized.
+        """
+        # AttributeError, so that ``getattr(module, "tbes", [])`` skips trained collections.
+        if any(config.data_type.bits == 0 for config in self._configs):
+            raise AttributeError("only quantised collections have tbes. Read the state_dict of this one.")
+        return table_groups(self)
 
     @property
     def _input_dists(self) -> list[Stage]:
@@ -37,23 +103,23 @@ class _Shown:
         return stages("embeddings to their samples", self.plan)
 
 
-class ShardedEmbeddingBagCollection(_Shown, own.ShardedEmbeddingBagCollection):
-    """MeshRec's sharded collection, with TorchRec's names for its parts."""
+class ShardedEmbeddingBagCollection(_Stages, own.ShardedEmbeddingBagCollection):
+    """MeshRec's sharded collection with TorchRec's attribute names."""
 
     def __init__(self, module: EmbeddingBagCollection, built: ModuleParts) -> None:
         super().__init__(module, built)
         self.fused_optimizer = _as_combined(self.fused_optimizer)  # type: ignore[assignment]
 
     def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
-        """Look up; torch.fx records one lookup after the other, see ``sharded_traces``."""
+        """Look up and pool. torch.fx records a lookup per feature; see ``sharded_traces``."""
         if isinstance(features, Proxy):
             configs = self.embedding_bag_configs()
             return record_bags(self.built, configs, features, weighted=self.is_weighted())
         return super().forward(features)
 
 
-class ShardedEmbeddingCollection(_Shown, own.ShardedEmbeddingCollection):
-    """MeshRec's sharded collection, with TorchRec's names for its parts."""
+class ShardedEmbeddingCollection(_Stages, own.ShardedEmbeddingCollection):
+    """MeshRec's sharded collection with TorchRec's attribute names."""
 
     def __init__(self, module: EmbeddingCollection, built: ModuleParts) -> None:
         super().__init__(module, built)
@@ -61,7 +127,7 @@ class ShardedEmbeddingCollection(_Shown, own.ShardedEmbeddingCollection):
         self._need_indices = bool(getattr(module, "_need_indices", False))
 
     def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
-        """Look up; torch.fx records one lookup after the other, see ``sharded_traces``."""
+        """Look up. torch.fx records a lookup per feature; see ``sharded_traces``."""
         if isinstance(features, Proxy):
             configs = self.embedding_configs()
             return record_sequences(self.built, configs, features, need_indices=self._need_indices)
@@ -69,10 +135,10 @@ class ShardedEmbeddingCollection(_Shown, own.ShardedEmbeddingCollection):
 
 
 def _as_combined(tables: FusedOptimizer) -> CombinedOptimizer:
-    """Return a module's optimizer as a combination of one; of none if no table is fused."""
+    """Wrap a module's optimizer in a CombinedOptimizer, which is empty if no table is fused."""
     return CombinedOptimizer([("", tables)] if tables.params else [])
 
 
 def combined(modules: Mapping[str, nn.Module]) -> CombinedOptimizer:
-    """Return the optimizers of sharded modules, by path, as one."""
+    """Combine the optimizers of sharded modules, keyed by path."""
     return CombinedOptimizer([(path, module.fused_optimizer) for path, module in modules.items()])  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""Programs of sharded quantised collections for torch.fx and TorchScript.
+"""torch.fx and TorchScript programs for sharded quantized collections.
 
-A sharded collection routes IDs in Python, which neither of them can record. The recorded program looks up
-each part of each table separately, on its device, and puts the results together. The results are the same,
-with one lookup after the other.
+A sharded collection routes IDs in Python, which cannot be recorded. The recorded program instead looks up
+every table shard separately, on the shard's device, and combines the results. Results are the same, but
+lookups run in sequence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,11 @@ from meshrec.compat.bridge.embeddings import names_by_table
 from meshrec.compat.bridge.quant_lookups import mean_of, rows_within
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedTensor
 from meshrec.distributed.build import ModuleParts
-from meshrec.distributed.spread_hashed import SpreadHashed
-from meshrec.distributed.spread_table import SpreadTable
-from meshrec.distributed.table_shards import TableShards
 from meshrec.modules.embedding_configs import PoolingType
+from meshrec.tables.module import TableModule
 from meshrec.tables.table import Rectangle
 
-# torch.fx leaves these calls whole where the module that makes them says so.
+# torch.fx records these calls without tracing into them.
 torch.fx.wrap("rows_within")
 torch.fx.wrap("mean_of")
 
@@ -29,7 +27,7 @@ _SUM, _MEAN, _NONE = 0, 1, 2
 
 
 class _Part(NamedTuple):
-    """A rectangle of a table: the parameter that holds it, and its start there."""
+    """Table shard: a rectangle, and the parameter and offset that hold it."""
 
     weight: nn.Parameter
     start: int
@@ -38,7 +36,7 @@ class _Part(NamedTuple):
 
 
 class TableProgram:
-    """A recorder of the lookup of one feature in one sharded table."""
+    """Recorder for lookups in a sharded table."""
 
     def __init__(self, built: ModuleParts, config: Any) -> None:
         shards = built.shards[config.name]
@@ -57,13 +55,21 @@ class TableProgram:
         self._config, self._bits = config, storage.bits if not storage.is_trainable else 0
         output = built.options.output_dtype
         self._dtype = torch.float32 if output is None else output.dtype
+        # Shards with the same columns split the rows: their results are added. Column blocks are
+        # concatenated.
         by_columns: dict[tuple[int, int], list[_Part]] = {}
-        for part in _parts(shards):
+        for part in parts_of(shards):
             by_columns.setdefault((part.rectangle.c0, part.rectangle.c1), []).append(part)
         self._columns = [by_columns[key] for key in sorted(by_columns)]
 
     def look_up(self, bag: Any, *, pooled: bool, weighted: bool) -> Any:
-        """Return the proxy of [B, D], or of [N, D] if rows are not pooled."""
+        """Return a proxy for pooled rows [B, D], or for a row per ID [N, D].
+
+        Args:
+            bag: proxy for the feature's bags.
+            pooled: whether to pool.
+            weighted: whether per-sample weights scale the rows.
+        """
         pooling = _NONE
         if pooled:
             pooling = _MEAN if self._config.pooling is PoolingType.MEAN else _SUM
@@ -73,6 +79,8 @@ class TableProgram:
 
     def _block(self, parts: Sequence[_Part], bag: Any, scale: Any, pooling: int) -> Any:
         is_split = len(parts) > 1
+        # A mean does not add up across row shards. So shards sum in fp32, and the total is divided by the bag
+        # length.
         own = _SUM if is_split and pooling == _MEAN else pooling
         dtype = torch.float32 if is_split else self._dtype
         found: Any = None
@@ -89,7 +97,14 @@ class TableProgram:
 
 
 def record_bags(built: ModuleParts, configs: Sequence[Any], features: Any, *, weighted: bool) -> KeyedTensor:
-    """Record the lookup of a pooled collection."""
+    """Record the lookups of a pooled collection.
+
+    Args:
+        built: sharded module's parts.
+        configs: table configs.
+        features: proxy for the input.
+        weighted: whether per-sample weights scale the rows.
+    """
     bags, values, dims = features.to_dict(), [], []
     for config in configs:
         table = TableProgram(built, config)
@@ -103,7 +118,14 @@ def record_bags(built: ModuleParts, configs: Sequence[Any], features: Any, *, we
 def record_sequences(
     built: ModuleParts, configs: Sequence[Any], features: Any, *, need_indices: bool
 ) -> dict[str, JaggedTensor]:
-    """Record the lookup of a collection that does not pool."""
+    """Record the lookups of a collection without pooling.
+
+    Args:
+        built: sharded module's parts.
+        configs: table configs.
+        features: proxy for the input.
+        need_indices: whether to return the IDs as weights.
+    """
     bags, result = features.to_dict(), {}
     for config, names in zip(configs, names_by_table(configs), strict=True):
         table = TableProgram(built, config)
@@ -117,27 +139,18 @@ def record_sequences(
     return result
 
 
-def _parts(shards: TableShards | SpreadTable | SpreadHashed) -> Iterator[_Part]:
-    if isinstance(shards, SpreadHashed):
+def parts_of(module: TableModule) -> Iterator[_Part]:
+    """Yield a table's local shards, located in its parameters."""
+    if not module.storage.rows_in_parameter:
         raise ValueError(
-            f"table {shards.storage.name!r} keeps its rows outside of its parameters, and a recorded "
-            "program has parameters alone. Export the model with meshrec.export.export."
+            f"table {module.name!r} keeps its rows outside of its parameter, and a recorded program has "
+            "parameters alone. Export the model with meshrec.export.export."
         )
-    if isinstance(shards, TableShards):
-        # Not by name: while torch.fx records, an attribute that is a parameter is a proxy.
-        weight = shards._parameters["weight"]
+    for number, shard in enumerate(module.local_shards):
+        # Not by attribute: under torch.fx tracing, a parameter attribute is a proxy.
+        weight = module._parameters[f"part{number}" if module.over_devices else "weight"]
         assert weight is not None
-        rows, held = weight.detach(), shards.held
-        if held is not None and not held.is_fixed:
-            raise ValueError(
-                f"table {shards.table.name!r} keeps its rows outside of its parameter, and a recorded "
-                "program has parameters alone. Export the model with meshrec.export.export."
-            )
-        views = [rows] if held is None else held.packing.views(rows)
-        yield from _placed(weight, views, shards.rectangles)
-        return
-    for each in shards.held:
-        yield from _placed(each.parameter, each.rows(), each.packing.rectangles)
+        yield from _placed(weight, shard.packing.views(weight.detach()), shard.packing.rectangles)
 
 
 def _placed(

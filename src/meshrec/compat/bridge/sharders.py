@@ -1,4 +1,4 @@
-"""Sharders with TorchRec's arguments and methods."""
+"""TorchRec's sharders."""
 
 import logging
 from abc import ABCMeta
@@ -33,26 +33,27 @@ class _AnySharder(ABCMeta):
 
 
 class ModuleSharder(Generic[M], metaclass=_AnySharder):
-    """The type of all sharders, for annotations: ``ModuleSharder[nn.Module]``."""
+    """Type of all sharders, for annotations: ``ModuleSharder[nn.Module]``."""
 
 
 class SharderAnswers:
-    """The answers of a sharder to planners. A subclass may return fewer ``sharding_types``."""
+    """A sharder's answers to planners. Subclasses may return fewer ``sharding_types``."""
 
     fused_params: Any
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the names of the sharding types that its tables may have: all."""
+        """Return the allowed sharding types; all by default."""
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return ``dense`` for data-parallel tables, ``fused`` for the others."""
+        """Return ``dense`` for data-parallel tables, ``fused`` otherwise."""
         is_dense = sharding_type == ShardingType.DATA_PARALLEL.value
         kernel = EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED
         return [kernel.value]
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the weights of the module's tables, by the table's name."""
+        """Return the table weights by table name."""
+        # Quantized rows are buffers, not parameters.
         quantised = [(name, rows) for name, rows in module.named_buffers() if name.endswith(".weight")]
         held: list[Any] = [*module.named_parameters(), *quantised]
         return {name.split(".")[-2]: weight for name, weight in held}
@@ -62,10 +63,10 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
     """MeshRec's sharder with TorchRec's arguments.
 
     Args:
-        fused_params: the optimizer of the tables that have the kernel ``fused`` in the plan and no optimizer
-            of their own, such as ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate":
-            0.02}``. None: FBGEMM's default, SGD with the learning rate 0.01.
-        qcomm_codecs_registry: codecs of ``get_qcomm_codecs_registry``; None: fp32.
+        fused_params: optimizer for tables with the compute kernel ``fused`` and without an in-backward
+            optimizer, such as ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}``.
+            None: FBGEMM's default, SGD with learning rate 0.01.
+        qcomm_codecs_registry: codecs from ``get_qcomm_codecs_registry``; None: fp32.
     """
 
     def __init__(
@@ -85,12 +86,20 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module. The plan may have either library's form. Collective."""
+        """Return the sharded module. Collective.
+
+        Args:
+            module: collection.
+            params: module plan from either library.
+            env: ranks (default: all).
+            device: device (default: the process group's).
+            module_fqn: ignored.
+        """
         plan = module_to_own(params)
         tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
         precision = precision_of(self.qcomm_codecs_registry, plan, pooled=True)
         plain = own.EmbeddingBagCollectionSharder(self.optimizer, precision=precision, tables=tables)
-        built = plain.built(module, plan, env, device, weighted=module.is_weighted())
+        built = plain.built(module, plan, env, device)
         return ShardedEmbeddingBagCollection(module, built)
 
 
@@ -115,28 +124,38 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Return the sharded module. The plan may have either library's form. Collective."""
+        """Return the sharded module. Collective.
+
+        Args:
+            module: collection.
+            params: module plan from either library.
+            env: ranks (default: all).
+            device: device (default: the process group's).
+            module_fqn: ignored.
+        """
         plan = module_to_own(params)
         tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
         precision = precision_of(self.qcomm_codecs_registry, plan, pooled=False)
         plain = own.EmbeddingCollectionSharder(self.optimizer, precision=precision, tables=tables)
-        built = plain.built(module, plan, env, device, sequence=True)
+        built = plain.built(module, plan, env, device)
         return ShardedEmbeddingCollection(module, built)
 
 
 def _fused_tables(
     module: TableCollection, plan: EmbeddingModuleShardingPlan, *, has_params: bool
 ) -> list[str]:
-    """Return the tables that get the sharder's optimizer: those with the kernel ``fused`` and without their
-    own optimizer.
+    """Return the tables that get the sharder's optimizer.
 
-    As in TorchRec, the other tables get ordinary gradients.
+    These have the compute kernel ``fused`` and no in-backward optimizer. As in TorchRec, other tables get
+    ordinary gradients.
     """
     fused, left = [], []
     for config, weight in module.tables().values():
         placed = plan.get(config.name)
         if placed is None or in_backward_spec(weight) is not None:
             continue
+        if not has_params and not isinstance(weight, nn.Parameter):
+            continue  # quantised rows are buffers: FBGEMM's default optimizer is not for them
         is_fused = placed.compute_kernel is EmbeddingComputeKernel.FUSED
         if is_fused and placed.sharding_type is not ShardingType.DATA_PARALLEL:
             fused.append(config.name)

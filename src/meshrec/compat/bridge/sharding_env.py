@@ -1,4 +1,4 @@
-"""The ranks that share a model, with TorchRec's attribute names."""
+"""ShardingEnv with TorchRec's attribute names."""
 
 import torch
 import torch.distributed as dist
@@ -11,26 +11,27 @@ class ShardingEnv(mesh.ShardingEnv):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; in one process, of devices."""
+        """Number of ranks; for a single process, number of devices."""
         return len(self.devices) or self.world.size
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
+        """Global rank."""
         return self.world.rank
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks."""
+        """Process group with all ranks; None for a single process."""
         return self.world.group
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> "ShardingEnv":  # type: ignore[override]
-        """Return one process without a group. For inference it has ``world_size`` devices, GPUs if there are
-        enough.
+        """Return the environment of a single process without a process group.
+
+        For inference, it has ``world_size`` devices: GPUs if there are enough, else the CPU.
 
         Raises:
-            ValueError: the rank is not 0, so it would be another process.
+            ValueError: ``rank`` is not 0, or ``world_size`` is below 1.
         """
         if world_size < 1 or rank != 0:
             raise ValueError(
@@ -45,10 +46,10 @@ class ShardingEnv(mesh.ShardingEnv):
 
 
 def local_devices(number: int, kind: str) -> list[torch.device]:
-    """Return ``number`` devices of this host: GPUs, or the CPU several times.
+    """Return ``number`` devices on this host: GPUs, or the CPU repeatedly.
 
     Raises:
-        ValueError: there are fewer GPUs.
+        ValueError: the host has fewer GPUs.
     """
     if kind == "cpu":
         return [torch.device("cpu")] * number

@@ -1,4 +1,4 @@
-"""Plans by hand with TorchRec's arguments. A generator makes the placement of one table from its weight."""
+"""Manual plans with TorchRec's arguments. A generator computes a table's placement from its weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +34,15 @@ def _generator(
     def generate(
         param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: object
     ) -> ParameterSharding:
+        """Return the table's placement in TorchRec's form.
+
+        Args:
+            param: table weight [num_embeddings, embedding_dim].
+            local_size: ranks per node.
+            world_size: number of ranks.
+            device_type: device type of the ranks.
+            sharder: ignored.
+        """
         size = TableSize(param.shape[0], param.shape[1])
         own_generator = make(**arguments, compute_kernel=_kernel(kernel, param))
         placed = own_generator("of this parameter", size, own.WorldShape(world_size, local_size, device_type))
@@ -43,7 +52,7 @@ def _generator(
 
 
 def data_parallel() -> ParameterShardingGenerator:
-    """Place the whole table on every rank."""
+    """Replicate the table on every rank."""
     copies = OwnSharding(
         sharding_type=ShardingType.DATA_PARALLEL, compute_kernel=EmbeddingComputeKernel.DENSE
     )
@@ -53,7 +62,13 @@ def data_parallel() -> ParameterShardingGenerator:
 def table_wise(
     rank: int, device: str | None = None, compute_kernel: str | None = None
 ) -> ParameterShardingGenerator:
-    """Place the whole table on one rank."""
+    """Place the table on a single rank.
+
+    Args:
+        rank: rank that holds the table.
+        device: must be None or this process's device type.
+        compute_kernel: kernel name; None: ``fused`` with an in-backward optimizer, else ``dense``.
+    """
     _check_device(device)
     return _generator(own.table_wise, compute_kernel, rank=rank)
 
@@ -61,7 +76,13 @@ def table_wise(
 def row_wise(
     sizes_placement: object | None = None, compute_kernel: str | None = None, num_buckets: int | None = None
 ) -> ParameterShardingGenerator:
-    """Split the rows over all ranks, as evenly as possible."""
+    """Split the rows evenly over all ranks.
+
+    Args:
+        sizes_placement: must be None.
+        compute_kernel: kernel name; None: ``fused`` with an in-backward optimizer, else ``dense``.
+        num_buckets: must be None.
+    """
     if sizes_placement is not None or num_buckets is not None:
         raise ValueError(
             "row_wise splits rows evenly: MeshRec has no sizes_placement and no num_buckets. For other "
@@ -76,7 +97,17 @@ def column_wise(
     compute_kernel: str | None = None,
     device_types: Sequence[str] | None = None,
 ) -> ParameterShardingGenerator:
-    """Split the columns over ``ranks``, or in the given sizes over ranks 0, 1, ..."""
+    """Split the columns over ranks.
+
+    Args:
+        ranks: rank per equal column block.
+        size_per_rank: columns on ranks 0, 1, ...; used instead of ``ranks``.
+        compute_kernel: kernel name; None: ``fused`` with an in-backward optimizer, else ``dense``.
+        device_types: must be this process's device type.
+
+    Raises:
+        ValueError: neither ``ranks`` nor ``size_per_rank`` is given.
+    """
     for device in device_types or ():
         _check_device(device)
     if size_per_rank is not None:
@@ -87,29 +118,35 @@ def column_wise(
 
 
 def table_row_wise(host_index: int) -> ParameterShardingGenerator:
-    """Split the rows over the ranks of one node."""
+    """Split the rows over the ranks of a node."""
     return _generator(own.table_row_wise, node=host_index)
 
 
 def grid_shard(host_indexes: Sequence[int]) -> ParameterShardingGenerator:
-    """Split the columns over nodes, and the rows of each part over the ranks of its node."""
+    """Split the columns over nodes, and the rows over the ranks within a node."""
     return _generator(own.grid_shard, nodes=list(host_indexes))
 
 
 def get_default_sharders() -> list[Any]:
-    """Return a sharder for each kind of embedding module."""
+    """Return a sharder per kind of embedding module."""
     return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], Any]:
-    """Return the default sharders by the type of module that they shard."""
+    """Return the default sharders by module type."""
     return {sharder.module_type: sharder for sharder in get_default_sharders()}
 
 
 def apply_to_all(
     module: nn.Module, parameter_sharding_generator: ParameterShardingGenerator, sharder: Any = None
 ) -> dict[str, ParameterShardingGenerator]:
-    """Return the same generator for every table of ``module``."""
+    """Return the same generator for every table in ``module``.
+
+    Args:
+        module: embedding module.
+        parameter_sharding_generator: generator to repeat.
+        sharder: ignored.
+    """
     return dict.fromkeys(own.tables_of(module), parameter_sharding_generator)
 
 
@@ -121,10 +158,18 @@ def construct_module_sharding_plan(
     world_size: int | None = None,
     device_type: str | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """Return the plan of ``module`` from one generator per table.
+    """Build a module plan from a generator per table.
+
+    Args:
+        module: embedding module.
+        per_param_sharding: generator by table.
+        sharder: passed to the generators.
+        local_size: ranks per node (default: from the launcher).
+        world_size: number of ranks (default: from the process group).
+        device_type: device type (default: ``"cuda"`` if available).
 
     Raises:
-        ValueError: tables and generators differ, or ranks or nodes do not exist.
+        ValueError: tables and generators do not match, or a rank or node does not exist.
     """
     tables = own.tables_of(module)
     if set(tables) != set(per_param_sharding):
@@ -134,7 +179,8 @@ def construct_module_sharding_plan(
         )
     world_size = world_size or dist.get_world_size()
     local_size = local_size or get_local_size(world_size)
-    # Rows that are quantised are buffers of bytes: generators are given a parameter of the table's own shape.
+    # Quantized tables have byte buffers with another shape. Generators get a meta parameter with the table's
+    # shape.
     weights = {
         name: nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)
         for name, size in tables.items()
@@ -151,6 +197,13 @@ def construct_module_sharding_plan(
 
 def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own.ShardingGenerator:
     def generate(table: str, size: TableSize, ranks: own.WorldShape) -> OwnSharding:
+        """Return the table's placement with the given column counts.
+
+        Args:
+            table: ignored.
+            size: table shape.
+            ranks: world shape.
+        """
         if sum(sizes) != size.embedding_dim:
             raise ValueError(
                 f"size_per_rank {sizes} makes {sum(sizes)} columns, but the table has {size.embedding_dim}. "
@@ -164,6 +217,7 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own
                 placement=RemoteDevice(rank=rank, device=ranks.device),
             )
             for rank, (start, columns) in enumerate(zip(starts, sizes, strict=True))
+            # A rank with 0 columns holds no shard.
             if columns
         )
         return OwnSharding(
@@ -177,9 +231,7 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own
 
 
 def _kernel(compute_kernel: Any, param: nn.Parameter) -> EmbeddingComputeKernel:
-    """Return the requested kernel; by default ``fused`` for a table with its own optimizer, else
-    ``dense``.
-    """
+    """Return the requested kernel; by default ``fused`` with an in-backward optimizer, else ``dense``."""
     if compute_kernel is None:
         has_optimizer = in_backward_spec(param) is not None
         return EmbeddingComputeKernel.FUSED if has_optimizer else EmbeddingComputeKernel.DENSE

@@ -1,4 +1,4 @@
-"""TorchRec's pipeline of stages that a batch passes before it reaches the model."""
+"""TorchRec's staged pipeline: a batch passes a sequence of stages before the model."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ _MOST_BATCHES = 4  # whose lookups are under way: the model may leave a batch ou
 
 @dataclass
 class PipelineStage:
-    """A stage of the pipeline.
+    """Pipeline stage.
 
     Attributes:
-        name: name of the stage.
+        name: stage name.
         runnable: maps a batch to a batch.
-        stream: the stream on which the stage computes, on CUDA; None on a CPU.
-        fill_callback: called after the stage's run on each batch that fills the pipeline.
-        data_exhausted_callback: called once, when the stage has seen the last batch.
+        stream: CUDA stream for the stage; None on the CPU.
+        fill_callback: called after every run that fills the pipeline.
+        data_exhausted_callback: called once when the data ends.
     """
 
     name: str
@@ -37,17 +37,17 @@ class PipelineStage:
 
 
 class StagedTrainPipeline:
-    """A pipeline that returns batches that have passed all stages, while newer ones are in earlier stages::
+    """Pipeline that returns fully staged batches while newer batches are in earlier stages::
 
         while (batch := pipeline.progress(iterator)) is not None:
             losses, output = model(batch)
             ...
 
     Args:
-        pipeline_stages: the stages, in the order in which a batch passes them.
-        debug_mode: changes nothing here.
-        compute_stream: the stream that waits for the stages, on CUDA; None: the current stream.
-        on_flush_end: called when a flush, see ``set_flush``, has emptied the pipeline.
+        pipeline_stages: stages in order.
+        debug_mode: ignored.
+        compute_stream: CUDA stream that waits for the stages; None: the current stream.
+        on_flush_end: called when a flush has emptied the pipeline; see ``set_flush``.
     """
 
     def __init__(
@@ -60,12 +60,14 @@ class StagedTrainPipeline:
         if not pipeline_stages:
             raise ValueError("pipeline_stages is empty: give at least one stage.")
         self._stages, self._compute_stream, self._on_flush_end = pipeline_stages, compute_stream, on_flush_end
-        # Place k holds what has passed stage k, or nothing.
+        # Entry k: the batch that has passed stage k and waits for the next, or None.
         self._passed: list[Any] = [None] * len(pipeline_stages)
+        # Ended: set when the iterator runs out, cleared once progress() has returned None. Flushes: from
+        # set_flush until the pipeline is empty.
         self._has_ended, self._flushes = False, False
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Return the next batch for the model; None after the last one. The next call reads on."""
+        """Return the next staged batch; None after the last batch. Later calls read the iterator again."""
         if all(batch is None for batch in self._passed) and not self._has_ended:
             for _ in self._stages:
                 self._advance(dataloader_iter, fills=True)
@@ -84,11 +86,12 @@ class StagedTrainPipeline:
         return batch
 
     def set_flush(self, flush: bool) -> None:
-        """Choose whether ``progress`` returns all batches in the pipeline before it takes a new one."""
+        """Set whether ``progress`` first drains the pipeline before it reads new batches."""
         self._flushes = flush
 
     def _advance(self, iterator: Iterator[Any], *, fills: bool) -> None:
-        """Move every batch to the next stage, the oldest first, if that stage is free."""
+        """Move every batch to the next stage if that is free, oldest first."""
+        # From the last stage back, so that a batch moves into the slot that was just freed.
         for place in reversed(range(len(self._stages))):
             if self._passed[place] is not None:
                 continue
@@ -103,6 +106,7 @@ class StagedTrainPipeline:
         on_stream: AbstractContextManager[Any] = nullcontext()
         if stage.stream is not None:
             before = self._stages[place - 1].stream if place else None
+            # A stage reads the output of the previous stage, which wrote it on another stream.
             stage.stream.wait_stream(torch.cuda.current_stream() if before is None else before)
             on_stream = torch.cuda.stream(stage.stream)
         with on_stream:
@@ -129,19 +133,19 @@ class StagedTrainPipeline:
 
 
 class SparseDataDistUtil:
-    """The last stage of a StagedTrainPipeline, which starts the exchange of IDs before the model needs them::
+    """Last stage of a StagedTrainPipeline. Starts the ID exchange before the model needs it::
 
         util = SparseDataDistUtil(model, stream)
         PipelineStage("ids", util.start_sparse_data_dist, util.data_dist_stream, util.wait_sparse_data_dist)
 
-    Nothing is traced: the first forward pass shows which part of a batch each sharded module is called with,
-    and later batches start ahead. Embeddings are looked up when the model asks for them, so the results are
-    those of a plain loop.
+    Nothing is traced. The first forward pass shows which part of a batch every sharded module reads, and
+    later batches start early. Rows are looked up when the model asks for them, so results equal a plain
+    loop's.
 
     Args:
-        model: a model with sharded modules somewhere in it.
-        data_dist_stream: the stream of the stage.
-        apply_jit, prefetch_stream, pipeline_postproc: change nothing here.
+        model: model with sharded modules.
+        data_dist_stream: CUDA stream for the stage.
+        apply_jit, prefetch_stream, pipeline_postproc: ignored.
     """
 
     def __init__(
@@ -153,7 +157,9 @@ class SparseDataDistUtil:
         pipeline_postproc: bool = False,
     ) -> None:
         self.model, self.data_dist_stream = model, data_dist_stream
+        # (module, path to its input in a batch), learned from forward passes. Only grows.
         self._calls: list[tuple[Collection, Path]] = []
+        # Batches with a started exchange. The oldest drops out when the model never asked for it.
         self._batches: deque[BatchInFlight] = deque(maxlen=_MOST_BATCHES)
         self._modules = [
             module
@@ -164,7 +170,9 @@ class SparseDataDistUtil:
             module.ahead = self._asked(module)
 
     def start_sparse_data_dist(self, batch: Any) -> Any:
-        """Start to exchange the IDs of the batch, for the modules whose input is known. Collective."""
+        """Start the ID exchange for all modules with a known input. Collective."""
+        # Sends the IDs of earlier batches before this batch's sizes: all ranks must issue collectives in one
+        # order.
         for earlier in self._batches:
             earlier.send_ids()
         in_flight = BatchInFlight(batch)
@@ -176,12 +184,12 @@ class SparseDataDistUtil:
         return batch
 
     def wait_sparse_data_dist(self) -> None:
-        """Send the IDs of all batches whose sizes are under way. Collective."""
+        """Send the IDs of all batches with a pending size exchange. Collective."""
         for batch in self._batches:
             batch.send_ids()
 
     def detach(self) -> nn.Module:
-        """Return the model, which runs plain lookups from now on. A second call does the same."""
+        """Return the model with plain lookups restored. Repeated calls do the same."""
         for module in self._modules:
             module.ahead = None
         self._batches.clear()

@@ -1,4 +1,4 @@
-"""The stages of a sharded module's forward pass, for printing."""
+"""Printable stages of a sharded module's forward pass."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage, for all tables of one sharding type."""
+    """Stage for all tables with the same sharding type."""
 
     what: str
     sharding_type: str
     tables: dict[str, tuple[str, ...]]
-    """The shards of each table, as text: rows, columns and rank, such as ``[0:10, 0:4]@1``."""
+    """Shards per table as text, rows, columns and rank, such as ``[0:10, 0:4]@1``."""
 
     def __repr__(self) -> str:
         shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
@@ -20,8 +20,12 @@ class Stage:
 
 
 def stages(what: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None) -> list[Stage]:
-    """Return a stage for each sharding type of the plan. With ``rank``, only the shards of that rank are
-    listed.
+    """Return a stage per sharding type in the plan.
+
+    Args:
+        what: stage description.
+        plan: module plan.
+        rank: list only this rank's shards; None: all.
     """
     by_type: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, sharding in plan.items():

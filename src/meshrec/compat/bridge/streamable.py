@@ -1,4 +1,4 @@
-"""The methods of a batch that pipelines need."""
+"""Batch interfaces for pipelines."""
 
 from abc import ABC, abstractmethod
 
@@ -6,21 +6,21 @@ import torch
 
 
 class Multistreamable(ABC):
-    """An object that may be used on another stream than the one it was made on."""
+    """Object for use on other streams than the stream it was created on."""
 
     @abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the work queued on ``stream`` is done."""
+        """Keep the memory until the work queued on ``stream`` has finished."""
 
 
 @Multistreamable.register
 class Pipelineable(ABC):
-    """An object that can be moved to a device ahead of its use. It is ``Multistreamable`` as well."""
+    """Object with a move to a device ahead of use. Also ``Multistreamable``."""
 
     @abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the work queued on ``stream`` is done."""
+        """Keep the memory until the work queued on ``stream`` has finished."""
 
     @abstractmethod
     def to(self, device: torch.device, non_blocking: bool) -> "Pipelineable":
-        """Return the object on another device."""
+        """Return a copy on another device."""

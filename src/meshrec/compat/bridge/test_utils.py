@@ -1,4 +1,4 @@
-"""Helpers for tests that TorchRec's users import."""
+"""Test helpers that TorchRec users import."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ _REASON = "not with the address sanitizer"
 
 
 def get_free_port() -> int:
-    """Return a port of this machine on which nobody listens at the moment."""
+    """Return a local port that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return int(listener.getsockname()[1])

@@ -1,6 +1,4 @@
-"""TorchRec's training pipelines on ``meshrec.pipeline``. Nothing is traced, and results are those of the
-plain loop.
-"""
+"""TorchRec's training pipelines on ``meshrec.pipeline``. Nothing is traced; results equal a plain loop's."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +9,10 @@ from torch import Tensor, nn
 from meshrec.compat.bridge.hints import MEMORY, take_hints
 from meshrec.pipeline import Lookahead, TrainPipeline
 
-_SPARSE_DIST = {**MEMORY, "dmp_collection_sync_interval_batches": 1, "enqueue_batch_after_forward": False}
+# TorchRec's defaults. A different value is logged once, and changes nothing: batches are copied by the
+# calling thread on a separate stream.
+_COPIES = {**MEMORY, "async_inplace_copy": False}
+_SPARSE_DIST = {**_COPIES, "dmp_collection_sync_interval_batches": 1, "enqueue_batch_after_forward": False}
 _SEMI_SYNC = {**MEMORY, "dmp_collection_sync_interval_batches": 1, "strict": False}
 _EVALUATION = {**MEMORY, "pipeline_postproc": False}
 
@@ -19,14 +20,14 @@ Forward = Callable[[Any], tuple[Tensor, Any]]
 
 
 class TrainPipelineBase:
-    """A pipeline that trains ``model`` on one batch per call of ``progress``. In eval mode it only computes.
+    """Training pipeline with a batch per ``progress`` call. In eval mode, it only runs the forward pass.
 
     Args:
         model: maps a batch to (losses, output).
-        optimizer: the optimizer of the dense part, or a combination of all.
-        device: device to move batches to. They have a method ``to(device, non_blocking)``.
-        custom_model_fwd: called in place of ``model`` in the forward pass.
-        hints: options about memory and order, which change no number; see ``hints.py``.
+        optimizer: dense optimizer, or a combination of all optimizers.
+        device: device for batches, which have a method ``to(device, non_blocking)``.
+        custom_model_fwd: forward function to call instead of ``model``.
+        hints: memory and ordering options without an effect on results; see ``hints.py``.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class TrainPipelineBase:
         """Train on the next batch, and return the model's output.
 
         Raises:
-            StopIteration: there is no batch left.
+            StopIteration: the iterator is exhausted.
         """
         batch = next(dataloader_iter).to(self._device, non_blocking=True)
         if not self._model.training:
@@ -61,7 +62,7 @@ class TrainPipelineBase:
 
 
 class _Overlapping:
-    """The common part of the overlapping pipelines."""
+    """Common base for the overlapping pipelines."""
 
     def __init__(
         self,
@@ -78,13 +79,13 @@ class _Overlapping:
         self._pipeline = self._made()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Train on the next batch, and return the model's output. In eval mode, only compute it.
+        """Train on the next batch, and return the model's output. In eval mode, only run the forward pass.
 
         Raises:
-            StopIteration: there is no batch left; raised on every rank. The next call may bring another
-                iterator.
-            ValueError: IDs are invalid, or a batch was written to in flight.
+            StopIteration: the data has ended, on every rank. The next call may pass another iterator.
+            ValueError: IDs are invalid, or a batch was modified in flight.
         """
+        # The data has ended with batches still in flight. Dropping them keeps all ranks at the same step.
         if not self._execute_all_batches and self._pipeline.has_ended:
             self.reset()
             raise StopIteration
@@ -95,18 +96,18 @@ class _Overlapping:
         self._pipeline.reset()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """Continue, with another model if one is given. Another model drops the batches in flight.
+        """Resume, optionally with another model. Another model drops the batches in flight.
 
-        ``sparse_dist`` changes nothing here.
+        ``sparse_dist`` is ignored.
         """
         if model is not None and model is not self._model:
             self._model = model
             self._pipeline = self._made()
 
     def detach(self) -> nn.Module:
-        """Return the model. A pipeline never changes it.
+        """Return the model, which a pipeline never changes.
 
-        Batches stay in flight, and ``progress`` continues with them. A second call does the same.
+        Batches stay in flight, and ``progress`` continues with them. Repeated calls do the same.
         """
         return self._model
 
@@ -121,17 +122,17 @@ class _Overlapping:
 
 
 class TrainPipelineSparseDist(_Overlapping):
-    """A pipeline that exchanges the next batch's IDs, and moves the batch after it, while a batch computes.
+    """Training pipeline. Overlaps compute with the next ID exchange and the copy of the batch after it.
 
     Args:
-        model: maps a batch to (losses, output); a DistributedModelParallel, or a model with one inside.
-        optimizer: the optimizer of the dense part, or a combination of all.
-        device: device to move batches to.
-        execute_all_batches: False drops the batches that are in flight when the loader ends.
-        apply_jit, context_type, pipeline_postproc: change nothing here. What a model does to IDs before a
-            lookup runs in its forward pass; such a lookup does not overlap, and a log line says so.
-        custom_model_fwd: called in place of ``model`` in the forward pass.
-        hints: options about memory and order, which change no number; see ``hints.py``.
+        model: maps a batch to (losses, output); a DistributedModelParallel, or a model that contains one.
+        optimizer: dense optimizer, or a combination of all optimizers.
+        device: device for batches.
+        execute_all_batches: False drops the batches in flight when the data ends.
+        apply_jit, context_type, pipeline_postproc: ignored. ID preprocessing inside the model runs in the
+            forward pass; such a lookup does not overlap, and a log line says so.
+        custom_model_fwd: forward function to call instead of ``model``.
+        hints: memory and ordering options without an effect on results; see ``hints.py``.
     """
 
     def __init__(
@@ -151,12 +152,12 @@ class TrainPipelineSparseDist(_Overlapping):
 
 
 class PrefetchTrainPipelineSparseDist(_Overlapping):
-    """A ``TrainPipelineSparseDist``, because rows are in memory and need not be prefetched into a cache.
+    """Same as ``TrainPipelineSparseDist``: rows are in memory, so no cache needs prefetching.
 
     Args:
         model, optimizer, device, execute_all_batches, custom_model_fwd: see ``TrainPipelineSparseDist``.
-        apply_jit, pipeline_postproc: change nothing here.
-        hints: options about memory and order, which change no number; see ``hints.py``.
+        apply_jit, pipeline_postproc: ignored.
+        hints: memory and ordering options without an effect on results; see ``hints.py``.
     """
 
     def __init__(
@@ -170,20 +171,20 @@ class PrefetchTrainPipelineSparseDist(_Overlapping):
         custom_model_fwd: Forward | None = None,
         **hints: Any,
     ) -> None:
-        take_hints("PrefetchTrainPipelineSparseDist", hints, MEMORY)
+        take_hints("PrefetchTrainPipelineSparseDist", hints, _COPIES)
         super().__init__(model, optimizer, device, execute_all_batches, custom_model_fwd)
 
 
 class TrainPipelineSemiSync(_Overlapping):
-    """A pipeline that, from batch ``start_batch`` on, takes embeddings before the previous batch's update.
+    """Training pipeline. From ``start_batch`` on, reads embeddings before the previous batch's update.
 
-    Its results thus differ from the plain loop's.
+    Results therefore differ from a plain loop's.
 
     Args:
         model, optimizer, device, execute_all_batches, custom_model_fwd: see ``TrainPipelineSparseDist``.
-        apply_jit, stash_gradients, pipeline_postproc: change nothing here; the dense part is exact.
-        start_batch: the first such batch; at least 2.
-        hints: options about memory and order, which change no number; see ``hints.py``.
+        apply_jit, stash_gradients, pipeline_postproc: ignored; the dense part is exact.
+        start_batch: first semi-synchronous batch; at least 2.
+        hints: memory and ordering options without an effect on results; see ``hints.py``.
     """
 
     def __init__(
@@ -204,14 +205,14 @@ class TrainPipelineSemiSync(_Overlapping):
 
 
 class EvalPipelineSparseDist:
-    """A pipeline that computes without gradients, in eval mode. The next batch's exchanges run meanwhile.
+    """Evaluation pipeline without gradients. Overlaps compute with the next batch's exchanges.
 
     Args:
         model: maps a batch to (losses, output).
-        optimizer: not used.
-        device: device to move batches to.
-        apply_jit: changes nothing here.
-        hints: options about memory and order, which change no number; see ``hints.py``.
+        optimizer: ignored.
+        device: device for batches.
+        apply_jit: ignored.
+        hints: memory and ordering options without an effect on results; see ``hints.py``.
     """
 
     def __init__(
@@ -227,10 +228,10 @@ class EvalPipelineSparseDist:
         self._ahead = Lookahead(model, device=torch.device(device), uneven="stop", strict=False)
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Compute the next batch, and return the model's output.
+        """Evaluate the next batch, and return the model's output.
 
         Raises:
-            StopIteration: there is no batch left; raised on every rank.
+            StopIteration: the data has ended, on every rank.
             ValueError: the model is in training mode.
         """
         if self._model.training:
@@ -239,8 +240,11 @@ class EvalPipelineSparseDist:
             batch = self._ahead.next(dataloader_iter)
             with self._ahead.forward():
                 output = self._model(batch)[1]
+            # After the forward pass is queued, so that the exchange overlaps with its kernels.
             self._ahead.exchange(dataloader_iter)
-            # Tables without a fused optimizer do not tell that somebody trains them in between.
+            # Looking up early is safe only for tables that count their updates. Ordinary gradients are
+            # applied by a dense optimizer, which the table does not notice, and rows read early would be
+            # stale.
             self._ahead.look_up(lambda module: not module.has_ordinary_gradients)
         return output
 

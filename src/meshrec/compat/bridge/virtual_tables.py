@@ -1,9 +1,8 @@
-"""TorchRec's virtual tables and their eviction policies, as tables with hashed keys.
+"""TorchRec's virtual tables and eviction policies, mapped to tables with hashed keys.
 
-TorchRec looks for rows below a threshold when a rank has ``training_id_eviction_trigger_count`` of them, and
-keeps an unbounded number otherwise. A table with hashed keys has that number as its budget, on all ranks
-together: when it is full, the rows with the least scores go. So thresholds have no effect, and a log line
-says so.
+TorchRec evicts rows below a threshold once a rank has ``training_id_eviction_trigger_count`` rows, and
+otherwise keeps all rows. A table with hashed keys uses that count as its row budget across all ranks. When
+full, it evicts the rows with the lowest scores. So thresholds have no effect, which a log line says.
 """
 
 import logging
@@ -11,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from meshrec.tables import LFU, TTL, Hashed, LowestNorm
-from meshrec.tables.hashed_keys import Eviction
+from meshrec.tables.hashed.keys import Eviction
 
 _log = logging.getLogger("meshrec")
 _MOST_ROWS = (1 << 31) - 1
@@ -19,33 +18,33 @@ _MOST_ROWS = (1 << 31) - 1
 
 @dataclass
 class VirtualTableEvictionPolicy:
-    """A policy that chooses which rows of a virtual table to evict."""
+    """Eviction policy for a virtual table."""
 
     @property
     def eviction(self) -> Eviction | None:
-        """The policy of the table with hashed keys; None: rows are never evicted."""
+        """Eviction policy for hashed keys; None: rows are never evicted."""
         return None
 
     @property
     def left_out(self) -> str:
-        """The options that have no effect."""
+        """Options without effect, as text."""
         return ""
 
 
 @dataclass
 class NoEvictionPolicy(VirtualTableEvictionPolicy):
-    """A policy that keeps all rows: a full table is an error."""
+    """Policy without eviction: a full table is an error."""
 
 
 @dataclass
 class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """A policy that evicts the rows that were read the least.
+    """Evicts the least read rows.
 
     Attributes:
-        training_id_eviction_trigger_count: the greatest number of rows.
-        eviction_threshold: 0: rows are never evicted; otherwise without effect.
-        decay_rate: what is left of the counts after an update. (TorchRec: after an eviction.)
-        inference_eviction_threshold: without effect.
+        training_id_eviction_trigger_count: row budget.
+        eviction_threshold: 0: rows are never evicted; other values are ignored.
+        decay_rate: decay factor for counts per update. (TorchRec: per eviction.)
+        inference_eviction_threshold: ignored.
     """
 
     training_id_eviction_trigger_count: int = 0
@@ -55,32 +54,33 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """An ``LFU`` policy whose half-life matches ``decay_rate``."""
+        """``LFU`` policy with a half-life that matches ``decay_rate``."""
         if not self.eviction_threshold:
             return None
         if not 0 < self.decay_rate <= 1:
             raise ValueError(f"decay_rate must lie in (0, 1], got {self.decay_rate}.")
         if self.decay_rate == 1:
             return LFU()
+        # Updates until decay_rate ** n = 1/2.
         return LFU(half_life=max(1, round(math.log(0.5) / math.log(self.decay_rate))))
 
     @property
     def left_out(self) -> str:
-        """The threshold: the table evicts when it reaches ``max_rows`` instead."""
+        """The threshold: the table instead evicts when it reaches ``max_rows``."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
 @dataclass
 class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """A policy that evicts the rows that were not updated for a time.
+    """Evicts rows without a recent update.
 
     ``meshrec.tables.set_event_time`` sets the clock.
 
     Attributes:
-        training_id_eviction_trigger_count: the greatest number of rows.
-        eviction_ttl_mins: the time in minutes of event time; 0: rows are never evicted.
-        inference_eviction_ttl_mins: without effect.
-        max_inference_id_num_per_rank: without effect.
+        training_id_eviction_trigger_count: row budget.
+        eviction_ttl_mins: TTL in minutes of event time; 0: rows are never evicted.
+        inference_eviction_ttl_mins: ignored.
+        max_inference_id_num_per_rank: ignored.
     """
 
     training_id_eviction_trigger_count: int = 0
@@ -90,18 +90,18 @@ class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """A ``TTL`` policy with the same time."""
+        """``TTL`` policy with the same TTL."""
         return TTL(seconds=60 * self.eviction_ttl_mins) if self.eviction_ttl_mins else None
 
 
 @dataclass
 class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """A policy that evicts the rows with the smallest norm.
+    """Evicts the rows with the smallest L2 norm.
 
     Attributes:
-        training_id_eviction_trigger_count: the greatest number of rows.
-        eviction_threshold: 0: rows are never evicted; otherwise without effect.
-        inference_eviction_threshold: without effect.
+        training_id_eviction_trigger_count: row budget.
+        eviction_threshold: 0: rows are never evicted; other values are ignored.
+        inference_eviction_threshold: ignored.
     """
 
     training_id_eviction_trigger_count: int = 0
@@ -110,25 +110,25 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """A ``LowestNorm`` policy; None without a threshold."""
+        """``LowestNorm`` policy; None if the threshold is 0."""
         return LowestNorm() if self.eviction_threshold else None
 
     @property
     def left_out(self) -> str:
-        """The threshold: the table evicts when it reaches ``max_rows`` instead."""
+        """The threshold: the table instead evicts when it reaches ``max_rows``."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
 def keys_of(policy: object, num_embeddings: int, name: str) -> Hashed:
-    """Return the keys that a virtual table becomes.
+    """Return the hashed keys for a virtual table.
 
     Args:
-        policy: its eviction policy; None: no row goes.
-        num_embeddings: the size of its virtual space.
-        name: its name, for messages.
+        policy: eviction policy; None: rows are never evicted.
+        num_embeddings: virtual ID space size.
+        name: table name, for messages.
 
     Raises:
-        ValueError: the policy is of another kind, or nothing bounds the number of rows.
+        ValueError: the policy is not supported, or nothing bounds the row count.
     """
     if policy is not None and not isinstance(policy, VirtualTableEvictionPolicy):
         raise ValueError(

@@ -1,6 +1,6 @@
-"""TorchRec's learning-rate schedules in stages, whose position is saved and resumed with the optimizer.
+"""TorchRec's staged learning-rate schedules. The position is saved and resumed with the optimizer.
 
-Programs of MeshRec use ``meshrec.train.Schedule``, or a scheduler of ``torch.optim.lr_scheduler``.
+MeshRec programs use ``meshrec.train.Schedule``, or a ``torch.optim.lr_scheduler``.
 """
 
 import math
@@ -15,20 +15,18 @@ import torch
 from meshrec.compat.bridge.keyed import Passing, settle
 from meshrec.optim.keyed import Closure, KeyedOptimizer
 
-# Longer than any training.
+# End of the implicit last stage: longer than any training.
 _FOREVER = 1 << 62
 
 
 @unique
 class WarmupPolicy(Enum):
-    """Formula of the multiplier of the learning rate at iteration ``i``. Names such as ``value`` are fields
-    of the stage.
-    """
+    """Learning-rate multiplier at iteration ``i``. Names such as ``value`` are stage fields."""
 
     NONE = "none"
     """The multiplier is 1."""
     LINEAR = "linear"
-    """The multiplier goes linearly from ``value`` to 1: ``value + (1 - value) * i / max_iters``."""
+    """Linear from ``value`` to 1: ``value + (1 - value) * i / max_iters``."""
     CONSTANT = "constant"
     """The multiplier is ``value``."""
     POLY = "poly"
@@ -46,10 +44,10 @@ class WarmupPolicy(Enum):
 
 @dataclass(frozen=True)
 class WarmupStage:
-    """One stage of the schedule. Iterations count from the start of training, not from that of the stage.
+    """Schedule stage. Iterations count from the start of training, not from the start of the stage.
 
     Raises:
-        ValueError: the policy cannot use the numbers.
+        ValueError: the policy cannot use the values.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -57,9 +55,9 @@ class WarmupStage:
     """Last iteration of the stage."""
     value: float = 1.0
     lr_scale: float = 1.0
-    """Additional factor of the multiplier."""
+    """Additional factor."""
     decay_iters: int = -1
-    """Period of POLY and STEP. If it is not above 0: ``max_iters`` for POLY, 1 for STEP."""
+    """Period for POLY and STEP. If not positive: ``max_iters`` for POLY, 1 for STEP."""
     sgdr_period: int = 1
     start_interpolating_iters: int | None = None
     end_value: float | None = None
@@ -83,7 +81,7 @@ class WarmupStage:
                 )
 
     def multiplier(self, iteration: int) -> float:
-        """Return the factor of the learning rate at ``iteration``."""
+        """Return the learning-rate factor at ``iteration``."""
         return self._policy_multiplier(iteration) * self.lr_scale
 
     def _policy_multiplier(self, iteration: int) -> float:
@@ -113,19 +111,18 @@ class WarmupStage:
 
 
 class WarmupOptimizer(Passing, KeyedOptimizer):
-    """Optimizer wrapper that sets the learning rate by stages, before the first step and after every step.
+    """Optimizer wrapper with a staged learning rate, set before the first step and after every step.
 
-    At iteration ``i`` every group gets ``lr * stage.multiplier(i)``, for the first stage with ``i <=
-    max_iters``. After the last stage it gets ``lr``. The rate is set ahead of backward, so this also works
-    with optimizers that update in backward. The position in the schedule is saved as state under the name
-    ``param_name``.
+    At iteration ``i`` every group gets ``lr * stage.multiplier(i)``, with the first stage where ``i <=
+    max_iters``. After the last stage it gets ``lr``. The rate is set before the backward pass, so optimizers
+    that update in backward also follow it. The position is saved as state under ``param_name``.
 
     Args:
-        optimizer: the optimizer to wrap, which shares its groups.
-        stages: the stages in order, with increasing ``max_iters``.
-        lr: the rate that multipliers refer to.
-        lr_param: key of the learning rate in the groups.
-        param_name: name in the state_dict.
+        optimizer: optimizer to wrap. Both share the param groups.
+        stages: stages with increasing ``max_iters``.
+        lr: base learning rate.
+        lr_param: group key for the learning rate.
+        param_name: state dict name for the position.
 
     Raises:
         ValueError: ``max_iters`` does not increase, or ``param_name`` is taken.
@@ -151,20 +148,21 @@ class WarmupOptimizer(Passing, KeyedOptimizer):
         self._lr = lr
         self._lr_param = lr_param
         self._position = torch.zeros(2, dtype=torch.int64)  # iteration, stage
-        # A parameter in name only: what has a name and state is saved and loaded with the rest.
+        # A placeholder parameter: state dicts hold state by parameter name, so the position needs one.
         holder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         super().__init__(
             ChainMap({param_name: holder}, cast(Any, optimizer.params)),
             ChainMap({holder: {"warmup": self._position}}, optimizer.state),
             optimizer.param_groups,
         )
+        # The loaded position must take effect before the next backward pass.
         self.register_load_state_dict_post_hook(_resume)
         self._set_lr()
         settle(self)
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the wrapped optimizer updates parameters during backward."""
+        """Whether the wrapped optimizer updates parameters in the backward pass."""
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
@@ -173,6 +171,7 @@ class WarmupOptimizer(Passing, KeyedOptimizer):
         iteration, stage = self._position.tolist()
         iteration += 1
         stage += iteration > self._stages[stage].max_iters
+        # In place, because the state dict refers to this tensor.
         self._position.copy_(torch.tensor([iteration, stage]))
         self._set_lr()
         return loss
@@ -183,7 +182,7 @@ class WarmupOptimizer(Passing, KeyedOptimizer):
         self._set_lr()
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create state in the wrapped optimizer."""
+        """Create the state in the wrapped optimizer."""
         self._optimizer.create_state(names, sparse_names)
 
     def _set_lr(self) -> None:

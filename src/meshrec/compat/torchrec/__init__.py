@@ -1,20 +1,20 @@
-"""The bridge that runs programs written for TorchRec on MeshRec; add the line ``import
-meshrec.compat.torchrec``.
+"""Bridge for TorchRec programs on MeshRec. Add the line ``import meshrec.compat.torchrec``.
 
 After this line, ``import torchrec...`` and ``from fbgemm_gpu.split_embedding_configs import EmbOptimType``
-import MeshRec, if those packages are not installed. If they are installed, they are used as before, unless
-the bridge is forced: by ``install(force=True)``, by ``MESHREC_COMPAT_FORCE=1`` in the environment, or on the
-command line, which needs no added line::
+import MeshRec, unless those packages are installed. Installed packages are replaced only if forced: with
+``install(force=True)``, with ``MESHREC_COMPAT_FORCE=1`` in the environment, or on the command line, which
+does not need the added line::
 
     python -m meshrec.compat.torchrec [--force] script.py ARGUMENTS
     torchrun --nproc-per-node 2 -m meshrec.compat.torchrec [--force] script.py ARGUMENTS
 
-A name without a counterpart raises an ImportError that names the nearest thing. ``docs/from-torchrec.md``
-lists all names and all differences.
+A name without a counterpart raises an ImportError with the nearest alternative. ``docs/from-torchrec.md``
+lists all names and differences.
 """
 
 from meshrec.compat.bridge.finder import bridged_packages, install, uninstall
 
 __all__ = ["bridged_packages", "install", "uninstall"]
 
+# Importing this package is the documented switch, so it must take effect at import.
 install()

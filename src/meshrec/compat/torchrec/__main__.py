@@ -1,6 +1,4 @@
-"""The command ``python -m meshrec.compat.torchrec [--force] script.py ARGUMENTS``, which runs a TorchRec
-script.
-"""
+"""Command ``python -m meshrec.compat.torchrec [--force] script.py ARGUMENTS``: run a TorchRec script."""
 
 import os
 import runpy
@@ -14,9 +12,9 @@ _USAGE = "usage: python -m meshrec.compat.torchrec [--force] script.py [ARGUMENT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the script that ``arguments`` names as ``__main__``, with the rest of them.
+    """Run a script as ``__main__`` with the remaining arguments.
 
-    Processes that it starts with ``multiprocessing`` get the bridge as well.
+    Child processes from ``multiprocessing`` also have the bridge.
     """
     rest = list(arguments)
     if rest[:1] == ["--force"]:
@@ -30,8 +28,8 @@ def main(arguments: Sequence[str]) -> None:
     os.environ[SCRIPT] = str(Path(rest[0]).resolve())
     sys.argv[:] = rest
     sys.path[0] = str(Path(rest[0]).resolve().parent)
-    # A module rather than a path: processes that multiprocessing spawns import it by name, and with it this
-    # package, which installs the bridge there before the script's own imports run.
+    # As a module, not a path: spawned processes import it by name. That import also imports this package,
+    # which installs the bridge before the script's own imports run.
     runpy.run_module("meshrec.compat.torchrec.script", run_name="__main__", alter_sys=True)
 
 

@@ -1,13 +1,14 @@
-"""Features as data: what becomes of columns, fitted once and applied alike in training, scoring and serving.
+"""Feature definitions as data: fitted once, and applied identically in training, scoring and serving.
 
-A `Features` object names labels and features. `Features.fit` learns vocabularies, quantiles and means from
-training data in one pass; `Features.save` writes all that as one JSON file. Hashes are public: the row of a
-value is ``features["user"].row_of("user-7")``.
+A `Features` object lists labels and features. `Features.fit` learns vocabularies, quantiles and means from
+training data in a single pass; `Features.save` writes the result as one JSON file. Hashes are public: a
+value's row is ``features["user"].row_of("user-7")``.
 """
 
 from meshrec.data.features.column_feature import UnfittedError
+from meshrec.data.features.coverage import Coverage
 from meshrec.data.features.derived import Buckets, Cross, DatePart
-from meshrec.data.features.features import ColumnFeature, Coverage, Features, FitState
+from meshrec.data.features.features import ColumnFeature, Features, FitState
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
 from meshrec.data.features.join import Join
 from meshrec.data.features.keys import Key

@@ -1,7 +1,8 @@
-"""Functions for features of numbers and of IDs alike: the kind of a column, fitting, and JSON."""
+"""Functions shared by numeric and ID features: column kinds, fitting, and JSON."""
 
 from collections.abc import Mapping
 from dataclasses import fields
+from decimal import Decimal
 from typing import Any, Protocol, get_args
 
 import pyarrow as pa
@@ -10,33 +11,51 @@ from meshrec.data.features.values import DatePartName, Kind, TimeUnit
 
 
 class UnfittedError(ValueError):
-    """A feature that must be fitted on data was used before it was."""
+    """Use of a feature before it was fitted."""
 
 
 class OfColumn(Protocol):
-    """Base class of features that read one column."""
+    """Protocol of features that read a single column."""
 
     @property
     def name(self) -> str:
-        """The name of the feature."""
+        """Feature name."""
 
     @property
     def source(self) -> str:
-        """The name of its column."""
+        """Column name."""
 
     @property
     def found(self) -> Kind | None:
-        """The kind of values that the column held when it was fitted."""
+        """Column kind when the feature was fitted."""
 
     @property
     def is_fitted(self) -> bool:
         """Whether the feature is fitted, or needs no fitting."""
 
 
-def wrong_kind(feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str, Kind]) -> str | None:
-    """Return what is wrong with the kind of its column, if anything is."""
+def wrong_kind(
+    feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str, Kind], *, part: str | None = None
+) -> str | None:
+    """Return an error message for a column with the wrong kind, or None.
+
+    A feature reading a ``part`` of times accepts text; parsing reports invalid times.
+
+    Args:
+        feature: the feature.
+        allowed: allowed kinds.
+        kinds: kind by column.
+        part: time part to read, or None.
+    """
     kind = kinds[feature.source]
-    is_same = kind == feature.found or {kind, feature.found} == {"integer", "number"}
+    if part is not None and kind == "text" and feature.found in (None, "text", "time"):
+        return None
+    if part is not None and (kind, feature.found) == ("time", "text"):
+        return None
+    is_same = kind == feature.found or {kind, feature.found} in (
+        {"integer", "number"},
+        {"list of integer", "list of number"},
+    )
     if feature.found is not None and not is_same:
         return changed_kind(feature.source, kind, feature.found, feature.name)
     if kind not in allowed:
@@ -44,16 +63,29 @@ def wrong_kind(feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str,
     return None
 
 
-def changed_kind(column: str, kind: Kind, found: Kind, feature: str) -> str:
-    """Return the error of a column whose kind is not the one of the fit."""
+def changed_kind(column: str, kind: Kind, fitted: Kind, feature: str) -> str:
+    """Return the error message for a column whose kind differs from the fitted kind.
+
+    Args:
+        column: column name.
+        kind: present kind.
+        fitted: fitted kind.
+        feature: feature name.
+    """
     return (
-        f"column {column!r} holds {kind}, and held {found} when feature {feature!r} was fitted. Give it "
+        f"column {column!r} holds {kind}, and held {fitted} when feature {feature!r} was fitted. Give it "
         "as it was, or fit and train again"
     )
 
 
 def check_time(name: str, part: str | None, unit: str) -> None:
-    """Raise ValueError for an unknown part or unit of times."""
+    """Raise ValueError for an unknown time part or unit.
+
+    Args:
+        name: feature name.
+        part: time part, or None.
+        unit: integer time unit.
+    """
     parts, units = get_args(DatePartName), get_args(TimeUnit)
     if (part is not None and part not in parts) or unit not in units:
         raise ValueError(
@@ -72,22 +104,23 @@ def need_fitted(feature: OfColumn) -> None:
 
 
 def to_json(feature: Any) -> dict[str, Any]:
-    """Return the feature as plain JSON types, without values that are defaults."""
-    found: dict[str, Any] = {"type": type(feature).__name__}
-    for each in fields(feature):
-        value = getattr(feature, each.name)
+    """Return the feature as plain JSON types, without default values."""
+    saved: dict[str, Any] = {"type": type(feature).__name__}
+    for field in fields(feature):
+        value = getattr(feature, field.name)
         if isinstance(value, pa.Array):
-            found[each.name] = value.to_pylist()
-        elif value != each.default:
-            found[each.name] = list(value) if isinstance(value, tuple) else value
-    return found
+            values = value.to_pylist()
+            saved[field.name] = [int(item) if isinstance(item, Decimal) else item for item in values]
+        elif value != field.default:
+            saved[field.name] = list(value) if isinstance(value, tuple) else value
+    return saved
 
 
 def from_json(saved: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
-    """Make a feature from what `to_json` gave.
+    """Create a feature from `to_json` output.
 
     Raises:
-        ValueError: it is of none of the ``kinds``.
+        ValueError: unknown feature type.
     """
     kind = kinds.get(saved.get("type", ""))
     if kind is None:

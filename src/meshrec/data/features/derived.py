@@ -1,5 +1,7 @@
-"""IDs made of columns: crosses, ranges of numbers, parts of times."""
+"""IDs derived from columns: crosses, number ranges, time parts."""
 
+import calendar
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -9,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meshrec.data.faults import DataError
-from meshrec.data.features.column_feature import changed_kind, check_time, need_fitted
+from meshrec.data.features.column_feature import changed_kind, check_time, need_fitted, wrong_kind
 from meshrec.data.features.ids import IdFeature
 from meshrec.data.features.values import (
     DATE_PARTS,
@@ -32,15 +34,15 @@ from meshrec.data.samples import Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Cross(IdFeature):
-    """The combinations of several columns' values, hashed to rows.
+    """Combinations of several columns' values, hashed to rows.
 
     Args:
-        columns_crossed: at least two, none of them lists.
-        num_embeddings: rows; row 0 is for samples in which one of the values is missing.
-        found_crossed: what each of the columns held when it was fitted; None: not fitted.
+        columns_crossed: at least two columns, without lists.
+        num_embeddings: rows; row 0 is for samples with a missing value.
+        found_crossed: fitted kind per column; None: not fitted.
 
     Raises:
-        ValueError: there are fewer than two columns or two rows; or as for `IdFeature`.
+        ValueError: fewer than two columns or two rows; or as for `IdFeature`.
     """
 
     columns_crossed: tuple[str, ...]
@@ -59,30 +61,31 @@ class Cross(IdFeature):
 
     @property
     def rows(self) -> int:
-        """The number of rows of its table."""
+        """Table rows."""
         return self.num_embeddings
 
     def columns(self) -> tuple[str, ...]:
         return self.columns_crossed
 
-    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
+    def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
         """Return why columns of these kinds cannot be crossed, such as a list; None if they can."""
-        for at, each in enumerate(self.columns_crossed):
-            found = None if self.found_crossed is None else self.found_crossed[at]
-            if (kinds[each], found) == ("number", "integer"):  # for their nulls
+        for position, column in enumerate(self.columns_crossed):
+            fitted = None if self.found_crossed is None else self.found_crossed[position]
+            if kinds[column] == "number" and fitted in (None, "integer"):  # integers with nulls may be floats
                 continue
-            if found is not None and kinds[each] != found:
-                return changed_kind(each, kinds[each], found, self.name)
-            if kinds[each] not in ("integer", "text", "time"):
-                return f"column {each!r} holds {kinds[each]}; crosses take integers, texts, times"
+            if fitted is not None and kinds[column] != fitted:
+                return changed_kind(column, kinds[column], fitted, self.name)
+            if kinds[column] not in ("integer", "text", "time"):
+                return f"column {column!r} holds {kinds[column]}; crosses take integers, texts, times"
         return None
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the rows of a struct array of the columns."""
+        """Return the rows for a struct array of the columns."""
         hashes, missing = np.zeros(len(array), np.uint64), np.zeros(len(array), np.bool_)
-        for number in range(len(self.columns_crossed)):
-            column = array.field(number)
-            hashes = mix(hashes ^ hashes_of(column), seed=number)
+        for position in range(len(self.columns_crossed)):
+            column = array.field(position)
+            # Seeded by position, so that (a, b) and (b, a) differ.
+            hashes = mix(hashes ^ hashes_of(column), seed=position)
             absent = is_missing(column)
             if absent is not None:
                 missing |= absent
@@ -91,41 +94,39 @@ class Cross(IdFeature):
         return rows
 
     def row_of(self, value: Any) -> int:
-        """Return the row of a tuple of values, one of each column."""
+        """Return the row for a tuple of values, in column order."""
         if not isinstance(value, tuple) or len(value) != len(self.columns_crossed):
             raise ValueError(
                 f"feature {self.name!r} takes {len(self.columns_crossed)} values, got {value!r}."
             )
         return int(
             self.rows_of(
-                pa.StructArray.from_arrays([array_of([each]) for each in value], self.columns_crossed)
+                pa.StructArray.from_arrays([array_of([part]) for part in value], self.columns_crossed)
             )[0]
         )
 
     def values(self, table: pa.Table) -> Values:
-        """Return the columns as one struct array."""
-        arrays = [whole(table[each]) for each in self.columns_crossed]
-        plain = [each.dictionary_decode() if pa.types.is_dictionary(each.type) else each for each in arrays]
-        if self.found_crossed is not None:
-            try:
-                plain = [converted(*each) for each in zip(plain, self.found_crossed, strict=True)]
-            except ValueError as error:
-                raise DataError(
-                    f"feature {self.name!r}: columns {self.columns_crossed} hold {error}"
-                ) from error
+        """Return the columns as a struct array."""
+        arrays = [whole(table[column]) for column in self.columns_crossed]
+        plain = [a.dictionary_decode() if pa.types.is_dictionary(a.type) else a for a in arrays]
+        try:
+            plain = [converted(array, "integer") for array in plain]
+        except ValueError as error:
+            raise DataError(f"feature {self.name!r}: columns {self.columns_crossed} hold {error}") from error
         array = pa.StructArray.from_arrays(plain, names=list(self.columns_crossed))
         return Values(array, np.arange(table.num_rows + 1, dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets(IdFeature):
-    """Numbers as IDs: ranges that are equally frequent in training. Row 0 is for null and NaN.
+    """Numbers as IDs: ranges with equal frequency in training. Row 0 is for null and NaN.
 
     Args:
-        num_buckets: the largest number of buckets. There are fewer if many values are equal, because equal
-            values share a bucket.
-        part, unit: which part of a time to read, and the unit of integer times, as for `Number`.
-        edges: the borders between buckets, ascending; fitted on the training data.
+        num_buckets: maximum buckets. Equal values share a bucket, so there may be fewer.
+        part: time part to read, as for `Number`.
+        unit: integer time unit, as for `Number`.
+        edges: borders between buckets, ascending; fitted.
+        time_format: strptime format for string times; None: ISO 8601.
 
     Raises:
         ValueError: ``num_buckets`` is below 2, or part or unit is unknown; or as for `IdFeature`.
@@ -137,6 +138,7 @@ class Buckets(IdFeature):
     part: DatePartName | None = None
     unit: TimeUnit = "s"
     edges: tuple[float, ...] | None = None
+    time_format: str | None = None
 
     def __post_init__(self) -> None:
         IdFeature.__post_init__(self)
@@ -146,29 +148,42 @@ class Buckets(IdFeature):
                 f"feature {self.name!r}: num_buckets must be at least 2, got {self.num_buckets}."
             )
 
+    def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
+        """Return why a column of this kind cannot be read, or differs from the fit; None if it fits."""
+        return wrong_kind(self, self.allowed, kinds, part=self.part or self.time_format)
+
     @property
     def rows(self) -> int:
-        """The number of rows of its table."""
+        """Table rows."""
         need_fitted(self)
         assert self.edges is not None
         return len(self.edges) + 2
 
     def fitted(self, sample: Any) -> "Buckets":
-        """Return the feature fitted to the quantiles of a sample of the column."""
-        values = numbers_of(sample, self.part, self.unit)
+        """Return the feature fitted to the quantiles of a column sample."""
+        values = numbers_of(sample, self.part, self.unit, self.time_format)
         values = values[np.isfinite(values)]
         if not len(values):
             raise DataError(
                 f"feature {self.name!r}: column {self.source!r} has no numbers to fit on. Drop it."
             )
         shares = np.arange(1, self.num_buckets) / self.num_buckets
+        # An actual value as edge (no interpolation) keeps equal values in one bucket.
         edges = np.unique(np.quantile(values, shares, method="inverted_cdf"))
         return replace(self, found=kind_of(sample.type), edges=tuple(edges.tolist()))
 
+    def ranges(self) -> list[str]:
+        """Return the range of each bucket from row 1 on: ``below 2``, ``2 to below 5``, ``from 5``."""
+        edges = [f"{edge:g}" for edge in self.edges or ()]
+        if not edges:
+            return ["all values"]
+        inner = [f"{low} to below {high}" for low, high in itertools.pairwise(edges)]
+        return [f"below {edges[0]}", *inner, f"from {edges[-1]}"]
+
     def rows_of(self, array: Any) -> Ints:
-        """Return the bucket of each value."""
+        """Return the bucket per value."""
         need_fitted(self)
-        values = numbers_of(array, self.part, self.unit)
+        values = numbers_of(array, self.part, self.unit, self.time_format)
         rows = 1 + np.searchsorted(np.asarray(self.edges, np.float64), values, side="right").astype(np.int64)
         rows[~np.isfinite(values)] = 0
         return rows
@@ -176,30 +191,43 @@ class Buckets(IdFeature):
 
 @dataclass(frozen=True, kw_only=True)
 class DatePart(IdFeature):
-    """A part of a time (UTC) as IDs: hour, weekday, month, ... Row 0 is for null.
+    """Part of a time (UTC) as IDs: hour, weekday, month, ... Row 0 is for null.
 
     Args:
         part: month, day, weekday, hour or minute.
-        unit: unit of times that are integers.
+        unit: integer time unit.
+        time_format: strptime format for string times; None: ISO 8601.
 
     Raises:
         ValueError: the part has no IDs, or the unit is unknown; or as for `IdFeature`.
+
+    Example::
+
+        import pyarrow as pa
+
+        noon = pa.array([12 * 3600])  # seconds since 1970
+        assert DatePart(name="hour").rows_of(noon).tolist() == [13]
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("time", "integer", "number")
 
     part: DatePartName = "hour"
     unit: TimeUnit = "s"
+    time_format: str | None = None
 
     def __post_init__(self) -> None:
         IdFeature.__post_init__(self)
         check_time(self.name, None, self.unit)
         if not DATE_PARTS.get(self.part):
-            known = [name for name, size in DATE_PARTS.items() if size]
+            names = [name for name, size in DATE_PARTS.items() if size]
             raise ValueError(
-                f"feature {self.name!r}: part must be one of {known}, got {self.part!r:.100}; others are "
+                f"feature {self.name!r}: part must be one of {names}, got {self.part!r:.100}; others are "
                 "Numbers."
             )
+
+    def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
+        """Return why a column of this kind cannot be read, or differs from the fit; None if it fits."""
+        return wrong_kind(self, self.allowed, kinds, part=self.part or self.time_format)
 
     @property
     def is_fitted(self) -> bool:
@@ -208,10 +236,18 @@ class DatePart(IdFeature):
 
     @property
     def rows(self) -> int:
-        """The number of rows of its table."""
+        """Table rows."""
         return DATE_PARTS[self.part] + 1
 
+    def text_of(self, row: int) -> str:
+        """Return a row of its table as text, such as ``hour 13`` or ``Monday``."""
+        if row == 0:
+            return "missing"
+        if self.part == "weekday":
+            return calendar.day_name[row - 1]
+        return f"{self.part} {row - 1 + (self.part in ('month', 'day'))}"
+
     def rows_of(self, array: Any) -> Ints:
-        """Return the part of each time, counted from 1."""
-        parts = pc.fill_null(parts_of(array, self.part, self.unit), -1)
+        """Return the part per time, counted from 1."""
+        parts = pc.fill_null(parts_of(array, self.part, self.unit, self.time_format), -1)
         return parts.to_numpy(zero_copy_only=False).astype(np.int64) + 1  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""All features of a model: fitted on the training data, saved as one JSON, applied alike everywhere."""
+"""All features of a model: fitted on training data, saved as JSON, applied identically everywhere."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,78 +10,85 @@ import numpy as np
 import pyarrow as pa
 
 from meshrec.data.dataset import Feature
-from meshrec.data.encoding import Encoding, Place
+from meshrec.data.encoding import Encoding, RowOrigin
+from meshrec.data.exact_columns import plain_table
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import from_json, need_fitted, to_json
+from meshrec.data.features.coverage import Coverage, SeenValues
 from meshrec.data.features.derived import Buckets, Cross, DatePart
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
 from meshrec.data.features.join import Join
 from meshrec.data.features.keys import Key
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
-from meshrec.data.features.sketches import Counts, Distinct, RowSample
+from meshrec.data.features.request_columns import RequestColumns
+from meshrec.data.features.sketches import Counts, RowSample
 from meshrec.data.features.times import Times
-from meshrec.data.features.values import hashes_of, is_missing, kind_of, whole
+from meshrec.data.features.values import Kind, is_whole, kind_of, numbers_of, values_of, whole
 from meshrec.data.features.vocabulary import Vocabulary
-from meshrec.data.samples import Ints, Samples, Shape
+from meshrec.data.samples import Bools, Floats, Ints, Ragged, Samples, Shape
 
 ColumnFeature = Number | IdFeature
-"""A feature of any kind."""
+"""Any kind of feature."""
 
 _VERSION = 1
 _KINDS = {
-    each.__name__: each
-    for each in (Number, Hashed, Integer, Key, Vocabulary, Times, Cross, Buckets, DatePart)
+    kind.__name__: kind
+    for kind in (Number, Hashed, Integer, Key, Vocabulary, Times, Cross, Buckets, DatePart)
 }
 
 
 class FitState(NamedTuple):
-    """The state of a pass over a part of the data; merges exactly, in any order."""
+    """Fitting state after a pass over part of the data; merges exactly, in any order."""
 
     num_rows: int
     sample: RowSample
     counts: dict[str, Counts]
+    fractional: frozenset[str] = frozenset()
+    """Decimal columns, or columns with lists of numbers, that contain fractions."""
 
     def merged(self, other: "FitState") -> "FitState":
-        """Return the state of both parts together."""
-        counts = {name: mine.merged(other.counts[name]) for name, mine in self.counts.items()}
-        return FitState(self.num_rows + other.num_rows, self.sample.merged(other.sample), counts)
+        """Return the merged state."""
+        counts = {name: own_counts.merged(other.counts[name]) for name, own_counts in self.counts.items()}
+        fractional = self.fractional | other.fractional
+        return FitState(self.num_rows + other.num_rows, self.sample.merged(other.sample), counts, fractional)
 
 
-class Coverage(NamedTuple):
-    """The coverage of a table's rows by the values of its feature."""
+class ModelInputs(NamedTuple):
+    """Model input: dense values [B, D], and IDs per feature."""
 
-    name: str
-    """The name of the feature."""
-    num_ids: int
-    """The number of IDs seen."""
-    missing: float
-    """Share of the IDs that are null or empty."""
-    distinct: int
-    """Estimated number of distinct values."""
-    rows: int
-    """The number of rows of the table."""
-    used_rows: int
-    """The number of rows that some value has."""
-    colliding: float
-    """Share of the distinct values that share their row with another."""
-    unseen: float | None
-    """Share of the IDs that are in no vocabulary; None without a vocabulary."""
+    dense: Floats
+    ids: tuple[Ragged, ...]
+    shared: frozenset[str] = frozenset()
+    """Features with a single row for all samples."""
+    is_dense_shared: bool = False
+    """Whether the dense values are a single row for all samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Features(Encoding):
-    """The features that a model reads from a table, and the labels that it learns to predict.
+    """Features a model reads from a table, and labels it predicts.
 
     Args:
-        labels: the labels. The first one selects the best weights.
-        features: numbers become columns of ``Batch.dense``, others keys of ``Batch.sparse``, in this order.
+        labels: labels. The first one selects the best weights.
+        features: numbers become ``Batch.dense`` columns, other features ``Batch.sparse`` keys, in this
+            order.
         joins: tables whose columns are looked up first.
-        weight: a column with the weight of each sample in the loss.
-        num_labels: the number of labels, which stays known if the data has none.
+        weight: column with sample weights for the loss.
+        num_labels: number of labels, retained for data without labels.
 
     Raises:
-        ValueError: a name occurs twice, the name of a table has a dot, or there is no feature of IDs.
+        ValueError: a duplicate name, a table name with a dot, or no ID feature.
+
+    Example::
+
+        import pyarrow as pa
+
+        user = Hashed(name="user", num_embeddings=100)
+        features = Features(labels=(Label(column="click"),), features=(user,))
+        table = pa.table({"click": [0, 1], "user": ["a", "b"]})
+        samples = features.fit([table]).encode(table, RowOrigin("memory", 0), Faults("raise"))
+        assert samples.labels.tolist() == [0.0, 1.0] and len(samples.ids[0].values) == 2
     """
 
     labels: tuple[Label, ...]
@@ -93,7 +100,7 @@ class Features(Encoding):
     def __post_init__(self) -> None:
         if not self.num_labels:
             object.__setattr__(self, "num_labels", len(self.labels))
-        dotted = [each for each in self.ids if "." in (each.table or each.name)]
+        dotted = [feature for feature in self.ids if "." in (feature.table or feature.name)]
         if dotted:
             name = dotted[0].table or dotted[0].name
             raise ValueError(
@@ -101,144 +108,159 @@ class Features(Encoding):
                 f"{name.replace('.', '_')!r}, with column={dotted[0].source!r}."
             )
         self._check_vocabularies()
-        queries = [at for at, each in enumerate(self.labels) if each.kind == "query"]
+        queries = [position for position, label in enumerate(self.labels) if label.kind == "query"]
         if queries and (queries != [len(self.labels) - 1] or queries == [0]):
             raise ValueError(
-                f"labels {[each.column for each in self.labels]}: a label of kind='query' is the last of two "
-                "or more. Name the label that ranks the samples of a query first."
+                f"labels {[label.column for label in self.labels]}: a label of kind='query' is the last of "
+                "two or more. Name the label that ranks the samples of a query first."
             )
-        names = [each.name for each in self.features]
+        names = [feature.name for feature in self.features]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not self.ids:
             raise ValueError(
                 f"features need names of their own, and one of ids at least; names given twice: {twice}, "
-                f"ids: {[each.name for each in self.ids]}."
+                f"ids: {[feature.name for feature in self.ids]}."
             )
 
     def _check_vocabularies(self) -> None:
-        """Raise ValueError unless vocabularies that share a table have the same options."""
-        alike = ("min_count", "max_size", "num_unseen", "num_embeddings")
+        """Raise ValueError unless vocabularies sharing a table have the same options."""
+        options = ("min_count", "max_size", "num_unseen", "num_embeddings")
         first: dict[str, Vocabulary] = {}
-        for each in self.ids:
-            if not isinstance(each, Vocabulary):
+        for feature in self.ids:
+            if not isinstance(feature, Vocabulary):
                 continue
-            other = first.setdefault(each.table or each.name, each)
-            for name in alike:
-                mine, theirs = getattr(each, name), getattr(other, name)
-                if mine != theirs:
+            other = first.setdefault(feature.table or feature.name, feature)
+            for name in options:
+                value, other_value = getattr(feature, name), getattr(other, name)
+                if value != other_value:
                     raise ValueError(
-                        f"vocabularies that share a table need the same {name}: feature {each.name!r} has "
-                        f"{mine}, and {other.name!r} {theirs}. Give both the same, or tables of their own."
+                        f"vocabularies that share a table need the same {name}: feature {feature.name!r} has "
+                        f"{value}, and {other.name!r} {other_value}. Give both the same, or separate tables."
                     )
 
     @property
     def numbers(self) -> tuple[Number, ...]:
-        """The features of ``Batch.dense``."""
-        return tuple(each for each in self.features if isinstance(each, Number))
+        """Features in ``Batch.dense``."""
+        return tuple(feature for feature in self.features if isinstance(feature, Number))
 
     @property
     def ids(self) -> tuple[IdFeature, ...]:
-        """The features of ``Batch.sparse``."""
-        return tuple(each for each in self.features if isinstance(each, IdFeature))
+        """Features in ``Batch.sparse``."""
+        return tuple(feature for feature in self.features if isinstance(feature, IdFeature))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of ``Batch.sparse``."""
-        return tuple(each.name for each in self.ids)
+        """``Batch.sparse`` keys."""
+        return tuple(feature.name for feature in self.ids)
 
     @property
     def shape(self) -> Shape:
-        """The shape of samples. Data without labels has a column of NaN for each label."""
+        """Sample shape. Data without labels has a NaN column per label."""
         return Shape(
             len(self.numbers),
             len(self.ids),
             max(self.num_labels, 1),
             self.weight is not None,
             self.is_weighted,
-            query=next((at for at, each in enumerate(self.labels) if each.kind == "query"), 0),
+            query=next((k for k, label in enumerate(self.labels) if label.kind == "query"), 0),
         )
 
     def id_columns(self) -> tuple[str, ...]:
-        """Return the columns that IDs come from, without those of joins."""
+        """Return the source columns for IDs, without join columns."""
         joined = {column for join in self.joins for column in join.columns}
         return tuple(
             dict.fromkeys(
-                each.source
-                for each in self.ids
-                if each.source in self.columns() and each.source not in joined
+                feature.source
+                for feature in self.ids
+                if feature.source in self.columns() and feature.source not in joined
             )
         )
 
     def labels_of(self) -> tuple[str, ...]:
-        """Return the names of the labels if there are several, otherwise nothing."""
-        names = tuple(each.column for each in self.labels if each.kind != "query")
+        """Return label names if there are several, otherwise nothing."""
+        names = tuple(label.column for label in self.labels if label.kind != "query")
         return names if len(names) > 1 else ()
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """The names of the columns of ``Batch.dense``."""
-        return tuple(each.name for each in self.numbers)
+        """``Batch.dense`` column names."""
+        return tuple(number.name for number in self.numbers)
 
     @property
     def num_classes(self) -> int:
-        """The number of classes of the label; 0 if it has none."""
-        return len(self.labels[0].classes) if self.labels else 0
+        """Classes of a class label; 0 for other labels."""
+        return len(self.labels[0].classes) if self.labels and self.labels[0].kind == "class" else 0
 
     @property
     def number_edges(self) -> tuple[tuple[float, ...], ...]:
-        """The edges of the bins of each column of ``Batch.dense``; none of a number without bins."""
-        return tuple(each.edges or () for each in self.numbers)
+        """Bin edges per ``Batch.dense`` column; empty without bins."""
+        return tuple(number.edges or () for number in self.numbers)
 
     @property
     def is_weighted(self) -> bool:
         """Whether IDs have weights."""
-        return any(each.weights is not None for each in self.ids)
+        return any(feature.weights is not None for feature in self.ids)
 
     @property
     def is_fitted(self) -> bool:
         """Whether all features are fitted."""
-        return all(each.is_fitted for each in self.features)
+        return all(feature.is_fitted for feature in self.features)
 
     def __getitem__(self, name: str) -> ColumnFeature:
         """Return a feature by its name."""
-        for each in self.features:
-            if each.name == name:
-                return each
-        raise KeyError(f"there is no feature {name!r}; there are {[each.name for each in self.features]}.")
+        for feature in self.features:
+            if feature.name == name:
+                return feature
+        raise KeyError(
+            f"there is no feature {name!r}; there are {[feature.name for feature in self.features]}."
+        )
 
     def columns(self) -> list[str]:
-        """Return the columns to read, each once: labels, weight, features, and the keys of joins."""
+        """Return the columns to read, without duplicates: labels, weight, features, and join keys."""
         joined = {column for join in self.joins for column in join.columns}
-        names = [each.column for each in self.labels] + ([] if self.weight is None else [self.weight])
-        names += [column for each in self.features for column in each.columns() if column not in joined]
+        names = [label.column for label in self.labels] + ([] if self.weight is None else [self.weight])
+        names += [column for feature in self.features for column in feature.columns() if column not in joined]
         return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
 
     def fitted_kinds(self) -> Mapping[str, str]:
-        """Return the kinds of the columns of fitted features, and of the keys of joins."""
+        """Return kinds for fitted columns and join keys.
+
+        Numeric columns of unknown kind are "numeric".
+        """
         joined = {column for join in self.joins for column in join.columns}
-        kinds: dict[str, str] = {join.key: join.key_kind() for join in self.joins}
-        for each in self.features:
-            if isinstance(each, Cross):
-                kinds |= dict(zip(each.columns_crossed, each.found_crossed or (), strict=False))
-            elif each.found is not None:
-                kinds[each.source] = each.found
+        needs_numbers = (Number, Buckets, Integer, DatePart)
+        kinds: dict[str, str] = {
+            feature.source: "numeric" for feature in self.features if isinstance(feature, needs_numbers)
+        }
+        for label in self.labels:
+            if label.kind in ("binary", "number") and not label.classes:
+                kinds[label.column] = "numeric"
+            elif label.classes and all(isinstance(value, str) for value in label.classes):
+                kinds[label.column] = "text"  # also where a CSV file has "1"
+        kinds |= {} if self.weight is None else {self.weight: "numeric"}
+        kinds |= {join.key: join.key_kind() for join in self.joins}
+        for feature in self.features:
+            if isinstance(feature, Cross):
+                kinds |= dict(zip(feature.columns_crossed, feature.found_crossed or (), strict=False))
+            elif feature.found is not None:
+                kinds[feature.source] = feature.found
         return {column: kind for column, kind in kinds.items() if column not in joined}
 
-    def wrong_columns(self, found: pa.Schema) -> list[str]:
-        """Return a message for each column that is missing, or whose kind cannot be read."""
-        missing = [name for name in self.columns() if found.get_field_index(name) < 0]
+    def wrong_columns(self, schema: pa.Schema) -> list[str]:
+        """Return a message per missing or unreadable column."""
+        missing = [name for name in self.columns() if schema.get_field_index(name) < 0]
         if missing:
-            return [f"there is no column {name!r} among {found.names}" for name in missing]
-        kinds = {name: kind_of(found.field(name).type) for name in self.columns()}
-        wrong = [each for join in self.joins if (each := join.wrong(kinds)) is not None]
+            return [f"there is no column {name!r} among {schema.names}" for name in missing]
+        kinds = {name: kind_of(schema.field(name).type) for name in self.columns()}
+        wrong = [message for join in self.joins if (message := join.kind_error(kinds)) is not None]
         for join in self.joins:
             kinds |= join.kinds()
-        wrong += [each for label in self.labels if (each := label.wrong(kinds)) is not None]
+        wrong += [message for label in self.labels if (message := label.kind_error(kinds)) is not None]
         if self.weight is not None and kinds[self.weight] not in ("integer", "number"):
             wrong.append(
                 f"column {self.weight!r} holds {kinds[self.weight]}, and weights of samples are numbers"
             )
-        wrong += [each for feature in self.features if (each := feature.wrong(kinds)) is not None]
+        wrong += [message for feature in self.features if (message := feature.kind_error(kinds)) is not None]
         for ids in self.ids:
             if ids.weights is not None and kinds[ids.weights] == "text":
                 wrong.append(f"column {ids.weights!r} holds text; weights are numbers")
@@ -249,193 +271,272 @@ class Features(Encoding):
         return replace(self, labels=(), weight=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """Return the description of the tables of the IDs for the model.
+        """Return the ID tables for the model.
 
         Raises:
             UnfittedError: a feature is not fitted.
         """
-        return tuple(each.feature() for each in self.ids)
+        return tuple(feature.feature() for feature in self.ids)
 
-    def encode(self, table: pa.Table, place: Place, faults: Faults) -> Samples:
+    def encode(self, table: pa.Table, origin: RowOrigin, faults: Faults) -> Samples:
         """Return the samples of a table's rows. Damaged rows are not ``kept``, or raise an error.
+
+        Args:
+            table: Arrow table.
+            origin: row source, for messages.
+            faults: handles damage.
 
         Raises:
             UnfittedError: a feature is not fitted.
             DataError: rows are damaged, and ``faults`` does not skip them.
         """
-        for each in self.features:
-            need_fitted(each)
-        num = table.num_rows
-        for join in self.joins:
-            table = join.joined(table)
-        kept = np.ones(num, np.bool_)
-        dense = np.empty((num, len(self.numbers)), np.float32)
-        for at, number in enumerate(self.numbers):
-            dense[:, at] = number.encode(table[number.source], place, kept, faults)
-        labels = np.full((num, self.shape.num_labels), np.nan, np.float32)
-        for at, label in enumerate(self.labels):
-            labels[:, at] = label.encode(table[label.column], place, kept, faults)
-        ids = tuple(each.encode(table, place, kept, faults) for each in self.ids)
-        if self.is_weighted:
-            ids = tuple(each.weighted() for each in ids)
+        valid = np.ones(table.num_rows, np.bool_)
+        dense, ids, *_ = self.inputs(table, origin, valid, faults)
+        labels = np.full((table.num_rows, self.shape.num_labels), np.nan, np.float32)
+        for position, label in enumerate(self.labels):
+            labels[:, position] = label.encode(table[label.column], origin, valid, faults)
         weights = None
         if self.weight is not None:
-            weights = Number(name=self.weight).encode(table[self.weight], place, kept, faults)
-            faults.check(
-                kept,
-                weights >= 0,
-                f"{place.name}, column {self.weight!r}: row {{row}} has a negative weight",
-                place.first_row,
-                place.file,
-            )
+            values = numbers_of(whole(table[self.weight]), None, "s")
+            good = (values >= 0) & (values <= np.finfo(np.float32).max)
+            if not good.all():
+                where = f"{origin.name}, column {self.weight!r}: row {{row}} has the sample weight "
+                bad = values[(valid & ~good).argmax()]
+                text = "null" if np.isnan(bad) else f"{bad:g}"
+                message = f"{where}{text}; a weight is finite and not negative, and 0 leaves a row out"
+                faults.check(valid, good, message, origin.first_row, origin.file)
+            weights = np.where(good, values, 0.0).astype(np.float32)
         whole_labels = labels[:, 0] if labels.shape[1] == 1 else labels
-        return Samples(dense, whole_labels, ids, None if kept.all() else kept, weights=weights)
+        return Samples(dense, whole_labels, ids, None if valid.all() else valid, weights=weights)
+
+    def inputs(
+        self, table: pa.Table, origin: RowOrigin, valid: Bools, faults: Faults, shared: pa.Table | None = None
+    ) -> ModelInputs:
+        """Convert raw values to model inputs, identically in training, scoring and serving.
+
+        Args:
+            table: columns with a row per sample.
+            origin: row source, for messages.
+            valid: whether a row is valid; damaged rows are removed.
+            faults: raises on damage, or counts it.
+            shared: a single row with columns shared by all samples, and missing from ``table``.
+
+        Raises:
+            UnfittedError: a feature is not fitted.
+            DataError: rows are damaged, and ``faults`` does not skip them.
+        """
+        for feature in self.features:
+            # Check all features before converting any, so that a failed call has no effect.
+            need_fitted(feature)
+        shared = pa.table({}) if shared is None else plain_table(shared)
+        columns = RequestColumns(plain_table(table), shared, self.joins)
+        tables = [columns.table_of(feature.columns()) for feature in self.numbers]
+        is_dense_shared = bool(tables) and all(feature is columns.shared for feature in tables)
+        dense = np.empty((1 if is_dense_shared else table.num_rows, len(tables)), np.float32)
+        for position, (number, read) in enumerate(zip(self.numbers, tables, strict=True)):
+            dense[:, position] = number.encode(read[number.source], origin, valid[: read.num_rows], faults)
+        ids, shared_features = [], set()
+        for feature in self.ids:
+            read = columns.table_of(feature.columns())
+            if read is columns.shared:
+                # One row serves all samples of a request, so its tables are read once.
+                shared_features.add(feature.name)
+            if isinstance(feature, Times):
+                read = self._without_unseen(read, feature)
+            ragged = feature.encode(read, origin, valid[: read.num_rows], faults)
+            ids.append(ragged.weighted() if self.is_weighted else ragged)
+        return ModelInputs(dense, tuple(ids), frozenset(shared_features), is_dense_shared)
+
+    def _without_unseen(self, table: pa.Table, times: Times) -> pa.Table:
+        """Remove unseen history items, with their timestamps, if the item feature does."""
+        for feature in self.ids:
+            if isinstance(feature, Vocabulary) and feature.known_only and feature.source == times.history:
+                return feature.aligned(table, times.source)
+        return table
 
     # -- fitting -----------------------------------------------------------------------------------------
 
     def state_of(self, table: pa.Table, rows: Ints) -> FitState:
-        """Return the state of some rows of the training data.
+        """Return the fitting state for some rows of the training data.
 
         Args:
-            table: their columns.
-            rows: their numbers in all of the data: they decide which rows are in the sample.
+            table: columns of the rows.
+            rows: row numbers in the whole data, which determine the sample.
         """
+        table = plain_table(table)
         for join in self.joins:
             table = join.joined(table)
-        wanted = {each.source for each in self.features if isinstance(each, Number | Buckets)}
-        wanted |= {each.source for each in self.ids if values_are_lists(table, each)}
+        sampled_columns = {
+            feature.source for feature in self.features if isinstance(feature, Number | Buckets)
+        }
+        sampled_columns |= {feature.source for feature in self.ids if values_are_lists(table, feature)}
         sampled = (
-            table.select(sorted(wanted)) if wanted else pa.table({"": np.zeros(table.num_rows, np.bool_)})
+            table.select(sorted(sampled_columns))
+            if sampled_columns
+            else pa.table({"": np.zeros(table.num_rows, np.bool_)})
         )
         counts = {}
-        for each in self.ids:
-            if isinstance(each, Vocabulary):
-                array = each.values(table).array
+        for feature in self.ids:
+            if isinstance(feature, Vocabulary):
+                array = feature.values(table).array
+                # Files may have different dictionaries, so count values, not codes.
                 plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-                counts[each.name] = Counts.of(plain)
-        return FitState(table.num_rows, RowSample.of(sampled, rows), counts)
+                counts[feature.name] = Counts.of(plain)
+        hashed = {feature.source for feature in self.ids if isinstance(feature, Hashed)}
+        fractional = frozenset(name for name in hashed if _has_fractions(table[name]))
+        return FitState(table.num_rows, RowSample.of(sampled, rows), counts, fractional)
 
-    def fitted(self, state: FitState, found: pa.Schema) -> "Features":
-        """Return another object, fitted to a state.
+    def fitted(self, state: FitState, schema: pa.Schema) -> "Features":
+        """Return a copy fitted to a state.
 
         Args:
-            state: of all of it.
-            found: the columns' types, those of joins included.
+            state: state of all training data.
+            schema: column types, including join columns.
 
         Raises:
-            DataError: a column has nothing to fit on, or a vocabulary does not fit into its table.
+            DataError: a column has nothing to fit on, or a vocabulary exceeds its table.
         """
         features: list[ColumnFeature] = []
         counts = self._counts_of_tables(state)
-        for each in self.features:
-            kind = kind_of(found.field(each.source).type) if each.source in found.names else None
-            if isinstance(each, Number | Buckets):
-                each = each.fitted(whole(state.sample.table[each.source]))
-            elif isinstance(each, Vocabulary):
+        for feature in self.features:
+            kind = kind_of(schema.field(feature.source).type) if feature.source in schema.names else None
+            if isinstance(feature, Number | Buckets):
+                feature = feature.fitted(whole(state.sample.table[feature.source]))
+            elif isinstance(feature, Vocabulary):
                 assert kind is not None
-                each = each.fitted_counts(kind, counts[each.table or each.name])
-            elif isinstance(each, Cross):
-                crossed = tuple(kind_of(found.field(column).type) for column in each.columns_crossed)
-                each = replace(each, found_crossed=crossed)
+                feature = feature.fitted_counts(kind, counts[feature.table or feature.name])
+            elif isinstance(feature, Cross):
+                crossed = (kind_of(schema.field(column).type) for column in feature.columns_crossed)
+                whole_kinds: dict[Kind, Kind] = {"number": "integer"}
+                kinds = tuple(whole_kinds.get(column_kind, column_kind) for column_kind in crossed)
+                feature = replace(feature, found_crossed=kinds)
             else:
-                each = replace(each, found=kind)
-            if isinstance(each, IdFeature) and each.source in state.sample.table.column_names:
-                each = replace(each, average_length=_average_length(each, state.sample.table))
-            features.append(each)
+                if (
+                    isinstance(feature, Hashed)
+                    and kind is not None
+                    and feature.source not in state.fractional
+                ):
+                    kind = _integral_kind(kind, schema.field(feature.source).type)
+                feature = replace(feature, found=kind)
+            if isinstance(feature, IdFeature) and feature.source in state.sample.table.column_names:
+                feature = replace(feature, average_length=_average_length(feature, state.sample.table))
+            features.append(feature)
         return replace(self, features=tuple(features))
 
     def _counts_of_tables(self, state: FitState) -> dict[str, Counts]:
-        """Fit the vocabularies that share a table together, so that a value has one row in all of them."""
-        found: dict[str, Counts] = {}
+        """Merge the counts of vocabularies sharing a table, so that a value has the same row in all."""
+        merged_counts: dict[str, Counts] = {}
         for name, counts in state.counts.items():
             table = self[name].table or name  # type: ignore[union-attr]
             try:
-                found[table] = found[table].merged(counts) if table in found else counts
+                merged_counts[table] = (
+                    merged_counts[table].merged(counts) if table in merged_counts else counts
+                )
             except pa.ArrowException as error:
                 raise DataError(
                     f"the vocabularies of table {table!r} have values of different types: {error}. Make the "
                     "columns of one type, or give the features tables of their own."
                 ) from error
-        return found
+        return merged_counts
 
     def fit(self, tables: Iterable[pa.Table]) -> "Features":
-        """Fit on tables, one after another: see `state_of` and `fitted`."""
+        """Fit on tables, one after another; see `state_of` and `fitted`."""
         state, first, schema = None, 0, None
         for table in tables:
             rows = np.arange(first, first + table.num_rows, dtype=np.int64)
-            wrong = self.wrong_columns(table.schema)
-            if wrong:
-                raise ValueError(f"{wrong[0]}.")
-            mine, first = self.state_of(table, rows), first + table.num_rows
-            state, schema = (mine if state is None else state.merged(mine)), self.joined_schema(table.schema)
+            messages = self.wrong_columns(table.schema)
+            if messages:
+                raise ValueError(f"{messages[0]}.")
+            table_state, first = self.state_of(table, rows), first + table.num_rows
+            state, schema = (
+                (table_state if state is None else state.merged(table_state)),
+                self.joined_schema(table.schema),
+            )
         if state is None or schema is None or not state.num_rows:
             raise ValueError("there is no row to fit features on.")
         return self.fitted(state, schema)
 
-    def joined_schema(self, found: pa.Schema) -> pa.Schema:
-        """Add the columns that joins bring."""
+    def joined_schema(self, schema: pa.Schema) -> pa.Schema:
+        """Add join columns to a schema."""
         for join in self.joins:
             for field in join.fields():
-                if field.name in found.names:
+                if field.name in schema.names:
                     raise DataError(
                         f"column {field.name!r} is in the data, and in {join.path}, which is joined. Rename "
                         "one of them, or do not join it."
                     )
-                found = found.append(field)
-        return found
+                schema = schema.append(field)
+        return schema
 
     # -- looking -----------------------------------------------------------------------------------------
 
     def coverage(self, tables: Iterable[pa.Table]) -> list[Coverage]:
-        """Return collisions, unseen values and rows in use of each table, for some data."""
-        seen: dict[str, _Seen] = {each.name: _Seen(each) for each in self.ids}
+        """Return collisions, unseen values and used rows per table, for some data."""
+        all_seen = [SeenValues(seen_values) for seen_values in self.ids]
         for table in tables:
+            table = plain_table(table)
             for join in self.joins:
                 table = join.joined(table)
-            for each in seen.values():
-                each.add(table)
-        return [each.coverage() for each in seen.values()]
+            for seen_values in all_seen:
+                seen_values.add(table)
+        return [seen_values.coverage() for seen_values in all_seen]
 
     def to_json(self) -> dict[str, Any]:
         """Return all features as plain JSON types."""
         return {
             "version": _VERSION,
-            "labels": [each.to_json() for each in self.labels],
-            "features": [to_json(each) for each in self.features],
-            "joins": [each.to_json() for each in self.joins],
+            "labels": [label.to_json() for label in self.labels],
+            "features": [to_json(feature) for feature in self.features],
+            "joins": [join.to_json() for join in self.joins],
             "weight": self.weight,
         }
 
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> "Features":
-        """Make features from what `to_json` gave. ValueError for another version or unknown features."""
+        """Create features from `to_json` output. ValueError for another version or features."""
         if saved.get("version") != _VERSION:
             raise ValueError(
                 f"these features were saved in version {saved.get('version')!s:.100}, not {_VERSION}. Fit "
                 "them again."
             )
         return Features(
-            labels=tuple(Label(**each) for each in saved["labels"]),
-            features=tuple(from_json(each, _KINDS) for each in saved["features"]),
-            joins=tuple(Join.from_json(each) for each in saved["joins"]),
+            labels=tuple(Label(**label) for label in saved["labels"]),
+            features=tuple(from_json(feature, _KINDS) for feature in saved["features"]),
+            joins=tuple(Join.from_json(join) for join in saved["joins"]),
             weight=saved["weight"],
         )
 
     def save(self, path: str | Path) -> None:
-        """Write one JSON file."""
+        """Write a JSON file. A file that exists is replaced."""
         Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> "Features":
-        """Read what `save` wrote."""
+        """Read `save` output."""
         return Features.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def values_are_lists(table: pa.Table, feature: IdFeature) -> bool:
-    """Return whether the column of a feature has lists, or texts of several values."""
+    """Return whether a feature's column has lists, or multi-valued strings."""
     if feature.source not in table.column_names:
         return False
     return feature.separator is not None or kind_of(table[feature.source].type).startswith("list")
+
+
+def _integral_kind(kind: Kind, of: pa.DataType) -> Kind:
+    """Return the integer kind for decimals and lists of numbers, which have no fractions, else ``kind``.
+
+    Float columns keep their kind: earlier runs hashed them as floats, and their rows must not change.
+    """
+    if kind == "list of number":
+        return "list of integer"
+    return "integer" if kind == "number" and pa.types.is_decimal(of) else kind
+
+
+def _has_fractions(column: Any) -> bool:
+    """Return whether decimals, or lists of numbers, have fractions."""
+    kind = kind_of(column.type)
+    return _integral_kind(kind, column.type) != kind and not is_whole(values_of(column).array)
 
 
 def _average_length(feature: IdFeature, sample: pa.Table) -> float:
@@ -444,40 +545,3 @@ def _average_length(feature: IdFeature, sample: pa.Table) -> float:
     lengths = np.diff(feature.values(sample).offsets)
     limit = feature.max_length or int(lengths.max(initial=0))
     return round(float(np.minimum(lengths, limit).mean()), 4) if len(lengths) else 0.0
-
-
-class _Seen:
-    """Collects the figures of `Coverage`."""
-
-    def __init__(self, feature: IdFeature) -> None:
-        self._feature = feature
-        self._num = self._missing = self._unseen = 0
-        self._used = np.zeros(feature.rows, np.bool_)
-        self._distinct = Distinct(np.zeros(0, np.uint64))
-
-    def add(self, table: pa.Table) -> None:
-        array = self._feature.values(table).array
-        rows = self._feature.rows_of(array)
-        self._num += len(rows)
-        self._used[rows[rows >= 0]] = True
-        if pa.types.is_struct(array.type):
-            return
-        missing = is_missing(array)
-        self._missing += 0 if missing is None else int(missing.sum())
-        self._distinct = self._distinct.merged(Distinct.of(array))
-        if isinstance(self._feature, Vocabulary):
-            unseen = self._feature.lookup(hashes_of(array)) < 0
-            self._unseen += int(unseen.sum() if missing is None else (unseen & ~missing).sum())
-
-    def coverage(self) -> Coverage:
-        distinct, rows = self._distinct.count(), self._feature.rows
-        used = int(self._used.sum())
-        # Of distinct values thrown on rows, those that are alone: n (1 - 1/m)^(n-1).
-        shared = 0.0
-        if distinct > 1 and not isinstance(self._feature, Vocabulary) and self._feature.is_fitted:
-            shared = 1.0 - (1.0 - 1.0 / rows) ** (distinct - 1)
-        num = max(self._num, 1)
-        unseen = self._unseen / num if isinstance(self._feature, Vocabulary) else None
-        return Coverage(
-            self._feature.name, self._num, self._missing / num, distinct, rows, used, shared, unseen
-        )

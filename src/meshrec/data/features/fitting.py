@@ -1,4 +1,4 @@
-"""The pass over training data that fits features."""
+"""Pass over training data that fits features."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -27,16 +27,17 @@ def fit_features(
     on_error: OnError = "raise",
     engine: Engine = map,
 ) -> Features:
-    """Fit features on the training data, or on its training rows if there is a ``split``. Streams the data.
+    """Fit features on the training data, or on the training rows of a ``split``. Streams the data.
 
     Args:
-        features: the features to fit.
-        open_source, train: the data.
-        split: decides which rows are training rows.
-        on_error: handling of damage.
-        engine: maps a function over blocks of the data, on other processes or machines if it wants to.
-            Function, blocks and results can be pickled. The result does not depend on the engine:
-            ``ProcessPoolExecutor(8).map`` uses eight processes of this machine.
+        features: features to fit.
+        open_source: opens data.
+        train: training data.
+        split: selects training rows.
+        on_error: damage handling.
+        engine: maps a function over blocks of the data, possibly on other processes or machines. Function,
+            blocks and results are picklable. The result does not depend on the engine:
+            ``ProcessPoolExecutor(8).map`` uses eight local processes.
 
     Raises:
         DataError: the data cannot be read, or a feature has nothing to fit on.
@@ -46,35 +47,37 @@ def fit_features(
     parts = None if split is None else split.parts_of(source)
     state: FitState | None = None
     firsts = np.cumsum(source.block_sizes) - source.block_sizes
+    # Global row numbers choose the sample, which then does not depend on block sizes.
     blocks = [
         _Block(number, int(first), None if parts is None else parts[number] == Part.TRAIN)
         for number, first in enumerate(firsts)
     ]
-    for mine in engine(functools.partial(_fit_block, source, features), blocks):
-        if mine is not None:
-            state = mine if state is None else state.merged(mine)
+    # States merge exactly in any order, so the engine may run blocks anywhere.
+    for block_state in engine(functools.partial(_fit_block, source, features), blocks):
+        if block_state is not None:
+            state = block_state if state is None else state.merged(block_state)
     if state is None:
         raise DataError("there is no training row to fit features on. Give more data, or another split.")
     return features.fitted(state, features.joined_schema(source.arrow_schema))
 
 
 class _Block(NamedTuple):
-    """A block of a source, the number of its first row, and a mask of its training rows."""
+    """Block number, first row, and mask of training rows."""
 
     number: int
     first_row: int
-    chosen: Bools | None
+    selected: Bools | None
 
 
 def _fit_block(source: Tables, features: Features, block: _Block) -> FitState | None:
-    """Return the fit state of a block; None if it has no training row."""
+    """Return a block's fitting state; None without training rows."""
     state: FitState | None = None
     at = 0
     for table in source.tables(block.number, _FIT_ROWS):
         num = table.num_rows
-        rows = np.arange(num) if block.chosen is None else np.flatnonzero(block.chosen[at : at + num])
+        rows = np.arange(num) if block.selected is None else np.flatnonzero(block.selected[at : at + num])
         if len(rows):
-            mine = features.state_of(table.take(rows), block.first_row + at + rows)
-            state = mine if state is None else state.merged(mine)
+            table_state = features.state_of(table.take(rows), block.first_row + at + rows)
+            state = table_state if state is None else state.merged(table_state)
         at += num
     return state

@@ -1,4 +1,4 @@
-"""Features of IDs: values that are hashed to rows of tables, or integers that are rows themselves."""
+"""ID features: values hashed to table rows, or integers used as rows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from meshrec.data.dataset import Feature
-from meshrec.data.encoding import Place
+from meshrec.data.encoding import RowOrigin
+from meshrec.data.exact_columns import decimal_words
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import need_fitted, wrong_kind
 from meshrec.data.features.values import (
@@ -31,27 +32,29 @@ from meshrec.data.samples import Bools, Floats, Ints, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class IdFeature(ABC):
-    """A feature that turns a column of values, or of lists of values, into IDs: rows of a table.
+    """Feature that converts a column of values, or lists of values, to IDs: table rows.
 
-    Lists are Arrow's, or texts of several values with a ``separator`` between them, as CSV files have them.
+    Lists are Arrow lists, or strings with a ``separator`` between values, as in CSV files.
 
     Args:
-        name: the name of the feature.
-        column: the column that it reads; None for the column with the feature's name.
-        found: the kind of the column when the feature was fitted; None if it is not fitted.
-        max_length: the largest number of IDs per list; None for no limit.
-        keep: the end of longer lists that stays: "first" or "last".
-        weights: a column with a weight for each ID; lists if the IDs are lists.
-        sequence: whether the IDs of a list are ordered, the oldest first.
-        table: the name of the table. Features that name the same table share its rows.
-        average_length: the average number of IDs per sample; fitted.
-        separator: the text between two values of a text, such as ``"|"``; None if a text is one value.
+        name: feature name.
+        column: column to read; None: the column with the feature's name.
+        found: column kind when the feature was fitted; None: not fitted.
+        max_length: maximum IDs per list; None: unlimited.
+        keep: which end of longer lists to keep: "first" or "last".
+        weights: column with a weight per ID; lists if the IDs are lists.
+        sequence: whether the IDs in a list are ordered, oldest first.
+        table: table name. Features with the same table share its rows.
+        average_length: mean IDs per sample; fitted.
+        separator: separator of values in a string, such as ``"|"``; None: a string is a single value.
 
     Raises:
         ValueError: ``keep``, ``max_length`` or ``separator`` is not allowed, or does not fit the feature.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ()
+    takes_whole_only: ClassVar[bool] = False
+    """Whether numbers must be integral. Columns may be floats or decimals."""
 
     name: str
     column: str | None = None
@@ -80,11 +83,11 @@ class IdFeature(ABC):
 
     @property
     def source(self) -> str:
-        """The name of its column."""
+        """Column name."""
         return self.name if self.column is None else self.column
 
-    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return what is wrong with the kinds of its columns, if anything is."""
+    def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
+        """Return an error message for columns with wrong kinds, or None."""
         return wrong_kind(self, self.allowed if self.separator is None else ("text",), kinds)
 
     @property
@@ -95,18 +98,18 @@ class IdFeature(ABC):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """The number of rows of its table."""
+        """Table rows."""
 
     @abstractmethod
     def rows_of(self, array: Any) -> Ints:
-        """Return the row of each value of an Arrow array; null and the empty text are values, too."""
+        """Return the row per value of an Arrow array, including null and the empty string."""
 
     def row_of(self, value: Any) -> int:
-        """Return the row of one value, the same in training, prediction and serving."""
+        """Return a value's row, identical in training, prediction and serving."""
         need_fitted(self)
         null = pa.string() if "text" in self.allowed else pa.int64()
         array = pa.nulls(1, null) if value is None else array_of([value])
-        wrong = self.wrong({self.source: _with_list(kind_of(array.type), self.found)})
+        wrong = self.kind_error({self.source: _with_list(kind_of(array.type), self.found)})
         if wrong is not None and value is not None:
             raise ValueError(f"{wrong}; got the value {value!r}.")
         try:
@@ -115,11 +118,11 @@ class IdFeature(ABC):
             raise ValueError(f"{error}; got the value {value!r}.") from error
 
     def columns(self) -> tuple[str, ...]:
-        """Return the columns of the IDs and of their weights."""
+        """Return the columns of IDs and weights."""
         return (self.source,) if self.weights is None else (self.source, self.weights)
 
     def feature(self) -> Feature:
-        """Return the description of the table of the IDs for the model."""
+        """Return the ID table for the model."""
         need_fitted(self)
         return Feature(
             name=self.name,
@@ -130,7 +133,7 @@ class IdFeature(ABC):
         )
 
     def values(self, table: pa.Table) -> Values:
-        """Return the values that the feature numbers."""
+        """Return the values to convert."""
         if self.separator is not None:
             try:
                 return split_values_of(table[self.source], self.separator)
@@ -143,46 +146,68 @@ class IdFeature(ABC):
         return Values(self._as_fitted(array), offsets)
 
     def _as_fitted(self, array: Any) -> Any:
+        kind = "integer" if self.takes_whole_only else self.found
         try:
-            return array if self.found is None else converted(array, self.found)
+            return array if kind is None else converted(array, kind)
         except ValueError as error:
             raise DataError(f"column {self.source!r} holds {error}. Give it as it was") from error
 
-    def encode(self, table: pa.Table, place: Place, kept: Bools, faults: Faults) -> Ragged:
-        """Return the IDs of all samples."""
-        found = self.values(table)
-        rows = self.rows_of(found.array)
-        self.check(rows, found, place, kept, faults)
-        weights = None if self.weights is None else self._weights(table, found, place, kept, faults)
-        return self._cut(Ragged(rows, found.offsets, weights))
+    def encode(self, table: pa.Table, origin: RowOrigin, valid: Bools, faults: Faults) -> Ragged:
+        """Return all samples' IDs.
 
-    def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-        """Take samples with damaged IDs out of ``kept``; a feature of this class has none."""
-        del rows, found, place, kept, faults
+        Args:
+            table: Arrow table.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
+        values = self.values(table)
+        rows = self.rows_of(values.array)
+        self.check(rows, values, origin, valid, faults)
+        weights = None if self.weights is None else self._weights(table, values, origin, valid, faults)
+        return self._cut(Ragged(rows, values.offsets, weights))
 
-    def _weights(self, table: pa.Table, found: Values, place: Place, kept: Bools, faults: Faults) -> Floats:
+    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
+        """Mark samples with damaged IDs as invalid. The base class accepts all IDs.
+
+        Args:
+            rows: row per value.
+            values: the values.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
+        del rows, values, origin, valid, faults
+
+    def _weights(
+        self, table: pa.Table, values: Values, origin: RowOrigin, valid: Bools, faults: Faults
+    ) -> Floats:
         assert self.weights is not None
         array, offsets = values_of(table[self.weights])
         weights = numbers_of(array, None, "s")
-        good = np.diff(offsets) == np.diff(found.offsets)
-        where = f"{place.name}, column {self.weights!r}: row {{row}}"
+        good = np.diff(offsets) == np.diff(values.offsets)
+        where = f"{origin.name}, column {self.weights!r}: row {{row}}"
         if not good.all():
             faults.check(
-                kept, good, f"{where} has another number of weights than of ids", place.first_row, place.file
+                valid,
+                good,
+                f"{where} has another number of weights than of ids",
+                origin.first_row,
+                origin.file,
             )
-            padded = np.zeros(len(found.array), np.float32)
-            at = np.repeat(good, np.diff(found.offsets))
-            padded[at] = weights[np.repeat(good, np.diff(offsets))]
+            padded = np.zeros(len(values.array), np.float32)
+            has_weights = np.repeat(good, np.diff(values.offsets))
+            padded[has_weights] = weights[np.repeat(good, np.diff(offsets))]
             return padded
         finite = np.isfinite(weights)
         if not finite.all():
             bad = np.add.reduceat(np.append(~finite, False), offsets[:-1]) > 0
             faults.check(
-                kept,
+                valid,
                 ~(bad & (np.diff(offsets) > 0)),
                 f"{where} has a weight that is not a number",
-                place.first_row,
-                place.file,
+                origin.first_row,
+                origin.file,
             )
         return weights.astype(np.float32)
 
@@ -198,25 +223,33 @@ class IdFeature(ABC):
 
 
 def _with_list(kind: Kind, found: Kind | None) -> Kind:
-    """Return ``kind`` as the kind of lists, if the feature was fitted on lists."""
+    """Return ``kind`` as a list kind, if the feature was fitted on lists."""
     return f"list of {kind}" if found is not None and found.startswith("list") else kind  # type: ignore[return-value]
 
 
-_ID_KINDS: tuple[Kind, ...] = ("integer", "text", "time", "number", "list of integer", "list of text")
+_ID_KINDS: tuple[Kind, ...] = (
+    "integer",
+    "text",
+    "time",
+    "number",
+    "list of integer",
+    "list of number",
+    "list of text",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hashed(IdFeature):
-    """A feature whose values are hashed to rows. It needs no fitting, and values may share a row.
+    """Values hashed to rows. No fitting; values may share a row.
 
-    The row is the upper half of the 64-bit hash (`meshrec.data.features.hashes_of`, mixed with the seed if
-    it is not 0) times the number of rows, shifted down. With ``missing``, row 0 is reserved for null, NaN
-    and the empty text, and all other values are hashed to the other rows.
+    The row is the upper half of the 64-bit hash (`meshrec.data.features.hashes_of`, mixed with a nonzero
+    seed) times the number of rows, shifted down. With ``missing``, row 0 is reserved for null, NaN and the
+    empty string.
 
     Args:
-        num_embeddings: the number of rows.
-        seed: the seed of the hash. With another seed, other values share rows.
-        missing: whether null, NaN and empty texts get row 0. Otherwise they are damage.
+        num_embeddings: row count.
+        seed: hash seed. A different seed causes different collisions.
+        missing: whether null, NaN and empty strings get row 0. Otherwise they are damage.
 
     Raises:
         ValueError: ``num_embeddings`` is not in [2, 2**32]; or as for `IdFeature`.
@@ -242,15 +275,16 @@ class Hashed(IdFeature):
 
     @property
     def rows(self) -> int:
-        """The number of rows of its table."""
+        """Table rows."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the rows of values."""
+        """Return rows for values."""
         return self.rows_of_hashes(*hashes_and_missing(array))
 
     def rows_of_hashes(self, hashes: UInt64s, missing: Bools | None) -> Ints:
-        """Return the rows of hashed values."""
+        """Return rows for hashed values."""
+        # Seed 0 uses the plain hash, which is documented and must not change.
         if self.seed:
             hashes = mix(hashes, seed=self.seed)
         if not self.missing:
@@ -261,38 +295,56 @@ class Hashed(IdFeature):
             rows[missing] = 0
         return rows
 
-    def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-        """Take samples with null out of ``kept``, unless ``missing`` says otherwise."""
+    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
+        """Mark samples with nulls as invalid, unless ``missing`` is set.
+
+        Args:
+            rows: row per value.
+            values: the values.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
         if not self.missing:
-            check_missing(self, found, place, kept, faults)
+            check_missing(self, values, origin, valid, faults)
 
 
-def check_missing(feature: IdFeature, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-    """Take samples with null among their values out of ``kept``."""
-    missing = is_missing(found.array)
+def check_missing(
+    feature: IdFeature, values: Values, origin: RowOrigin, valid: Bools, faults: Faults, *, remedy: str = ""
+) -> None:
+    """Mark samples with nulls as invalid.
+
+    Args:
+        feature: the feature.
+        values: the values.
+        origin: row source, for messages.
+        valid: whether a sample is valid; modified in place.
+        faults: handles damage.
+        remedy: next step in the message.
+    """
+    missing = is_missing(values.array)
     if missing is not None:
         total = np.concatenate([[0], np.cumsum(missing)])
-        good = total[found.offsets[1:]] == total[found.offsets[:-1]]
-        where = (
-            f"{place.name}, column {feature.source!r}: row {{row}} is null. Set missing=True of feature "
-            f"{feature.name!r}"
-        )
-        faults.check(kept, good, where, place.first_row, place.file)
+        good = total[values.offsets[1:]] == total[values.offsets[:-1]]
+        remedy = remedy or f"Set missing=True of feature {feature.name!r}"
+        where = f"{origin.name}, column {feature.source!r}: row {{row}} is null. {remedy}"
+        faults.check(valid, good, where, origin.first_row, origin.file)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Integer(IdFeature):
-    """A feature whose integers in ``[0, num_embeddings)`` are rows. Other integers are damage.
+    """Integers in ``[0, num_embeddings)`` used as rows. Other integers are damage.
 
     Args:
-        num_embeddings: the number of rows.
-        missing: the row of null; None if null is damage.
+        num_embeddings: row count.
+        missing: row for null; None: null is damage.
 
     Raises:
-        ValueError: ``num_embeddings`` is below 1, or ``missing`` is no row; or as for `IdFeature`.
+        ValueError: ``num_embeddings`` is below 1, or ``missing`` is not a row; or as for `IdFeature`.
     """
 
-    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "list of integer")
+    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "list of integer", "list of number")
+    takes_whole_only: ClassVar[bool] = True
 
     num_embeddings: int
     missing: int | None = None
@@ -314,37 +366,49 @@ class Integer(IdFeature):
 
     @property
     def rows(self) -> int:
-        """The number of rows of its table."""
+        """Table rows."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the integers; -1 where one is outside the table."""
+        """Return the integers; -1 outside the table."""
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
         rows = integers_of(array)
+        if pa.types.is_decimal(array.type):  # beyond 64 bits, where `rows` are hashes
+            rows = np.where(decimal_words(array)[1], rows, -1)
         if array.null_count:
             null = array.is_null().to_numpy(zero_copy_only=False)
             rows = np.where(null, -1 if self.missing is None else self.missing, rows)
         return np.where(rows.view(np.uint64) < self.num_embeddings, rows, -1)
 
-    def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-        """Take samples with IDs outside the table out of ``kept``."""
+    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
+        """Mark samples with IDs outside the table as invalid.
+
+        Args:
+            rows: row per value; set to 0 where invalid.
+            values: the values.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
         outside = rows < 0
         if outside.any():
             total = np.concatenate([[0], np.cumsum(outside)])
-            first = found.array[int(outside.argmax())].as_py()
+            first = values.array[int(outside.argmax())].as_py()
             if first is None:
-                what = f"null. Give feature {self.name!r} missing=, the row that null has"
+                problem = f"null. Give feature {self.name!r} missing=, the row that null has"
             else:
-                what = f"the id {first}, outside [0, {self.num_embeddings}). Raise num_embeddings of feature "
-                what += f"{self.name!r}, or hash it"
-            where = f"{place.name}, column {self.source!r}: row {{row}} has {what}"
-            good = total[found.offsets[1:]] == total[found.offsets[:-1]]
-            faults.check(kept, good, where, place.first_row, place.file)
+                problem = (
+                    f"the id {first}, outside [0, {self.num_embeddings}). Raise num_embeddings of feature "
+                )
+                problem += f"{self.name!r}, or hash it"
+            where = f"{origin.name}, column {self.source!r}: row {{row}} has {problem}"
+            good = total[values.offsets[1:]] == total[values.offsets[:-1]]
+            faults.check(valid, good, where, origin.first_row, origin.file)
             rows[outside] = 0
 
     def row_of(self, value: Any) -> int:
-        """Return the integer. ValueError if it is outside the table."""
+        """Return the integer. ValueError outside the table."""
         row = IdFeature.row_of(self, value)
         if row < 0:
             raise ValueError(f"feature {self.name!r}: {value!r} lies outside [0, {self.num_embeddings}).")

@@ -1,4 +1,4 @@
-"""IDs as 64-bit keys, for tables that give rows to the IDs that come."""
+"""IDs as 64-bit keys, for hashed tables that assign rows during training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 
 from meshrec.data.dataset import Feature
-from meshrec.data.encoding import Place
+from meshrec.data.encoding import RowOrigin
 from meshrec.data.faults import Faults
 from meshrec.data.features.ids import IdFeature, check_missing
 from meshrec.data.features.values import Kind, Values, hashes_and_missing, integers_of, is_missing, is_text
 from meshrec.data.samples import Bools, Ints
-from meshrec.tables.hashed_keys import LFU, LRU, Eviction, LowestNorm, MinCount
-from meshrec.tables.hashed_keys import Hashed as HashedKeys
+from meshrec.tables.hashed.keys import LFU, LRU, Eviction, LowestNorm, MinCount
+from meshrec.tables.hashed.keys import Hashed as HashedKeys
 
 _EVICTIONS: dict[str, Callable[[], Eviction | None]] = {
     "lru": LRU,
@@ -26,24 +26,33 @@ _EVICTIONS: dict[str, Callable[[], Eviction | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Key(IdFeature):
-    """Values as 64-bit keys of a table with hashed keys (``meshrec.Hashed``).
+    """Values as 64-bit keys of a hashed table (``meshrec.Hashed``).
 
-    There is no vocabulary, and no two values share a row. The table gives rows to the values that training
-    meets, and takes them back.
+    No vocabulary, and no collisions of rows. The table assigns rows to values seen in training, and evicts
+    them.
 
-    An integer is its own key. The key of a text is its 64-bit hash (`meshrec.data.features.hashes_of`), and
-    two texts have the same one in a table of a billion with a chance of 3 %.
+    An integer is its own key. A string's key is its 64-bit hash (`meshrec.data.features.hashes_of`): with a
+    billion strings, the probability of any collision is 3 %.
 
     Args:
-        max_rows: the number of rows that the table may have, on all ranks together.
-        min_count: a value gets a row once training has read it so often.
-        evict: whose rows go when the table is full: ``"lru"`` (the longest without an update), ``"lfu"`` (the
-            least often read), ``"lowest_norm"``; ``"error"``: a full table is an error.
-        seed: the seed of first rows.
-        missing: null, NaN and empty texts share the key -2^63; otherwise they are damage.
+        max_rows: maximum rows, over all ranks.
+        min_count: occurrences in training before a value is admitted.
+        evict: eviction policy of a full table: ``"lru"`` (least recently updated), ``"lfu"`` (least
+            frequently read), ``"lowest_norm"``, or ``"error"``: raise.
+        seed: seed for initial rows.
+        missing: null, NaN and empty strings share the key -2^63; otherwise they are damage.
     """
 
-    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "text", "time", "list of integer", "list of text")
+    allowed: ClassVar[tuple[Kind, ...]] = (
+        "integer",
+        "number",
+        "text",
+        "time",
+        "list of integer",
+        "list of number",
+        "list of text",
+    )
+    takes_whole_only: ClassVar[bool] = True
     missing_key: ClassVar[int] = -(1 << 63)
 
     max_rows: int
@@ -65,7 +74,7 @@ class Key(IdFeature):
             raise ValueError(f"feature {self.name!r}: {error}") from error
 
     def keys(self) -> HashedKeys:
-        """Return the keys of the table."""
+        """Return the table's hashed key options."""
         admit = MinCount(self.min_count) if self.min_count > 1 else None
         return HashedKeys(max_rows=self.max_rows, admit=admit, evict=_EVICTIONS[self.evict](), seed=self.seed)
 
@@ -76,11 +85,11 @@ class Key(IdFeature):
 
     @property
     def rows(self) -> int:
-        """The number of rows that the table may have."""
+        """Maximum rows."""
         return self.max_rows
 
     def feature(self) -> Feature:
-        """Return what a model needs to know of the IDs."""
+        """Return the ID table for the model."""
         return Feature(
             name=self.name,
             num_embeddings=self.max_rows,
@@ -91,7 +100,7 @@ class Key(IdFeature):
         )
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the keys of values, int64."""
+        """Return int64 keys for values."""
         if _is_text(array):
             hashes, missing = hashes_and_missing(array)
             keys = hashes.view(np.int64).copy()
@@ -99,13 +108,22 @@ class Key(IdFeature):
             array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
             keys, missing = integers_of(array).copy(), is_missing(array)
         if missing is not None:
+            # The smallest int64, which no plausible ID uses.
             keys[missing] = self.missing_key
         return keys
 
-    def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-        """Take samples with null out of ``kept``, unless ``missing`` says otherwise."""
+    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
+        """Mark samples with nulls as invalid, unless ``missing`` is set.
+
+        Args:
+            rows: key per value.
+            values: the values.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
         if not self.missing:
-            check_missing(self, found, place, kept, faults)
+            check_missing(self, values, origin, valid, faults)
 
 
 def _is_text(array: Any) -> bool:

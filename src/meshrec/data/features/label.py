@@ -1,38 +1,42 @@
-"""Labels: the columns that a model learns to predict."""
+"""Labels: columns a model learns to predict."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
-from meshrec.data.encoding import Place
+from meshrec.data.encoding import RowOrigin
 from meshrec.data.faults import Faults
 from meshrec.data.features.values import Kind, array_of, hashes_of, is_missing, numbers_of, whole
 from meshrec.data.samples import Bools, Floats
 
 LabelKind = Literal["binary", "number", "class", "query"]
 _QUERY_BITS = 24
-"""Bits of a query's hash that float32 holds: of Q queries, each is taken for another with chance Q / 2^24."""
+"""Query hash bits that float32 represents: with Q queries, each collides with probability Q / 2^24."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """A column that a model learns to predict.
+    """Column a model learns to predict.
 
     Args:
-        column: numbers or booleans.
-        kind: ``binary``: whether it is 1, with a probability; ``number``: its value; ``class``: which of
-            ``classes`` it is; ``query``: the query, user or session within which samples are ranked, of any
-            type.
-        classes: of a label of classes: its values, two or more.
-        positive_from: of a binary label: 1 where the column is at least this; None: the column is in [0, 1].
+        column: numbers or booleans; with ``classes``, of any type.
+        kind: ``binary``: probability of 1; ``number``: value; ``class``: one of ``classes``; ``query``:
+            query, user or session within which samples are ranked, of any type.
+        classes: values of a class label, two or more. For a binary label: negative and positive value, such
+            as ``("no", "yes")``; none: the column is numbers or booleans.
+        missing: ``raise``: rows without a label are damage; ``skip``: they are omitted, and counted in
+            ``Dataset.skipped``.
+        positive_from: for a binary label: minimum positive value; None: the column is in [0, 1].
     """
 
     column: str
     kind: LabelKind = "binary"
     positive_from: float | None = None
     classes: tuple[Any, ...] = ()
+    missing: Literal["raise", "skip"] = "raise"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple(self.classes))
@@ -41,65 +45,125 @@ class Label:
                 f"label {self.column!r:.100}: kind is one of {list(get_args(LabelKind))}, got "
                 f"{self.kind!r:.100}."
             )
+        if self.missing not in ("raise", "skip"):
+            raise ValueError(
+                f"label {self.column!r:.100}: missing is 'raise' or 'skip', got {self.missing!r:.100}."
+            )
         if self.kind != "binary" and self.positive_from is not None:
             raise ValueError(
                 f"label {self.column!r:.100}: positive_from makes 0 and 1 of a column, and "
                 f"kind={self.kind!r} takes it as it is. Leave one of them out."
             )
-        if (self.kind == "class") != (len(set(self.classes)) > 1):
+        if self.positive_from is not None and self.classes:
+            raise ValueError(
+                f"label {self.column!r:.100} has positive_from={self.positive_from} and classes "
+                f"{list(self.classes)!r:.100}: both say which rows are positive. Leave one of them out."
+            )
+        num = len(set(self.classes))
+        allowed = {"class": num > 1, "binary": len(self.classes) == num and num in (0, 2)}
+        if not allowed.get(self.kind, num == 0):
             raise ValueError(
                 f"label {self.column!r:.100} of kind={self.kind!r} has classes {list(self.classes)!r:.100}: "
-                "give a label of kind='class' two or more, and others none."
+                "give a label of kind='class' two or more, one of kind='binary' none or the negative and the "
+                "positive value, and others none."
             )
 
-    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return what is wrong with its column, if anything is."""
+    def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
+        """Return an error message for a column with the wrong kind, or None."""
         kind = kinds[self.column]
-        if kind in ("integer", "number") or (self.kind in ("class", "query") and kind in ("text", "time")):
+        if kind in ("integer", "number") or (self._is_categorical and kind in ("text", "time")):
             return None
-        return f"column {self.column!r} holds {kinds[self.column]}, and a label holds numbers or booleans"
+        remedy = ""
+        if self.kind == "binary" and kind == "text":
+            remedy = ", unless its two values are named: classes=(negative, positive)"
+        return f"column {self.column!r} holds {kind}, and a label holds numbers or booleans{remedy}"
 
-    def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:
-        """Return [n] float32; null, NaN, and binary labels outside [0, 1] are damage."""
-        where = f"{place.name}, column {self.column!r}"
-        if self.kind in ("class", "query"):
-            return self._named(whole(chunks), where, place, kept, faults)
+    @property
+    def _is_categorical(self) -> bool:
+        """Whether values are compared only, and need not be numbers."""
+        return self.kind == "query" or bool(self.classes)
+
+    def numbers(self, array: Any) -> npt.NDArray[np.float64]:
+        """Return a binary or numeric label as float64, [n]; NaN for missing labels and unknown classes."""
+        if self.classes:
+            hits = self._hits(array)
+            return np.where(hits.any(1), hits.argmax(1), np.nan)
+        values = numbers_of(array, None, "s")
+        if self.positive_from is None:
+            return values
+        return np.where(np.isnan(values), np.nan, values >= self.positive_from)
+
+    def _hits(self, array: Any) -> Bools:
+        """Return whether each row has each class, [n, C]."""
+        names = [hashes_of(array_of([value]))[0] for value in self.classes]
+        hits: Bools = hashes_of(array)[:, None] == np.array(names, np.uint64)
+        missing = is_missing(array)
+        return hits if missing is None else hits & ~missing[:, None]
+
+    def encode(self, chunks: Any, origin: RowOrigin, valid: Bools, faults: Faults) -> Floats:
+        """Return labels, [n] float32; null, NaN, and binary labels outside [0, 1] are damage.
+
+        Args:
+            chunks: column.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
+        where = f"{origin.name}, column {self.column!r}"
+        if self._is_categorical:
+            return self._codes(whole(chunks), where, origin, valid, faults)
         values = numbers_of(whole(chunks), None, "s")
         finite = np.isfinite(values)
         if not finite.all():
-            faults.check(kept, finite, f"{where}: row {{row}} has no label", place.first_row, place.file)
+            self._check_missing(valid, np.isnan(values), where, origin, faults)
+            faults.check(
+                valid, finite, f"{where}: row {{row}} has an infinite label", origin.first_row, origin.file
+            )
         if self.positive_from is not None:
             return (values >= self.positive_from).astype(np.float32)
         labels = values.astype(np.float32)
         if self.kind == "binary":
             good = (labels >= 0) & (labels <= 1)
-            bad = kept & ~good
+            bad = valid & ~good
             if bad.any():
                 message = (
                     f"{where}: row {{row}} has the label {labels[bad.argmax()]:g}, outside [0, 1], which the "
                     "loss takes. Make labels of this range, set positive_from, or kind='number'"
                 )
-                faults.check(kept, good, message, place.first_row, place.file)
+                faults.check(valid, good, message, origin.first_row, origin.file)
         return labels
 
-    def _named(self, array: Any, where: str, place: Place, kept: Bools, faults: Faults) -> Floats:
-        """Return the numbers of classes, or hashes of queries, which float32 holds exactly."""
+    def _codes(self, array: Any, where: str, origin: RowOrigin, valid: Bools, faults: Faults) -> Floats:
+        """Return class numbers, or query hashes, exactly representable in float32."""
         missing = is_missing(array)
-        known = np.ones(len(array), np.bool_) if missing is None else ~missing
-        wrong = "no label"
+        is_class = np.ones(len(array), np.bool_)
+        problem = "no label"
+        if missing is not None:
+            self._check_missing(valid, missing, where, origin, faults)
         if self.kind == "query":
-            found = (hashes_of(array) >> np.uint64(64 - _QUERY_BITS)).astype(np.float32)
+            # float32 represents integers exactly only up to 2^24.
+            codes = (hashes_of(array) >> np.uint64(64 - _QUERY_BITS)).astype(np.float32)
         else:
-            names = [hashes_of(array_of([each]))[0] for each in self.classes]
-            hit = hashes_of(array)[:, None] == np.array(names, np.uint64)
-            found = hit.argmax(1).astype(np.float32)
-            known &= hit.any(1)
-            wrong = (
+            hits = self._hits(array)
+            codes = hits.argmax(1).astype(np.float32)
+            is_class &= hits.any(1)
+            problem = (
                 f"a label that is none of {list(self.classes)}. Name it among the classes, or leave it out"
             )
-        if not known.all():
-            faults.check(kept, known, f"{where}: row {{row}} has {wrong}", place.first_row, place.file)
-        return found
+        if not is_class.all():
+            faults.check(
+                valid, is_class, f"{where}: row {{row}} has {problem}", origin.first_row, origin.file
+            )
+        return codes
+
+    def _check_missing(
+        self, valid: Bools, missing: Bools, where: str, origin: RowOrigin, faults: Faults
+    ) -> None:
+        """Mark rows without a label as invalid."""
+        remedy = "" if self.missing == "skip" else f". Set missing='skip' of label {self.column!r}"
+        message = f"{where}: row {{row}} has no label{remedy}"
+        is_allowed = self.missing == "skip"
+        faults.check(valid, ~missing, message, origin.first_row, origin.file, is_allowed=is_allowed)
 
     def to_json(self) -> dict[str, Any]:
         """Return the label as plain JSON types."""

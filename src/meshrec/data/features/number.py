@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.data.encoding import Place
+from meshrec.data.encoding import RowOrigin
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import check_time, wrong_kind
 from meshrec.data.features.values import (
@@ -23,24 +23,29 @@ from meshrec.data.samples import Bools, Floats
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A feature that turns a column of numbers or times into a column of ``Batch.dense``.
+    """Numeric or time column, converted to a column of ``Batch.dense``.
 
-    The steps that you ask for run in this order: the part of a time; ``missing`` for null and NaN; ``log``;
-    ``clip`` to quantiles; ``standardize`` to mean 0 and deviation 1.
+    Enabled steps run in this order: part of a time; ``missing`` for null and NaN; ``log``; ``clip`` to
+    quantiles; ``standardize`` to mean 0 and deviation 1.
 
     Args:
-        name: the name of the feature.
-        column: the column that it reads; None for the column with the feature's name.
-        found: the kind of the column when the feature was fitted; None if it is not fitted.
-        part: the part of a time (UTC), such as "hour"; None for the number itself, or seconds since 1970.
-        unit: the unit of times that are integers.
-        missing: the value for null and NaN; None if these are damage. Infinity is always damage.
-        log: whether to take log(1 + x), where negative x counts as 0.
-        clip: two shares, such as (0.01, 0.99). Values outside these quantiles become the quantiles.
+        name: feature name.
+        column: column to read; None: the column with the feature's name.
+        found: column kind when the feature was fitted; None: not fitted.
+        part: time part (UTC), such as "hour"; None: the number itself, or seconds since 1970.
+        unit: integer time unit.
+        missing: value for null and NaN; None: they are damage. Infinity is always damage.
+        log: whether to take log(1 + x), with negative x as 0.
+        clip: two quantile shares, such as (0.01, 0.99), to clip at.
         standardize: whether to subtract the mean and divide by the standard deviation.
-        num_bins: number of bins with equally many training values. Models that embed numbers learn a
-            piecewise-linear function over them; others read the value itself.
-        low, high, mean, deviation, edges: fitted values.
+        num_bins: bins with equally many training values. Models that embed numbers learn a piecewise-linear
+            function over them; other models read the value.
+        low: lower clipping bound; fitted.
+        high: upper clipping bound; fitted.
+        mean: mean; fitted.
+        deviation: standard deviation; fitted.
+        edges: bin edges; fitted.
+        time_format: strptime format for string times; None: ISO 8601.
 
     Raises:
         ValueError: ``part``, ``unit``, ``clip`` or ``num_bins`` is not allowed.
@@ -63,6 +68,7 @@ class Number:
     deviation: float | None = None
     num_bins: int | None = None
     edges: tuple[float, ...] | None = None
+    time_format: str | None = None
 
     def __post_init__(self) -> None:
         check_time(self.name, self.part, self.unit)
@@ -73,12 +79,12 @@ class Number:
 
     @property
     def source(self) -> str:
-        """The name of its column."""
+        """Column name."""
         return self.name if self.column is None else self.column
 
-    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return what is wrong with the kinds of its columns, if anything is."""
-        return wrong_kind(self, self.allowed, kinds)
+    def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
+        """Return an error message for a column with the wrong kind, or None."""
+        return wrong_kind(self, self.allowed, kinds, part=self.part or self.time_format)
 
     def columns(self) -> tuple[str, ...]:
         return (self.source,)
@@ -91,10 +97,10 @@ class Number:
         )
 
     def fitted(self, sample: Any) -> "Number":
-        """Return the feature fitted to a sample of the column."""
-        found = replace(self, found=kind_of(sample.type))
-        values = numbers_of(sample, self.part, self.unit)
-        values = found._plain(values[~np.isinf(values)])
+        """Return the feature fitted to a column sample."""
+        feature = replace(self, found=kind_of(sample.type))
+        values = numbers_of(sample, self.part, self.unit, self.time_format)
+        values = feature._plain(values[~np.isinf(values)])
         values = values[np.isfinite(values)]
         if not len(values):
             raise DataError(
@@ -102,30 +108,37 @@ class Number:
             )
         low, high = self.low, self.high
         if self.clip is not None:
-            low, high = (float(each) for each in np.quantile(values, self.clip))
+            low, high = map(float, np.quantile(values, self.clip))
             values = np.clip(values, low, high)
         mean, deviation = self.mean, self.deviation
         if self.standardize:
-            # Of equal values the deviation may be a rounding error.
+            # For equal values, the deviation may be a nonzero rounding error.
             mean, deviation = float(values.mean()), float(values.std()) if np.ptp(values) else 1.0
         edges = self.edges
         if self.num_bins is not None:
             if mean is not None and deviation is not None:
                 values = (values - mean) / deviation
             edges = quantile_edges(values, self.num_bins)
-        return replace(found, low=low, high=high, mean=mean, deviation=deviation, edges=edges)
+        return replace(feature, low=low, high=high, mean=mean, deviation=deviation, edges=edges)
 
-    def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:
-        """Return the values, [n] float32."""
-        values = numbers_of(whole(chunks), self.part, self.unit)
+    def encode(self, chunks: Any, origin: RowOrigin, valid: Bools, faults: Faults) -> Floats:
+        """Return dense values, [n] float32.
+
+        Args:
+            chunks: column.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
+        values = numbers_of(whole(chunks), self.part, self.unit, self.time_format)
         good = np.isfinite(values) if self.missing is None else ~np.isinf(values)
         if not good.all():
-            where = f"{place.name}, column {self.source!r}: row {{row}} is "
+            where = f"{origin.name}, column {self.source!r}: row {{row}} is "
             if self.missing is None:
                 where += f"null or not finite. Set missing= of feature {self.name!r} to what stands for null"
             else:
                 where += "infinite. Repair it"
-            faults.check(kept, good, where, place.first_row, place.file)
+            faults.check(valid, good, where, origin.first_row, origin.file)
             values = np.where(good, values, 0.0)
         values = self._plain(values)
         if self.low is not None:
@@ -136,10 +149,9 @@ class Number:
             dense = values.astype(np.float32)
         small = np.isfinite(dense)
         if not small.all():
-            where = (
-                f"{place.name}, column {self.source!r}: row {{row}} is too large for float32. Set log or clip"
-            )
-            faults.check(kept, small, f"{where} of feature {self.name!r}", place.first_row, place.file)
+            where = f"{origin.name}, column {self.source!r}: row {{row}} is too large for float32. "
+            where += f"Set log or clip of feature {self.name!r}"
+            faults.check(valid, small, where, origin.first_row, origin.file)
             dense[~small] = 0.0
         return dense
 
@@ -150,6 +162,6 @@ class Number:
 
 
 def quantile_edges(values: npt.NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
-    """Return the edges of at most ``num_bins`` bins of equally many values, as float32 tells them apart."""
-    found = np.quantile(values, np.linspace(0, 1, num_bins + 1)).astype(np.float32)
-    return tuple(np.unique(found).tolist())
+    """Return edges of at most ``num_bins`` equally frequent bins, distinct in float32."""
+    edges = np.quantile(values, np.linspace(0, 1, num_bins + 1)).astype(np.float32)
+    return tuple(np.unique(edges).tolist())

@@ -1,9 +1,10 @@
-"""Sketches of data from one pass: samples, distinct values and counts.
+"""Single-pass sketches: samples, distinct values and counts.
 
-A sketch of two parts of the data is the exact merge of their sketches, whatever the parts and their order.
-Therefore many machines fit the same features as one.
+Merged sketches of data parts exactly equal the sketch of all data, for any parts in any order.
+Many machines therefore fit the same features as one.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,47 +12,55 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meshrec.data.exact_columns import whole_numbers
 from meshrec.data.features.values import hashes_and_missing, is_text
 from meshrec.data.hashing import UInt64s, mix
 from meshrec.data.samples import Ints
 
 SAMPLE_ROWS = 65_536
-"""Rows of a `RowSample`: quantiles of it are off by about 0.2 % of the rows (one standard deviation)."""
+"""Rows in a `RowSample`. The quantiles' standard error is about 0.2 % of the rows."""
 DISTINCT = 4096
-"""Hashes of a `Distinct`: its estimates are off by about 1.6 %."""
+"""Hashes in a `Distinct`. The estimates' standard error is about 1.6 %."""
 
 _ROW_SEED = 0x5A3B
 
 
 class RowSample(NamedTuple):
-    """The rows whose numbers have the smallest hashes: a random sample without replacement.
+    """Rows whose row numbers have the smallest hashes: a random sample without replacement.
 
-    ``places`` holds these hashes, ascending, and ``table`` the rows in the same order. With no more rows than
+    ``hashes`` holds these hashes, ascending, and ``table`` the rows in the same order. With fewer rows than
     the limit, the sample has all of them.
     """
 
     table: pa.Table
-    places: UInt64s
+    hashes: UInt64s
 
     @staticmethod
     def of(table: pa.Table, rows: Ints, limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Make a sample of rows that have the numbers ``rows``."""
+        """Return the rows whose numbers have the smallest hashes.
+
+        Args:
+            table: part of the data.
+            rows: row numbers in the whole data, [n].
+            limit: maximum sample rows.
+        """
         return _smallest(table, mix(rows.view(np.uint64), seed=_ROW_SEED), limit)
 
     def merged(self, other: "RowSample", limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Return the sample of both parts together."""
+        """Return the merged sample."""
         table = pa.concat_tables([self.table, other.table], promote_options="permissive")
-        return _smallest(table, np.concatenate([self.places, other.places]), limit)
+        return _smallest(table, np.concatenate([self.hashes, other.hashes]), limit)
 
 
-def _smallest(table: pa.Table, places: UInt64s, limit: int) -> RowSample:
-    chosen = np.argpartition(places, limit)[:limit] if len(places) > limit else np.arange(len(places))
-    order = chosen[np.argsort(places[chosen])]
-    return RowSample(table.take(pa.array(order)).combine_chunks(), places[order])
+def _smallest(table: pa.Table, hashes: UInt64s, limit: int) -> RowSample:
+    # Linear time. Only the selected hashes are sorted.
+    selected = np.argpartition(hashes, limit)[:limit] if len(hashes) > limit else np.arange(len(hashes))
+    order = selected[np.argsort(hashes[selected])]
+    return RowSample(table.take(pa.array(order)).combine_chunks(), hashes[order])
 
 
 class Distinct(NamedTuple):
-    """An estimate of the number of distinct values from their smallest hashes; exact below the limit.
+    """Estimate of the number of distinct values from the smallest hashes; exact below the limit.
 
     Bar-Yossef et al.: "Counting distinct elements in a data stream" (2002).
     """
@@ -60,12 +69,12 @@ class Distinct(NamedTuple):
 
     @staticmethod
     def of(array: Any, limit: int = DISTINCT) -> "Distinct":
-        """Make one of an Arrow array of numbers or texts; nulls and empty texts do not count."""
+        """Sketch an Arrow array of numbers or strings; nulls and empty strings do not count."""
         hashes, missing = hashes_and_missing(array)
         return Distinct(np.unique(hashes if missing is None else hashes[~missing])[:limit])
 
     def merged(self, other: "Distinct", limit: int = DISTINCT) -> "Distinct":
-        """Return the estimate for the values of both parts."""
+        """Return the merged sketch."""
         return Distinct(np.unique(np.concatenate([self.hashes, other.hashes]))[:limit])
 
     def count(self, limit: int = DISTINCT) -> int:
@@ -73,43 +82,63 @@ class Distinct(NamedTuple):
         num = len(self.hashes)
         if num < limit:
             return num
+        # The k-th smallest of n uniform values is about k / n.
         return round((num - 1) / (float(self.hashes[-1]) / 2.0**64))
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Exact counts of how often each value occurs."""
+    """Exact occurrence counts by value."""
 
     values: Any
     counts: Any
 
     @staticmethod
     def of(array: Any) -> "Counts":
-        """Count an Arrow array of numbers or texts; nulls, NaN and empty texts do not count."""
+        """Count an Arrow array of numbers or strings; nulls, NaN and empty strings do not count."""
         array = array.drop_null()
-        if pa.types.is_floating(array.type) or pa.types.is_decimal(array.type):
+        if pa.types.is_decimal(array.type) and array.type.scale <= 0:
+            array = whole_numbers(array)
+        elif pa.types.is_floating(array.type):
             array = pc.add(array.cast(pa.float64()), 0.0)  # -0.0 is 0.0
             array = array.filter(pc.invert(pc.is_nan(array)))
         if is_text(array.type):
             array = array.filter(pc.greater(pc.binary_length(array), 0))
-        found = pc.value_counts(array)
-        return Counts(found.field("values"), found.field("counts").cast(pa.int64()))
+        counted = pc.value_counts(array)
+        return Counts(counted.field("values"), counted.field("counts").cast(pa.int64()))
 
     def merged(self, other: "Counts") -> "Counts":
-        """Return the counts of both parts together."""
-        # Files may differ in the width of a type, and in whether integers are floats for their nulls.
-        both = pa.concat_tables([self._table(), other._table()], promote_options="permissive")
+        """Return the merged counts."""
+        # Files may use different widths, and floats for integers with nulls.
+        tables = [self._table(), other._table()]
+        kinds = {table.schema.field("value").type for table in tables}
+        # uint64 has no common integer type with int64, but decimals hold both exactly.
+        wide = len(kinds) > 1 and any(kind == pa.uint64() or pa.types.is_decimal(kind) for kind in kinds)
+        if wide and not any(map(pa.types.is_floating, kinds)):
+            exact = pa.schema([("value", pa.decimal256(76, _scale(kinds))), ("count", pa.int64())])
+            tables = [table.cast(exact) for table in tables]
+        both = pa.concat_tables(tables, promote_options="permissive")
+        # Threads would make the order of groups random.
         grouped = both.group_by("value", use_threads=False)
         summed = grouped.aggregate([("count", "sum")])
         return Counts(summed["value"].combine_chunks(), summed["count_sum"].combine_chunks())
 
     def by_count(self) -> "Counts":
-        """Return the values by falling count; those of one count in the order of the values."""
+        """Return values by descending count, then by value."""
         order = pc.sort_indices(
             self._table(),
             sort_keys=[("count", "descending"), ("value", "ascending")],
         )
         return Counts(self.values.take(order), self.counts.take(order))
 
+    def with_values(self, values: Any) -> "Counts":
+        """Replace the values, and merge the counts of equal ones."""
+        return Counts(values, self.counts).merged(Counts(values.slice(0, 0), self.counts.slice(0, 0)))
+
     def _table(self) -> pa.Table:
         return pa.table({"value": self.values, "count": self.counts})
+
+
+def _scale(kinds: Iterable[pa.DataType]) -> int:
+    """Return the decimal scale that represents all types."""
+    return max((kind.scale for kind in kinds if pa.types.is_decimal(kind)), default=0)

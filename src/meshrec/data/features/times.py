@@ -1,4 +1,4 @@
-"""Times of the items of a history, which no table reads."""
+"""Timestamps of history items, not read by any table."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -6,25 +6,26 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from meshrec.data.encoding import Place
+from meshrec.data.encoding import RowOrigin
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.ids import IdFeature, check_missing
 from meshrec.data.features.values import Kind, Values, converted, integers_of, kind_of, values_of
 from meshrec.data.samples import Bools, Ints
 
 _TOO_LATE = 10**11
-"""Times from here on, after the year 5000, are no seconds since 1970."""
+"""Later times, after the year 5000, are not plausible seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times(IdFeature):
-    """Lists of times in whole seconds since 1970, one for each item of a history.
+    """Lists of timestamps in whole seconds since 1970, for the items in a history.
 
     Args:
-        history: the column with the items.
+        history: item column.
     """
 
-    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "list of integer")
+    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "list of integer", "list of number")
+    takes_whole_only: ClassVar[bool] = True
 
     history: str
 
@@ -39,45 +40,55 @@ class Times(IdFeature):
         return 0
 
     def columns(self) -> tuple[str, ...]:
-        """Return the columns of the times and of the items."""
+        """Return the timestamp and item columns."""
         return (self.source, self.history)
 
     def values(self, table: pa.Table) -> Values:
-        """Return the times.
+        """Return the timestamps.
 
         Raises:
-            DataError: a row has another number of times than of items, or its times fall or are no seconds.
+            DataError: a row has different numbers of timestamps and items, or its timestamps decrease or are
+                not seconds.
         """
-        found, items = values_of(table[self.source]), values_of(table[self.history])
-        differ = np.diff(found.offsets) != np.diff(items.offsets)
+        times, items = values_of(table[self.source]), values_of(table[self.history])
+        differ = np.diff(times.offsets) != np.diff(items.offsets)
         if differ.any():
             row = int(differ.argmax())
             raise DataError(
                 f"row {row} has {int(np.diff(items.offsets)[row])} values in column {self.history!r} and "
-                f"{int(np.diff(found.offsets)[row])} in {self.source!r}. Give every item its time"
+                f"{int(np.diff(times.offsets)[row])} in {self.source!r}. Give every item its time"
             )
-        if not found.array.null_count:  # `check` reports null
-            self._check_order(self.rows_of(found.array), found.offsets)
-        return found
+        if not times.array.null_count:  # `check` reports null
+            self._check_order(self.rows_of(times.array), times.offsets)
+        return times
 
     def _check_order(self, seconds_N: Ints, offsets: Ints) -> None:
-        """Raise DataError where a time is too late for seconds, or earlier than the one before it."""
+        """Raise DataError for a timestamp that is implausibly late, or earlier than its predecessor."""
         falls = np.diff(seconds_N) < 0
         inner = offsets[(offsets > offsets[0]) & (offsets < offsets[-1])] - offsets[0]
+        # A decrease between the lists of two rows is fine.
         falls[inner - 1] = False
         for is_wrong, problem in (
             (seconds_N >= _TOO_LATE, "after the year 5000. Give seconds since 1970, not milliseconds"),
             (np.append(False, falls), "after a later time. Give the oldest item first"),
         ):
             if is_wrong.any():
-                at = int(is_wrong.argmax())
-                row = int(np.searchsorted(offsets - offsets[0], at, side="right")) - 1
-                raise DataError(f"row {row} has {seconds_N[at]} in column {self.source!r}, {problem}")
+                position = int(is_wrong.argmax())
+                row = int(np.searchsorted(offsets - offsets[0], position, side="right")) - 1
+                raise DataError(f"row {row} has {seconds_N[position]} in column {self.source!r}, {problem}")
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the times, int64."""
+        """Return the timestamps, int64."""
         return integers_of(array if kind_of(array.type) == "integer" else converted(array, "integer"))
 
-    def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-        """Take samples with null among their times out of ``kept``."""
-        check_missing(self, found, place, kept, faults)
+    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
+        """Mark samples with null timestamps as invalid.
+
+        Args:
+            rows: timestamp per value.
+            values: the values.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
+        check_missing(self, values, origin, valid, faults, remedy="Give every item its time")

@@ -1,4 +1,4 @@
-"""Arrow columns in the forms that features need: plain values, rows, numbers, parts of dates."""
+"""Arrow column conversion for features: plain values, lists, numbers, date parts."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,11 +8,21 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meshrec.data.exact_columns import (
+    decimal_integers,
+    decimal_words,
+    is_list,
+    plain,
+    plain_type,
+    whole_numbers,
+)
 from meshrec.data.faults import DataError
 from meshrec.data.hashing import UInt64s, hash_bytes, mix
 from meshrec.data.samples import Bools, Ints
 
-Kind = Literal["number", "integer", "text", "time", "list of integer", "list of text", "other"]
+Kind = Literal[
+    "number", "integer", "text", "time", "list of integer", "list of number", "list of text", "other"
+]
 DatePartName = Literal["year", "month", "day", "weekday", "hour", "minute", "days"]
 TimeUnit = Literal["s", "ms", "us", "ns"]
 
@@ -24,65 +34,78 @@ DATE_PARTS: dict[str, int] = {
     "hour": 24,
     "minute": 60,
 }
-"""Number of values of each part, counted from 0; years have no limit, written as 0."""
+"""Number of values per part, from 0; 0: unlimited (years)."""
 
 _ENDS: dict[TimeUnit, float] = {"s": 9e12, "ms": 9e15, "us": 9e18, "ns": 9e18}
-"""Times from here on have more microseconds, or nanoseconds, than an int64 holds."""
+"""Larger times exceed int64 in microseconds or nanoseconds."""
 
 
 class Values(NamedTuple):
-    """The values of samples one after another: of sample i those in ``[offsets[i], offsets[i + 1])``."""
+    """Concatenated values; sample i has those in ``[offsets[i], offsets[i + 1])``."""
 
     array: Any
     offsets: Ints
 
+    def where(self, mask: Bools) -> "Values":
+        """Return the values selected by a mask, for the same samples."""
+        before = np.zeros(len(mask) + 1, np.int64)
+        np.cumsum(mask, out=before[1:])
+        return Values(self.array.filter(pa.array(mask)), before[self.offsets])
+
+    def lists(self) -> Any:
+        """Return an Arrow array with a list of values per sample."""
+        return pa.LargeListArray.from_arrays(self.offsets, self.array)
+
 
 def kind_of(kind: pa.DataType) -> Kind:
-    """Return the kind of values of an Arrow type, whatever their width."""
+    """Return the value kind of an Arrow type, regardless of width and layout."""
+    kind = plain_type(kind)
     if pa.types.is_dictionary(kind):
         return kind_of(kind.value_type)
     if is_list(kind):
         inner = kind_of(kind.value_type)
-        return {"integer": "list of integer", "text": "list of text"}.get(inner, "other")  # type: ignore[return-value]
+        return f"list of {inner}" if inner in ("integer", "number", "text") else "other"  # type: ignore[return-value]
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return "integer"
+    if pa.types.is_decimal(kind) and kind.scale <= 0:
         return "integer"
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return "number"
     if is_text(kind):
         return "text"
-    return "time" if pa.types.is_temporal(kind) and not pa.types.is_duration(kind) else "other"
+    times = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_time)
+    return "time" if any(check(kind) for check in times) else "other"
 
 
 def array_of(values: Sequence[Any]) -> Any:
-    """Make an Arrow array of Python values; integers beyond int64 give one of uint64."""
-    large = any(isinstance(each, int) and each >= 1 << 63 for each in values)
-    return pa.array(values, pa.uint64() if large else None)
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Return whether the type is a list of variable or fixed size."""
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(each(kind) for each in lists)
+    """Create an Arrow array from Python values; integers beyond int64 become uint64 or decimals."""
+    integers = [value for value in values if isinstance(value, int)]
+    low, high = min(integers, default=0), max(integers, default=0)
+    if low >= -(1 << 63) and high < 1 << 63:
+        return plain(pa.array(values))
+    kind = pa.uint64() if low >= 0 and high < 1 << 64 else pa.decimal256(76, 0)
+    return pa.array(values, kind)
 
 
 def is_text(kind: pa.DataType) -> bool:
     """Return whether a type is a string or binary type."""
     text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(each(kind) for each in text)
+    return any(check(kind) for check in text)
 
 
 def _decoded(array: Any) -> Any:
-    """Return the plain values of an array that may be kept as a dictionary."""
+    """Decode a dictionary array; return others unchanged."""
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
 def whole(chunks: Any) -> Any:
-    """Return one array instead of chunks."""
+    """Combine chunks into a single `plain` array."""
+    chunks = plain(chunks)
     return chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
 
 
 def values_of(chunks: Any) -> Values:
-    """Return a column's values, lists laid flat; null lists are empty."""
+    """Return a column's values, with lists flattened; null lists are empty."""
     array = whole(chunks)
     if not is_list(array.type):
         return Values(array, np.arange(len(array) + 1, dtype=np.int64))
@@ -93,50 +116,73 @@ def values_of(chunks: Any) -> Values:
 
 
 def converted(array: Any, kind: Kind) -> Any:
-    """Convert whole numbers to integers, or integers to numbers, if ``kind`` asks for it.
+    """Convert integral numbers to integers, or integers to numbers, if ``kind`` requires it.
 
-    A column of integers is a float column in files where it has nulls. Other arrays stay as they are.
+    An integer column is a float column in files where it has nulls. Other arrays are returned unchanged. For
+    lists, ``array`` holds the flattened values.
 
     Raises:
-        ValueError: numbers are not whole, or too large for exact floats.
+        ValueError: numbers are not integral, or too large for exact floats.
     """
-    have = kind_of(array.type)
-    if {have, kind} != {"integer", "number"}:
+    target = kind.removeprefix("list of ")
+    if {kind_of(array.type), target} != {"integer", "number"}:
         return array
     array = _decoded(array)
-    if kind == "integer" and pa.types.is_floating(array.type):
-        array = pc.if_else(pc.is_nan(array), None, array)
     try:
-        return array.cast(pa.int64() if kind == "integer" else pa.float64())
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"numbers that are no {kind}s as they were fitted: {error}") from error
+        return whole_numbers(array) if target == "integer" else array.cast(pa.float64())
+    except ValueError as error:  # ArrowInvalid is one
+        raise ValueError(f"numbers that are no {target}s as they were fitted: {error}") from error
+
+
+def one_number(array: Any) -> Any:
+    """Convert integral decimals and floats to integers, other numbers to floats without negative zero."""
+    decoded = _decoded(array)
+    if kind_of(array.type) != "number" and not pa.types.is_decimal(decoded.type):
+        return array
+    try:
+        return whole_numbers(decoded)
+    except ValueError:
+        return pc.add(decoded.cast(pa.float64()), 0.0)
+
+
+def is_whole(array: Any) -> bool:
+    """Return whether all numbers are 64-bit integers, or decimals without fractions."""
+    try:
+        whole_numbers(_decoded(array))
+    except ValueError:
+        return False
+    return True
 
 
 def split_values_of(chunks: Any, separator: str) -> Values:
-    """Split a column's texts into values, without spaces around them and without empty ones."""
+    """Split a column's strings into values, stripped and without empty ones."""
     array = _decoded(whole(chunks))
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         array = array.cast(pa.large_string())
     parts, offsets = values_of(pc.split_pattern(array, separator))
     parts = pc.utf8_trim_whitespace(parts)
-    filled = pc.not_equal(parts, "")
-    before = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum(filled.to_numpy(zero_copy_only=False), out=before[1:])
-    return Values(parts.filter(filled), before[offsets])
+    return Values(parts, offsets).where(pc.not_equal(parts, "").to_numpy(zero_copy_only=False))
 
 
 def hashes_of(array: Any) -> UInt64s:
-    """Return 64 bits for each value: equal for equal numbers of any width, and for equal texts.
+    """Return 64-bit hashes: equal for equal numbers of any width, and for equal strings.
 
-    Of integers: `mix` of the number. Of dates and times: `mix` of the microseconds since 1970, UTC, or since
-    midnight. Of texts and binaries: `hash_bytes` of their UTF-8. Of other numbers: `mix` of the bits of the
-    float64. Nulls, and NaN as well, have the hash of 0 or of the empty text.
+    Integers, and decimals without a scale: `mix` of the number. Dates and times: `mix` of microseconds since
+    1970, UTC, or since midnight. Strings and binaries: `hash_bytes` of UTF-8. Other numbers: `mix` of the
+    float64 bits. Nulls and NaN hash like 0 or the empty string.
+
+    Example::
+
+        import pyarrow as pa
+
+        assert hashes_of(pa.array([7], pa.int8())) == hashes_of(pa.array([7], pa.int64()))
     """
     return hashes_and_missing(array)[0]
 
 
 def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
-    """Return `hashes_of` the array, and a mask of nulls, NaN and empty texts; None if there are none."""
+    """Return `hashes_of` the array, and a mask of nulls, NaN and empty strings; None if there are none."""
+    array = plain(array)
     if pa.types.is_dictionary(array.type):
         return _by_dictionary(array)
     if is_text(array.type):
@@ -147,30 +193,36 @@ def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
 
 
 def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
-    """Hash each value of the dictionary once, unless few of them are used."""
+    """Hash every dictionary value once, unless most of them are unused."""
     if len(array.dictionary) > 2 * len(array):
         return hashes_and_missing(array.dictionary_decode())
     index = array.indices
     if index.null_count:
         index = pc.fill_null(index, len(array.dictionary))
-    at = index.to_numpy(zero_copy_only=False)
+    positions = index.to_numpy(zero_copy_only=False)
     null = hashes_and_missing(pa.nulls(1, array.type.value_type))[0]
     hashes, empty = hashes_and_missing(array.dictionary)
-    found: UInt64s = np.concatenate([hashes, null])[at]
-    missing = at == len(hashes) if array.null_count else None
+    hashes_by_row: UInt64s = np.concatenate([hashes, null])[positions]
+    missing = positions == len(hashes) if array.null_count else None
     if empty is not None:
-        flags = np.concatenate([empty, [True]])[at]
+        flags = np.concatenate([empty, [True]])[positions]
         missing = flags if flags.any() else None
-    return found, missing
+    return hashes_by_row, missing
 
 
 def integers_of(array: Any) -> Ints:
-    """Return int64: integers, times in microseconds, the bits of floats (-0.0 as 0.0); 0 for null and NaN."""
+    """Return int64: integers, times in microseconds, float bits (-0.0 as 0.0); 0 for null and NaN.
+
+    Integral decimals beyond 64 bits become a hash.
+    """
+    array = plain(array)
     kind = array.type
+    if pa.types.is_decimal(kind) and kind.scale <= 0:
+        return decimal_integers(array)
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         floats = array.cast(pa.float64()).to_numpy(zero_copy_only=False) + 0.0  # null has become NaN
         return np.where(np.isnan(floats), 0.0, floats).view(np.int64)
-    if pa.types.is_temporal(kind):  # whatever its unit, so that files may differ in it
+    if pa.types.is_temporal(kind):  # a common unit, because files may differ
         whole_times = pa.time64("us") if pa.types.is_time(kind) else pa.timestamp("us")
         array = array.cast(whole_times, safe=False).cast(pa.int64())
     elif pa.types.is_boolean(kind):
@@ -180,76 +232,169 @@ def integers_of(array: Any) -> Ints:
 
 
 def is_missing(array: Any) -> Bools | None:
-    """Return where values are null, NaN or empty texts; None if none is."""
+    """Return a mask of nulls, NaN and empty strings; None if there are none."""
+    array = plain(array)
     text = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
-    plain = _decoded(array)
+    decoded = _decoded(array)
     if is_text(text):
-        empty = pc.fill_null(pc.equal(pc.binary_length(plain), 0), True)
-    elif plain.null_count or pa.types.is_floating(text):
-        empty = plain.is_null(nan_is_null=True)
+        empty = pc.fill_null(pc.equal(pc.binary_length(decoded), 0), True)
+    elif decoded.null_count or pa.types.is_floating(text):
+        empty = decoded.is_null(nan_is_null=True)
     else:
         return None
     missing: Bools = empty.to_numpy(zero_copy_only=False)
     return missing if missing.any() else None
 
 
-def numbers_of(array: Any, part: DatePartName | None, unit: TimeUnit) -> npt.NDArray[np.float64]:
-    """Return float64, NaN for null. Times become their ``part`` (UTC), or the seconds since 1970."""
+def numbers_of(
+    array: Any, part: DatePartName | None, unit: TimeUnit, time_format: str | None = None
+) -> npt.NDArray[np.float64]:
+    """Return float64, NaN for null.
+
+    Times, including ISO 8601 strings, become their ``part`` (UTC), or seconds since 1970.
+
+    Args:
+        array: numbers, times or strings.
+        part: time part, or None.
+        unit: integer time unit.
+        time_format: strptime format for string times; None: ISO 8601.
+    """
     array = _decoded(whole(array))
-    if part is None and not pa.types.is_temporal(array.type):
+    if part is None and not pa.types.is_temporal(array.type) and not is_text(array.type):
         return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-    times = _times(array, unit)
+    times = _times(array, unit, time_format)
     if part is None:
         return times.cast(pa.int64()).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / 1e6  # type: ignore[no-any-return]
     return _part(times, part).cast(pa.float64()).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
-def microseconds_of(array: Any, unit: TimeUnit) -> Ints:
-    """Return times as microseconds since 1970, UTC. Texts are dates or times as ISO 8601 writes them.
+def microseconds_of(array: Any, unit: TimeUnit, time_format: str | None = None) -> Ints:
+    """Return times as microseconds since 1970, UTC.
+
+    Fractions are used down to microseconds.
 
     Args:
-        array: numbers, times or texts, without nulls.
-        unit: the unit of numbers.
+        array: numbers, times or strings, without nulls.
+        unit: unit of numbers.
+        time_format: strptime format of strings; None: ISO 8601.
 
     Raises:
-        DataError: a text is no time, or a number is NaN or too large.
+        DataError: a string is not a time, or a number is NaN or too large.
     """
     array = _decoded(whole(array))
-    if is_text(array.type):
-        array = _parsed_times(array)
-    times = _times(array, unit).cast(pa.int64())
+    times = _times(array, unit, time_format).cast(pa.int64())
     if times.null_count:
         at = int(times.is_null().to_numpy(zero_copy_only=False).argmax())
         raise DataError(f"{array[at].as_py()!r} is no time in {unit}. Give the unit of the times")
     return times.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
 
 
-def _parsed_times(texts: Any) -> Any:
-    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
+def parsed_times(texts: Any, time_format: str | None = None) -> Any:
+    """Parse strings as times in microseconds, UTC; null and empty strings become null.
+
+    Digits beyond microseconds are truncated.
+
+    Args:
+        strings: strings or binaries.
+        time_format: strptime format; None: ISO 8601.
+
+    Raises:
+        DataError: a string is not a time.
+    """
+    texts = _decoded(texts)
+    if pa.types.is_binary(texts.type) or pa.types.is_large_binary(texts.type):
+        texts = texts.cast(pa.large_string())
+    texts = pc.replace_substring_regex(pc.utf8_trim_whitespace(texts), r"(\.[0-9]{6})[0-9]+", r"\1")
+    texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    if time_format is not None:
+        times = pc.strptime(texts, format=time_format, unit="us", error_is_null=True)
+        wrong = texts.filter(pc.and_(texts.is_valid(), times.is_null()))
+        if len(wrong):
+            raise DataError(f"{wrong[0].as_py()!r} is not a time as {time_format!r} has it")
+        return times
+    reasons = []
+    for kind in (pa.timestamp("us", "UTC"), pa.timestamp("us")):
         try:
-            return texts.cast(kind)
+            return texts.cast(kind).cast(pa.timestamp("us"))
         except pa.ArrowInvalid as error:
-            why = error
-    raise DataError(f"texts are no times: {why}. Write them as 2024-05-01 12:30:00, or with a zone") from why
+            reasons.append(error)
+    raise DataError(
+        f"texts are no times: {reasons[-1]}. Write them as 2024-05-01 12:30:00, all or none with a zone"
+    ) from reasons[-1]
 
 
-def parts_of(array: Any, part: DatePartName, unit: TimeUnit) -> Any:
-    """Return a part of dates and times (UTC) as integers from 0, null where null or NaN."""
-    return _part(_times(_decoded(whole(array)), unit), part)
+def is_utf8(array: Any) -> bool:
+    """Return whether all strings or binaries are UTF-8."""
+    try:
+        _decoded(array).cast(pa.large_string())
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
-def _times(array: Any, unit: TimeUnit) -> Any:
+def are_times(texts: Any) -> bool:
+    """Return whether all non-empty strings are ISO 8601 dates or times."""
+    decoded = _decoded(whole(texts))
+    try:
+        # Arrow also parses years and months as dates, but such strings are usually other codes.
+        is_date = pc.match_substring_regex(decoded, r"^\s*([0-9]{4}-[0-9]{2}-[0-9]{2}.*)?$")
+        if not pc.all(is_date).as_py():
+            return False
+        parsed_times(decoded)
+    except (DataError, pa.ArrowInvalid):  # other texts, or bytes that are not text
+        return False
+    return True
+
+
+def parts_of(array: Any, part: DatePartName, unit: TimeUnit, time_format: str | None = None) -> Any:
+    """Return a part of dates and times (UTC) as integers from 0, null for null or NaN.
+
+    Args:
+        array: times, integers or strings.
+        part: part of times.
+        unit: integer time unit.
+        time_format: strptime format for string times; None: ISO 8601.
+    """
+    return _part(_times(_decoded(whole(array)), unit, time_format), part)
+
+
+def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:
+    if is_text(array.type):
+        return parsed_times(array, time_format)
     if pa.types.is_timestamp(array.type):
-        return array.cast(pa.timestamp("us"), safe=False)  # without a zone: parts are of UTC
+        if array.type.unit in ("s", "ms"):
+            return _times(array.cast(pa.int64()), array.type.unit)
+        return array.cast(pa.timestamp("us"))  # drop the zone: parts are in UTC
     if pa.types.is_date(array.type):
         return array.cast(pa.timestamp("us"))
     if pa.types.is_time(array.type):  # of day
         return array.cast(pa.time64("us"), safe=False).cast(pa.int64()).cast(pa.timestamp("us"))
-    if pa.types.is_floating(array.type):
-        array = pc.floor(array.cast(pa.float64()))
-    known = pc.less(pc.abs(array.cast(pa.float64(), safe=False)), _ENDS[unit])
-    array = pc.if_else(known, array, None)  # NaN, infinite, or too large: no time
-    return array.cast(pa.int64(), safe=False).cast(pa.timestamp(unit)).cast(pa.timestamp("us"), safe=False)
+    in_range = pc.less(pc.abs(array.cast(pa.float64(), safe=False)), _ENDS[unit])
+    array = pc.if_else(in_range, array, None)  # NaN, infinite, or too large: null
+    return _microseconds(array, unit).cast(pa.timestamp("us"))
+
+
+def _microseconds(array: Any, unit: TimeUnit) -> Any:
+    """Convert numbers in a unit to microseconds, floored, int64."""
+    kind = array.type
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    power = {"s": 6, "ms": 3, "us": 0, "ns": -3}[unit]
+    if pa.types.is_decimal(kind) and kind.scale > 0:
+        # Without trailing digits, the stored integers of scale `power` are microseconds.
+        scale = max(power, 0)
+        if kind.scale > scale:
+            array = pc.round(array, scale, "down")
+        words, _ = decimal_words(array.cast(pa.decimal256(76, scale)), scaled=True)
+        stored = np.ascontiguousarray(words[:, 0])
+        return pa.array(stored if power >= 0 else stored // 1000, mask=missing)
+    if pa.types.is_floating(kind):
+        values = pc.fill_null(array.cast(pa.float64()), 0.0).to_numpy(zero_copy_only=False) * 10.0**power
+        # A float64 of seconds is off by up to half its spacing: 0.3 s times 1e6 may be 299999.99999999994.
+        near = np.rint(values)
+        floats = np.where(np.abs(values - near) <= np.spacing(np.abs(values)), near, np.floor(values))
+        return pa.array(floats.astype(np.int64), mask=missing)
+    integers = integers_of(array)
+    return pa.array(integers * 10**power if power >= 0 else integers // 1000, mask=missing)
 
 
 def _part(times: Any, part: DatePartName) -> Any:
@@ -257,8 +402,8 @@ def _part(times: Any, part: DatePartName) -> Any:
         return pc.days_between(pa.scalar(0, pa.int64()).cast(times.type), times)
     functions = {
         "year": pc.year,
-        "month": lambda each: pc.subtract(pc.month(each), 1),
-        "day": lambda each: pc.subtract(pc.day(each), 1),
+        "month": lambda x: pc.subtract(pc.month(x), 1),
+        "day": lambda x: pc.subtract(pc.day(x), 1),
         "weekday": pc.day_of_week,
         "hour": pc.hour,
         "minute": pc.minute,

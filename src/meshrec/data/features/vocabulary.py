@@ -1,4 +1,4 @@
-"""The frequent values of the training data, with a row for each."""
+"""Vocabulary of frequent training values, with a row each."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -7,46 +7,63 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.faults import DataError
+from meshrec.data.encoding import RowOrigin
+from meshrec.data.exact_columns import whole_numbers
+from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import need_fitted
-from meshrec.data.features.ids import IdFeature
+from meshrec.data.features.ids import IdFeature, check_missing
 from meshrec.data.features.sketches import Counts
 from meshrec.data.features.values import (
     Kind,
+    Values,
     array_of,
-    converted,
     hashes_and_missing,
     hashes_of,
+    kind_of,
+    values_of,
 )
 from meshrec.data.hashing import UInt64s, mix, to_range
-from meshrec.data.samples import Ints
+from meshrec.data.samples import Bools, Ints
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary(IdFeature):
-    """The frequent values of the training data have a row each; all others share some.
+    """Frequent training values with a row each; other values share rows.
 
-    Row 0 is for null, NaN and the empty text, rows ``[1, 1 + num_unseen)`` are for values that are not in the
-    vocabulary (a hash says which), the rest for the vocabulary, the most frequent value first.
+    Row 0 is for null, NaN and the empty string, rows ``[1, 1 + num_unseen)`` for other values (by hash), and
+    the following rows for the vocabulary, most frequent value first.
 
     Args:
-        min_count: how often a value must occur to be in it; those that share a table count together.
-        max_size: the most values in it; the most frequent ones stay.
-        num_unseen: rows for all other values.
-        num_embeddings: rows of the table; None: as many as are needed.
+        min_count: minimum occurrences in training; features sharing a table are counted together.
+        max_size: maximum vocabulary size; the most frequent values are retained.
+        num_unseen: rows for values outside the vocabulary.
+        num_embeddings: table rows; None: as needed.
         vocabulary: the values; fitted.
+        known_only: drop values outside the vocabulary, and treat null as damage. For logs
+            (`meshrec.data.logs.interactions`), where no training sample has unseen rows.
+        also: with ``known_only``, a second list column, appended to the first. A request may then leave out
+            the first.
 
     Raises:
         ValueError: ``min_count`` or ``num_unseen`` is below 1; or as for `IdFeature`.
     """
 
-    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "text", "list of integer", "list of text")
+    allowed: ClassVar[tuple[Kind, ...]] = (
+        "integer",
+        "number",
+        "text",
+        "list of integer",
+        "list of number",
+        "list of text",
+    )
 
     min_count: int = 1
     max_size: int | None = None
     num_unseen: int = 1
     num_embeddings: int | None = None
     vocabulary: Any = None
+    known_only: bool = False
+    also: str | None = None
 
     def __post_init__(self) -> None:
         IdFeature.__post_init__(self)
@@ -60,7 +77,7 @@ class Vocabulary(IdFeature):
 
     @property
     def rows(self) -> int:
-        """The number of rows of its table."""
+        """Table rows."""
         need_fitted(self)
         return self.num_embeddings or self._first + len(self.vocabulary)
 
@@ -68,11 +85,56 @@ class Vocabulary(IdFeature):
     def _first(self) -> int:
         return 1 + self.num_unseen
 
+    def columns(self) -> tuple[str, ...]:
+        return (*IdFeature.columns(self), *([] if self.also is None else [self.also]))
+
+    def values(self, table: pa.Table) -> Values:
+        """Return the values to convert, without unseen ones for ``known_only``."""
+        values = IdFeature.values(self, table)
+        if self.also is not None:
+            values = _joined(values, values_of(table[self.also]))
+        return values.where(self._is_usable(values.array)) if self.known_only else values
+
+    def aligned(self, table: pa.Table, parallel: str) -> pa.Table:
+        """Remove values dropped by ``known_only`` from list columns.
+
+        Args:
+            table: table with the feature's column, lists.
+            parallel: parallel list column, such as timestamps.
+        """
+        items, parallel_values = values_of(table[self.source]), values_of(table[parallel])
+        if not np.array_equal(items.offsets, parallel_values.offsets):
+            return table  # `Times` reports the row
+        mask = self._is_usable(items.array)
+        for name, values in ((self.source, items), (parallel, parallel_values)):
+            position = table.column_names.index(name)
+            table = table.set_column(position, name, values.where(mask).lists())
+        return table
+
+    def _is_usable(self, array: Any) -> Bools:
+        """Return which values are in the vocabulary, or missing (reported as damage later)."""
+        hashes, missing = hashes_and_missing(array)
+        is_known = self.lookup(hashes) >= 0
+        return is_known if missing is None else is_known | missing
+
+    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
+        """Mark samples with nulls as invalid for ``known_only``.
+
+        Args:
+            rows: row per value.
+            values: the values.
+            origin: row source, for messages.
+            valid: whether a sample is valid; modified in place.
+            faults: handles damage.
+        """
+        if self.known_only:
+            check_missing(self, values, origin, valid, faults, remedy="Leave it out")
+
     def fitted_counts(self, kind: Kind, counts: Counts) -> "Vocabulary":
         """Return the feature with the frequent values of the training data.
 
         Raises:
-            DataError: they are more than the table has rows, or bytes that are no text.
+            DataError: the vocabulary exceeds the table, or has bytes that are not text.
         """
         ordered = counts.by_count()
         if pa.types.is_binary(ordered.values.type) or pa.types.is_large_binary(ordered.values.type):
@@ -83,13 +145,11 @@ class Vocabulary(IdFeature):
                     f"feature {self.name!r}: column {self.source!r} has bytes that are not UTF-8: "
                     f"{error}. Hash it."
                 ) from error
-        if kind in ("integer", "number"):
+        if kind_of(ordered.values.type) in ("integer", "number"):
             kind, values = _of_one_kind(kind, ordered.values)
-            ordered = Counts(values, ordered.counts)
-        elif kind == "list of integer":  # beside floats, where a column of the same table has nulls
-            ordered = Counts(_of_one_kind("integer", ordered.values)[1], ordered.counts)
-        enough = int(pc.sum(pc.greater_equal(ordered.counts, self.min_count)).as_py() or 0)
-        size = enough if self.max_size is None else min(enough, self.max_size)
+            ordered = ordered.with_values(values).by_count()
+        num_frequent = int(pc.sum(pc.greater_equal(ordered.counts, self.min_count)).as_py() or 0)
+        size = num_frequent if self.max_size is None else min(num_frequent, self.max_size)
         if self.num_embeddings is not None and self._first + size > self.num_embeddings:
             raise DataError(
                 f"feature {self.name!r}: its vocabulary has {size:,} values, with the rows for others "
@@ -99,7 +159,7 @@ class Vocabulary(IdFeature):
         return replace(self, found=kind, vocabulary=ordered.values.slice(0, size))
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the rows of values."""
+        """Return rows for values."""
         need_fitted(self)
         hashes, missing = hashes_and_missing(array)
         rows = self.lookup(hashes)
@@ -111,16 +171,17 @@ class Vocabulary(IdFeature):
         return rows
 
     def lookup(self, hashes: UInt64s) -> Ints:
-        """Return the rows of hashed values; -1 where they are not in the vocabulary."""
-        known, order = self._index()
-        if not len(known):
+        """Return the rows of hashed values; -1 outside the vocabulary."""
+        sorted_hashes, order = self._index()
+        if not len(sorted_hashes):
             return np.full(len(hashes), -1, np.int64)
-        at = np.searchsorted(known, hashes)
-        at[at == len(known)] = 0
-        return np.where(known[at] == hashes, order[at] + self._first, -1)
+        positions = np.searchsorted(sorted_hashes, hashes)
+        # Hashes above all others: any valid position fails the comparison below.
+        positions[positions == len(sorted_hashes)] = 0
+        return np.where(sorted_hashes[positions] == hashes, order[positions] + self._first, -1)
 
     def lookup_values(self, array: Any) -> Ints:
-        """Return the rows of values; -1 where they are missing or not in the vocabulary."""
+        """Return the rows of values; -1 for missing values and values outside the vocabulary."""
         hashes, missing = hashes_and_missing(self._as_fitted(array))
         rows = self.lookup(hashes)
         if missing is not None:
@@ -128,23 +189,38 @@ class Vocabulary(IdFeature):
         return rows
 
     def _index(self) -> tuple[UInt64s, Ints]:
-        """Return sorted hashes, and the place of each in the vocabulary."""
-        found: tuple[UInt64s, Ints] | None = self.__dict__.get("_sorted")
-        if found is None:
+        """Return sorted hashes, and their positions in the vocabulary."""
+        index: tuple[UInt64s, Ints] | None = self.__dict__.get("_sorted")
+        if index is None:
             hashes = hashes_of(self.vocabulary)
             order = np.argsort(hashes)
-            found = hashes[order], order
-            if (found[0][1:] == found[0][:-1]).any():
+            index = hashes[order], order
+            if (index[0][1:] == index[0][:-1]).any():
                 raise DataError(
                     f"feature {self.name!r}: two values of the vocabulary have one 64-bit hash. Hash it."
                 )
-            object.__setattr__(self, "_sorted", found)
-        return found
+            # Cached on a frozen dataclass: a lookup must not sort again.
+            object.__setattr__(self, "_sorted", index)
+        return index
+
+
+def _joined(first: Values, second: Values) -> Values:
+    """Concatenate the values per sample."""
+    samples = np.arange(len(first.offsets) - 1)
+    owners = np.concatenate([np.repeat(samples, np.diff(values.offsets)) for values in (first, second)])
+    array = pa.concat_arrays([first.array, second.array.cast(first.array.type)])
+    return Values(array.take(pa.array(owners.argsort(kind="stable"))), first.offsets + second.offsets)
 
 
 def _of_one_kind(kind: Kind, values: Any) -> tuple[Kind, Any]:
-    """Convert to the fitted kind if all values are whole: some files have integers, others floats."""
-    try:
-        return kind, converted(values, kind)
-    except ValueError:
-        return "number", values
+    """Convert to the fitted kind if all values are integral: some files have integers, others floats.
+
+    Integral decimals, and numbers in lists, become integers, whatever their scale.
+    """
+    lists = "list of " if kind.startswith("list") else ""
+    if kind != "number" or pa.types.is_decimal(values.type):
+        try:
+            return f"{lists}integer", whole_numbers(values)  # type: ignore[return-value]
+        except ValueError:
+            pass
+    return f"{lists}number", values.cast(pa.float64())  # type: ignore[return-value]

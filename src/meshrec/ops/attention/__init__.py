@@ -8,13 +8,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.attention import (
     autograd,  # noqa: F401 - registers the gradient
     fakes,  # noqa: F401 - registers the shapes
     triton,
 )
 from meshrec.ops.attention.naive import BUCKET_WIDTH, time_buckets
-from meshrec.ops.sending import read_together
+from meshrec.ops.device_copies import copy_to_host
 
 __all__ = ["Bias", "Mask", "jagged_attention", "num_buckets_of", "time_buckets"]
 
@@ -22,34 +23,35 @@ __all__ = ["Bias", "Mask", "jagged_attention", "num_buckets_of", "time_buckets"]
 
 
 class Mask(NamedTuple):
-    """The tokens of a sample that a token attends to.
+    """Tokens a token attends to within its sample.
 
-    A sample is some contextual tokens, then a history in order of time, then the targets that are to be
-    scored. A target attends to itself, the contextual tokens and the history, and no other token attends to a
-    target, so that a target's result does not depend on the other targets.
+    A sample consists of contextual tokens, a history in time order, and candidate targets to score. Targets
+    attend to themselves, contextual tokens and the history. No other token attends to a target, so a target's
+    result does not depend on the other targets.
     """
 
     causal: bool = True
-    """Whether a token of the history attends to itself and earlier tokens only."""
+    """Whether a history token attends only to itself and earlier tokens."""
     window: int = 0
-    """A token attends to tokens less than ``window`` positions away and to contextual ones; 0: to all."""
+    """A token attends to tokens less than ``window`` positions away and to contextual tokens. 0: no window.
+    """
     num_contextual: int = 0
-    """Number of contextual tokens, which begin every sample. They attend to everything but targets."""
+    """Number of contextual tokens at the start of every sample. They attend to all tokens except targets."""
 
 
 class Bias(NamedTuple):
-    """The biases of the scaled dot products, the same for all heads. None: no bias."""
+    """Additive attention biases, shared by all heads. None: no bias."""
 
     position_P: Tensor | None = None
     """Learned, fp32 [2 max_length - 1]; token i attends to token j with entry max_length - 1 + j - i."""
     time_T: Tensor | None = None
-    """Learned, fp32 [T], by the bucket of the time between the query and a token.
+    """Learned, fp32 [T], indexed by the bucket of the time between query and key.
 
-    The time of a query in the history is that of the token after it, which is known when the next item is
-    asked for. The last token of the history and the targets keep their own times.
+    A history query uses the timestamp of the next token, which is known when the next item is requested. The
+    last history token and the targets use their own timestamps.
     """
     timestamps_N: Tensor | None = None
-    """Times of the tokens in seconds, int64; needed with ``time_T``."""
+    """Token timestamps in seconds, int64. Required with ``time_T``."""
 
 
 _CAUSAL, _NO_BIAS = Mask(), Bias()
@@ -70,35 +72,49 @@ def jagged_attention(
     num_targets_B: Tensor | None = None,
     query_offsets_B1: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention within each sample; differentiable in queries, keys, values and biases.
+    """Compute attention within every sample; differentiable in queries, keys, values and biases.
 
-    The work is done in tiles of queries and keys whose scores stay in the cache; the backward pass computes
-    them again. So no sample is padded, and memory does not grow with the square of a length. On a GPU,
-    checking the offsets reads the device once.
+    The kernels compute tiles of queries and keys whose scores stay in cache, and the backward pass recomputes
+    the scores. Samples are not padded, and memory does not grow quadratically with sample length. On a GPU,
+    checking the offsets synchronizes once.
 
     Args:
-        query_MHQ, key_NHQ, value_NHV: the tokens of all samples.
-        offsets_B1: where each sample begins, and N; int64 [B + 1].
-        max_length: the largest length of a sample, and the divisor of the weights of ``"silu"``.
-        kind: the weights are ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed keys.
-        scale: the factor of the dot products.
-        num_targets_B: the number of targets at the end of each sample, int64 [B]; None: no targets.
-        query_offsets_B1: where the queries of each sample begin, and M. They are those of its last tokens: a
-            history whose keys and values are kept needs queries of new tokens only. None: of all tokens.
+        query_MHQ: queries, fp32.
+        key_NHQ: keys, fp32.
+        value_NHV: values, fp32.
+        offsets_B1: first token per sample, and N; int64 [B + 1].
+        max_length: maximum tokens per sample, and the divisor of ``"silu"`` weights.
+        kind: weights are ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed keys.
+        scale: factor for the dot products.
+        mask: allowed query-key pairs.
+        bias: additive biases.
+        num_targets_B: targets at the end of every sample, int64 [B]; None: no targets.
+        query_offsets_B1: first query per sample, and M; int64 [B + 1]. Queries belong to a sample's last
+            tokens: with cached keys and values for a history, only new tokens need queries. None: all tokens
+            have queries.
 
-    Returns: [M, H, V].
+    Returns:
+        fp32 [M, H, V].
 
     Raises:
-        ValueError: the sizes of the arguments do not fit each other, or a sample is longer than max_length.
+        ValueError: argument sizes do not match, or a sample is longer than max_length.
+
+    Example::
+
+        tokens = torch.randn(5, 2, 8)  # samples with 2 and 3 tokens, 2 heads
+        offsets = torch.tensor([0, 2, 5])
+        out = jagged_attention(tokens, tokens, tokens, offsets, max_length=3, kind="softmax")
+        assert out.shape == (5, 2, 8)
+        assert torch.allclose(out[0], tokens[0])  # the first token attends only to itself
     """
     queries = offsets_B1 if query_offsets_B1 is None else query_offsets_B1
     if not torch.compiler.is_compiling():
         if not query_MHQ.is_cpu and not triton.serves(query_MHQ, value_NHV):
-            _tell_of_plain_torch(query_MHQ.device.type)
+            _warn_about_fallback(query_MHQ.device.type)
         _check(query_MHQ, key_NHQ, value_NHV, offsets_B1, queries, max_length=max_length, bias=bias)
     targets = torch.zeros_like(offsets_B1[1:]) if num_targets_B is None else num_targets_B
     has_time = bias.time_T is not None
-    out: Tensor = torch.ops.meshrec.jagged_attention.default(
+    out: Tensor = operators.jagged_attention(
         query_MHQ,
         key_NHQ,
         value_NHV,
@@ -116,19 +132,19 @@ def jagged_attention(
     return out
 
 
-def num_buckets_of(longest_seconds: float) -> int:
-    """Return how many buckets hold all differences up to ``longest_seconds``."""
-    return int(math.log(max(longest_seconds, 1)) / BUCKET_WIDTH) + 1
+def num_buckets_of(max_seconds: float) -> int:
+    """Return the number of time buckets needed for differences up to ``max_seconds``."""
+    return int(math.log(max(max_seconds, 1)) / BUCKET_WIDTH) + 1
 
 
 @functools.cache
-def _tell_of_plain_torch(device: str) -> None:
+def _warn_about_fallback(device: str) -> None:
     _logger.warning(
         "jagged attention has no kernel for these tensors on %s: plain torch computes it, one sample at a "
-        "time, with all scores of a sample in memory. The kernels for GPUs need Triton, float32, and heads "
-        "of at most %d numbers.",
+        "time, with all scores of a sample in memory. The kernels for GPUs need Triton, float32, and head "
+        "widths up to %d.",
         device,
-        triton.WIDEST,
+        triton.MAX_WIDTH,
     )
 
 
@@ -148,8 +164,9 @@ def _check(
             "[M, H, Q], [N, H, Q] and [N, H, V]. Give every token of a sample, targets included, a key and a "
             "value."
         )
-    # NumPy, as this runs in each layer of each request that a server answers.
-    bounds, query_bounds = (each.numpy() for each in read_together([offsets, query_offsets]))
+    # NumPy, because a server runs this in every layer for every request, and torch is slower on small
+    # tensors.
+    bounds, query_bounds = (tensor.numpy() for tensor in copy_to_host([offsets, query_offsets]))
     lengths, nums = bounds[1:] - bounds[:-1], query_bounds[1:] - query_bounds[:-1]
     longest = lengths.max(initial=0)
     if bounds[-1] != len(key) or query_bounds[-1] != len(query) or longest > max_length:

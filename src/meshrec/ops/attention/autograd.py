@@ -1,4 +1,4 @@
-"""The gradient of ``jagged_attention``, shared by all kernels."""
+"""Gradient of ``jagged_attention``, shared by all kernels."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.attention.naive  # noqa: F401 - the ops must exist before gradients are registered
+from meshrec.ops import operators
 
 _NUM_TENSORS = 9  # query, key, value, offsets, query_offsets, num_targets, position, time, timestamps
 
@@ -14,6 +15,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -
     ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
     ctx.options = inputs[_NUM_TENSORS:]
     ctx.mark_non_differentiable(output[1])
+    # The log-sum output gets no gradient. Do not allocate zeros for it.
     ctx.set_materialize_grads(False)
 
 
@@ -22,12 +24,10 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     if grad is None:
         return (None,) * num_inputs
     saved = ctx.saved_tensors
-    *of_tokens, of_position, of_time = torch.ops.meshrec.jagged_attention_grad.default(
-        grad, *saved, *ctx.options
-    )
+    *token_grads, position_grad, time_grad = operators.jagged_attention_grad(grad, *saved, *ctx.options)
     position, time = saved[-3:-1]
-    of_biases = (None if position is None else of_position, None if time is None else of_time)
-    return (*of_tokens, None, None, None, *of_biases, *(None,) * (num_inputs - 8))
+    bias_grads = (None if position is None else position_grad, None if time is None else time_grad)
+    return (*token_grads, None, None, None, *bias_grads, *(None,) * (num_inputs - 8))
 
 
 torch.library.register_autograd("meshrec::jagged_attention", _backward, setup_context=_context)

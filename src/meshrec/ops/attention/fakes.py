@@ -1,4 +1,4 @@
-"""The output shapes of the attention ops, for tracing."""
+"""Fake kernels of the attention operators, for tracing."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Ten
 def _fake_grad(
     grad: Tensor, out: Tensor, log_sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    biases = [query.new_empty(0 if each is None else len(each)) for each in options[3:5]]
-    return (*(each.new_empty(each.shape) for each in (query, key, value)), *biases)
+    biases = [query.new_empty(0 if bias is None else len(bias)) for bias in options[3:5]]
+    return (*(tensor.new_empty(tensor.shape) for tensor in (query, key, value)), *biases)
 
 
 torch.library.register_fake("meshrec::jagged_attention", _fake)

@@ -1,9 +1,8 @@
-"""Attention over jagged sequences in plain torch, one sample at a time: the reference for the kernels, and
-the fallback without one.
+"""Attention over jagged sequences in plain torch, sample by sample.
 
-Shape legend: N tokens of all samples, M queries of all samples, B samples, H heads, Q width of queries and
-keys, V width of values, L max_length, P = 2 L - 1 relative positions, T time buckets; r queries and l tokens
-of one sample.
+The reference for the kernels, and the fallback without them. Shape legend: N tokens and M queries of all
+samples, B samples, H heads, Q query and key width, V value width, L max_length, P = 2 L - 1 relative
+positions, T time buckets; r queries and l tokens in a sample.
 """
 
 import math
@@ -16,7 +15,8 @@ from torch import Tensor
 from meshrec.ops.library import implement
 
 BUCKET_WIDTH = 0.301
-"""Width of a time bucket, as a natural logarithm: a bucket begins at e^0.301 = 1.35 times the one before."""
+"""Time bucket width as a natural logarithm: every bucket starts at e^0.301 = 1.35 times the previous start.
+"""
 
 
 def jagged_attention(
@@ -27,20 +27,23 @@ def jagged_attention(
     query_offsets_B1: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights times the values, where the weights of a query are, over the keys that it sees,
-    ``SiLU(scores) / L`` or ``softmax(scores)``, and the scores are ``scale q k^T + bias``.
+    """Return weights times values, with ``SiLU(scores) / L`` or ``softmax(scores)`` as weights.
 
-    Source: Zhai et al., "Actions speak louder than words: trillion-parameter sequential transducers for
-    generative recommendations" (2024), with relative position and time bias as in its public configurations.
+    Scores are ``scale q k^T + bias``. Source: Zhai et al., "Actions speak louder than words:
+    trillion-parameter sequential transducers for generative recommendations" (2024), with relative position
+    and time bias as in its public configurations.
 
     Args:
-        query_MHQ: queries of the last tokens of each sample; all other tokens only serve as keys.
-        key_NHQ, value_NHV: the tokens of all samples.
-        offsets_B1, query_offsets_B1: where tokens and queries of each sample begin, and N and M; int64.
+        query_MHQ: queries of the last tokens in every sample. Other tokens are only keys.
+        key_NHQ: keys of all tokens.
+        value_NHV: values of all tokens.
+        offsets_B1: first token per sample, and N; int64.
+        query_offsets_B1: first query per sample, and M; int64.
         options: num_targets_B, position_P, time_T, timestamps_N, max_length, scale, softmax, causal, window,
             num_contextual; see `Mask` and `Bias`.
 
-    Returns: [M, H, V], and the logarithms of the sums of exponentials [M, H] for a softmax, else [0, H].
+    Returns:
+        [M, H, V]; and for softmax the log-sum-exp of scores [M, H], else [0, H].
     """
     out = value_NHV.new_empty(query_MHQ.shape[:2] + value_NHV.shape[2:])
     parts, log_sums = [], []
@@ -64,30 +67,42 @@ def jagged_attention_grad(
     query_offsets_B1: Tensor,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys, values, position and time bias; an empty one for no bias."""
+    """Return the gradients of queries, keys, values, position and time bias; empty for an absent bias.
+
+    Args:
+        grad_MHV: output gradient.
+        out_MHV: forward output.
+        log_sums_MH: log-sum-exp from the forward pass.
+        query_MHQ: see ``jagged_attention``.
+        key_NHQ: see ``jagged_attention``.
+        value_NHV: see ``jagged_attention``.
+        offsets_B1: see ``jagged_attention``.
+        query_offsets_B1: see ``jagged_attention``.
+        options: see ``jagged_attention``.
+    """
     settings = _Options(*options)
     biases = (settings.position_P, settings.time_T)
-    of_position, of_time = (query_MHQ.new_zeros(0 if each is None else len(each)) for each in biases)
-    of_query, of_key, of_value = (torch.zeros_like(each) for each in (query_MHQ, key_NHQ, value_NHV))
+    position_grad, time_grad = (query_MHQ.new_zeros(0 if bias is None else len(bias)) for bias in biases)
+    query_grad, key_grad, value_grad = map(torch.zeros_like, (query_MHQ, key_NHQ, value_NHV))
     for sample in _samples(query_MHQ, key_NHQ, offsets_B1, query_offsets_B1, settings):
-        query, grad = (each[sample.queries].transpose(0, 1) for each in (query_MHQ, grad_MHV))
-        key, value = (each[sample.tokens].transpose(0, 1) for each in (key_NHQ, value_NHV))
-        weights, of_weights = sample.weights(), grad @ value.transpose(1, 2)
+        query, grad = (tensor[sample.queries].transpose(0, 1) for tensor in (query_MHQ, grad_MHV))
+        key, value = (tensor[sample.tokens].transpose(0, 1) for tensor in (key_NHQ, value_NHV))
+        weights, weight_grads = sample.weights(), grad @ value.transpose(1, 2)
         if settings.softmax:
-            of_scores = weights * (of_weights - (weights * of_weights).sum(2, keepdim=True))
+            score_grads = weights * (weight_grads - (weights * weight_grads).sum(2, keepdim=True))
         else:
-            chance = sample.scores.sigmoid()
-            slope = chance * (1 + sample.scores * (1 - chance)) / settings.max_length
-            of_scores = (slope * of_weights).masked_fill(~sample.seen_rl, 0)
-        of_value[sample.tokens] = (weights.transpose(1, 2) @ grad).transpose(0, 1)
-        of_query[sample.queries] = settings.scale * (of_scores @ key).transpose(0, 1)
-        of_key[sample.tokens] = settings.scale * (of_scores.transpose(1, 2) @ query).transpose(0, 1)
-        of_heads = of_scores.sum(0).flatten()
+            sigmoid = sample.scores.sigmoid()
+            slope = sigmoid * (1 + sample.scores * (1 - sigmoid)) / settings.max_length
+            score_grads = (slope * weight_grads).masked_fill(~sample.seen_rl, 0)
+        value_grad[sample.tokens] = (weights.transpose(1, 2) @ grad).transpose(0, 1)
+        query_grad[sample.queries] = settings.scale * (score_grads @ key).transpose(0, 1)
+        key_grad[sample.tokens] = settings.scale * (score_grads.transpose(1, 2) @ query).transpose(0, 1)
+        grad_sum = score_grads.sum(0).flatten()
         if sample.distance_rl is not None:
-            of_position.index_add_(0, sample.distance_rl.flatten(), of_heads)
+            position_grad.index_add_(0, sample.distance_rl.flatten(), grad_sum)
         if sample.bucket_rl is not None:
-            of_time.index_add_(0, sample.bucket_rl.flatten(), of_heads)
-    return of_query, of_key, of_value, of_position, of_time
+            time_grad.index_add_(0, sample.bucket_rl.flatten(), grad_sum)
+    return query_grad, key_grad, value_grad, position_grad, time_grad
 
 
 class _Options(NamedTuple):
@@ -107,7 +122,7 @@ class _Sample(NamedTuple):
     tokens: slice
     queries: slice
     scores: Tensor
-    """[H, r, l]; -inf where a softmax must not look."""
+    """[H, r, l]; -inf at masked positions of a softmax."""
     seen_rl: Tensor
     distance_rl: Tensor | None
     bucket_rl: Tensor | None
@@ -122,7 +137,7 @@ class _Sample(NamedTuple):
 def _samples(
     query_MHQ: Tensor, key_NHQ: Tensor, offsets_B1: Tensor, query_offsets_B1: Tensor, options: _Options
 ) -> Iterator[_Sample]:
-    """Compute the scores of every sample that has queries."""
+    """Yield the scores of every sample with queries."""
     bounds, query_bounds = offsets_B1.tolist(), query_offsets_B1.tolist()
     for sample, num_targets in enumerate(options.num_targets_B.tolist()):
         tokens, queries = slice(*bounds[sample : sample + 2]), slice(*query_bounds[sample : sample + 2])
@@ -149,19 +164,30 @@ def _samples(
 
 
 def allowed(row: Tensor, column: Tensor, length: int, num_targets: int, options: _Options) -> Tensor:
-    """Return whether the token at ``row`` attends to the one at ``column``, positions within a sample."""
+    """Return whether the token at ``row`` attends to the token at ``column``.
+
+    Args:
+        row: query positions within the sample, int64, broadcast with ``column``.
+        column: key positions within the sample, int64.
+        length: tokens in the sample.
+        num_targets: targets at the end of the sample.
+        options: mask settings.
+    """
     seen = column <= row if options.causal else column < length
     if options.window:
         seen = seen & ((row - column).abs() < options.window)
         seen = seen | (column < options.num_contextual)
     seen = seen | (row < options.num_contextual)
+    # Targets come last. Only the target itself attends to it.
     return seen & (column < length - num_targets) | (row == column)
 
 
 def time_buckets(seconds: Tensor, num_buckets: int) -> Tensor:
-    """Return the bucket of each time difference, floor(log(max(|seconds|, 1)) / 0.301), at most T - 1."""
-    begins = torch.tensor([math.exp(BUCKET_WIDTH * k) for k in range(1, num_buckets)], device=seconds.device)
-    return torch.bucketize(seconds.abs().clamp(min=1).float(), begins.float(), right=True)
+    """Return the bucket per time difference, floor(log(max(|seconds|, 1)) / 0.301), at most T - 1."""
+    starts = torch.tensor([math.exp(BUCKET_WIDTH * k) for k in range(1, num_buckets)], device=seconds.device)
+    # Compare with bucket starts instead of rounding a logarithm, so that all backends agree at bucket
+    # boundaries.
+    return torch.bucketize(seconds.abs().clamp(min=1).float(), starts.float(), right=True)
 
 
 implement([jagged_attention, jagged_attention_grad])

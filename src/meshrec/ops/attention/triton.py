@@ -1,7 +1,7 @@
-"""Attention within jagged samples on GPUs, as Triton kernels. ``naive.py`` describes the ops.
+"""Attention within jagged samples on GPUs, as Triton kernels. ``naive.py`` describes the operators.
 
-Nothing reads the GPU. Where `torch.get_float32_matmul_precision` is "highest", the default, three products of
-TF32 stand for one of fp32 and keep its precision; else one product of TF32 does.
+No synchronization with the GPU. If `torch.get_float32_matmul_precision` is "highest" (the default), three
+TF32 products emulate an fp32 product at full precision; otherwise a single TF32 product is used.
 """
 
 import functools
@@ -14,34 +14,50 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.attention import naive
+from meshrec.ops.device_copies import copy_to_device, stream_of
 from meshrec.ops.library import implement
-from meshrec.ops.sending import sent_to, stream_of
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-WIDEST = 128
-"""The largest width of a head that has a kernel, because a program keeps the rows of a block in registers."""
+MAX_WIDTH = 128
+"""Maximum head width for the kernels, because a program keeps a block's rows in registers."""
 _PART_BYTES = 1 << 27
-"""The memory of the parts of bias gradients that are added at once."""
+"""Memory for partial bias gradients added in a batch."""
 
 
 class _Launch(NamedTuple):
-    """The arguments that all kernels of a call share."""
+    """Arguments shared by all kernels in a call."""
 
     tokens: Any
     samples: Any
     biases: Any
     constants: dict[str, Any]
 
-    def over(self, num_tokens: int, num_samples: int, num_heads: int = 1) -> tuple[tuple[int], Any]:
-        """Return the grid for blocks of up to so many tokens of each sample, and the samples with it."""
-        longest = min(self.biases.max_length, num_tokens)
-        num_blocks = -(-longest // self.constants["BLOCK"])
+    def grid_and_samples(
+        self, num_tokens: int, num_samples: int, num_heads: int = 1
+    ) -> tuple[tuple[int], Any]:
+        """Return a grid of one program per head and block of tokens, and the samples with the block count
+        set.
+
+        Args:
+            num_tokens: tokens in all samples.
+            num_samples: number of samples.
+            num_heads: number of heads.
+        """
+        max_tokens = min(self.biases.max_length, num_tokens)
+        num_blocks = -(-max_tokens // self.constants["BLOCK"])
         return (num_samples * num_heads * num_blocks,), self.samples._replace(num_blocks=num_blocks)
 
 
 def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Compute ``naive.jagged_attention`` with Triton kernels."""
+    """Compute ``naive.jagged_attention`` with Triton kernels.
+
+    Args:
+        query: [M, H, Q].
+        key: [N, H, Q].
+        value: [N, H, V].
+        options: see ``naive.jagged_attention``.
+    """
     from meshrec.ops.attention import triton_kernels as kernels
 
     if not _has_kernel(query, value):
@@ -51,7 +67,7 @@ def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -
     out = value.new_empty(num_queries, num_heads, value.shape[2])
     is_softmax = launch.constants["SOFTMAX"]
     log_sums = query.new_empty(num_queries if is_softmax else 0, num_heads)
-    grid, samples = launch.over(num_queries, len(options[0]) - 1, num_heads)
+    grid, samples = launch.grid_and_samples(num_queries, len(options[0]) - 1, num_heads)
     if out.numel():
         kernels.attend[grid](launch.tokens, samples, launch.biases, out, log_sums, **launch.constants)
     return out, log_sums
@@ -60,42 +76,55 @@ def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -
 def jagged_attention_grad(
     grad: Tensor, out: Tensor, log_sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    """Compute ``naive.jagged_attention_grad`` with Triton kernels."""
+    """Compute ``naive.jagged_attention_grad`` with Triton kernels.
+
+    Args:
+        grad: [M, H, V].
+        out: [M, H, V].
+        log_sums: [M, H] for softmax.
+        query: [M, H, Q].
+        key: [N, H, Q].
+        value: [N, H, V].
+        options: see ``naive.jagged_attention``.
+    """
     from meshrec.ops.attention import triton_kernels as kernels
 
     if not _has_kernel(query, value):
         return naive.jagged_attention_grad(grad, out, log_sums, query, key, value, *options)
     launch = _launch_of(query, key, value, *options)
     grad, is_softmax = grad.contiguous(), launch.constants["SOFTMAX"]
+    # Softmax backward needs sum(weight * weight_grad) per query, which equals out . grad (as in
+    # FlashAttention).
     deltas = (grad * out).sum(2) if is_softmax else log_sums
     results = kernels.AttentionResults(grad, log_sums.contiguous(), deltas)
-    of_query, of_key, of_value = (each.new_empty(each.shape) for each in (query, key, value))
+    query_grad, key_grad, value_grad = (x.new_empty(x.shape) for x in (query, key, value))
     num_heads, num_samples = query.shape[1], len(options[0]) - 1
     shared = launch.biases, results
-    grid, samples = launch.over(len(query), num_samples, num_heads)
-    if of_query.numel():
-        kernels.of_queries[grid](launch.tokens, samples, *shared, of_query, **launch.constants)
-    grid, samples = launch.over(len(key), num_samples, num_heads)
-    if of_key.numel():
-        kernels.of_keys[grid](launch.tokens, samples, *shared, of_key, of_value, **launch.constants)
-    of_position = _of_bias(launch, results, num_samples, launch.biases.position, False)
-    of_time = _of_bias(launch, results, num_samples, launch.biases.time, True)
-    return of_query, of_key, of_value, of_position, of_time
+    grid, samples = launch.grid_and_samples(len(query), num_samples, num_heads)
+    if query_grad.numel():
+        kernels.query_gradients[grid](launch.tokens, samples, *shared, query_grad, **launch.constants)
+    grid, samples = launch.grid_and_samples(len(key), num_samples, num_heads)
+    if key_grad.numel():
+        kernels.key_gradients[grid](launch.tokens, samples, *shared, key_grad, value_grad, **launch.constants)
+    position_grad = _bias_grad(launch, results, num_samples, launch.biases.position, False)
+    time_grad = _bias_grad(launch, results, num_samples, launch.biases.time, True)
+    return query_grad, key_grad, value_grad, position_grad, time_grad
 
 
-def _of_bias(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
-    """Return the gradient of a bias: the sum of the parts of all blocks of queries. Empty for no bias."""
+def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
+    """Return the gradient of a bias, summed over query blocks. Empty for an absent bias."""
     from meshrec.ops.attention import triton_bias_kernels
 
     size = 0 if bias is None else len(bias)
     total: Tensor = results.grad.new_zeros(size)
-    (num_blocks,), samples = launch.over(len(results.grad), 1)
+    (num_blocks,), samples = launch.grid_and_samples(len(results.grad), 1)
     rows = 1 if is_time else 2
     step = max(1, _PART_BYTES // (4 * max(1, num_blocks * rows * size)))
+    # Partial gradients of all samples may not fit in memory, so process samples in batches.
     for first in range(0, num_samples if num_blocks and size else 0, step):
         num_parts = min(step, num_samples - first) * num_blocks
         parts = total.new_zeros(num_parts * rows, size)
-        triton_bias_kernels.of_biases[(num_parts,)](
+        triton_bias_kernels.bias_gradients[(num_parts,)](
             launch.tokens,
             samples,
             launch.biases,
@@ -110,32 +139,33 @@ def _of_bias(launch: _Launch, results: Any, num_samples: int, bias: Tensor | Non
 
 
 def serves(query: Tensor, value: Tensor) -> bool:
-    """Return whether a kernel computes attention of such queries and values on their device."""
+    """Return whether a Triton kernel exists for these queries and values on their device."""
     return query.is_cuda and _HAS_TRITON and _has_kernel(query, value)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    return query.dtype == value.dtype == torch.float32 and max(query.shape[2], value.shape[2]) <= WIDEST
+    return query.dtype == value.dtype == torch.float32 and max(query.shape[2], value.shape[2]) <= MAX_WIDTH
 
 
 def _launch_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Launch:
     from meshrec.ops.attention import triton_kernels as kernels
 
-    offsets, query_offsets, num_targets, position, time, timestamps, max_length, scale, *rest = options
-    softmax, causal, window, num_contextual = rest
-    # Parts of one projection are read where they are.
-    query, key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value))
-    strides = [stride for each in (query, key, value) for stride in each.stride()[:2]]
+    offsets, query_offsets, num_targets, position, time, timestamps, max_length, scale, *mask = options
+    softmax, causal, window, num_contextual = mask
+    # Slices of a fused QKV projection are strided views. The kernels read them without a copy.
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
     sizes = query.shape[1], query.shape[2], value.shape[2]
-    begins = None if time is None else _begins(len(time), query.device, stream_of(query.device))
-    biases = (each if each is None else each.contiguous() for each in (position, time, timestamps))
-    widths = [max(16, kernels.next_power_of_2(each)) for each in sizes[1:]]
+    starts = None if time is None else _bucket_starts(len(time), query.device, stream_of(query.device))
+    biases = (x if x is None else x.contiguous() for x in (position, time, timestamps))
+    # tl.dot needs dimensions of at least 16.
+    widths = [max(16, kernels.next_power_of_2(size)) for size in sizes[1:]]
     return _Launch(
         kernels.AttentionTokens._make([query, key, value, *strides, *sizes, scale]),
         kernels.AttentionSamples(
             offsets.contiguous(), query_offsets.contiguous(), num_targets.contiguous(), 0
         ),
-        kernels.AttentionBiases._make([*biases, begins, max_length, 0 if time is None else len(time)]),
+        kernels.AttentionBiases._make([*biases, starts, max_length, 0 if time is None else len(time)]),
         {
             "SOFTMAX": softmax,
             "CAUSAL": causal,
@@ -150,15 +180,15 @@ def _launch_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Lau
 
 
 @functools.lru_cache(maxsize=64)
-def _begins(num_buckets: int, device: torch.device, stream: int) -> Tensor:
-    """Return the smallest difference of each time bucket, which ``naive.time_buckets`` compares, too."""
-    numbers = [math.exp(naive.BUCKET_WIDTH * k) for k in range(num_buckets)]
-    begins = torch.tensor(numbers, dtype=torch.float64)
-    return sent_to(begins.float(), device)
+def _bucket_starts(num_buckets: int, device: torch.device, stream: int) -> Tensor:
+    """Return the smallest time difference per bucket, as in ``naive.time_buckets``."""
+    bounds = [math.exp(naive.BUCKET_WIDTH * k) for k in range(num_buckets)]
+    starts = torch.tensor(bounds, dtype=torch.float64)
+    return copy_to_device(starts.float(), device)
 
 
 OPS: list[Callable[..., Any]] = [jagged_attention, jagged_attention_grad]
-"""The ops that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if _HAS_TRITON:
     implement(OPS, "CUDA")

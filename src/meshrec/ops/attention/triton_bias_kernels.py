@@ -1,4 +1,4 @@
-"""The kernel of the gradients of biases; see [Note: tiles of attention on GPUs] in ``triton_kernels.py``."""
+"""Triton kernel for bias gradients; see [Note: tiles of attention on GPUs] in ``triton_kernels.py``."""
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 
@@ -10,51 +10,53 @@ from meshrec.ops.attention.triton_kernels import (
     load_grads,
     load_keys,
     load_queries,
+    load_sample,
     load_values,
-    nth,
-    of_scores,
-    pairs,
-    sample_of,
-    times_of_queries,
+    nth_block,
+    query_times,
+    tile_bias_and_mask,
+    weights_and_score_grads,
 )
 
 
 @triton.jit
-def _sums_by_distance(tile, least, BLOCK: tl.constexpr):
-    """Sum a tile over the pairs whose key minus query is ``least`` to ``least + BLOCK - 1``."""
-    key = tl.arange(0, BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :] + least
+def _sums_by_distance(tile, min_distance, BLOCK: tl.constexpr):
+    """Sum a tile over pairs by key minus query position, from ``min_distance`` to ``min_distance + BLOCK -
+    1``.
+    """
+    key = tl.arange(0, BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :] + min_distance
     inside = (key >= 0) & (key < BLOCK)
     return tl.sum(tl.where(inside, tl.gather(tile, tl.where(inside, key, 0), 1), 0.0), 0)
 
 
 @triton.jit
-def _with_sums_by_bucket(histogram, tile, buckets, seen, num_buckets, BUCKETS: tl.constexpr):
-    """Add the sums of a tile by bucket to a histogram, one bucket after the other."""
-    low = tl.min(tl.min(tl.where(seen, buckets, num_buckets), 1), 0)
-    high = tl.max(tl.max(tl.where(seen, buckets, -1), 1), 0)
+def _add_to_histogram(histogram, tile, buckets, allowed, num_buckets, BUCKETS: tl.constexpr):
+    """Add a tile's sums by bucket to a histogram."""
+    low = tl.min(tl.min(tl.where(allowed, buckets, num_buckets), 1), 0)
+    high = tl.max(tl.max(tl.where(allowed, buckets, -1), 1), 0)
     for bucket in range(low, high + 1):
-        found = tl.sum(tl.sum(tl.where(buckets == bucket, tile, 0.0), 1), 0)
-        histogram += tl.where(tl.arange(0, BUCKETS) == bucket, found, 0.0)
+        total = tl.sum(tl.sum(tl.where(buckets == bucket, tile, 0.0), 1), 0)
+        histogram += tl.where(tl.arange(0, BUCKETS) == bucket, total, 0.0)
     return histogram
 
 
 @triton.jit
-def _sum_of_heads(
+def _sum_over_heads(
     tokens,
     results,
     rows,
     keys,
-    shared,
+    shared_state,
     SOFTMAX: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Sum the gradients of a tile's scores over the heads."""
+    """Sum the score gradients of a tile over all heads."""
     first_query, index, is_row = rows
     first, column, is_key = keys
-    bias, seen, max_length = shared
+    bias, allowed, max_length = shared_state
     sums = tl.zeros([BLOCK, BLOCK], tl.float32)
     for head in range(tokens.num_heads):
         queries_BQ = load_queries(tokens, head, first_query, index, is_row, QUERY_WIDTH)
@@ -62,15 +64,17 @@ def _sum_of_heads(
         keys_BQ = load_keys(tokens, head, first, column, is_key, QUERY_WIDTH)
         values_BV = load_values(tokens, head, first, column, is_key, VALUE_WIDTH)
         score = tl.dot(queries_BQ, tl.trans(keys_BQ), input_precision=PRECISION) * tokens.scale + bias
-        of_weight = tl.dot(grads_BV, tl.trans(values_BV), input_precision=PRECISION)
-        at = (first_query + index) * tokens.num_heads + head
-        _, of_score = of_scores(score, of_weight, seen, results, at, is_row, max_length, SOFTMAX)
-        sums += of_score
+        weight_grad = tl.dot(grads_BV, tl.trans(values_BV), input_precision=PRECISION)
+        position = (first_query + index) * tokens.num_heads + head
+        _, score_grad = weights_and_score_grads(
+            score, weight_grad, allowed, results, position, is_row, max_length, SOFTMAX
+        )
+        sums += score_grad
     return sums
 
 
 @triton.jit
-def of_biases(
+def bias_gradients(
     tokens,
     samples,
     biases,
@@ -87,25 +91,42 @@ def of_biases(
     VALUE_WIDTH: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    """Write the part of a block of queries, all heads, in the gradient of the time bias, or, if BUCKETS is 0,
-    of the position bias. (Triton does not end compiling a kernel of both.)
+    """Write a query block's contribution, summed over heads, to the gradient of one bias.
 
-    The part of positions has two rows of 2 max_length - 1 zeros. A tile writes the lower half of its
-    distances into one row and the upper half into the other, so that no two tiles write the same number.
+    The time bias, or the position bias if BUCKETS is 0: Triton does not finish compiling a kernel for both.
+    For positions, a block's part has two rows of 2 max_length - 1 zeros. A tile writes the lower half of its
+    distances to one row and the upper half to the other, so that no two tiles write the same element.
+
+    Args:
+        tokens: `AttentionTokens`.
+        samples: `AttentionSamples`.
+        biases: `AttentionBiases`.
+        results: `AttentionResults`.
+        parts: output, zeros, per program [num_buckets] or [2, 2 max_length - 1].
+        first_sample: first sample in this launch.
+        SOFTMAX: softmax instead of SiLU weights.
+        CAUSAL: see `Mask`.
+        WINDOW: see `Mask`.
+        CONTEXTUAL: see `Mask`.
+        PRECISION: precision of tl.dot.
+        BLOCK: tokens per block.
+        QUERY_WIDTH: query width, padded to a power of two.
+        VALUE_WIDTH: value width, padded to a power of two.
+        BUCKETS: time buckets, padded to a power of two; 0: position bias.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks
-    first, length, history, first_query, queries = sample_of(samples, first_sample + program // num_blocks)
-    begin = program % num_blocks * BLOCK
-    if begin >= queries:
+    first, length, history, first_query, queries = load_sample(samples, first_sample + program // num_blocks)
+    start = program % num_blocks * BLOCK
+    if start >= queries:
         return
     lanes, before = tl.arange(0, BLOCK), length - queries
-    index = begin + lanes
+    index = start + lanes
     is_row, row = index < queries, index + before
     rows = first_query, index, is_row
-    times = times_of_queries(biases, first, row, is_row, history)
-    end = tl.minimum(begin + BLOCK, queries)
-    contextual, past, num_before, own, num = key_blocks(
-        begin + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
+    times = query_times(biases, first, row, is_row, history)
+    end = tl.minimum(start + BLOCK, queries)
+    contextual, past, num_before, targets, num = key_blocks(
+        start + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
     )
     if BUCKETS:
         histogram = tl.zeros([BUCKETS], tl.float32)
@@ -113,25 +134,25 @@ def of_biases(
         num_positions = 2 * biases.max_length - 1
         positions = parts + 2 * program.to(tl.int64) * num_positions
     for n in range(num):
-        first_column = nth(n, contextual, past, num_before, own) * BLOCK
+        first_column = nth_block(n, contextual, past, num_before, targets) * BLOCK
         column = first_column + lanes
-        bias, buckets, seen = pairs(
+        bias, buckets, allowed = tile_bias_and_mask(
             biases, first, length, history, row, is_row, times, column, CAUSAL, WINDOW, CONTEXTUAL
         )
-        keys, shared = (first, column, column < length), (bias, seen, biases.max_length)
-        sums = _sum_of_heads(
-            tokens, results, rows, keys, shared, SOFTMAX, PRECISION, BLOCK, QUERY_WIDTH, VALUE_WIDTH
+        keys, shared_state = (first, column, column < length), (bias, allowed, biases.max_length)
+        sums = _sum_over_heads(
+            tokens, results, rows, keys, shared_state, SOFTMAX, PRECISION, BLOCK, QUERY_WIDTH, VALUE_WIDTH
         )
         if BUCKETS:
-            histogram = _with_sums_by_bucket(histogram, sums, buckets, seen, biases.num_buckets, BUCKETS)
+            histogram = _add_to_histogram(histogram, sums, buckets, allowed, biases.num_buckets, BUCKETS)
         else:
-            # The place of the smallest distance, that of the last query and the first key.
-            least = biases.max_length - 1 + first_column - begin - before - (BLOCK - 1)
+            # The smallest distance in the tile: last query and first key.
+            min_distance = biases.max_length - 1 + first_column - start - before - (BLOCK - 1)
             for half in tl.static_range(2):
-                place = least + half * BLOCK + lanes
-                found = _sums_by_distance(sums, half * BLOCK - (BLOCK - 1), BLOCK)
-                inside = (place >= 0) & (place < num_positions)
-                tl.store(positions + half * num_positions + place, found, inside)
+                distance = min_distance + half * BLOCK + lanes
+                totals = _sums_by_distance(sums, half * BLOCK - (BLOCK - 1), BLOCK)
+                inside = (distance >= 0) & (distance < num_positions)
+                tl.store(positions + half * num_positions + distance, totals, inside)
     if BUCKETS:
         bucket = tl.arange(0, BUCKETS)
         part = parts + program.to(tl.int64) * biases.num_buckets

@@ -1,9 +1,9 @@
-"""The kernels of ``triton.py``: tiles of queries and keys whose scores stay in registers.
+"""Triton kernels for jagged attention: tiles of queries and keys whose scores stay in registers.
 
-[Note: tiles of attention on GPUs] A program has one block of queries (or, for the gradients of keys and
-values, of keys) of one head of one sample, and meets the blocks of the other side that the mask allows. Every
-number is written by one program and summed in one order, so equal calls give equal bits. No float is added
-atomically: each block of queries writes its part of the gradients of the biases, and torch adds the parts.
+[Note: tiles of attention on GPUs] A program owns a block of queries (or keys, for key and value gradients) in
+a head of a sample, and iterates over the opposite blocks allowed by the mask. Every element is written by a
+single program and summed in a fixed order, so equal calls give equal bits. Floats are never added atomically:
+query blocks write partial bias gradients, which torch sums.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
@@ -15,11 +15,12 @@ import triton.language as tl
 
 next_power_of_2 = triton.next_power_of_2
 
-_NEVER = tl.constexpr(-1e30)  # the score of a key that a softmax must not see
+# Finite, so that exp(masked - max) is 0 and not NaN in a fully masked row.
+_MASKED_SCORE = tl.constexpr(-1e30)
 
 
 class AttentionTokens(NamedTuple):
-    """Queries, keys and values, their strides between tokens and heads, and their sizes."""
+    """Queries, keys and values, with strides between tokens and heads, and sizes."""
 
     query: Any
     key: Any
@@ -37,7 +38,7 @@ class AttentionTokens(NamedTuple):
 
 
 class AttentionSamples(NamedTuple):
-    """The places where samples begin, and the most blocks that one of them can have."""
+    """Sample offsets, and the maximum number of blocks per sample."""
 
     offsets: Any
     query_offsets: Any
@@ -46,20 +47,18 @@ class AttentionSamples(NamedTuple):
 
 
 class AttentionBiases(NamedTuple):
-    """The biases; ``begins`` has the smallest time difference of each bucket."""
+    """Biases; ``starts`` has the smallest time difference per bucket."""
 
     position: Any
     time: Any
     timestamps: Any
-    begins: Any
+    starts: Any
     max_length: Any
     num_buckets: Any
 
 
 class AttentionResults(NamedTuple):
-    """The gradient of the result, and what a softmax needs beside it: the logarithms of sums [M, H], and the
-    products of each result with its gradient [M, H].
-    """
+    """Output gradient, and softmax state [M, H]: log-sum-exp, and dot products of output and gradient."""
 
     grad: Any
     log_sums: Any
@@ -67,7 +66,7 @@ class AttentionResults(NamedTuple):
 
 
 @triton.jit
-def sample_of(samples, number):
+def load_sample(samples, number):
     """Return a sample's first token, length, length without targets, first query, and number of queries."""
     first = tl.load(samples.offsets + number)
     length = (tl.load(samples.offsets + number + 1) - first).to(tl.int32)
@@ -77,48 +76,97 @@ def sample_of(samples, number):
 
 
 @triton.jit
-def _load(tokens, first, places, stride, width, inside, WIDTH: tl.constexpr):
-    """Load rows of a head, [BLOCK, WIDTH], with zeros outside."""
+def _load(tokens, first, positions, stride, width, inside, WIDTH: tl.constexpr):
+    """Load a head's rows, [BLOCK, WIDTH], with zeros outside."""
     lanes = tl.arange(0, WIDTH)
-    rows = tokens + (first + places)[:, None] * stride
+    rows = tokens + (first + positions)[:, None] * stride
     return tl.load(rows + lanes[None, :], inside[:, None] & (lanes < width)[None, :], 0.0)
 
 
 @triton.jit
-def load_queries(tokens, head, first, places, inside, WIDTH: tl.constexpr):
+def load_queries(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
+    """Load queries of a head, [BLOCK, WIDTH].
+
+    Args:
+        tokens: `AttentionTokens`.
+        head: head number.
+        first: first query of the sample.
+        positions: query positions within the sample.
+        inside: mask of valid positions.
+        WIDTH: padded query width.
+    """
     rows = tokens.query + head * tokens.query_head
-    return _load(rows, first, places, tokens.query_stride, tokens.query_width, inside, WIDTH)
+    return _load(rows, first, positions, tokens.query_stride, tokens.query_width, inside, WIDTH)
 
 
 @triton.jit
-def load_grads(grad, tokens, head, first, places, inside, WIDTH: tl.constexpr):
+def load_grads(grad, tokens, head, first, positions, inside, WIDTH: tl.constexpr):
+    """Load output gradients of a head, [BLOCK, WIDTH].
+
+    Args:
+        grad: output gradient.
+        tokens: `AttentionTokens`.
+        head: head number.
+        first: first query of the sample.
+        positions: query positions within the sample.
+        inside: mask of valid positions.
+        WIDTH: padded value width.
+    """
     width = tokens.value_width
-    return _load(grad + head * width, first, places, tokens.num_heads * width, width, inside, WIDTH)
+    return _load(grad + head * width, first, positions, tokens.num_heads * width, width, inside, WIDTH)
 
 
 @triton.jit
-def load_keys(tokens, head, first, places, inside, WIDTH: tl.constexpr):
+def load_keys(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
+    """Load keys of a head, [BLOCK, WIDTH].
+
+    Args:
+        tokens: `AttentionTokens`.
+        head: head number.
+        first: first token of the sample.
+        positions: token positions within the sample.
+        inside: mask of valid positions.
+        WIDTH: padded query width.
+    """
     rows = tokens.key + head * tokens.key_head
-    return _load(rows, first, places, tokens.key_stride, tokens.query_width, inside, WIDTH)
+    return _load(rows, first, positions, tokens.key_stride, tokens.query_width, inside, WIDTH)
 
 
 @triton.jit
-def load_values(tokens, head, first, places, inside, WIDTH: tl.constexpr):
+def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
+    """Load values of a head, [BLOCK, WIDTH].
+
+    Args:
+        tokens: `AttentionTokens`.
+        head: head number.
+        first: first token of the sample.
+        positions: token positions within the sample.
+        inside: mask of valid positions.
+        WIDTH: padded value width.
+    """
     rows = tokens.value + head * tokens.value_head
-    return _load(rows, first, places, tokens.value_stride, tokens.value_width, inside, WIDTH)
+    return _load(rows, first, positions, tokens.value_stride, tokens.value_width, inside, WIDTH)
 
 
 @triton.jit
-def _store(target, first, places, num_heads, head, width, inside, rows, WIDTH: tl.constexpr):
-    """Store rows of a head in a tensor [tokens, heads, width] without gaps."""
+def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH: tl.constexpr):
+    """Store a head's rows in a contiguous tensor [tokens, heads, width]."""
     lanes = tl.arange(0, WIDTH)
-    at = target + ((first + places)[:, None] * num_heads + head) * width
-    tl.store(at + lanes[None, :], rows, inside[:, None] & (lanes < width)[None, :])
+    rows_at = target + ((first + positions)[:, None] * num_heads + head) * width
+    tl.store(rows_at + lanes[None, :], rows, inside[:, None] & (lanes < width)[None, :])
 
 
 @triton.jit
-def times_of_queries(biases, first, row, is_row, history):
-    """Return the time of the next token of the history; the last one and targets have their own."""
+def query_times(biases, first, row, is_row, history):
+    """Return query timestamps: the next history token's, except for the last history token and targets.
+
+    Args:
+        biases: `AttentionBiases`.
+        first: first token of the sample.
+        row: query positions within the sample.
+        is_row: mask of valid rows.
+        history: sample length without targets.
+    """
     times = row.to(tl.int64)
     if biases.time is not None:
         times = tl.load(biases.timestamps + first + tl.where(row + 1 < history, row + 1, row), is_row, 0)
@@ -127,17 +175,17 @@ def times_of_queries(biases, first, row, is_row, history):
 
 @triton.jit
 def _buckets(biases, apart):
-    """Return the buckets of time differences: an estimate, or the bucket beside it where that one holds."""
+    """Return time buckets: estimate by logarithm, then correct by comparing with bucket starts."""
     seconds = tl.maximum(tl.abs(apart).to(tl.float32), 1.0)
     last = biases.num_buckets - 1
-    found = tl.minimum((tl.log(seconds) * (1.0 / 0.301)).to(tl.int32), last)  # BUCKET_WIDTH in naive.py
-    found -= (tl.load(biases.begins + found) > seconds).to(tl.int32)
-    following = tl.minimum(found + 1, last)
-    return found + ((following > found) & (tl.load(biases.begins + following) <= seconds)).to(tl.int32)
+    bucket = tl.minimum((tl.log(seconds) * (1.0 / 0.301)).to(tl.int32), last)  # BUCKET_WIDTH in naive.py
+    bucket -= (tl.load(biases.starts + bucket) > seconds).to(tl.int32)
+    following = tl.minimum(bucket + 1, last)
+    return bucket + ((following > bucket) & (tl.load(biases.starts + following) <= seconds)).to(tl.int32)
 
 
 @triton.jit
-def pairs(
+def tile_bias_and_mask(
     biases,
     first,
     length,
@@ -150,44 +198,69 @@ def pairs(
     WINDOW: tl.constexpr,
     CONTEXTUAL: tl.constexpr,
 ):
-    """Return what a tile's heads share: its bias, its buckets, and which pairs are allowed, as
-    ``naive.allowed`` has it.
+    """Return a tile's state shared by all heads: bias, time buckets, and mask, as in ``naive.allowed``.
+
+    Args:
+        biases: `AttentionBiases`.
+        first: first token of the sample.
+        length: sample length.
+        history: sample length without targets.
+        row: query positions within the sample.
+        is_row: mask of valid rows.
+        times: query timestamps.
+        column: key positions within the sample.
+        CAUSAL: see `Mask`.
+        WINDOW: see `Mask`.
+        CONTEXTUAL: see `Mask`.
     """
     apart = row[:, None] - column[None, :]
-    seen = (apart >= 0) if CAUSAL else (apart == apart)
+    allowed = (apart >= 0) if CAUSAL else (apart == apart)
     if WINDOW > 0:
-        seen = (seen & (tl.abs(apart) < WINDOW)) | (column < CONTEXTUAL)[None, :]
-    seen = seen | (row < CONTEXTUAL)[:, None]
-    seen = (seen & (column < history)[None, :]) | (apart == 0)
-    seen = seen & is_row[:, None] & (column < length)[None, :]
-    bias = tl.zeros(seen.shape, tl.float32)
-    buckets = tl.zeros(seen.shape, tl.int32)
+        allowed = (allowed & (tl.abs(apart) < WINDOW)) | (column < CONTEXTUAL)[None, :]
+    allowed = allowed | (row < CONTEXTUAL)[:, None]
+    allowed = (allowed & (column < history)[None, :]) | (apart == 0)
+    allowed = allowed & is_row[:, None] & (column < length)[None, :]
+    bias = tl.zeros(allowed.shape, tl.float32)
+    buckets = tl.zeros(allowed.shape, tl.int32)
     if biases.position is not None:
-        bias += tl.load(biases.position + (biases.max_length - 1 - apart), seen, 0.0)
+        bias += tl.load(biases.position + (biases.max_length - 1 - apart), allowed, 0.0)
     if biases.time is not None:
-        own = tl.load(biases.timestamps + first + column, column < length, 0)
-        buckets = _buckets(biases, times[:, None] - own[None, :])
+        key_times = tl.load(biases.timestamps + first + column, column < length, 0)
+        buckets = _buckets(biases, times[:, None] - key_times[None, :])
         bias += tl.load(biases.time + buckets)
-    return bias, buckets, seen
+    return bias, buckets, allowed
 
 
 @triton.jit
-def of_scores(score, of_weight, seen, results, at, is_row, max_length, SOFTMAX: tl.constexpr):
-    """Return the weights of a tile, and the gradient of its scores from that of its weights."""
+def weights_and_score_grads(
+    score, weight_grad, allowed, results, position, is_row, max_length, SOFTMAX: tl.constexpr
+):
+    """Return a tile's attention weights, and its score gradients from its weight gradients.
+
+    Args:
+        score: [BLOCK, BLOCK] queries by keys.
+        weight_grad: [BLOCK, BLOCK].
+        allowed: mask.
+        results: `AttentionResults`.
+        position: element of the queries in [M, H] tensors.
+        is_row: mask of valid rows.
+        max_length: divisor of SiLU weights.
+        SOFTMAX: softmax instead of SiLU weights.
+    """
     if SOFTMAX:
-        log_sum = tl.load(results.log_sums + at, is_row, 0.0)
-        weight = tl.where(seen, tl.exp(tl.where(seen, score - log_sum[:, None], 0.0)), 0.0)
-        of_score = weight * (of_weight - tl.load(results.deltas + at, is_row, 0.0)[:, None])
+        log_sum = tl.load(results.log_sums + position, is_row, 0.0)
+        weight = tl.where(allowed, tl.exp(tl.where(allowed, score - log_sum[:, None], 0.0)), 0.0)
+        score_grad = weight * (weight_grad - tl.load(results.deltas + position, is_row, 0.0)[:, None])
     else:
-        chance = tl.sigmoid(score)
-        weight = tl.where(seen, score * chance / max_length, 0.0)
-        of_score = tl.where(seen, chance * (1 + score * (1 - chance)) * of_weight / max_length, 0.0)
-    return weight, of_score
+        sigmoid = tl.sigmoid(score)
+        weight = tl.where(allowed, score * sigmoid / max_length, 0.0)
+        score_grad = tl.where(allowed, sigmoid * (1 + score * (1 - sigmoid)) * weight_grad / max_length, 0.0)
+    return weight, score_grad
 
 
 @triton.jit
 def key_blocks(
-    begin,
+    start,
     end,
     length,
     history,
@@ -196,30 +269,42 @@ def key_blocks(
     CONTEXTUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the blocks of keys that queries at [begin, end) meet, as `nth` takes them: those of contextual
-    tokens, of the history, and of targets, which meet themselves. The last number is how many there are.
+    """Return the key blocks for queries in [start, end), in the form `nth_block` takes.
+
+    Three ranges: contextual tokens, history, and targets, which attend to themselves. The last value is the
+    total number of blocks.
+
+    Args:
+        start: first query position within the sample.
+        end: end position.
+        length: sample length.
+        history: sample length without targets.
+        CAUSAL: see `Mask`.
+        WINDOW: see `Mask`.
+        CONTEXTUAL: see `Mask`.
+        BLOCK: tokens per block.
     """
     low = 0
     high = end if CAUSAL else length
     contextual = 0
     if WINDOW > 0:
-        low = tl.maximum(begin - WINDOW + 1, 0)
+        low = tl.maximum(start - WINDOW + 1, 0)
         high = tl.minimum(high, end - 1 + WINDOW)
         contextual = tl.cdiv(tl.minimum(CONTEXTUAL, history), BLOCK)
     if CONTEXTUAL > 0:
-        low = tl.where(begin < CONTEXTUAL, 0, low)
-        high = tl.where(begin < CONTEXTUAL, length, high)
+        low = tl.where(start < CONTEXTUAL, 0, low)
+        high = tl.where(start < CONTEXTUAL, length, high)
     past = tl.maximum(contextual, low // BLOCK)
     past_end = tl.maximum(past, tl.cdiv(tl.minimum(high, history), BLOCK))
-    own = tl.maximum(past_end, tl.maximum(begin, history) // BLOCK)
-    own_end = tl.where(end > history, tl.maximum(own, tl.cdiv(end, BLOCK)), own)
+    targets = tl.maximum(past_end, tl.maximum(start, history) // BLOCK)
+    targets_end = tl.where(end > history, tl.maximum(targets, tl.cdiv(end, BLOCK)), targets)
     num_before = contextual + past_end - past
-    return contextual, past, num_before, own, num_before + own_end - own
+    return contextual, past, num_before, targets, num_before + targets_end - targets
 
 
 @triton.jit
 def _query_blocks(
-    begin,
+    start,
     end,
     length,
     history,
@@ -229,17 +314,17 @@ def _query_blocks(
     CONTEXTUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the blocks of queries that meet keys at [begin, end): those of contextual tokens, and others.
-    The last number is how many there are.
+    """Return the query blocks for keys in [start, end): contextual tokens, then others, then the total
+    number.
     """
-    low = begin if CAUSAL else 0
+    low = start if CAUSAL else 0
     high = length
     if WINDOW > 0:
         if not CAUSAL:
-            low = tl.where(begin < CONTEXTUAL, 0, tl.maximum(begin - WINDOW + 1, 0))
-        high = tl.where(begin < CONTEXTUAL, length, tl.minimum(length, end - 1 + WINDOW))
-    only_targets = begin >= history
-    low = tl.where(only_targets, begin, low)
+            low = tl.where(start < CONTEXTUAL, 0, tl.maximum(start - WINDOW + 1, 0))
+        high = tl.where(start < CONTEXTUAL, length, tl.minimum(length, end - 1 + WINDOW))
+    only_targets = start >= history
+    low = tl.where(only_targets, start, low)
     high = tl.where(only_targets, end, high)
     before = length - queries  # the tokens without a query
     num_contextual = tl.minimum(tl.maximum(CONTEXTUAL - before, 0), queries)
@@ -250,8 +335,16 @@ def _query_blocks(
 
 
 @triton.jit
-def nth(n, first_range, second, num_before, third):
-    """Return the n-th block of three ranges."""
+def nth_block(n, first_range, second, num_before, third):
+    """Return the n-th block of three ranges.
+
+    Args:
+        n: index.
+        first_range: end of the first range, which starts at 0.
+        second: start of the second range.
+        num_before: length of the first two ranges.
+        third: start of the third range.
+    """
     return tl.where(
         n < first_range, n, tl.where(n < num_before, second + n - first_range, third + n - num_before)
     )
@@ -273,61 +366,80 @@ def attend(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the results of a block of queries, and for a softmax the logarithms of their sums."""
+    """Write the output of a query block, and for softmax the log-sum-exp.
+
+    Online softmax: keep running maxima, and rescale earlier sums when they rise. Late query
+    blocks start first, because they take longest with a causal mask.
+
+    Args:
+        tokens: `AttentionTokens`.
+        samples: `AttentionSamples`.
+        biases: `AttentionBiases`.
+        out: output [M, H, V].
+        log_sums: output [M, H] for softmax.
+        SOFTMAX: softmax instead of SiLU weights.
+        CAUSAL: see `Mask`.
+        WINDOW: see `Mask`.
+        CONTEXTUAL: see `Mask`.
+        PRECISION: precision of tl.dot.
+        BLOCK: tokens per block.
+        QUERY_WIDTH: query width, padded to a power of two.
+        VALUE_WIDTH: value width, padded to a power of two.
+    """
     program, num_blocks = tl.program_id(0), samples.num_blocks
     head = program // num_blocks % tokens.num_heads
     number = program // num_blocks // tokens.num_heads
-    first, length, history, first_query, queries = sample_of(samples, number)
-    begin = (num_blocks - 1 - program % num_blocks) * BLOCK  # a causal mask lets late queries meet most keys
-    if begin >= queries:
+    first, length, history, first_query, queries = load_sample(samples, number)
+    start = (num_blocks - 1 - program % num_blocks) * BLOCK
+    if start >= queries:
         return
     before = length - queries
-    index = begin + tl.arange(0, BLOCK)
+    index = start + tl.arange(0, BLOCK)
     is_row, row = index < queries, index + before
     queries_BQ = load_queries(tokens, head, first_query, index, is_row, QUERY_WIDTH)
-    times = times_of_queries(biases, first, row, is_row, history)
-    end = tl.minimum(begin + BLOCK, queries)
-    contextual, past, num_before, own, num = key_blocks(
-        begin + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
+    times = query_times(biases, first, row, is_row, history)
+    end = tl.minimum(start + BLOCK, queries)
+    contextual, past, num_before, targets, num = key_blocks(
+        start + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
     )
     sums = tl.zeros([BLOCK, VALUE_WIDTH], tl.float32)
-    most = tl.full([BLOCK], _NEVER, tl.float32)
+    maxima = tl.full([BLOCK], _MASKED_SCORE, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for n in range(num):
-        column = nth(n, contextual, past, num_before, own) * BLOCK + tl.arange(0, BLOCK)
+        column = nth_block(n, contextual, past, num_before, targets) * BLOCK + tl.arange(0, BLOCK)
         keys_BQ = load_keys(tokens, head, first, column, column < length, QUERY_WIDTH)
         values_BV = load_values(tokens, head, first, column, column < length, VALUE_WIDTH)
-        bias, _, seen = pairs(
+        bias, _, allowed = tile_bias_and_mask(
             biases, first, length, history, row, is_row, times, column, CAUSAL, WINDOW, CONTEXTUAL
         )
         score = tl.dot(queries_BQ, tl.trans(keys_BQ), input_precision=PRECISION) * tokens.scale + bias
         if SOFTMAX:
-            score = tl.where(seen, score, _NEVER)
-            top = tl.maximum(most, tl.max(score, 1))
-            weight = tl.where(seen, tl.exp(score - top[:, None]), 0.0)
-            factor = tl.exp(most - top)
+            score = tl.where(allowed, score, _MASKED_SCORE)
+            raised = tl.maximum(maxima, tl.max(score, 1))
+            weight = tl.where(allowed, tl.exp(score - raised[:, None]), 0.0)
+            factor = tl.exp(maxima - raised)
             total = total * factor + tl.sum(weight, 1)
             sums = sums * factor[:, None]
-            most = top
+            maxima = raised
         else:
-            weight = tl.where(seen, score * tl.sigmoid(score), 0.0)
+            weight = tl.where(allowed, score * tl.sigmoid(score), 0.0)
         sums += tl.dot(weight, values_BV, input_precision=PRECISION)
     if SOFTMAX:
         total = tl.where(is_row, total, 1.0)
         sums = sums / total[:, None]
-        tl.store(log_sums + (first_query + index) * tokens.num_heads + head, most + tl.log(total), is_row)
+        tl.store(log_sums + (first_query + index) * tokens.num_heads + head, maxima + tl.log(total), is_row)
     else:
         sums = sums / biases.max_length
     _store(out, first_query, index, tokens.num_heads, head, tokens.value_width, is_row, sums, VALUE_WIDTH)
 
 
 @triton.jit
-def of_queries(
+def query_gradients(
     tokens,
     samples,
     biases,
     results,
-    of_query,
+    query_grad,
     SOFTMAX: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -337,51 +449,69 @@ def of_queries(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the gradients of a block of queries."""
+    """Write the gradients of a query block.
+
+    Args:
+        tokens: `AttentionTokens`.
+        samples: `AttentionSamples`.
+        biases: `AttentionBiases`.
+        results: `AttentionResults`.
+        query_grad: output [M, H, Q].
+        SOFTMAX: see `attend`.
+        CAUSAL: see `Mask`.
+        WINDOW: see `Mask`.
+        CONTEXTUAL: see `Mask`.
+        PRECISION: see `attend`.
+        BLOCK: see `attend`.
+        QUERY_WIDTH: see `attend`.
+        VALUE_WIDTH: see `attend`.
+    """
     program, num_blocks = tl.program_id(0), samples.num_blocks
     head = program // num_blocks % tokens.num_heads
     number = program // num_blocks // tokens.num_heads
-    first, length, history, first_query, queries = sample_of(samples, number)
-    begin = (num_blocks - 1 - program % num_blocks) * BLOCK
-    if begin >= queries:
+    first, length, history, first_query, queries = load_sample(samples, number)
+    start = (num_blocks - 1 - program % num_blocks) * BLOCK
+    if start >= queries:
         return
     before = length - queries
-    index = begin + tl.arange(0, BLOCK)
+    index = start + tl.arange(0, BLOCK)
     is_row, row = index < queries, index + before
     queries_BQ = load_queries(tokens, head, first_query, index, is_row, QUERY_WIDTH)
     grads_BV = load_grads(results.grad, tokens, head, first_query, index, is_row, VALUE_WIDTH)
-    times = times_of_queries(biases, first, row, is_row, history)
-    end = tl.minimum(begin + BLOCK, queries)
-    contextual, past, num_before, own, num = key_blocks(
-        begin + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
+    times = query_times(biases, first, row, is_row, history)
+    end = tl.minimum(start + BLOCK, queries)
+    contextual, past, num_before, targets, num = key_blocks(
+        start + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
     )
     sums = tl.zeros([BLOCK, QUERY_WIDTH], tl.float32)
-    at = (first_query + index) * tokens.num_heads + head
+    position = (first_query + index) * tokens.num_heads + head
     for n in range(num):
-        column = nth(n, contextual, past, num_before, own) * BLOCK + tl.arange(0, BLOCK)
+        column = nth_block(n, contextual, past, num_before, targets) * BLOCK + tl.arange(0, BLOCK)
         keys_BQ = load_keys(tokens, head, first, column, column < length, QUERY_WIDTH)
         values_BV = load_values(tokens, head, first, column, column < length, VALUE_WIDTH)
-        bias, _, seen = pairs(
+        bias, _, allowed = tile_bias_and_mask(
             biases, first, length, history, row, is_row, times, column, CAUSAL, WINDOW, CONTEXTUAL
         )
         score = tl.dot(queries_BQ, tl.trans(keys_BQ), input_precision=PRECISION) * tokens.scale + bias
-        of_weight = tl.dot(grads_BV, tl.trans(values_BV), input_precision=PRECISION)
-        _, of_score = of_scores(score, of_weight, seen, results, at, is_row, biases.max_length, SOFTMAX)
-        sums += tl.dot(of_score, keys_BQ, input_precision=PRECISION)
+        weight_grad = tl.dot(grads_BV, tl.trans(values_BV), input_precision=PRECISION)
+        _, score_grad = weights_and_score_grads(
+            score, weight_grad, allowed, results, position, is_row, biases.max_length, SOFTMAX
+        )
+        sums += tl.dot(score_grad, keys_BQ, input_precision=PRECISION)
     sums *= tokens.scale
     _store(
-        of_query, first_query, index, tokens.num_heads, head, tokens.query_width, is_row, sums, QUERY_WIDTH
+        query_grad, first_query, index, tokens.num_heads, head, tokens.query_width, is_row, sums, QUERY_WIDTH
     )
 
 
 @triton.jit
-def of_keys(
+def key_gradients(
     tokens,
     samples,
     biases,
     results,
-    of_key,
-    of_value,
+    key_grad,
+    value_grad,
     SOFTMAX: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -391,41 +521,60 @@ def of_keys(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the gradients of a block of keys and values."""
+    """Write the gradients of a block of keys and values.
+
+    Args:
+        tokens: `AttentionTokens`.
+        samples: `AttentionSamples`.
+        biases: `AttentionBiases`.
+        results: `AttentionResults`.
+        key_grad: output [N, H, Q].
+        value_grad: output [N, H, V].
+        SOFTMAX: see `attend`.
+        CAUSAL: see `Mask`.
+        WINDOW: see `Mask`.
+        CONTEXTUAL: see `Mask`.
+        PRECISION: see `attend`.
+        BLOCK: see `attend`.
+        QUERY_WIDTH: see `attend`.
+        VALUE_WIDTH: see `attend`.
+    """
     program, num_blocks = tl.program_id(0), samples.num_blocks
     head = program // num_blocks % tokens.num_heads
     number = program // num_blocks // tokens.num_heads
-    first, length, history, first_query, queries = sample_of(samples, number)
-    begin = program % num_blocks * BLOCK
-    if begin >= length:
+    first, length, history, first_query, queries = load_sample(samples, number)
+    start = program % num_blocks * BLOCK
+    if start >= length:
         return
-    column = begin + tl.arange(0, BLOCK)
+    column = start + tl.arange(0, BLOCK)
     is_key = column < length
     keys_BQ = load_keys(tokens, head, first, column, is_key, QUERY_WIDTH)
     values_BV = load_values(tokens, head, first, column, is_key, VALUE_WIDTH)
-    end = tl.minimum(begin + BLOCK, length)
+    end = tl.minimum(start + BLOCK, length)
     contextual, past, num = _query_blocks(
-        begin, end, length, history, queries, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
+        start, end, length, history, queries, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
     )
     keys_sum = tl.zeros([BLOCK, QUERY_WIDTH], tl.float32)
     values_sum = tl.zeros([BLOCK, VALUE_WIDTH], tl.float32)
     for n in range(num):
-        index = nth(n, contextual, past, num, 0) * BLOCK + tl.arange(0, BLOCK)
+        index = nth_block(n, contextual, past, num, 0) * BLOCK + tl.arange(0, BLOCK)
         is_row, row = index < queries, index + length - queries
         queries_BQ = load_queries(tokens, head, first_query, index, is_row, QUERY_WIDTH)
         grads_BV = load_grads(results.grad, tokens, head, first_query, index, is_row, VALUE_WIDTH)
-        times = times_of_queries(biases, first, row, is_row, history)
-        bias, _, seen = pairs(
+        times = query_times(biases, first, row, is_row, history)
+        bias, _, allowed = tile_bias_and_mask(
             biases, first, length, history, row, is_row, times, column, CAUSAL, WINDOW, CONTEXTUAL
         )
         score = tl.dot(queries_BQ, tl.trans(keys_BQ), input_precision=PRECISION) * tokens.scale + bias
-        of_weight = tl.dot(grads_BV, tl.trans(values_BV), input_precision=PRECISION)
-        at = (first_query + index) * tokens.num_heads + head
-        weight, of_score = of_scores(score, of_weight, seen, results, at, is_row, biases.max_length, SOFTMAX)
+        weight_grad = tl.dot(grads_BV, tl.trans(values_BV), input_precision=PRECISION)
+        position = (first_query + index) * tokens.num_heads + head
+        weight, score_grad = weights_and_score_grads(
+            score, weight_grad, allowed, results, position, is_row, biases.max_length, SOFTMAX
+        )
         values_sum += tl.dot(tl.trans(weight), grads_BV, input_precision=PRECISION)
-        keys_sum += tl.dot(tl.trans(of_score), queries_BQ, input_precision=PRECISION)
+        keys_sum += tl.dot(tl.trans(score_grad), queries_BQ, input_precision=PRECISION)
     keys_sum *= tokens.scale
-    _store(of_key, first, column, tokens.num_heads, head, tokens.query_width, is_key, keys_sum, QUERY_WIDTH)
+    _store(key_grad, first, column, tokens.num_heads, head, tokens.query_width, is_key, keys_sum, QUERY_WIDTH)
     _store(
-        of_value, first, column, tokens.num_heads, head, tokens.value_width, is_key, values_sum, VALUE_WIDTH
+        value_grad, first, column, tokens.num_heads, head, tokens.value_width, is_key, values_sum, VALUE_WIDTH
     )

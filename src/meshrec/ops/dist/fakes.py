@@ -1,4 +1,4 @@
-"""The output shapes of the dist ops, for tracing."""
+"""Fake kernels of the dist operators, for tracing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ def _route_ids(
     keys: list[int],
     router: list[Tensor],
     num_ranks: int,
-    *rest: Any,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     words = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -53,47 +53,31 @@ def _unpack_ids(
 
 @_register_fake("meshrec::gather_coded")
 @_register_fake("meshrec::gather_pooled")
-def _gather_pooled(
-    received: Tensor,
-    local: Tensor | None,
-    pieces: Tensor,
-    dims: list[int],
-    batch: int,
-    out_dim: int,
-    *rest: Any,
-) -> Tensor:
+def _gather_pooled(received: Tensor, local: Any, pieces: Any, dims: Any, *sizes: Any) -> Tensor:
+    batch, out_dim = sizes[:2]
     return received.new_empty(batch, out_dim, dtype=torch.float32)
 
 
 @_register_fake("meshrec::scatter_pooled")
 def _scatter_pooled(
-    grad: Tensor,
-    pieces: Tensor,
-    dims: list[int],
-    local_dim: int,
-    offsets: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    scale: float,
-    dtype: torch.dtype,
+    grad: Tensor, pieces: Tensor, dims: list[int], local_dim: int, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    batch = grad.shape[0]
+    batch, dtype = grad.shape[0], arguments[-1]
     return grad.new_empty(batch * sum(dims), dtype=dtype), grad.new_empty(batch, local_dim)
 
 
 @_register_fake("meshrec::gather_sequence")
-def _gather_sequence(received: Tensor, *rest: Any) -> Tensor:
+def _gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
     return received.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.float32)
 
 
 @_register_fake("meshrec::scatter_sequence")
-def _scatter_sequence(grad: Tensor, *rest: Any) -> Tensor:
-    return grad.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=rest[-1])
+def _scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
+    return grad.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=arguments[-1])
 
 
 @_register_fake("meshrec::gather_weight_grads")
-def _gather_weight_grads(received: Tensor, values: Tensor, *rest: Any) -> Tensor:
+def _gather_weight_grads(received: Tensor, values: Tensor, *arguments: Any) -> Tensor:
     return received.new_empty(values.numel(), dtype=torch.float32)
 
 
@@ -117,27 +101,27 @@ def _unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor
 def _wire_encode(
     values: Tensor,
     rows: list[int],
-    begins: list[int],
+    starts: list[int],
     widths: list[int],
     formats: list[int],
-    *rest: Any,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     size = sum(
         num_rows * wire_naive.column_bytes(formats[c], widths[c])
         for b, num_rows in enumerate(rows)
-        for c in range(begins[b], begins[b + 1])
+        for c in range(starts[b], starts[b + 1])
     )
     return values.new_empty(size, dtype=torch.uint8), values.new_empty(2, dtype=torch.int64)
 
 
 @_register_fake("meshrec::wire_decode")
 def _wire_decode(
-    message: Tensor, rows: list[int], begins: list[int], widths: list[int], formats: list[int]
+    message: Tensor, rows: list[int], starts: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
-    size = sum(n * sum(widths[begins[b] : begins[b + 1]]) for b, n in enumerate(rows))
+    size = sum(n * sum(widths[starts[b] : starts[b + 1]]) for b, n in enumerate(rows))
     return message.new_empty(size, dtype=torch.float32)
 
 
 @_register_fake("meshrec::average_ranks")
-def _average_ranks(mean: Tensor, *rest: Any) -> None:
+def _average_ranks(mean: Tensor, *arguments: Any) -> None:
     return None

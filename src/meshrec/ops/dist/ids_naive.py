@@ -1,11 +1,11 @@
-"""The distinct IDs of a node, and how they are packed for their way to others, in plain torch.
+"""Distinct IDs within a node, and their compressed encoding for transfers, in plain torch.
 
-It is the reference for the kernels, and the fallback.
+The reference for the kernels, and the fallback without them.
 
-A message is a sequence of runs. The IDs of a run ascend, each once, from 0 on. A run is cut into groups of
-``GROUP`` IDs. A group is one byte with a width w, then for each of its IDs the gap to the ID before, less one,
-in w bits (the ID before the first one is -1). Bits fill bytes from the lowest on, and the last byte of a
-group is filled up with zeros.
+A message is a sequence of runs. A run has distinct IDs, ascending from 0. It is split into groups of
+``GROUP`` IDs. A group is a byte with a bit width w, then per ID the gap to the previous ID minus one, in w
+bits (the first ID's predecessor is -1). Bits fill bytes from the lowest up, and the last byte of a group is
+padded with zeros.
 """
 
 import torch
@@ -19,18 +19,18 @@ GROUP = 128
 
 
 def distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs, ascending, and the place of each ID among them.
+    """Return the distinct IDs, ascending, and the position of every ID among them.
 
-    Time and memory grow with ``num_rows``: a bit for each row in the kernel, a number for each one here.
+    Time and memory are proportional to ``num_rows``: a bit per row in the kernel, an integer per row here.
 
     Args:
-        ids: int64 [N], each in [0, ``num_rows``).
-        num_rows: the number of IDs that there can be.
+        ids: int64 [N], in [0, ``num_rows``).
+        num_rows: number of possible IDs.
     """
     marks = ids.new_zeros(num_rows, dtype=torch.int32)
     marks[ids] = 1
-    place = marks.cumsum(0) - 1
-    return marks.nonzero()[:, 0], place[ids]
+    position = marks.cumsum(0) - 1
+    return marks.nonzero()[:, 0], position[ids]
 
 
 def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
@@ -38,13 +38,13 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: int32 or int64 [N], run by run.
-        counts: the number of IDs of each run.
+        counts: IDs per run.
 
     Returns:
-        The message, uint8, and the number of bytes of each run, int64.
+        The message, uint8, and bytes per run, int64.
 
     Raises:
-        ValueError: the IDs of a run do not ascend.
+        ValueError: a run is not ascending.
     """
     if ids.numel() != sum(counts):
         raise ValueError(f"runs have {sum(counts)} ids, got {ids.numel()}")
@@ -58,39 +58,49 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
-    """Return the IDs that ``pack_ids`` packed, int64 if ``wide``, else int32.
+    """Decode a message from ``pack_ids``.
+
+    Args:
+        message: uint8.
+        counts: IDs per run.
+        wide: return int64 instead of int32.
 
     Raises:
         ValueError: the message does not contain this number of IDs.
     """
-    parts, at = [], 0
+    parts, position = [], 0
     for count in counts:
-        before = -1
+        last_id = -1
         for first in range(0, count, GROUP):
             n = min(GROUP, count - first)
-            width = int(message[at]) if at < len(message) else 64
+            width = int(message[position]) if position < len(message) else 64
             size = (n * width + 7) // 8
-            if width > 63 or at + 1 + size > len(message):
-                raise _broken(message, counts)
-            bits = message[at + 1 : at + 1 + size, None].long() >> torch.arange(8, device=message.device) & 1
+            if width > 63 or position + 1 + size > len(message):
+                raise _corrupt_message(message, counts)
+            bits = (
+                message[position + 1 : position + 1 + size, None].long()
+                >> torch.arange(8, device=message.device)
+                & 1
+            )
             bits = bits.view(-1)[: n * width].view(n, width)
             gaps = (bits << torch.arange(width, device=message.device)).sum(1)
-            part = before + (gaps + 1).cumsum(0)
+            part = last_id + (gaps + 1).cumsum(0)
             parts.append(part)
-            before, at = int(part[-1]), at + 1 + size
-    if at != len(message):
-        raise _broken(message, counts)
+            last_id, position = int(part[-1]), position + 1 + size
+    if position != len(message):
+        raise _corrupt_message(message, counts)
     empty = message.new_empty(0, dtype=torch.int64)
     return torch.cat([*parts, empty]).to(torch.int64 if wide else torch.int32)
 
 
 def _packed(run: Tensor) -> list[Tensor]:
+    # Gaps of sorted distinct IDs are small, so they need few bits.
     gaps = run.diff(prepend=run.new_full((1,), -1)) - 1
     if bool((gaps < 0).any()):
         bad = int((gaps < 0).nonzero()[0])
-        before = int(run[bad - 1]) if bad else -1
+        previous = int(run[bad - 1]) if bad else -1
         raise ValueError(
-            f"ids of a run must be at least 0 and ascend, each once; got {int(run[bad])} after {before}"
+            f"ids of a run must be at least 0 and ascend, each once; got {int(run[bad])} after {previous}"
         )
     parts = []
     for group in gaps.split(GROUP) if len(gaps) else ():
@@ -102,7 +112,7 @@ def _packed(run: Tensor) -> list[Tensor]:
     return parts
 
 
-def _broken(message: Tensor, counts: list[int]) -> ValueError:
+def _corrupt_message(message: Tensor, counts: list[int]) -> ValueError:
     return ValueError(f"a message of {len(message)} bytes does not hold {sum(counts)} packed ids")
 
 

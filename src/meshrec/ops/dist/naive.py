@@ -1,22 +1,20 @@
-"""The dist ops in plain torch: the reference for the kernels, and the fallback on other devices.
+"""Dist operators in plain torch: the reference for the kernels, and the fallback on other devices.
 
-The ops share these terms (U uses, Q routes, K keys, R ranks, N IDs, B bags of a use, D width):
+Terms shared by the operators (U uses, Q routes, K keys, R ranks, N IDs, B bags per use, D width):
 
-- A *use* is a feature read in a table; it reads key ``keys[u]`` of the IDs. ``values_N``, ``offsets`` and
-  ``segments`` (int64 [K + 1] on the CPU: the first bag of each key; None: equally many bags per key) describe
-  the IDs.
-- ``router``: five int64 tensors on the CPU. ``cuts`` holds for every use, from ``cut_begin[u]`` to
-  ``cut_begin[u + 1]``, its row cuts 0 = c_0 < ... < c_P = rows. (Hashed keys have cuts from -2^63 to
-  2^63 - 1, which stands for no end: any int64 is inside.) Between two cuts lies an interval; intervals are
-  numbered through all uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take
-  the IDs of interval i. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
-- A *message* is a sequence of int32 words: [bags of each route, if they differ between uses][lengths, route
-  by route][IDs, minus the route's first row, as int32, or with ``wide`` as int64][weights, fp32]. ``header``
-  int64 [R, 4] has for each message: status (0), words, IDs, bags per route (-1: they differ).
-- ``pieces`` int64 [P, 6]: (source, first column in the source, width, first column in the result, whether to
-  add, use by whose bag lengths to divide or -1). Sources are the ranks, ``dims[r]`` columns each; source R is
-  ``local``.
-- ``lookups`` int64 [L, 4]: (route, use, first column, width), by rank: the pieces of the rows of IDs.
+- A *use* is a feature read from a table; its IDs belong to key ``keys[u]``. ``values_N``, ``offsets`` and
+  ``segments`` (int64 [K + 1] on the CPU: first bag per key; None: equal bag counts per key) describe the IDs.
+- ``router``: five int64 tensors on the CPU. ``cuts`` holds the row cuts 0 = c_0 < ... < c_P = rows of use u
+  in ``cut_begin[u]`` to ``cut_begin[u + 1]``. (Hashed keys have cuts from -2^63 to 2^63 - 1, which means
+  unbounded: every int64 is inside.) Adjacent cuts delimit an interval; intervals are numbered across all
+  uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take the IDs in interval i.
+  ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
+- A *message* is a sequence of int32 words: [bags per route, if they differ between uses][lengths, route by
+  route][IDs minus the route's first row, as int32, or int64 with ``wide``][weights, fp32]. ``header`` int64
+  [R, 4] has per message: status (0), words, IDs, bags per route (-1: they differ).
+- ``pieces`` int64 [P, 6]: (source, first source column, width, first result column, whether to add, use whose
+  bag lengths divide or -1). Sources are the ranks, with ``dims[r]`` columns; source R is ``local``.
+- ``lookups`` int64 [L, 4]: (route, use, first column, width), by rank: row pieces for sequence lookups.
 """
 
 from itertools import accumulate, pairwise
@@ -28,15 +26,14 @@ from torch import Tensor
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.layout import check_offsets, segment_bounds
 
-
-_NO_END = (1 << 63) - 1
+_UNBOUNDED = (1 << 63) - 1
 
 
 class _Router(NamedTuple):
     cuts: list[list[int]]
-    """[U]: the row cuts of each use."""
+    """[U]: row cuts per use."""
     intervals: list[list[int]]
-    """[Q]: the intervals of each route, numbered within its use."""
+    """[Q]: intervals per route, numbered within its use."""
     routes: list[list[int]]
     """[Q]: rank, use, first row."""
 
@@ -44,17 +41,17 @@ class _Router(NamedTuple):
         return self.cuts[use][-1]
 
 
-def _read(router: list[Tensor]) -> _Router:
+def _parse_router(router: list[Tensor]) -> _Router:
     cut_begin, cuts, interval_begin, interval_routes, routes = (tensor.tolist() for tensor in router)
     intervals: list[list[int]] = [[] for _ in range(len(routes) // 3)]
     number = 0
-    for begin, end in pairwise(cut_begin):
-        for interval in range(end - begin - 1):
+    for start, end in pairwise(cut_begin):
+        for interval in range(end - start - 1):
             for route in interval_routes[interval_begin[number] : interval_begin[number + 1]]:
                 intervals[route].append(interval)
             number += 1
     return _Router(
-        [cuts[begin:end] for begin, end in pairwise(cut_begin)],
+        [cuts[start:end] for start, end in pairwise(cut_begin)],
         intervals,
         [routes[i : i + 3] for i in range(0, len(routes), 3)],
     )
@@ -64,22 +61,23 @@ class _UseIds(NamedTuple):
     ids: slice
     lengths_B: Tensor
     rows: Tensor
-    """int64: the IDs, with those outside the table set to 0."""
+    """int64: IDs, with 0 for IDs outside the table."""
     intervals: Tensor
-    """int64: the interval of each id."""
+    """int64: interval per ID."""
     bad: Tensor
 
 
 def _use_ids(
     values: Tensor, offsets: Tensor, bounds: list[int], keys: list[int], use: int, router: _Router
 ) -> _UseIds:
-    begin, end = bounds[keys[use]], bounds[keys[use] + 1]
-    offsets_B1 = offsets[begin : end + 1].long()
+    start, end = bounds[keys[use]], bounds[keys[use] + 1]
+    offsets_B1 = offsets[start : end + 1].long()
     ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
     rows = values[ids].long()
     bad = (rows < router.cuts[use][0]) | (rows >= router.num_rows(use))
-    if router.num_rows(use) == _NO_END:
+    if router.num_rows(use) == _UNBOUNDED:
         bad = torch.zeros_like(bad)
+    # Without check_ids, an ID outside the table reads row 0.
     rows = rows.masked_fill(bad, 0)
     cuts = torch.tensor(router.cuts[use][1:-1], dtype=torch.int64, device=values.device)
     return _UseIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
@@ -98,19 +96,30 @@ def route_ids(
     check_ids: bool,
     names: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pack the messages for all ranks.
+    r"""Pack the ID messages for all ranks.
+
+    Args:
+        values: IDs, int32 or int64 [N].
+        offsets: first ID per bag, and N.
+        weights: per-sample weights, fp32 [N], or None.
+        segments: first bag per key, or None.
+        num_keys: K.
+        keys: key per use.
+        router: see the module docstring.
+        num_ranks: R.
+        wide: send int64 IDs.
+        check_ids: raise for IDs outside the table and NaN weights. Otherwise such IDs count as row 0.
+        names: UTF-8 bytes of ``"table\\tfeature\\n"`` per use, uint8, for messages.
 
     Returns:
-        The payload (int32), the header [R, 4], the number of IDs per route [Q], and the number of IDs outside
-            the table per use [U].
+        Payload (int32), header [R, 4], IDs per route [Q], and IDs outside the table per use [U].
 
     Raises:
-        ValueError: offsets do not fit; or, with ``check_ids``, an ID is outside the table or a weight is NaN.
-            Without ``check_ids``, such IDs count as row 0.
+        ValueError: invalid offsets; or, with ``check_ids``, an ID outside the table or a NaN weight.
     """
     check_offsets(offsets, values.numel())
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
-    plan = _read(router)
+    plan = _parse_router(router)
     uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
     if check_ids:
         for use, ids in enumerate(uses):
@@ -134,6 +143,7 @@ def route_ids(
             if batch < 0:
                 parts[0].append(torch.tensor([ids.lengths_B.numel()], device=values.device).int())
             parts[1].append(torch.bincount(bags, minlength=ids.lengths_B.numel()).int())
+            # The receiver knows only local rows: send positions within the shard.
             parts[2].append(local.view(torch.int32) if wide else local.int())
             if weights is not None:
                 parts[3].append(weights[ids.ids][taken].view(torch.int32))
@@ -148,10 +158,21 @@ def route_ids(
 def unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unpack messages into values, offsets [bags + 1], weights (empty if not weighted), and segments [n *
-    routes + 1].
+    """Unpack received ID messages into a batch for the TBE operators.
 
-    The message of rank ``blocks[i]`` becomes block i of the bags that the tbe ops read.
+    Args:
+        received: words of all messages, int32.
+        header: int64 [R, 4].
+        blocks: rank per block, in the order of the result.
+        num_routes: routes to this rank.
+        weighted: whether messages contain weights.
+        wide: whether IDs are int64.
+
+    Returns:
+        Values, offsets [bags + 1], weights (empty unless weighted), and segments [blocks * routes + 1].
+
+    Raises:
+        ValueError: the header does not match the received words.
     """
     words, num_ids, batches = header[:, 1].tolist(), header[:, 2].tolist(), header[:, 3].tolist()
     if sum(words) != received.numel():
@@ -161,17 +182,18 @@ def unpack_ids(
     bags: list[int] = []
     for rank in blocks:
         message, prefix = messages[rank], num_routes if batches[rank] < 0 else 0
-        own = message[:prefix].tolist() if prefix else [batches[rank]] * num_routes
-        ids_begin = prefix + sum(own)
-        ids_end = ids_begin + num_ids[rank] * (2 if wide else 1)
-        bags += own
-        lengths.append(message[prefix:ids_begin])
-        ids = message[ids_begin:ids_end]
+        block_bags = message[:prefix].tolist() if prefix else [batches[rank]] * num_routes
+        ids_start = prefix + sum(block_bags)
+        ids_end = ids_start + num_ids[rank] * (2 if wide else 1)
+        bags += block_bags
+        lengths.append(message[prefix:ids_start])
+        ids = message[ids_start:ids_end]
         values.append(ids.clone().view(torch.int64) if wide else ids)
         weights.append(message[ids_end:].clone().view(torch.float32))
         if int(lengths[-1].sum()) != num_ids[rank]:
             raise ValueError(f"lengths do not sum to the number of ids in the message of rank {rank}")
     offsets = torch.cat([received.new_zeros(1, dtype=torch.int64), torch.cat(lengths).long().cumsum(0)])
+    # On the CPU, where the TBE operators read them without synchronization.
     segments = torch.tensor(list(accumulate(bags, initial=0)), dtype=torch.int64)
     empty = received.new_empty(0, dtype=torch.float32)
     return torch.cat(values), offsets, torch.cat(weights) if weighted else empty, segments
@@ -191,11 +213,24 @@ def gather_pooled(
     link: int = 0,
     exchange: int = 0,
 ) -> Tensor:
-    """Return [B, out_dim] fp32: the columns of all sources in their places. Later sources add to earlier
-    ones.
+    """Assemble the pooled output from the columns of all sources, fp32 [B, out_dim].
 
-    ``link``, ``exchange``: the compiled kernel reads in place what other ranks have sent on a link
-    (comms/host_link.py). ``received`` is then empty, and only gives the dtype of the message.
+    Later pieces add to earlier ones if so marked.
+
+    Args:
+        received: pooled rows from all ranks, flat.
+        local: pooled rows of tables on this rank, fp32 [B, columns], or None.
+        pieces: see the module docstring.
+        dims: columns per rank.
+        batch: B.
+        out_dim: output columns.
+        offsets: first ID per bag, for mean pooling.
+        segments: first bag per key, or None.
+        num_keys: K.
+        keys: key per use.
+        link: handle of a ``HostLink``: the compiled kernel reads the other ranks' rows in place
+            (comms/host_link.py). ``received`` is then empty, and only gives the dtype.
+        exchange: exchange number on the link.
     """
     if received.numel() != batch * sum(dims):
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
@@ -226,19 +261,33 @@ def gather_coded(
     segments: Tensor | None,
     num_keys: int,
     keys: list[int],
-    begins: list[int],
+    starts: list[int],
     widths: list[int],
     formats: list[int],
     link: int = 0,
     exchange: int = 0,
 ) -> Tensor:
-    """Compute ``gather_pooled`` on rows that ``wire_encode`` has encoded, uint8, with a block for each source.
+    """Run ``gather_pooled`` on rows encoded by ``wire_encode``, uint8, with a block per source.
 
-    ``begins``, ``widths``, ``formats``: the columns of each source, see ``wire_naive``. The other arguments
-    are those of ``gather_pooled``.
+    Args:
+        received: encoded rows from all ranks, uint8.
+        local: see ``gather_pooled``.
+        pieces: see ``gather_pooled``.
+        dims: see ``gather_pooled``.
+        batch: see ``gather_pooled``.
+        out_dim: see ``gather_pooled``.
+        offsets: see ``gather_pooled``.
+        segments: see ``gather_pooled``.
+        num_keys: see ``gather_pooled``.
+        keys: see ``gather_pooled``.
+        starts: first column per source, see ``wire_naive``.
+        widths: column widths.
+        formats: column formats.
+        link: see ``gather_pooled``.
+        exchange: see ``gather_pooled``.
     """
     ops = torch.ops.meshrec
-    values = ops.wire_decode(received, [batch] * len(dims), begins, widths, formats)
+    values = ops.wire_decode(received, [batch] * len(dims), starts, widths, formats)
     out: Tensor = ops.gather_pooled(
         values, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys
     )
@@ -257,8 +306,22 @@ def scatter_pooled(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Reverse ``gather_pooled``, times ``scale``. Return the payload to the ranks (1-D), and the local
-    columns.
+    """Invert ``gather_pooled`` for gradients, times ``scale``.
+
+    Args:
+        grad: output gradient, fp32 [B, out_dim].
+        pieces: see the module docstring.
+        dims: columns per rank.
+        local_dim: columns of ``local``.
+        offsets: first ID per bag, for mean pooling.
+        segments: first bag per key, or None.
+        num_keys: K.
+        keys: key per use.
+        scale: gradient factor.
+        dtype: payload dtype.
+
+    Returns:
+        Payload to the ranks (1-D), and the local columns.
     """
     batch = grad.shape[0]
     sources = [grad.new_empty(batch, dim) for dim in (*dims, local_dim)]
@@ -271,7 +334,7 @@ def scatter_pooled(
 
 
 class SequenceRows(NamedTuple):
-    """A batch and the rows of sequences that travel for it: the arguments that two ops share."""
+    """Batch, and the rows exchanged for its sequence lookups: arguments shared by two operators."""
 
     values: Tensor
     offsets: Tensor
@@ -280,39 +343,39 @@ class SequenceRows(NamedTuple):
     keys: list[int]
     router: list[Tensor]
     lookups: Tensor
-    """int64 [L, 4]: route, use, first column and width of each lookup."""
+    """int64 [L, 4]: route, use, first column and width."""
     counts: Tensor
-    """int64 [Q]: the number of IDs of each route."""
+    """int64 [Q]: IDs per route."""
     dims: list[int]
-    """The width of each use; 0 for uses that are left out."""
+    """Width per use; 0 for omitted uses."""
 
     def num_elements(self) -> int:
-        """Return the number of elements that travel."""
+        """Return the number of exchanged elements."""
         return int((self.counts.cpu()[self.lookups[:, 0]] * self.lookups[:, 3]).sum())
 
 
 def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
-    """Return the rows of each use, flat fp32 [ids, dims[u]], put together from the lookups. Uses of width 0
-    are left out.
+    """Assemble the rows of every use from the lookups, flat fp32 [ids, dims[u]]. Uses with width 0 are
+    omitted.
     """
-    places, num_elements, out_elements = _sequence_places(SequenceRows(*arguments))
+    positions, num_elements, out_elements = _sequence_positions(SequenceRows(*arguments))
     if received.numel() != num_elements:
         raise ValueError(f"received {received.numel()} elements in place of {num_elements}")
     out = received.new_empty(out_elements, dtype=torch.float32)
-    for sent, at in places:
-        out[at] = received[sent].float()
+    for message_slice, elements in positions:
+        out[elements] = received[message_slice].float()
     return out
 
 
 def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
-    """Reverse ``gather_sequence``, times ``scale``."""
+    """Invert ``gather_sequence`` for gradients, times ``scale``."""
     *shared, scale, dtype = arguments
-    places, num_elements, out_elements = _sequence_places(SequenceRows(*shared))
+    positions, num_elements, out_elements = _sequence_positions(SequenceRows(*shared))
     if grad.numel() != out_elements:
         raise ValueError(f"the gradient must be float32 with {out_elements} elements, got {grad.numel()}")
     out = grad.new_empty(num_elements, dtype=dtype)
-    for sent, at in places:
-        out[sent] = (grad[at] * scale).to(dtype)
+    for message_slice, elements in positions:
+        out[message_slice] = (grad[elements] * scale).to(dtype)
     return out
 
 
@@ -326,13 +389,20 @@ def gather_weight_grads(
     router: list[Tensor],
     counts: Tensor,
 ) -> Tensor:
-    """Return, for each ID, the sum of the values that came back on its routes, fp32 [N]; 0 for IDs that no
-    use reads.
+    """Return the sum of values received on an ID's routes, fp32 [N]; 0 for IDs without a use.
 
-    ``received``: fp32, one value for each ID sent, route by route.
+    Args:
+        received: fp32, a value per sent ID, route by route.
+        values: IDs [N].
+        offsets: first ID per bag, and N.
+        segments: first bag per key, or None.
+        num_keys: K.
+        keys: key per use.
+        router: see the module docstring.
+        counts: IDs per route, int64 [Q].
     """
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
-    plan = _read(router)
+    plan = _parse_router(router)
     if received.numel() != int(counts.sum()):
         raise ValueError(f"received {received.numel()} elements in place of {int(counts.sum())}")
     uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
@@ -344,29 +414,27 @@ def gather_weight_grads(
     return out
 
 
-def _sequence_places(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]], int, int]:
-    """Return, for each lookup, its slice of the payload and the places of these elements; then the sizes of
-    both.
-    """
+def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]], int, int]:
+    """Return every lookup's payload slice and element positions; then both total sizes."""
     values, offsets, segments, num_keys, keys, router, lookups, _, dims = batch
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
-    plan = _read(router)
+    plan = _parse_router(router)
     uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
     sizes = [ids.rows.numel() * dim for ids, dim in zip(uses, dims, strict=True)]
-    begins = list(accumulate(sizes, initial=0))
-    places, element = [], 0
+    starts = list(accumulate(sizes, initial=0))
+    positions, element = [], 0
     for route, use, column, width in lookups.tolist():
         intervals = torch.tensor(plan.intervals[route], device=values.device)
         taken = torch.isin(uses[use].intervals, intervals).nonzero()
         columns = torch.arange(column, column + width, device=values.device)
-        at = (begins[use] + taken * dims[use] + columns).view(-1)
-        places.append((slice(element, element + at.numel()), at))
-        element += at.numel()
-    return places, element, begins[-1]
+        elements = (starts[use] + taken * dims[use] + columns).view(-1)
+        positions.append((slice(element, element + elements.numel()), elements))
+        element += elements.numel()
+    return positions, element, starts[-1]
 
 
 def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: int, key: int) -> Tensor:
-    """Return 1 / the number of IDs in each bag, fp32 [B, 1]; 0 for empty bags."""
+    """Return 1 / IDs per bag, fp32 [B, 1]; 0 for empty bags."""
     assert offsets is not None
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     lengths_B = offsets[bounds[key] : bounds[key + 1] + 1].diff().float()[:, None]
@@ -377,21 +445,32 @@ def _check(
     ids: _UseIds, use: int, values: Tensor, weights: Tensor | None, num_rows: int, names: Tensor
 ) -> None:
     nan = weights[ids.ids].isnan() if weights is not None else torch.zeros_like(ids.bad)
-    for bad, what in ((ids.bad, "outside"), (nan, "nan")):
+    for bad, kind in ((ids.bad, "outside"), (nan, "nan")):
         if not bool(bad.any()):
             continue
-        at = int(bad.nonzero()[0])
+        position = int(bad.nonzero()[0])
         table, feature = bytes(names.tolist()).decode().split("\n")[use].split("\t")
-        one, sample = int(values[ids.ids][at]), int(torch.repeat_interleave(ids.lengths_B)[at])
-        if what == "outside":
+        id, sample = int(values[ids.ids][position]), int(torch.repeat_interleave(ids.lengths_B)[position])
+        if kind == "outside":
             raise ValueError(
-                f"table '{table}': id {one} of feature '{feature}' (sample {sample}) is outside [0, "
+                f"table '{table}': id {id} of feature '{feature}' (sample {sample}) is outside [0, "
                 f"{num_rows}). Raise num_embeddings, or hash the ids."
             )
         raise ValueError(
-            f"table '{table}': the weight of id {one} of feature '{feature}' (sample {sample}) is nan. "
+            f"table '{table}': the weight of id {id} of feature '{feature}' (sample {sample}) is nan. "
             "Weights must be numbers; check the input."
         )
 
 
-implement([route_ids, unpack_ids, gather_pooled, gather_coded, scatter_pooled, gather_sequence, scatter_sequence, gather_weight_grads])
+implement(
+    [
+        route_ids,
+        unpack_ids,
+        gather_pooled,
+        gather_coded,
+        scatter_pooled,
+        gather_sequence,
+        scatter_sequence,
+        gather_weight_grads,
+    ]
+)

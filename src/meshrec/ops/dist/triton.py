@@ -1,14 +1,14 @@
-"""The ops before and after the all-to-alls on GPUs, as Triton kernels. ``naive.py`` describes each op.
+"""Operators before and after the all-to-alls on GPUs, as Triton kernels. ``naive.py`` describes them.
 
-No op reads the GPU. The figures that a caller needs on the host (the number of words for each rank) are in
-the header, on the device. They are read once, together with the sizes that the other ranks send. So two
-contracts differ from those of the CPU:
+No operator synchronizes with the GPU. Sizes needed on the host (words per rank) are in the header, on the
+device, and are read once together with the sizes from other ranks. Two contracts therefore differ from the
+CPU:
 
-- ``route_ids`` cannot know the length of its messages. The payload has room for the most that the plan can
-  send; unused words lie behind the last message. Invalid input does not raise: it sets the status of every
-  header to 1, and ``naive.route_ids`` explains it.
-- ``unpack_ids`` and the ops on sequences take the header and the counts on the CPU, where they have been
-  read. (In one case they read again: the sizes of features with own batch sizes travel inside the messages.)
+- ``route_ids`` cannot know its message lengths. The payload is sized for the plan's maximum; unused words
+  follow the last message. Invalid input does not raise: it sets the status in every header to 1, and
+  ``naive.route_ids`` then raises the error.
+- ``unpack_ids`` and the sequence operators take header and counts on the CPU, where they were read. (One
+  exception: bag counts that differ between features travel inside the messages, and are read again.)
 """
 
 import importlib.util
@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshrec.ops.device_copies import cached_on_device, copy_to_device, device_tensor
 from meshrec.ops.dist.naive import SequenceRows
-from meshrec.ops.library import implement
-from meshrec.ops.sending import kept_on, on_device, sent_to
 from meshrec.ops.dist.triton_plans import (
     ColumnGroups,
     PlanRoutes,
@@ -30,6 +29,7 @@ from meshrec.ops.dist.triton_plans import (
     num_blocks,
     routes_of,
 )
+from meshrec.ops.library import implement
 
 # U uses, Q routes, R ranks, K keys, L lookups, N ids, S slots (a slot is a bag of a route)
 
@@ -40,24 +40,26 @@ _TILE = 1024
 
 
 class _RouteSlots(NamedTuple):
-    """The routes with the bags of a batch, on the device, and the number of IDs that each slot takes."""
+    """Routes with the bags of a batch, on the device, and IDs per slot."""
 
     fields: Tensor
     """int64 [Q, ROUTE_FIELDS] on the device."""
-    most_bags: int
+    max_bags: int
     first: list[int]
-    """[Q + 1]: the first slot of each route, and S."""
+    """[Q + 1]: first slot per route, and S."""
     starts: Tensor
-    """int64 [S + 1] on the device: the number of IDs in the slots before each one."""
+    """int64 [S + 1] on the device: IDs before every slot."""
     num_bad: Tensor
     is_bad: Tensor
 
     def grid(self, num: int | None = None) -> tuple[int, int]:
-        """Return a launch grid: programs of ``_LANES`` bags for each route, or for each of ``num`` others."""
-        return num_blocks(max(self.most_bags, 1), _LANES), self.fields.shape[0] if num is None else num
+        """Return a launch grid: a program per ``_LANES`` bags and route, or per ``num`` items instead of
+        routes.
+        """
+        return num_blocks(max(self.max_bags, 1), _LANES), self.fields.shape[0] if num is None else num
 
 
-def _slots(
+def _build_slots(
     values: Tensor,
     offsets: Tensor,
     weights: Tensor | None,
@@ -68,10 +70,10 @@ def _slots(
     from meshrec.ops.dist import triton_kernels
 
     device = values.device
-    of_route = [[bags.first[use], bags.number[use]] for use in routes.uses]
-    first = list(accumulate((number for _, number in of_route), initial=0))
-    own = torch.tensor([[*pair, slot] for pair, slot in zip(of_route, first[:-1], strict=True)])
-    fields = sent_to(torch.cat([routes.fields, own.view(-1, 3)], 1), device)
+    bags_of_routes = [[bags.first[use], bags.number[use]] for use in routes.uses]
+    first = list(accumulate((number for _, number in bags_of_routes), initial=0))
+    slot_fields = torch.tensor([[*pair, slot] for pair, slot in zip(bags_of_routes, first[:-1], strict=True)])
+    fields = copy_to_device(torch.cat([routes.fields, slot_fields.view(-1, 3)], 1), device)
     lengths = torch.empty(first[-1], dtype=torch.int32, device=device)
     starts = torch.zeros(first[-1] + 1, dtype=torch.int64, device=device)
     num_bad = torch.zeros(len(bags.first), dtype=torch.int64, device=device)
@@ -91,6 +93,7 @@ def _slots(
             CHECK=check_ids,
             BLOCK=_LANES,
         )
+        # A prefix sum gives every bag its message position, without atomics.
         torch.cumsum(lengths, 0, dtype=torch.int64, out=starts[1:])
     return slots
 
@@ -108,7 +111,21 @@ def route_ids(
     check_ids: bool,
     names: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``naive.route_ids`` with Triton kernels; the module's docstring has the differences."""
+    """Compute ``naive.route_ids`` with Triton kernels; see the module docstring for differences.
+
+    Args:
+        values: see ``naive.route_ids``.
+        offsets: see ``naive.route_ids``.
+        weights: see ``naive.route_ids``.
+        segments: see ``naive.route_ids``.
+        num_keys: see ``naive.route_ids``.
+        keys: see ``naive.route_ids``.
+        router: see ``naive.route_ids``.
+        num_ranks: see ``naive.route_ids``.
+        wide: see ``naive.route_ids``.
+        check_ids: see ``naive.route_ids``.
+        names: see ``naive.route_ids``.
+    """
     from meshrec.ops.dist import triton_kernels
     from meshrec.ops.tbe.triton_kernels import check_offsets
 
@@ -116,7 +133,7 @@ def route_ids(
     values, offsets = values.contiguous(), offsets.contiguous()
     weights = None if weights is None else weights.contiguous()
     routes, bags = routes_of(router), UseBags.of(offsets, segments, num_keys, keys)
-    slots = _slots(values, offsets, weights, bags, routes, check_ids)
+    slots = _build_slots(values, offsets, weights, bags, routes, check_ids)
     num_bags = offsets.numel() - 1
     check_offsets[(num_blocks(max(num_bags, 1), _TILE),)](
         offsets, num_bags, num_ids, slots.is_bad, BLOCK=_TILE
@@ -131,12 +148,13 @@ def route_ids(
         words = slots.first[end] - slots.first[first] + (end - first if batch < 0 else 0)
         ranks.append((slots.first[first], slots.first[end], words, before, batch))
         before += words
-    rank_fields = kept_on(device, ranks)
-    # Keys hold distinct IDs, so together their routes send at most what the busiest key sends for all IDs.
-    of_key: dict[int, int] = {}
-    for key, most in zip(keys, routes.most_routes, strict=True):
-        of_key[key] = of_key.get(key, 0) + most
-    capacity = num_ids * max(of_key.values(), default=0)
+    rank_fields = cached_on_device(device, ranks)
+    # Keys have disjoint ID ranges, so the routes send at most num_ids times the maximum routes per key.
+    max_routes_by_key: dict[int, int] = {}
+    for key, max_routes in zip(keys, routes.max_routes, strict=True):
+        max_routes_by_key[key] = max_routes_by_key.get(key, 0) + max_routes
+    capacity = num_ids * max(max_routes_by_key.values(), default=0)
+    # The host does not know the message sizes, so allocate the maximum.
     payload = torch.empty(before + capacity * words_per_id, dtype=torch.int32, device=device)
     header = torch.empty(num_ranks, 4, dtype=torch.int64, device=device)
     counts = torch.empty(num_routes, dtype=torch.int64, device=device)
@@ -175,29 +193,40 @@ def route_ids(
 def unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``naive.unpack_ids`` with Triton kernels. ``header`` is on the CPU."""
+    """Compute ``naive.unpack_ids`` with Triton kernels.
+
+    Args:
+        received: see ``naive.unpack_ids``.
+        header: int64 [R, 4] on the CPU.
+        blocks: see ``naive.unpack_ids``.
+        num_routes: see ``naive.unpack_ids``.
+        weighted: see ``naive.unpack_ids``.
+        wide: see ``naive.unpack_ids``.
+    """
     from meshrec.ops.dist import triton_kernels
 
     words, num_ids, batches = header[:, 1].tolist(), header[:, 2].tolist(), header[:, 3].tolist()
     if sum(words) != received.numel():
         raise ValueError(f"header speaks of {sum(words)} words, {received.numel()} were received")
-    device, begins = received.device, list(accumulate(words, initial=0))
-    bags = _bags_of_routes(received, begins, batches, blocks, num_routes)
-    segments = torch.tensor(list(accumulate((n for own in bags for n in own), initial=0)), dtype=torch.int64)
-    fields, first_bag, first_id, most = [], 0, 0, 0
-    for rank, own in zip(blocks, bags, strict=True):
-        lengths_at = begins[rank] + (num_routes if batches[rank] < 0 else 0)
-        number = sum(own)
+    device, starts = received.device, list(accumulate(words, initial=0))
+    bags = _bags_of_routes(received, starts, batches, blocks, num_routes)
+    segments = torch.tensor(
+        list(accumulate((n for block_bags in bags for n in block_bags), initial=0)), dtype=torch.int64
+    )
+    fields, first_bag, first_id, max_size = [], 0, 0, 0
+    for rank, block_bags in zip(blocks, bags, strict=True):
+        lengths_at = starts[rank] + (num_routes if batches[rank] < 0 else 0)
+        number = sum(block_bags)
         fields.append([lengths_at, number, lengths_at + number, num_ids[rank], first_bag, first_id])
         first_bag, first_id = first_bag + number, first_id + num_ids[rank]
-        most = max(most, number, num_ids[rank])
+        max_size = max(max_size, number, num_ids[rank])
     lengths = torch.empty(first_bag, dtype=torch.int32, device=device)
     values = torch.empty(first_id, dtype=torch.int64 if wide else torch.int32, device=device)
     weights = torch.empty(first_id if weighted else 0, dtype=torch.float32, device=device)
     offsets = torch.zeros(first_bag + 1, dtype=torch.int64, device=device)
-    if most:
-        triton_kernels.unpack_messages[(num_blocks(most, _TILE), len(blocks))](
-            on_device(fields, device),
+    if max_size:
+        triton_kernels.unpack_messages[(num_blocks(max_size, _TILE), len(blocks))](
+            device_tensor(fields, device),
             received,
             lengths,
             values,
@@ -211,16 +240,16 @@ def unpack_ids(
 
 
 def _bags_of_routes(
-    received: Tensor, begins: list[int], batches: list[int], blocks: list[int], num_routes: int
+    received: Tensor, starts: list[int], batches: list[int], blocks: list[int], num_routes: int
 ) -> list[list[int]]:
-    """Return the bags of each route of each block. If they differ between uses, the messages contain them."""
+    """Return bags per route and block. If they differ between uses, read them from the messages."""
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []
     if ragged and num_routes:
-        together = torch.cat([received[begins[rank] : begins[rank] + num_routes] for rank in ragged])
+        together = torch.cat([received[starts[rank] : starts[rank] + num_routes] for rank in ragged])
         prefixes = together.view(-1, num_routes).tolist()
-    found = iter(prefixes or [[]] * len(ragged))
-    return [next(found) if batches[rank] < 0 else [batches[rank]] * num_routes for rank in blocks]
+    prefix_iterator = iter(prefixes or [[]] * len(ragged))
+    return [next(prefix_iterator) if batches[rank] < 0 else [batches[rank]] * num_routes for rank in blocks]
 
 
 def gather_pooled(
@@ -237,14 +266,29 @@ def gather_pooled(
     link: int = 0,
     exchange: int = 0,
 ) -> Tensor:
-    """Compute ``naive.gather_pooled`` with Triton kernels."""
+    """Compute ``naive.gather_pooled`` with Triton kernels.
+
+    Args:
+        received: see ``naive.gather_pooled``.
+        local: see ``naive.gather_pooled``.
+        pieces: see ``naive.gather_pooled``.
+        dims: see ``naive.gather_pooled``.
+        batch: see ``naive.gather_pooled``.
+        out_dim: see ``naive.gather_pooled``.
+        offsets: see ``naive.gather_pooled``.
+        segments: see ``naive.gather_pooled``.
+        num_keys: see ``naive.gather_pooled``.
+        keys: see ``naive.gather_pooled``.
+        link: unused on GPUs.
+        exchange: unused on GPUs.
+    """
     from meshrec.ops.dist import triton_kernels
 
     if received.numel() != batch * sum(dims):
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
     groups = groups_of(pieces, received.device)
     out = torch.empty(batch, out_dim, dtype=torch.float32, device=received.device)
-    columns = 1 << (groups.most_columns - 1).bit_length()
+    columns = 1 << (groups.max_columns - 1).bit_length()
     grid = num_blocks(batch, _TILE // columns), len(groups.groups)
     if 0 not in grid:
         triton_kernels.gather_columns[grid](
@@ -279,14 +323,27 @@ def scatter_pooled(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``naive.scatter_pooled`` with Triton kernels."""
+    """Compute ``naive.scatter_pooled`` with Triton kernels.
+
+    Args:
+        grad: see ``naive.scatter_pooled``.
+        pieces: see ``naive.scatter_pooled``.
+        dims: see ``naive.scatter_pooled``.
+        local_dim: see ``naive.scatter_pooled``.
+        offsets: see ``naive.scatter_pooled``.
+        segments: see ``naive.scatter_pooled``.
+        num_keys: see ``naive.scatter_pooled``.
+        keys: see ``naive.scatter_pooled``.
+        scale: see ``naive.scatter_pooled``.
+        dtype: see ``naive.scatter_pooled``.
+    """
     from meshrec.ops.dist import triton_kernels
 
     (batch, out_dim), device = grad.shape, grad.device
     groups = groups_of(pieces, device)
     sent = torch.empty(batch * sum(dims), dtype=dtype, device=device)
     local = torch.empty(batch, local_dim, dtype=torch.float32, device=device)
-    columns = 1 << (groups.most_columns - 1).bit_length()
+    columns = 1 << (groups.max_columns - 1).bit_length()
     grid = num_blocks(batch, _TILE // columns), len(groups.pieces)
     if 0 not in grid:
         triton_kernels.scatter_columns[grid](
@@ -315,7 +372,7 @@ def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
     num_elements = batch.num_elements()
     if received.numel() != num_elements:
         raise ValueError(f"received {received.numel()} elements in place of {num_elements}")
-    # Each element of the result comes from exactly one rank.
+    # Every result element comes from exactly one rank, so the sizes are equal and nothing needs zeroing.
     out = torch.empty(num_elements, dtype=torch.float32, device=received.device)
     _copy_sequences(received.contiguous(), out, 1.0, batch, gather=True)
     return out
@@ -342,21 +399,21 @@ def _copy_sequences(
     rows: list[list[int]] = lookups.tolist()
     if not rows or not target.numel():
         return
-    of_route: list[int] = counts.tolist()
+    ids_of_route: list[int] = counts.tolist()
     ids_of_use = [0] * len(keys)
     for route, use, column, _ in rows:
-        if column == 0:  # the rectangles of a table hold column 0 of each row once
-            ids_of_use[use] += of_route[route]
+        if column == 0:  # a table's shards contain column 0 of every row exactly once
+            ids_of_use[use] += ids_of_route[route]
     first = list(accumulate((n * dim for n, dim in zip(ids_of_use, dims, strict=True)), initial=0))
-    fields, travelled = [], 0
+    fields, message_offset = [], 0
     for route, use, column, width in rows:
-        fields.append([route, column, width, travelled, first[use], dims[use]])
-        travelled += of_route[route] * width
+        fields.append([route, column, width, message_offset, first[use], dims[use]])
+        message_offset += ids_of_route[route] * width
     bags = UseBags.of(offsets, segments, num_keys, keys)
     values, offsets = values.contiguous(), offsets.contiguous()
-    slots = _slots(values, offsets, None, bags, routes_of(router), False)
-    triton_kernels.copy_sequences[(slots.most_bags, len(fields))](
-        on_device(fields, values.device),
+    slots = _build_slots(values, offsets, None, bags, routes_of(router), False)
+    triton_kernels.copy_sequences[(slots.max_bags, len(fields))](
+        device_tensor(fields, values.device),
         slots.fields,
         slots.starts,
         values,
@@ -380,7 +437,18 @@ def gather_weight_grads(
     router: list[Tensor],
     counts: Tensor,
 ) -> Tensor:
-    """Compute ``naive.gather_weight_grads`` with Triton kernels."""
+    """Compute ``naive.gather_weight_grads`` with Triton kernels.
+
+    Args:
+        received: see ``naive.gather_weight_grads``.
+        values: see ``naive.gather_weight_grads``.
+        offsets: see ``naive.gather_weight_grads``.
+        segments: see ``naive.gather_weight_grads``.
+        num_keys: see ``naive.gather_weight_grads``.
+        keys: see ``naive.gather_weight_grads``.
+        router: see ``naive.gather_weight_grads``.
+        counts: see ``naive.gather_weight_grads``.
+    """
     from meshrec.ops.dist import triton_kernels
 
     num_sent = int(counts.sum())
@@ -388,19 +456,21 @@ def gather_weight_grads(
         raise ValueError(f"received {received.numel()} elements in place of {num_sent}")
     device, routes = values.device, routes_of(router)
     values, offsets = values.contiguous(), offsets.contiguous()
-    slots = _slots(
+    slots = _build_slots(
         values, offsets, None, UseBags.of(offsets, segments, num_keys, keys), routes, check_ids=False
     )
-    of_key: dict[int, list[int]] = {}
+    routes_by_key: dict[int, list[int]] = {}
     for route, use in enumerate(routes.uses):
-        of_key.setdefault(keys[use], []).append(route)
-    firsts = accumulate(map(len, of_key.values()), initial=0)
-    fields = [(first, len(own)) for first, own in zip(firsts, of_key.values(), strict=False)]
+        routes_by_key.setdefault(keys[use], []).append(route)
+    firsts = accumulate(map(len, routes_by_key.values()), initial=0)
+    fields = [
+        (first, len(key_routes)) for first, key_routes in zip(firsts, routes_by_key.values(), strict=False)
+    ]
     out = torch.zeros(values.numel(), dtype=torch.float32, device=device)
     if num_sent:
         triton_kernels.sum_weight_grads[slots.grid(len(fields))](
-            kept_on(device, fields),
-            kept_on(device, [q for own in of_key.values() for q in own]),
+            cached_on_device(device, fields),
+            cached_on_device(device, [q for key_routes in routes_by_key.values() for q in key_routes]),
             slots.fields,
             slots.starts,
             values,
@@ -414,7 +484,7 @@ def gather_weight_grads(
 
 
 def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
-    return kept_on(device, list(accumulate(dims, initial=0)))
+    return cached_on_device(device, list(accumulate(dims, initial=0)))
 
 
 def _first_bags(
@@ -425,11 +495,11 @@ def _first_bags(
     num_keys: int,
     keys: list[int],
 ) -> Tensor | None:
-    """Return the first bag of each use [U], if means need the lengths."""
+    """Return the first bag per use [U], if mean pooling needs the lengths."""
     if not groups.has_means:
         return None
     assert offsets is not None
-    return kept_on(device, UseBags.of(offsets, segments, num_keys, keys).first)
+    return cached_on_device(device, UseBags.of(offsets, segments, num_keys, keys).first)
 
 
 OPS: list[Callable[..., Any]] = [
@@ -441,7 +511,7 @@ OPS: list[Callable[..., Any]] = [
     scatter_sequence,
     gather_weight_grads,
 ]
-"""The ops that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

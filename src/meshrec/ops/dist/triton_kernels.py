@@ -1,8 +1,8 @@
-"""The Triton kernels that route IDs and bring rows back; ``triton.py`` launches them.
+"""Triton kernels that route IDs and return rows; ``triton.py`` launches them.
 
-Every kernel walks bags, not IDs: one lane (or one program) owns a bag and visits its IDs in order. So the
-place of an ID in a message is the number of IDs before its bag, from a running sum, plus those that the lane
-has already seen. No kernel needs atomic positions or a sort, and results do not depend on scheduling.
+Every kernel iterates over bags, not IDs: a lane (or program) owns a bag and visits its IDs in order. An ID's
+message position is the number of IDs before its bag, from a prefix sum, plus the IDs the lane has already
+visited. No kernel needs atomic positions or a sort, and results do not depend on scheduling.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 
 ROUTE_FIELDS = 10
-"""The number of fields of a route.
+"""Number of route fields.
 
-Rank, use, first row, end row, rows of the table, whether it is the first route of its use, its index among
-the routes of its rank; first bag of its key, number of bags, first slot. A slot is a bag of a route; slots
-are numbered route by route.
+Rank, use, first row, end row, table rows, whether it is the first route of its use, index among the routes of
+its rank; first bag of its key, number of bags, first slot. A slot is a bag of a route; slots are numbered
+route by route.
 """
 RANK_FIELDS = 5
-"""The fields of a rank: first slot, end slot, words of the message before its IDs, these words summed over
-the ranks before it, bags per route (-1: they differ).
+"""Rank fields: first slot, end slot, message words before the IDs, these words summed over previous ranks,
+bags per route (-1: they differ).
 """
 SEQUENCE_FIELDS = 6
-"""The fields of a sequence lookup: route, first column, width, first element in the message, first element of
-the use in the result, width of the use.
+"""Sequence lookup fields: route, first column, width, first message element, first result element of the use,
+use width.
 """
 
 _FIELDS: tl.constexpr = tl.constexpr(ROUTE_FIELDS)
@@ -32,14 +32,12 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 @triton.jit
 def _bags(fields, offsets, lanes, inside, num_ids):
-    """Return the start and end of the IDs of some bags. Both are kept inside the tensor, because offsets may
-    be invalid.
-    """
+    """Return the start and end position of the IDs per bag, clamped because offsets may be invalid."""
     at = offsets + tl.load(fields + 7) + lanes
-    begin = tl.load(at, inside, 0).to(tl.int64)
+    start = tl.load(at, inside, 0).to(tl.int64)
     end = tl.load(at + 1, inside, 0).to(tl.int64)
-    begin = tl.minimum(tl.maximum(begin, 0), num_ids)
-    return begin, tl.minimum(tl.maximum(end, begin), num_ids)
+    start = tl.minimum(tl.maximum(start, 0), num_ids)
+    return start, tl.minimum(tl.maximum(end, start), num_ids)
 
 
 @triton.jit
@@ -56,9 +54,22 @@ def count_ids(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the number of IDs that each slot's route takes, and count the IDs outside the table of each use.
+    """Write IDs per slot, and count IDs outside the table per use.
 
     With CHECK, such an ID or a NaN weight sets is_bad.
+
+    Args:
+        routes: ``ROUTE_FIELDS`` per route, int64.
+        ids: IDs [N].
+        offsets: first ID per bag, and N.
+        weights: fp32 [N], read if WEIGHTED.
+        num_ids: N.
+        lengths: output, IDs per slot, int32.
+        num_bad: output, IDs outside the table per use, int64.
+        is_bad: output flag, int32 [1].
+        WEIGHTED: whether there are weights.
+        CHECK: whether to set is_bad.
+        BLOCK: bags per program.
     """
     fields = routes + tl.program_id(1) * _FIELDS
     bags = tl.load(fields + 8)
@@ -67,22 +78,22 @@ def count_ids(
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < bags
     first_row, end_row, rows = tl.load(fields + 2), tl.load(fields + 3), tl.load(fields + 4)
-    begin, end = _bags(fields, offsets, lanes, inside, num_ids)
+    start, end = _bags(fields, offsets, lanes, inside, num_ids)
     count = tl.zeros([BLOCK], tl.int32)
     outside = tl.zeros([BLOCK], tl.int32)
     wrong = tl.zeros([BLOCK], tl.int32)
-    for i in range(tl.max(tl.where(inside, end - begin, 0), 0)):
-        has = inside & (begin + i < end)
-        row = tl.load(ids + begin + i, has, 0).to(tl.int64)
+    for i in range(tl.max(tl.where(inside, end - start, 0), 0)):
+        is_id = inside & (start + i < end)
+        row = tl.load(ids + start + i, is_id, 0).to(tl.int64)
         bad = (row < 0) | (row >= rows)
         row = tl.where(bad, 0, row)
-        count += (has & (row >= first_row) & (row < end_row)).to(tl.int32)
-        outside += (has & bad).to(tl.int32)
+        count += (is_id & (row >= first_row) & (row < end_row)).to(tl.int32)
+        outside += (is_id & bad).to(tl.int32)
         if WEIGHTED and CHECK:
-            weight = tl.load(weights + begin + i, has, 0.0)
-            wrong += (has & (weight != weight)).to(tl.int32)
+            weight = tl.load(weights + start + i, is_id, 0.0)
+            wrong += (is_id & (weight != weight)).to(tl.int32)
     tl.store(lengths + tl.load(fields + 9) + lanes, count, inside)
-    if tl.load(fields + 5) != 0:  # several routes see the same IDs; only one counts them
+    if tl.load(fields + 5) != 0:  # several routes see the same IDs; only the first counts them
         num_outside = tl.sum(outside, 0)
         tl.atomic_add(num_bad + tl.load(fields + 1), num_outside.to(tl.int64))
         if CHECK:
@@ -94,7 +105,20 @@ def count_ids(
 def write_header(
     routes, ranks, starts, is_bad, header, counts, num_routes, num_ranks, words_per_id, BLOCK: tl.constexpr
 ):
-    """Write the header of each message and the number of IDs on each route."""
+    """Write the header per message, and the number of IDs per route.
+
+    Args:
+        routes: ``ROUTE_FIELDS`` per route, int64.
+        ranks: ``RANK_FIELDS`` per rank, int64.
+        starts: IDs before every slot, int64.
+        is_bad: input flag, int32 [1].
+        header: output, int64 [R, 4].
+        counts: output, IDs per route, int64.
+        num_routes: Q.
+        num_ranks: R.
+        words_per_id: int32 words per ID, including a weight.
+        BLOCK: lanes per program.
+    """
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < num_routes
     fields = routes + lanes * _FIELDS
@@ -130,10 +154,27 @@ def write_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the part of each route in the message for its rank."""
+    """Write every route's part of the message to its rank.
+
+    Args:
+        routes: ``ROUTE_FIELDS`` per route, int64.
+        ranks: ``RANK_FIELDS`` per rank, int64.
+        starts: IDs before every slot, int64.
+        ids: IDs [N].
+        offsets: first ID per bag, and N.
+        weights: fp32 [N], read if WEIGHTED.
+        num_ids: N.
+        num_slots: S.
+        capacity: maximum number of IDs in ``words``.
+        words: output payload, int32.
+        words_per_id: int32 words per ID, including a weight.
+        WEIGHTED: whether there are weights.
+        WIDE: whether IDs are int64.
+        BLOCK: bags per program.
+    """
     fields = routes + tl.program_id(1) * _FIELDS
     bags = tl.load(fields + 8)
-    # Decreasing offsets make bags overlap, and the messages too long. The header reports them.
+    # Decreasing offsets make bags overlap and messages overflow. The header's status reports them.
     if (tl.load(starts + num_slots) > capacity) | (tl.program_id(0) * BLOCK >= tl.maximum(bags, 1)):
         return
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -152,34 +193,50 @@ def write_messages(
     lengths_at = ids_at - (tl.load(rank + 1) - first_slot)
     length = tl.load(starts + slots + 1, inside, 0) - before
     tl.store(lengths_at + slots - first_slot, length.to(tl.int32), inside)
-    place = before - first_id
-    begin, end = _bags(fields, offsets, lanes, inside, num_ids)
-    for i in range(tl.max(tl.where(inside, end - begin, 0), 0)):
-        has = inside & (begin + i < end)
-        row = tl.load(ids + begin + i, has, 0).to(tl.int64)
+    position = before - first_id
+    start, end = _bags(fields, offsets, lanes, inside, num_ids)
+    for i in range(tl.max(tl.where(inside, end - start, 0), 0)):
+        is_id = inside & (start + i < end)
+        row = tl.load(ids + start + i, is_id, 0).to(tl.int64)
         row = tl.where((row < 0) | (row >= rows), 0, row)
-        taken = has & (row >= first_row) & (row < end_row)
+        is_taken = is_id & (row >= first_row) & (row < end_row)
         row -= first_row
         if WIDE:
-            # Messages are int32 words, and a message may begin at an odd one: no aligned int64 store.
-            tl.store(ids_at + 2 * place, row.to(tl.int32), taken)
-            tl.store(ids_at + 2 * place + 1, (row >> 32).to(tl.int32), taken)
+            # A message may start at an odd int32 word, so int64 stores would be misaligned.
+            tl.store(ids_at + 2 * position, row.to(tl.int32), is_taken)
+            tl.store(ids_at + 2 * position + 1, (row >> 32).to(tl.int32), is_taken)
         else:
-            tl.store(ids_at + place, row.to(tl.int32), taken)
+            tl.store(ids_at + position, row.to(tl.int32), is_taken)
         if WEIGHTED:
-            weight = tl.load(weights + begin + i, taken, 0.0)
-            at = ids_at + ids_of_rank * (words_per_id - 1) + place
-            tl.store(at, weight.to(tl.int32, bitcast=True), taken)
-        place += taken.to(tl.int64)
+            weight = tl.load(weights + start + i, is_taken, 0.0)
+            at = ids_at + ids_of_rank * (words_per_id - 1) + position
+            tl.store(at, weight.to(tl.int32, bitcast=True), is_taken)
+        position += is_taken.to(tl.int64)
 
 
 @triton.jit
 def unpack_messages(
-    blocks, received, lengths, values, weights, WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    blocks,
+    received,
+    lengths,
+    values,
+    weights,
+    WEIGHTED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Copy the lengths, IDs and weights of each message to their places.
+    """Copy lengths, IDs and weights from every message to the batch tensors.
 
-    ``blocks`` [n, 6]: first word of the lengths, bags, first word of the IDs, IDs, first bag, first ID.
+    Args:
+        blocks: int64 [n, 6]: first word of the lengths, bags, first word of the IDs, IDs, first bag, first
+            ID.
+        received: words of all messages, int32.
+        lengths: output, int32.
+        values: output IDs.
+        weights: output, fp32.
+        WEIGHTED: whether there are weights.
+        WIDE: whether IDs are int64.
+        BLOCK: elements per program.
     """
     fields = blocks + tl.program_id(1) * 6
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -203,7 +260,7 @@ def unpack_messages(
 
 @triton.jit
 def _inverse_lengths(offsets, first_bags, use, lanes, inside):
-    """Return one over the number of IDs in each bag that a use reads; 0 for empty bags."""
+    """Return 1 / IDs per bag read by a use; 0 for empty bags."""
     at = offsets + tl.load(first_bags + use) + lanes
     length = (tl.load(at + 1, inside, 0) - tl.load(at, inside, 0)).to(tl.float32)
     return tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
@@ -227,11 +284,24 @@ def gather_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the parts of one group of columns, in their order.
+    """Sum the parts of a column group, in order.
 
-    ``groups`` [G, 4]: first column, width, first part, parts. ``parts`` [., 3]: source, first column in the
-    source, use by whose bag lengths to divide or -1. ``first_columns`` [S + 1]: the columns of the sources
-    before each one.
+    Args:
+        groups: int64 [G, 4]: first column, width, first part, number of parts.
+        parts: int64 [., 3]: source, first source column, use whose bag lengths divide or -1.
+        first_columns: int64 [S + 1]: columns before every source.
+        received: pooled rows from all ranks, flat.
+        local: pooled rows of this rank, [B, local_dim].
+        offsets: first ID per bag, read if MEANS.
+        first_bags: first bag per use, read if MEANS.
+        out: output, fp32 [B, out_dim].
+        batch: B.
+        num_sources: number of ranks; also the source number of ``local``.
+        local_dim: columns of ``local``.
+        out_dim: output columns.
+        MEANS: whether any part is divided by bag lengths.
+        ROWS: rows per program.
+        BLOCK: columns per program.
     """
     group = groups + tl.program_id(1) * 4
     column, width, first, num_parts = (
@@ -247,14 +317,16 @@ def gather_columns(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for number in range(num_parts):
         part = parts + (first + number) * 3
-        source, start, use = tl.load(part), tl.load(part + 1), tl.load(part + 2)
-        at = start + columns[None, :]
+        source, source_column, use = tl.load(part), tl.load(part + 1), tl.load(part + 2)
+        source_columns = source_column + columns[None, :]
         if source == num_sources:
-            x = tl.load(local + rows * local_dim + at, inside, 0.0)
+            x = tl.load(local + rows * local_dim + source_columns, inside, 0.0)
         else:
-            before = tl.load(first_columns + source)
-            dim = tl.load(first_columns + source + 1) - before
-            x = tl.load(received + before * batch + rows * dim + at, inside, 0.0).to(tl.float32)
+            source_start = tl.load(first_columns + source)
+            dim = tl.load(first_columns + source + 1) - source_start
+            x = tl.load(received + source_start * batch + rows * dim + source_columns, inside, 0.0).to(
+                tl.float32
+            )
         if MEANS:
             if use >= 0:
                 x = x * _inverse_lengths(offsets, first_bags, use, lanes, lanes < batch)[:, None]
@@ -280,12 +352,28 @@ def scatter_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the columns of one piece of the gradient to its source, times ``scale``.
+    """Copy the gradient columns of a piece to its source, times ``scale``.
 
-    ``pieces`` [P, 5]: source, first column there, width, first column of the gradient, use as in ``gather``.
+    Args:
+        pieces: int64 [P, 5]: source, first source column, width, first gradient column, use as in
+            ``gather_columns``.
+        first_columns: int64 [S + 1]: columns before every source.
+        grad: fp32 [B, out_dim].
+        offsets: first ID per bag, read if MEANS.
+        first_bags: first bag per use, read if MEANS.
+        scale: gradient factor.
+        sent: output payload to the ranks, flat.
+        local: output, fp32 [B, local_dim].
+        batch: B.
+        num_sources: number of ranks; also the source number of ``local``.
+        local_dim: columns of ``local``.
+        out_dim: gradient columns.
+        MEANS: whether any piece is divided by bag lengths.
+        ROWS: rows per program.
+        BLOCK: columns per program.
     """
     piece = pieces + tl.program_id(1) * 5
-    source, start, width = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    source, source_column, width = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
     column, use = tl.load(piece + 3), tl.load(piece + 4)
     lanes = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -295,13 +383,15 @@ def scatter_columns(
     if MEANS:
         if use >= 0:
             x = x * _inverse_lengths(offsets, first_bags, use, lanes, lanes < batch)[:, None]
-    at = start + columns[None, :]
+    source_columns = source_column + columns[None, :]
     if source == num_sources:
-        tl.store(local + rows * local_dim + at, x, inside)
+        tl.store(local + rows * local_dim + source_columns, x, inside)
     else:
-        before = tl.load(first_columns + source)
-        dim = tl.load(first_columns + source + 1) - before
-        tl.store(sent + before * batch + rows * dim + at, x.to(sent.dtype.element_ty), inside)
+        source_start = tl.load(first_columns + source)
+        dim = tl.load(first_columns + source + 1) - source_start
+        tl.store(
+            sent + source_start * batch + rows * dim + source_columns, x.to(sent.dtype.element_ty), inside
+        )
 
 
 @triton.jit
@@ -318,10 +408,20 @@ def copy_sequences(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the rows of one bag of one lookup between the message and the rows by ID.
+    """Copy a bag's rows for a lookup between the message and the rows by ID.
 
-    With GATHER, copy from the message; otherwise copy to it, times ``scale``. ``lookups`` [L, 6]:
-    ``SEQUENCE_FIELDS``.
+    Args:
+        lookups: int64 [L, 6]: ``SEQUENCE_FIELDS``.
+        routes: ``ROUTE_FIELDS`` per route, int64.
+        starts: IDs before every slot, int64.
+        ids: IDs [N].
+        offsets: first ID per bag, and N.
+        num_ids: N.
+        source: message if GATHER, else gradient rows.
+        target: rows if GATHER, else message.
+        scale: factor, without GATHER.
+        GATHER: copy from the message; otherwise to the message.
+        BLOCK: width, padded to a power of two.
     """
     lookup = lookups + tl.program_id(1) * 6
     fields = routes + tl.load(lookup) * _FIELDS
@@ -332,32 +432,42 @@ def copy_sequences(
     width, use_width = tl.load(lookup + 2), tl.load(lookup + 5)
     first_bag, slot = tl.load(fields + 7), tl.load(fields + 9)
     first_id = tl.load(offsets + first_bag).to(tl.int64)
-    begin, end = tl.load(offsets + first_bag + bag), tl.load(offsets + first_bag + bag + 1)
-    travels = tl.load(lookup + 3) + (tl.load(starts + slot + bag) - tl.load(starts + slot)) * width
-    by_id = tl.load(lookup + 4) + (begin.to(tl.int64) - first_id) * use_width + tl.load(lookup + 1)
+    start, end = tl.load(offsets + first_bag + bag), tl.load(offsets + first_bag + bag + 1)
+    message_element = tl.load(lookup + 3) + (tl.load(starts + slot + bag) - tl.load(starts + slot)) * width
+    row_element = tl.load(lookup + 4) + (start.to(tl.int64) - first_id) * use_width + tl.load(lookup + 1)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    for i in range(begin, end):
+    for i in range(start, end):
         row = tl.load(ids + i).to(tl.int64)
         row = tl.where((row < 0) | (row >= rows), 0, row)
         if (row >= first_row) & (row < end_row):
             if GATHER:
-                x = tl.load(source + travels + columns, inside, 0.0).to(tl.float32)
-                tl.store(target + by_id + columns, x, inside)
+                x = tl.load(source + message_element + columns, inside, 0.0).to(tl.float32)
+                tl.store(target + row_element + columns, x, inside)
             else:
-                x = tl.load(source + by_id + columns, inside, 0.0) * scale
-                tl.store(target + travels + columns, x.to(target.dtype.element_ty), inside)
-            travels += width
-        by_id += use_width
+                x = tl.load(source + row_element + columns, inside, 0.0) * scale
+                tl.store(target + message_element + columns, x.to(target.dtype.element_ty), inside)
+            message_element += width
+        row_element += use_width
 
 
 @triton.jit
 def sum_weight_grads(
     keys, routes_of_keys, routes, starts, ids, offsets, num_ids, received, out, BLOCK: tl.constexpr
 ):
-    """Add up, for each ID of a key, the values that came back on its routes, in the order of routes.
+    """Sum the values received on the routes of a key, per ID, in route order.
 
-    ``keys`` [., 2]: first of its routes in ``routes_of_keys``, number of routes.
+    Args:
+        keys: int64 [., 2]: first entry in ``routes_of_keys``, number of routes.
+        routes_of_keys: route numbers by key, int64.
+        routes: ``ROUTE_FIELDS`` per route, int64.
+        starts: IDs before every slot, int64.
+        ids: IDs [N].
+        offsets: first ID per bag, and N.
+        num_ids: N.
+        received: fp32, a value per sent ID.
+        out: output, fp32 [N], zeros.
+        BLOCK: bags per program.
     """
     key = keys + tl.program_id(1) * 2
     first, num_routes = tl.load(key), tl.load(key + 1)
@@ -365,18 +475,18 @@ def sum_weight_grads(
     bags = tl.load(fields + 8)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < bags
-    begin, end = _bags(fields, offsets, lanes, inside, num_ids)
-    longest = tl.max(tl.where(inside, end - begin, 0), 0)
+    start, end = _bags(fields, offsets, lanes, inside, num_ids)
+    max_length = tl.max(tl.where(inside, end - start, 0), 0)
     for number in range(num_routes):
         fields = routes + tl.load(routes_of_keys + first + number) * _FIELDS
         first_row, end_row, rows = tl.load(fields + 2), tl.load(fields + 3), tl.load(fields + 4)
-        place = tl.load(starts + tl.load(fields + 9) + lanes, inside, 0)
-        for i in range(longest):
-            has = inside & (begin + i < end)
-            row = tl.load(ids + begin + i, has, 0).to(tl.int64)
+        position = tl.load(starts + tl.load(fields + 9) + lanes, inside, 0)
+        for i in range(max_length):
+            is_id = inside & (start + i < end)
+            row = tl.load(ids + start + i, is_id, 0).to(tl.int64)
             row = tl.where((row < 0) | (row >= rows), 0, row)
-            taken = has & (row >= first_row) & (row < end_row)
-            x = tl.load(received + place, taken, 0.0)
-            # Only this lane writes the bag, so it may add to what it wrote for the previous route.
-            tl.store(out + begin + i, tl.load(out + begin + i, taken, 0.0) + x, taken)
-            place += taken.to(tl.int64)
+            is_taken = is_id & (row >= first_row) & (row < end_row)
+            x = tl.load(received + position, is_taken, 0.0)
+            # Only this lane writes the bag, so it can add to the previous route's value without atomics.
+            tl.store(out + start + i, tl.load(out + start + i, is_taken, 0.0) + x, is_taken)
+            position += is_taken.to(tl.int64)

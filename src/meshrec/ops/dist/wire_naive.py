@@ -1,18 +1,23 @@
-"""Rows as they travel between ranks, in plain torch: the reference for every kernel, and the fallback.
+"""Wire encoding of rows exchanged between ranks, in plain torch: the reference for the kernels, and the
+fallback.
 
-A message is a sequence of blocks. A block has rows; a row has columns, one after the other; a column is some
-numbers in one format. ``rows`` [B] has the number of rows of each block, ``begins`` [B + 1] the first of its
-columns, ``widths`` and ``formats`` [C] the columns. Formats are numbered as in ``FORMAT_BYTES``; ``STOCHASTIC``
+A message is a sequence of blocks. A block has rows; a row has consecutive columns; a column has several
+values in the same format. ``rows`` [B] has the rows per block, ``starts`` [B + 1] the first column per block,
+``widths`` and ``formats`` [C] describe columns. Formats are numbered by ``FLOAT`` to ``INT4``; ``STOCHASTIC``
 is added for stochastic rounding.
 
-A column of int8 or int4 is its scale and its middle, fp32, and a signed code for each number. The number is
-``scale * code + middle``; a middle below 2^-110 is 0. Codes have a sign and 7 bits, or 3 bits; two codes of 4 bits share a byte, the first
-in the lower half, as code + 8. The scale is the range of the column over 254 (or 14), at least 2^-110, rounded
-up to 16 significant bits. So the product is exact and the sum is rounded once, on every machine.
+An int8 or int4 column consists of a scale and a midpoint, fp32, and a signed code per value. The value is
+``scale * code + midpoint``; a midpoint below 2^-110 becomes 0. Codes have a sign and 7 or 3 bits; two 4-bit
+codes share a byte, the first in the lower half, as code + 8. The scale is the column's range divided by 254
+(or 14), at least 2^-110, rounded up to 16 significant bits. The product is therefore exact, and the sum is
+rounded once, on every machine.
 
-Numbers that are not finite do not stop a message, because gradient scalers look for them. They take no part in
-the range and travel as the lowest code. The two lowest bits of the scale say what that code means in this row:
-1 infinity, 2 minus infinity, 3 NaN (or several kinds, which all arrive as NaN).
+Non-finite values must survive, because gradient scalers look for them. They are excluded from the range, and
+encoded as the lowest code. The two lowest bits of the scale give its meaning in this row: 1 infinity, 2 minus
+infinity, 3 NaN (or several kinds, which all decode to the NaN 0x7fc00000).
+
+fp16 and bf16 preserve a NaN's sign and upper payload bits, and set its quiet bit, as F16C and AVX512-BF16 do.
+torch casts do not: their NaN depends on the device, and on the position in the tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,20 +29,20 @@ from torch import Tensor
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.naive_update import shifted, signed
 
-# N rows, D numbers of a column, B blocks, C columns
+# N rows, D values of a column, B blocks, C columns
 
 FLOAT, HALF, BFLOAT16, INT8, INT4 = range(5)
 STOCHASTIC = 8
 PARAM_BYTES = 8
-LEAST_SCALE = 2.0**-110
+MIN_SCALE = 2.0**-110
 _CASTS = {FLOAT: torch.float32, HALF: torch.float16, BFLOAT16: torch.bfloat16}
 
 
 def column_bytes(format: int, dim: int) -> int:
-    """Return the bytes of one row of a column of ``dim`` numbers.
+    """Return the bytes per row of a column with ``dim`` values.
 
     Raises:
-        ValueError: no format has this number.
+        ValueError: unknown format.
     """
     kind = format & ~STOCHASTIC
     if kind in _CASTS:
@@ -51,36 +56,53 @@ def column_bytes(format: int, dim: int) -> int:
 
 
 class _Column(NamedTuple):
-    """One column of one block."""
+    """Column of a block."""
 
     number: int
     block: int
     elements: slice
-    """Its place in a row, in numbers."""
+    """Elements within a row."""
     bytes: slice
-    """Its place in a row of the message."""
+    """Bytes within a message row."""
 
 
-class _BlockPlaces(NamedTuple):
+class _BlockRanges(NamedTuple):
     rows: slice
-    """The places of its rows among those of all blocks."""
+    """Row range within all blocks."""
     element: int
-    """Its first number."""
+    """First element."""
     row_elements: int
     byte: int
     row_bytes: int
     columns: list[_Column]
 
-    def of(self, flat: Tensor, row_size: int, begin: int) -> Tensor:
-        """Return its part of a flat tensor, [N, ``row_size``]."""
+    def of(self, flat: Tensor, row_size: int, start: int) -> Tensor:
+        """Return the block's part of a flat tensor, [N, ``row_size``].
+
+        Args:
+            flat: values or message, 1-D.
+            row_size: elements or bytes per row.
+            start: first element or byte of the block.
+        """
         num_rows = self.rows.stop - self.rows.start
-        return flat[begin : begin + num_rows * row_size].view(num_rows, row_size)
+        return flat[start : start + num_rows * row_size].view(num_rows, row_size)
 
 
 def blocks_of(
-    rows: Sequence[int], begins: Sequence[int], widths: Sequence[int], formats: Sequence[int]
-) -> Iterator[_BlockPlaces]:
-    if len(begins) != len(rows) + 1 or begins[0] != 0 or begins[-1] != len(widths) != len(formats):
+    rows: Sequence[int], starts: Sequence[int], widths: Sequence[int], formats: Sequence[int]
+) -> Iterator[_BlockRanges]:
+    """Yield the row, element and byte ranges of every block.
+
+    Args:
+        rows: rows per block.
+        starts: first column per block, and C.
+        widths: values per column.
+        formats: format per column.
+
+    Raises:
+        ValueError: the lists do not fit together.
+    """
+    if len(starts) != len(rows) + 1 or starts[0] != 0 or starts[-1] != len(widths) != len(formats):
         raise ValueError(
             f"begins must have the first column of each of the {len(rows)} blocks and the number of columns, "
             f"{len(widths)}; formats one entry for each column."
@@ -88,20 +110,18 @@ def blocks_of(
     first_row = element = byte = 0
     for b, num_rows in enumerate(rows):
         columns, at, at_byte = [], 0, 0
-        for c in range(begins[b], begins[b + 1]):
+        for c in range(starts[b], starts[b + 1]):
             size = column_bytes(formats[c], widths[c])
-            columns.append(
-                _Column(c, b, slice(at, at + widths[c]), slice(at_byte, at_byte + size))
-            )
+            columns.append(_Column(c, b, slice(at, at + widths[c]), slice(at_byte, at_byte + size)))
             at, at_byte = at + widths[c], at_byte + size
-        yield _BlockPlaces(slice(first_row, first_row + num_rows), element, at, byte, at_byte, columns)
+        yield _BlockRanges(slice(first_row, first_row + num_rows), element, at, byte, at_byte, columns)
         first_row, element, byte = first_row + num_rows, element + num_rows * at, byte + num_rows * at_byte
 
 
 def wire_encode(
     values: Tensor,
     rows: list[int],
-    begins: list[int],
+    starts: list[int],
     widths: list[int],
     formats: list[int],
     seeds: list[int],
@@ -110,26 +130,30 @@ def wire_encode(
     keys: Tensor | None,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Encode the rows of consecutive blocks.
+    """Encode the rows of consecutive blocks into a message; see the module docstring for its layout.
 
     Args:
         values: fp32, flat, block by block.
-        rows: see the module.
-        begins: see the module.
-        widths: see the module.
-        formats: see the module.
-        seeds: [C]; stochastic rounding draws from (seed, step, key of the row, number's column).
-        origins: [C]; the column's place in its whole table.
+        rows: [B]; rows per block.
+        starts: [B + 1]; first column per block, and C.
+        widths: [C]; values per column.
+        formats: [C]; format number per column, plus ``STOCHASTIC`` for stochastic rounding.
+        seeds: [C]; stochastic rounding is seeded by (seed, step, row key, column).
+        origins: [C]; first column within the whole table.
         first_keys: [B]; row i of a block has the key ``first_keys[block] + i``.
-        keys: int64, a key for each row instead; or None.
+        keys: key per row, int64, instead of ``first_keys``; or None.
         step: see ``seeds``.
 
     Returns:
-        The message, uint8, flat; and int64 [2], the number of rows in columns of codes with numbers that are
-            not finite, and the place in ``values`` of the first of them (-1 if there is none).
+        The message, uint8, flat; and a report on int8 and int4 columns, int64 [2]: the number of (row,
+            column) pairs with a non-finite value, and the index in ``values`` at which the first such pair
+            starts (-1: none).
+
+    Raises:
+        ValueError: ``values`` has another dtype or size, or the lists do not fit together.
     """
     values = values.reshape(-1)
-    blocks = list(blocks_of(rows, begins, widths, formats))
+    blocks = list(blocks_of(rows, starts, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_elements for b in blocks)
     if values.dtype != torch.float32 or values.numel() != size:
         raise ValueError(f"values must be {size} fp32 numbers, got {values.numel()} {values.dtype}.")
@@ -140,29 +164,37 @@ def wire_encode(
     none = torch.iinfo(torch.int64).max
     first = torch.full((), none, device=values.device)
     for block in blocks:
-        numbers = block.of(values, block.row_elements, block.element)
+        values_ND = block.of(values, block.row_elements, block.element)
         coded = block.of(message, block.row_bytes, block.byte)
-        number = torch.arange(len(numbers), device=values.device)
+        row = torch.arange(len(values_ND), device=values.device)
         for column in block.columns:
-            own = numbers[:, column.elements].contiguous()
+            column_values = values_ND[:, column.elements].contiguous()
             noise = None
             if formats[column.number] & STOCHASTIC:
-                own_keys = number + first_keys[column.block] if keys is None else keys[block.rows]
-                noise = Noise(seeds[column.number], step, own_keys, origins[column.number])
-            coded[:, column.bytes] = encode_column(own, formats[column.number], noise)
+                row_keys = row + first_keys[column.block] if keys is None else keys[block.rows]
+                noise = Noise(seeds[column.number], step, row_keys, origins[column.number])
+            coded[:, column.bytes] = encode_column(column_values, formats[column.number], noise)
             if formats[column.number] & ~STOCHASTIC not in _CASTS:
-                bad = ~own.isfinite().all(1)
+                bad = ~column_values.isfinite().all(1)
                 count += bad.sum()
-                places = block.element + number * block.row_elements + column.elements.start
-                first = torch.minimum(first, torch.where(bad, places, none).amin() if len(bad) else first)
+                positions = block.element + row * block.row_elements + column.elements.start
+                first = torch.minimum(first, torch.where(bad, positions, none).amin() if len(bad) else first)
     return message, torch.stack([count, torch.where(first == none, -1, first)])
 
 
 def wire_decode(
-    message: Tensor, rows: list[int], begins: list[int], widths: list[int], formats: list[int]
+    message: Tensor, rows: list[int], starts: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
-    """Decode what ``wire_encode`` encoded: fp32, flat."""
-    blocks = list(blocks_of(rows, begins, widths, formats))
+    """Decode a message from ``wire_encode`` into flat fp32 values.
+
+    Args:
+        message: uint8, flat.
+        rows: [B]; rows per block.
+        starts: [B + 1]; first column per block, and C.
+        widths: [C]; values per column.
+        formats: [C]; format number per column, plus ``STOCHASTIC`` for stochastic rounding.
+    """
+    blocks = list(blocks_of(rows, starts, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_bytes for b in blocks)
     if message.dtype != torch.uint8 or message.numel() != size:
         raise ValueError(f"the message must be {size} bytes, got {message.numel()} {message.dtype}.")
@@ -170,34 +202,39 @@ def wire_decode(
         sum((b.rows.stop - b.rows.start) * b.row_elements for b in blocks), dtype=torch.float32
     )
     for block in blocks:
-        numbers = block.of(values, block.row_elements, block.element)
+        values_ND = block.of(values, block.row_elements, block.element)
         coded = block.of(message.reshape(-1), block.row_bytes, block.byte)
         for column in block.columns:
             dim = column.elements.stop - column.elements.start
-            numbers[:, column.elements] = decode_column(coded[:, column.bytes], formats[column.number], dim)
+            values_ND[:, column.elements] = decode_column(coded[:, column.bytes], formats[column.number], dim)
     return values
 
 
 def noise_start(seed: int, step: int) -> int:
-    """Return what a column and a step add to the counters of their noise, as int64."""
+    """Return the offset that a column's seed and a step add to the noise counters, as int64."""
     return signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
 
 
 class Noise(NamedTuple):
-    """The seeds of the stochastic rounding of N rows of a column."""
+    """Seeds for stochastic rounding of N rows in a column."""
 
     seed: int
     step: int
     keys: Tensor
     origin: int
 
-    def bits(self, scale: Tensor, middle: Tensor, dim: int) -> Tensor:
-        """Return 16 random bits for each number, int64 [N, dim].
+    def bits(self, scale: Tensor, midpoint: Tensor, dim: int) -> Tensor:
+        """Return 16 random bits per value, int64 [N, dim].
 
-        The scale and the middle are drawn from too: tables without a step draw afresh when rows change.
+        Scale and midpoint are part of the seed: tables without a step get new bits when rows change.
+
+        Args:
+            scale: fp32 [N].
+            midpoint: fp32 [N].
+            dim: values per row.
         """
         low = self._row_bits(_bits_of(scale))
-        high = self._row_bits(_bits_of(middle) + (1 << 32))
+        high = self._row_bits(_bits_of(midpoint) + (1 << 32))
         columns = torch.arange(self.origin, self.origin + dim, device=self.keys.device)
         x = (columns * 0x9E3779B9 + low[:, None]) & _MASK
         x = x ^ (x >> 16)
@@ -217,34 +254,44 @@ class Noise(NamedTuple):
 _MASK = 0xFFFFFFFF
 
 
-def _bits_of(numbers: Tensor) -> Tensor:
-    return numbers.view(torch.int32).long() & _MASK
+def _bits_of(values_ND: Tensor) -> Tensor:
+    return values_ND.view(torch.int32).long() & _MASK
 
 
-def encode_column(numbers: Tensor, format: int, noise: Noise | None) -> Tensor:
-    """Encode rows [N, D], fp32, in one format; the result is uint8 [N, bytes]."""
-    kind, (num_rows, dim) = format & ~STOCHASTIC, numbers.shape
+def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor:
+    """Encode rows of a column.
+
+    Args:
+        values_ND: fp32 [N, D].
+        format: wire format.
+        noise: seeds for stochastic rounding, or None.
+
+    Returns:
+        uint8 [N, bytes].
+    """
+    kind, (num_rows, dim) = format & ~STOCHASTIC, values_ND.shape
     if kind in _CASTS:
-        return numbers.to(_CASTS[kind]).view(torch.uint8).view(num_rows, -1)
-    coded = numbers.new_zeros(num_rows, column_bytes(kind, dim), dtype=torch.uint8)
+        return _cast(values_ND, _CASTS[kind]).view(torch.uint8).view(num_rows, -1)
+    coded = values_ND.new_zeros(num_rows, column_bytes(kind, dim), dtype=torch.uint8)
     if not coded.numel() or dim == 0:
         return coded
     top = 127 if kind == INT8 else 7
-    finite = numbers.isfinite()
+    finite = values_ND.isfinite()
     limit = torch.finfo(torch.float32).max
     empty = ~finite.any(1)
-    least = torch.where(finite, numbers, limit).amin(1).masked_fill(empty, 0.0)
-    most = torch.where(finite, numbers, -limit).amax(1).masked_fill(empty, 0.0)
-    scale, middle = _params(least, most, top)
+    minimum = torch.where(finite, values_ND, limit).amin(1).masked_fill(empty, 0.0)
+    maximum = torch.where(finite, values_ND, -limit).amax(1).masked_fill(empty, 0.0)
+    scale, midpoint = _params(minimum, maximum, top)
+    # With noise, codes have 16 fractional bits, to which 16 random bits are added before truncation.
     inverse = (1.0 / scale) * (1.0 if noise is None else 65536.0)
-    codes = (torch.where(finite, numbers, 0.0) - middle[:, None]).mul(inverse[:, None])
+    codes = (torch.where(finite, values_ND, 0.0) - midpoint[:, None]).mul(inverse[:, None])
     codes = torch.where(finite, codes, 0.0).round().long()
     if noise is not None:
-        codes = (codes + noise.bits(scale, middle, dim)) >> 16
+        codes = (codes + noise.bits(scale, midpoint, dim)) >> 16
     codes = torch.where(finite, codes.clamp(-top, top), -top - 1)
-    flags = _others(numbers, finite)
+    flags = _special_kinds(values_ND, finite)
     scale = (scale.view(torch.int32) | flags.int()).view(torch.float32)
-    coded[:, :PARAM_BYTES] = torch.stack([scale, middle], 1).view(torch.uint8)
+    coded[:, :PARAM_BYTES] = torch.stack([scale, midpoint], 1).view(torch.uint8)
     if kind == INT8:
         coded[:, PARAM_BYTES:] = codes.to(torch.int8).view(torch.uint8)
     else:
@@ -253,30 +300,63 @@ def encode_column(numbers: Tensor, format: int, noise: Noise | None) -> Tensor:
     return coded
 
 
-def _params(least: Tensor, most: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the scales and the middles of rows with these extremes, fp32 [N]."""
-    span = most - least
+_NAN_BITS = {torch.float16: (13, 0x7E00, 0x3FF), torch.bfloat16: (16, 0x7FC0, 0x7F)}
+"""Surplus mantissa bits in fp32, a quiet NaN, and the payload mask."""
+
+
+def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 values to nearest. A NaN keeps its sign and upper payload bits."""
+    if dtype not in _NAN_BITS:
+        return values_ND
+    shift, quiet, payload = _NAN_BITS[dtype]
+    bits = values_ND.view(torch.int32)
+    nan = (bits >> 16 & 0x8000) | quiet | (bits >> shift & payload)
+    words = values_ND.to(dtype).view(torch.int16)
+    return torch.where(values_ND.isnan(), nan.to(torch.int16), words)
+
+
+def _uncast(values_ND: Tensor) -> Tensor:
+    """Convert to fp32. A NaN keeps its sign and payload; an fp16 NaN becomes quiet."""
+    words = values_ND.float()
+    if values_ND.dtype != torch.float16:
+        return words
+    bits = values_ND.view(torch.int16).int()
+    nan = (bits & 0x8000) << 16 | 0x7FC00000 | (bits & 0x3FF) << 13
+    return torch.where(values_ND.isnan(), nan, words.view(torch.int32)).view(torch.float32)
+
+
+def _params(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return scale and midpoint per row, fp32 [N]."""
+    span = maximum - minimum
     fits = span.isfinite()
-    scale = torch.where(fits, span / (2 * top), most / (2 * top) - least / (2 * top))
-    scale = ((scale.clamp(min=LEAST_SCALE).view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
-    middle = torch.where(fits, least + span * 0.5, least * 0.5 + most * 0.5)
-    return scale, torch.where(middle.abs() < LEAST_SCALE, 0.0, middle)
+    scale = torch.where(fits, span / (2 * top), maximum / (2 * top) - minimum / (2 * top))
+    # Round up to 16 significant bits, so that scale * code is exact in fp32.
+    scale = ((scale.clamp(min=MIN_SCALE).view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
+    # The range of finite values may exceed fp32. Then halve before adding.
+    midpoint = torch.where(fits, minimum + span * 0.5, minimum * 0.5 + maximum * 0.5)
+    return scale, torch.where(midpoint.abs() < MIN_SCALE, 0.0, midpoint)
 
 
-def _others(numbers: Tensor, finite: Tensor) -> Tensor:
-    """Return the kind of the numbers of each row that are not finite, see the module; int64 [N]."""
+def _special_kinds(values_ND: Tensor, finite: Tensor) -> Tensor:
+    """Return the kind of non-finite values per row, see the module docstring; int64 [N]."""
     up, down, nan = (
-        kind.any(1) for kind in (numbers == torch.inf, numbers == -torch.inf, numbers.isnan())
+        kind.any(1) for kind in (values_ND == torch.inf, values_ND == -torch.inf, values_ND.isnan())
     )
     several = nan | (up & down)
     return torch.where(several, 3, up.long() + 2 * down.long())
 
 
 def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
-    """Decode rows [N, bytes], uint8; the result is fp32 [N, D]."""
+    """Decode rows of a column, fp32 [N, D].
+
+    Args:
+        coded: uint8 [N, bytes].
+        format: wire format.
+        dim: D.
+    """
     kind = format & ~STOCHASTIC
     if kind in _CASTS:
-        return coded.contiguous().view(_CASTS[kind]).view(len(coded), dim).float()
+        return _uncast(coded.contiguous().view(_CASTS[kind])).view(len(coded), dim)
     params = coded[:, :PARAM_BYTES].contiguous().view(torch.float32).view(-1, 2)
     raw = params[:, 0].contiguous().view(torch.int32)
     scale, flags = (raw & ~3).view(torch.float32), raw & 3

@@ -1,6 +1,6 @@
-"""Rows between ranks on GPUs, as Triton kernels. ``wire_naive.py`` describes the ops.
+"""Wire encoding on GPUs, as Triton kernels. ``wire_naive.py`` describes the operators.
 
-One launch works on one column of one block, a program on one row of it. Nothing reads the GPU.
+A launch processes a column of a block, a program a row. No synchronization with the GPU.
 """
 
 import importlib.util
@@ -13,14 +13,14 @@ from torch import Tensor
 from meshrec.ops.dist import wire_naive as naive
 from meshrec.ops.library import implement
 
-_WIDEST = 8192
-"""Columns of more values take the plain version: a program keeps a row in registers."""
+_MAX_WIDTH = 8192
+"""Wider columns use the plain version: a program keeps a row in registers."""
 
 
 def wire_encode(
     values: Tensor,
     rows: list[int],
-    begins: list[int],
+    starts: list[int],
     widths: list[int],
     formats: list[int],
     seeds: list[int],
@@ -29,14 +29,27 @@ def wire_encode(
     keys: Tensor | None,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Encode rows as ``naive.wire_encode`` does, in one kernel per column."""
+    """Encode rows like ``naive.wire_encode``, with a kernel launch per column.
+
+    Args:
+        values: see ``naive.wire_encode``.
+        rows: see ``naive.wire_encode``.
+        starts: see ``naive.wire_encode``.
+        widths: see ``naive.wire_encode``.
+        formats: see ``naive.wire_encode``.
+        seeds: see ``naive.wire_encode``.
+        origins: see ``naive.wire_encode``.
+        first_keys: see ``naive.wire_encode``.
+        keys: see ``naive.wire_encode``.
+        step: see ``naive.wire_encode``.
+    """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
-    rest = seeds, origins, first_keys, keys, step
-    blocks = list(naive.blocks_of(rows, begins, widths, formats))
+    options = seeds, origins, first_keys, keys, step
+    blocks = list(naive.blocks_of(rows, starts, widths, formats))
     size = sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True))
-    if max(widths, default=0) > _WIDEST or values.dtype != torch.float32 or values.numel() != size:
-        return naive.wire_encode(values, rows, begins, widths, formats, *rest)
+    if max(widths, default=0) > _MAX_WIDTH or values.dtype != torch.float32 or values.numel() != size:
+        return naive.wire_encode(values, rows, starts, widths, formats, *options)
     values = values.contiguous()
     message = values.new_empty(
         sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True)), dtype=torch.uint8
@@ -68,15 +81,23 @@ def wire_encode(
 
 
 def wire_decode(
-    message: Tensor, rows: list[int], begins: list[int], widths: list[int], formats: list[int]
+    message: Tensor, rows: list[int], starts: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
-    """Decode rows as ``naive.wire_decode`` does, in one kernel per column."""
+    """Decode rows like ``naive.wire_decode``, with a kernel launch per column.
+
+    Args:
+        message: see ``naive.wire_decode``.
+        rows: see ``naive.wire_decode``.
+        starts: see ``naive.wire_decode``.
+        widths: see ``naive.wire_decode``.
+        formats: see ``naive.wire_decode``.
+    """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
-    blocks = list(naive.blocks_of(rows, begins, widths, formats))
+    blocks = list(naive.blocks_of(rows, starts, widths, formats))
     size = sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True))
-    if max(widths, default=0) > _WIDEST or message.dtype != torch.uint8 or message.numel() != size:
-        return naive.wire_decode(message, rows, begins, widths, formats)
+    if max(widths, default=0) > _MAX_WIDTH or message.dtype != torch.uint8 or message.numel() != size:
+        return naive.wire_decode(message, rows, starts, widths, formats)
     message = message.contiguous()
     values = message.new_empty(
         sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True)), dtype=torch.float32
@@ -97,7 +118,7 @@ def wire_decode(
 
 
 def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, int]]:
-    """Yield the columns that have values, with their blocks and widths."""
+    """Yield non-empty columns with their blocks and widths."""
     for block in blocks:
         for column in block.columns:
             if block.rows.stop > block.rows.start and widths[column.number]:
@@ -105,7 +126,7 @@ def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, i
 
 
 OPS: list[Callable[..., Any]] = [wire_encode, wire_decode]
-"""The ops that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

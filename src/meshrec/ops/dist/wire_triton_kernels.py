@@ -1,4 +1,4 @@
-"""The kernels of ``wire_triton.py``. Messages are bytes, because rows may begin anywhere in them."""
+"""Triton kernels for ``wire_triton.py``. Messages are bytes, because rows may start at any byte."""
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 
@@ -24,7 +24,7 @@ def _load_word(message, at):
 
 @triton.jit
 def _row_bits(start, key, column):
-    """Return 32 random bits of a row; products wrap like those of uint64."""
+    """Return 32 random bits per row. Products wrap like uint64."""
     x = key * -7046029254386353131 + column * -4417276706812531889 + start
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -33,7 +33,7 @@ def _row_bits(start, key, column):
 
 @triton.jit
 def _noise(low, high, columns):
-    """Return 16 random bits for every column, see ``wire_naive.Noise``."""
+    """Return 16 random bits per column, see ``wire_naive.Noise``."""
     x = (columns * 0x9E3779B9 + low) & 0xFFFFFFFF
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & 0xFFFFFFFF
@@ -43,8 +43,8 @@ def _noise(low, high, columns):
 
 
 @triton.jit
-def _nearest(x):
-    """Round to integers, halves to even."""
+def _round_to_even(x):
+    """Round to nearest even."""
     below = tl.floor(x)
     over = x - below
     is_odd = (below.to(tl.int32) & 1) == 1
@@ -69,7 +69,25 @@ def encode_rows(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode one row of a column."""
+    """Encode a column's row.
+
+    Args:
+        values: fp32, flat.
+        message: output, uint8.
+        report: output, int64 [2]: rows with non-finite values, first such element.
+        keys: key per row, int64, or None.
+        first_element: first element of the column in ``values``.
+        row_elements: elements between rows.
+        first_byte: first byte of the column in ``message``.
+        row_bytes: bytes between rows.
+        dim: values per row.
+        start: seed and step, mixed.
+        first_key: key of row 0, without ``keys``.
+        origin: first column within the whole table.
+        FORMAT: wire format.
+        STOCHASTIC: whether to round stochastically.
+        BLOCK: width, padded to a power of two.
+    """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < dim
@@ -82,12 +100,14 @@ def encode_rows(
             for k in tl.static_range(4):
                 tl.store(message + at + lanes * 4 + k, ((word >> (8 * k)) & 255).to(tl.uint8), inside)
         else:
+            raw = x.to(tl.int32, bitcast=True)
             if FORMAT == 1:
                 half = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+                nan = ((raw >> 16) & 0x8000) | 0x7E00 | ((raw >> 13) & 0x3FF)
             else:
-                raw = x.to(tl.int32, bitcast=True)
                 half = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
-                half = tl.where(x != x, (raw >> 16) | 0x40, half)
+                nan = (raw >> 16) | 0x40
+            half = tl.where(x != x, nan, half)
             for k in tl.static_range(2):
                 tl.store(message + at + lanes * 2 + k, ((half >> (8 * k)) & 255).to(tl.uint8), inside)
     else:
@@ -95,25 +115,31 @@ def encode_rows(
         limit = 3.4028234663852886e38
         finite = (tl.abs(x) <= limit) & inside
         some = tl.max(finite.to(tl.int32), 0)
-        least = tl.where(some > 0, tl.min(tl.where(finite, x, limit), 0), 0.0)
-        most = tl.where(some > 0, tl.max(tl.where(finite, x, -limit), 0), 0.0)
-        span = most - least
+        minimum = tl.where(some > 0, tl.min(tl.where(finite, x, limit), 0), 0.0)
+        maximum = tl.where(some > 0, tl.max(tl.where(finite, x, -limit), 0), 0.0)
+        span = maximum - minimum
         fits = span <= limit
-        scale = tl.where(fits, tl.div_rn(span, 2.0 * TOP), tl.div_rn(most, 2.0 * TOP) - tl.div_rn(least, 2.0 * TOP))
+        scale = tl.where(
+            fits, tl.div_rn(span, 2.0 * TOP), tl.div_rn(maximum, 2.0 * TOP) - tl.div_rn(minimum, 2.0 * TOP)
+        )
+        # 2^-110, see wire_naive.MIN_SCALE.
         scale = tl.maximum(scale, 7.703719777548943e-34)
+        # Round up to 16 significant bits, so that scale * code is exact.
         scale = ((scale.to(tl.int32, bitcast=True) + 0xFF) & -256).to(tl.float32, bitcast=True)
-        middle = tl.where(fits, least + span * 0.5, least * 0.5 + most * 0.5)
-        middle = tl.where(tl.abs(middle) < 7.703719777548943e-34, 0.0, middle)
-        y = (tl.where(finite, x, middle) - middle) * (tl.div_rn(1.0, scale) * (65536.0 if STOCHASTIC else 1.0))
-        codes = _nearest(y).to(tl.int32)
+        midpoint = tl.where(fits, minimum + span * 0.5, minimum * 0.5 + maximum * 0.5)
+        midpoint = tl.where(tl.abs(midpoint) < 7.703719777548943e-34, 0.0, midpoint)
+        y = (tl.where(finite, x, midpoint) - midpoint) * (
+            tl.div_rn(1.0, scale) * (65536.0 if STOCHASTIC else 1.0)
+        )
+        codes = _round_to_even(y).to(tl.int32)
         scale_bits = scale.to(tl.int32, bitcast=True)
-        middle_bits = middle.to(tl.int32, bitcast=True)
+        midpoint_bits = midpoint.to(tl.int32, bitcast=True)
         if STOCHASTIC:
             key = first_key + row
             if keys is not None:
                 key = tl.load(keys + row)
             low = _row_bits(start.to(tl.int64), key, scale_bits.to(tl.int64) & 0xFFFFFFFF)
-            high = _row_bits(start.to(tl.int64), key, (middle_bits.to(tl.int64) & 0xFFFFFFFF) + 4294967296)
+            high = _row_bits(start.to(tl.int64), key, (midpoint_bits.to(tl.int64) & 0xFFFFFFFF) + 4294967296)
             codes = (codes + _noise(low, high, (origin + lanes).to(tl.int64))) >> 16
         codes = tl.minimum(tl.maximum(codes, -TOP), TOP)
         codes = tl.where(finite | (lanes >= dim), codes, -TOP - 1)
@@ -122,7 +148,7 @@ def encode_rows(
         nan = tl.max(((x != x) & inside).to(tl.int32), 0)
         kind = tl.where((nan > 0) | (up + down > 1), 3, up + 2 * down)
         _store_word(message, at, scale_bits | kind)
-        _store_word(message, at + 4, middle_bits)
+        _store_word(message, at + 4, midpoint_bits)
         if FORMAT == 3:
             tl.store(message + at + 8 + lanes, (codes & 255).to(tl.uint8), inside)
         else:
@@ -132,9 +158,9 @@ def encode_rows(
             else:
                 pairs = tl.reshape(half, [BLOCK // 2, 2])
                 weights = 1 + 15 * tl.arange(0, 2)
-                both = tl.sum(pairs * weights[None, :], 1)
-                place = tl.arange(0, BLOCK // 2)
-                tl.store(message + at + 8 + place, both.to(tl.uint8), place < (dim + 1) // 2)
+                packed = tl.sum(pairs * weights[None, :], 1)
+                byte = tl.arange(0, BLOCK // 2)
+                tl.store(message + at + 8 + byte, packed.to(tl.uint8), byte < (dim + 1) // 2)
         if kind > 0:
             tl.atomic_add(report, 1)
             tl.atomic_min(report + 1, element)
@@ -152,7 +178,19 @@ def decode_rows(
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode one row of a column."""
+    """Decode a column's row.
+
+    Args:
+        message: uint8.
+        values: output, fp32, flat.
+        first_byte: first byte of the column in ``message``.
+        row_bytes: bytes between rows.
+        first_element: first element of the column in ``values``.
+        row_elements: elements between rows.
+        dim: values per row.
+        FORMAT: wire format.
+        BLOCK: width, padded to a power of two.
+    """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < dim
@@ -167,20 +205,24 @@ def decode_rows(
         half = half | (tl.load(message + at + lanes * 2 + 1, inside, 0).to(tl.int32) << 8)
         if FORMAT == 1:
             x = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            nan = ((half & 0x8000) << 16) | 0x7FC00000 | ((half & 0x3FF) << 13)
+            x = tl.where((half & 0x7FFF) > 0x7C00, nan, x.to(tl.int32, bitcast=True)).to(
+                tl.float32, bitcast=True
+            )
         else:
             x = (half << 16).to(tl.float32, bitcast=True)
     else:
         TOP: tl.constexpr = 127 if FORMAT == 3 else 7
         scale_bits = _load_word(message, at)
-        middle = _load_word(message, at + 4).to(tl.float32, bitcast=True)
+        midpoint = _load_word(message, at + 4).to(tl.float32, bitcast=True)
         kind = scale_bits & 3
         scale = (scale_bits & -4).to(tl.float32, bitcast=True)
         if FORMAT == 3:
             codes = tl.load(message + at + 8 + lanes, inside, 0).to(tl.int8, bitcast=True).to(tl.int32)
         else:
-            both = tl.load(message + at + 8 + lanes // 2, inside, 0).to(tl.int32)
-            codes = ((both >> (4 * (lanes % 2))) & 15) - 8
-        x = codes.to(tl.float32) * scale + middle
+            packed = tl.load(message + at + 8 + lanes // 2, inside, 0).to(tl.int32)
+            codes = ((packed >> (4 * (lanes % 2))) & 15) - 8
+        x = codes.to(tl.float32) * scale + midpoint
         other = tl.where(kind == 1, float("inf"), tl.where(kind == 2, float("-inf"), float("nan")))
         x = tl.where((kind > 0) & (codes == -TOP - 1), other, x)
     tl.store(values + first_element + row * row_elements + lanes, x, inside)

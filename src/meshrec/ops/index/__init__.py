@@ -1,34 +1,34 @@
-"""Slots of IDs that nobody can number: a hash index, a mix of IDs, and the distinct IDs of a batch."""
+"""Slots of arbitrary 64-bit IDs: a hash index, an ID mix, and the distinct IDs in a batch."""
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.index import fakes  # noqa: F401 - registers the shapes
 from meshrec.ops.index.hash_index import (
-    GivenSlots,
+    AssignedSlots,
     HashIndex,
-    SearchedPart,
-    UnseenIds,
-    find_parts,
+    IdSpan,
+    UnassignedIds,
+    assign_slots,
+    find_spans,
     free_slots,
-    give_slots,
 )
 from meshrec.ops.index.slots import Fills, bits_of
 
 __all__ = [
     "BYTES_PER_ID",
+    "AssignedSlots",
     "Fills",
-    "GivenSlots",
     "HashIndex",
-    "SearchedPart",
-    "UnseenIds",
+    "IdSpan",
+    "UnassignedIds",
+    "assign_slots",
     "bits_of",
-    "find_parts",
+    "find_spans",
     "first_left",
     "free_slots",
-    "give_slots",
     "marked_between",
     "marked_histogram",
     "marked_range",
@@ -40,61 +40,61 @@ __all__ = [
     "unmix",
 ]
 
-# The kernels, or what marked.py and slots.py have in their place, with the same arguments.
-marked_range = torch.ops.meshrec.marked_range.default
-marked_histogram = torch.ops.meshrec.marked_histogram.default
-marked_between = torch.ops.meshrec.marked_between.default
-first_left = torch.ops.meshrec.first_left.default
-release_slots = torch.ops.meshrec.release_slots.default
+# The kernels, or without them the functions in marked.py and slots.py, which document the arguments.
+marked_range = operators.marked_range
+marked_histogram = operators.marked_histogram
+marked_between = operators.marked_between
+first_left = operators.first_left
+release_slots = operators.release_slots
 
 BYTES_PER_ID = 16
-"""The bytes that a ``HashIndex`` takes for each ID that it has had at once, at most."""
+"""Maximum ``HashIndex`` memory in bytes per ID, for the largest number of simultaneous IDs so far."""
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:
-    """Return 64 pseudo-random bits for each ID; each seed gives another permutation of all 2^64 values.
+    """Map IDs to 64 pseudo-random bits; every seed gives a different permutation of all 2^64 values.
 
     Args:
         ids_N: int64.
-        seed: any integer; its low 64 bits count.
+        seed: any integer; the low 64 bits count.
 
     Returns:
-        The keys, int64 [N].
+        Keys, int64 [N].
     """
-    keys: Tensor = torch.ops.meshrec.index_mix.default(ids_N, _signed(seed), False)
+    keys: Tensor = operators.index_mix(ids_N, _signed(seed), False)
     return keys
 
 
 def mix_parts(ids_N: Tensor, parts: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Return IDs of which some parts are mixed, and the others as they are, int64 [N].
+    """Mix some spans of IDs and copy the remaining IDs, int64 [N].
 
     Args:
         ids_N: int64.
-        parts: where each part begins and ends, and the seed of its mix; ascending.
+        parts: (start, end, mix seed) per span, ascending.
     """
-    begins, ends, seeds = ([part[k] for part in parts] for k in range(3))
-    found: Tensor = torch.ops.meshrec.index_mix_parts.default(ids_N, begins, ends, list(map(_signed, seeds)))
-    return found
+    starts, ends, seeds = ([part[k] for part in parts] for k in range(3))
+    mixed: Tensor = operators.index_mix_parts(ids_N, starts, ends, list(map(_signed, seeds)))
+    return mixed
 
 
 def unmix(keys_N: Tensor, seed: int) -> Tensor:
-    """Return the IDs whose mix the keys are, int64 [N]."""
-    ids: Tensor = torch.ops.meshrec.index_mix.default(keys_N, _signed(seed), True)
+    """Invert `mix`: return the IDs behind the keys, int64 [N]."""
+    ids: Tensor = operators.index_mix(keys_N, _signed(seed), True)
     return ids
 
 
 def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs in ascending order, int64, and the position of each ID among them, int64 [N].
+    """Return the distinct IDs in ascending order, int64, and the position of every ID among them, int64 [N].
 
     The result does not depend on the number of threads.
     """
-    distinct, inverse = torch.ops.meshrec.index_unique.default(ids_N)
+    distinct, inverse = operators.index_unique(ids_N)
     return distinct, inverse
 
 
 def order(ids_N: Tensor) -> Tensor:
-    """Return the positions of distinct IDs in ascending order, int64 [N]."""
-    positions: Tensor = torch.ops.meshrec.index_order.default(ids_N)
+    """Return the positions that sort distinct IDs, int64 [N]."""
+    positions: Tensor = operators.index_order(ids_N)
     return positions
 
 

@@ -1,83 +1,75 @@
-"""The output shapes of the index ops, for tracing."""
+"""Fake kernels of the index operators, for tracing.
+
+``schemas.inc`` has the signatures; a fake names only the arguments it needs.
+"""
+
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
-# The ops must exist before fakes are registered for them.
+# The operators must exist before fakes are registered for them.
 import meshrec.ops.index.marked  # noqa: F401
 import meshrec.ops.index.naive  # noqa: F401
 import meshrec.ops.index.slots  # noqa: F401
 
 
-def _fake_mix(ids: Tensor, seed: int, inverse: bool) -> Tensor:
+def _size() -> SymInt:
+    """Return a size that depends on the data."""
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _like_ids(ids: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(ids)
 
 
-def _fake_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    return ids.new_empty(torch.library.get_ctx().new_dynamic_size()), torch.empty_like(ids)
+def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return ids.new_empty(_size()), torch.empty_like(ids)
 
 
-def _fake_find(memory: list[Tensor], ids: Tensor, seed: int) -> Tensor:
+def _find(memory: list[Tensor], ids: Tensor, seed: int) -> Tensor:
     return torch.empty_like(ids)
 
 
-def _fake_mix_parts(ids: Tensor, begins: list[int], ends: list[int], seeds: list[int]) -> Tensor:
-    return torch.empty_like(ids)
+def _find_parts(memory: Any, seeds: Any, ids: Tensor, starts: list[int], *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ids), ids.new_empty(len(starts))
 
 
-def _fake_find_parts(
-    memory: list[Tensor],
-    seeds: list[int],
-    ids: Tensor,
-    begins: list[int],
-    ends: list[int],
-    indexes: list[int],
-    firsts: list[int],
-    mixes: list[int],
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ids), ids.new_empty(len(begins))
-
-
-def _fake_range(values: Tensor, marks: Tensor | None) -> Tensor:
+def _range(values: Tensor, marks: Tensor | None) -> Tensor:
     return values.new_empty(3, dtype=torch.int64)
 
 
-def _fake_histogram(values: Tensor, marks: Tensor | None, base: int, shift: int, size: int) -> Tensor:
-    return values.new_empty(size, dtype=torch.int64)
+def _histogram(values: Tensor, *options: Any) -> Tensor:
+    return values.new_empty(options[-1], dtype=torch.int64)
 
 
-def _fake_between(values: Tensor, marks: Tensor | None, least: int, greatest: int) -> Tensor:
-    return values.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
+def _between(values: Tensor, *_: Any) -> Tensor:
+    return values.new_empty(_size(), dtype=torch.int64)
 
 
-def _fake_fill(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> None:
-    pass
+def _release(pins: Any, alive: Any, slots: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.empty(_size(), dtype=torch.int64), torch.empty(len(slots), dtype=torch.int64)
 
 
-def _fake_release(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> tuple[Tensor, Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size()
-    return torch.empty(size, dtype=torch.int64), torch.empty(len(slots), dtype=torch.int64)
-
-
-def _fake_first_left(
-    scores: list[Tensor], slots: list[Tensor], *others: list[Tensor] | list[int]
-) -> list[Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size
-    return [*(own.new_empty(size()) for own in slots), torch.empty(len(slots), dtype=torch.int64)]
+def _first_left(scores: Any, slots: list[Tensor], *_: Any) -> list[Tensor]:
+    return [
+        *(table_slots.new_empty(_size()) for table_slots in slots),
+        torch.empty(len(slots), dtype=torch.int64),
+    ]
 
 
 for _name, _fake in (
-    ("index_mix", _fake_mix),
-    ("index_order", lambda ids: torch.empty_like(ids)),
-    ("index_unique", _fake_unique),
-    ("index_find", _fake_find),
-    ("index_mix_parts", _fake_mix_parts),
-    ("index_find_parts", _fake_find_parts),
-    ("marked_range", _fake_range),
-    ("marked_histogram", _fake_histogram),
-    ("marked_between", _fake_between),
-    ("fill_slots", _fake_fill),
-    ("release_slots", _fake_release),
-    ("first_left", _fake_first_left),
+    ("index_mix", _like_ids),
+    ("index_order", _like_ids),
+    ("index_mix_parts", _like_ids),
+    ("index_unique", _unique),
+    ("index_find", _find),
+    ("index_find_parts", _find_parts),
+    ("marked_range", _range),
+    ("marked_histogram", _histogram),
+    ("marked_between", _between),
+    ("fill_slots", lambda *_: None),
+    ("release_slots", _release),
+    ("first_left", _first_left),
 ):
     torch.library.register_fake(f"meshrec::{_name}", _fake)

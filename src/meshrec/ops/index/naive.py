@@ -1,7 +1,6 @@
-"""The hash index with a Python dict, the mix of IDs and the distinct IDs of a batch, in plain torch: the
-reference for the kernels, and the fallback without them.
+"""Hash index as a Python dict, ID mix and distinct IDs, in plain torch.
 
-Shape legend: N IDs or slots.
+The reference for the kernels, and the fallback without them. Shape legend: N IDs or slots.
 """
 
 import heapq
@@ -13,159 +12,170 @@ from torch import Tensor
 
 from meshrec.ops.library import implement
 
-_STEP = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_ALL = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MULTIPLIER_1, _MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:
-    """Return 64 pseudo-random bits for each ID; each seed gives another permutation of all 2^64 values.
+    """Map IDs to 64 pseudo-random bits; every seed gives a different permutation of all 2^64 values.
 
-    The finalizer of splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
+    The splitmix64 finalizer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
 
     Args:
         ids_N: int64.
-        seed: any integer; its low 64 bits count.
+        seed: any integer; the low 64 bits count.
 
-    Returns: int64 [N].
+    Returns:
+        int64 [N].
     """
-    mixed = ids_N + _signed(_STEP * (seed + 1))
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(_FIRST)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_SECOND)
-    return mixed ^ _shifted(mixed, 31)
+    mixed = ids_N + _signed(_GAMMA * (seed + 1))
+    mixed = (mixed ^ _shift_right(mixed, 30)) * _signed(_MULTIPLIER_1)
+    mixed = (mixed ^ _shift_right(mixed, 27)) * _signed(_MULTIPLIER_2)
+    return mixed ^ _shift_right(mixed, 31)
 
 
 def unmix(keys_N: Tensor, seed: int) -> Tensor:
-    """Return the IDs whose mix the keys are."""
-    ids = _unshifted(keys_N, 31) * _signed(pow(_SECOND, -1, 1 << 64))
-    ids = _unshifted(ids, 27) * _signed(pow(_FIRST, -1, 1 << 64))
-    return _unshifted(ids, 30) - _signed(_STEP * (seed + 1))
-
-
-def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs in ascending order, and the position of each ID among them, int64 [N]."""
-    distinct, inverse = torch.unique(ids_N, return_inverse=True)
-    return distinct, inverse
+    """Invert `mix`."""
+    ids = _invert_xorshift(keys_N, 31) * _signed(pow(_MULTIPLIER_2, -1, 1 << 64))
+    ids = _invert_xorshift(ids, 27) * _signed(pow(_MULTIPLIER_1, -1, 1 << 64))
+    return _invert_xorshift(ids, 30) - _signed(_GAMMA * (seed + 1))
 
 
 def _signed(bits: int) -> int:
-    return ((bits & _ALL) ^ (1 << 63)) - (1 << 63)
+    return ((bits & _WORD) ^ (1 << 63)) - (1 << 63)
 
 
-def _shifted(bits: Tensor, by: int) -> Tensor:
+def _shift_right(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def _unshifted(mixed: Tensor, by: int) -> Tensor:
+def _invert_xorshift(mixed: Tensor, by: int) -> Tensor:
     """Invert ``x ^ (x >> by)``."""
-    found = mixed
+    bits = mixed
     for _ in range(64 // by):
-        found = mixed ^ _shifted(found, by)
-    return found
+        bits = mixed ^ _shift_right(bits, by)
+    return bits
 
 
 def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
-    """Return the mix of IDs, or the IDs of a mix."""
+    """Mix IDs, or invert the mix.
+
+    Args:
+        ids_N: int64.
+        seed: any int64.
+        inverse: return the IDs behind the keys instead.
+    """
     return unmix(ids_N, seed) if inverse else mix(ids_N, seed)
 
 
 def index_order(ids_N: Tensor) -> Tensor:
-    """Return the positions of distinct IDs in ascending order, int64 [N]."""
+    """Return the positions that sort distinct IDs, int64 [N]."""
     return ids_N.argsort()
 
 
 def index_unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Implement the op ``index_unique``; see ``unique``."""
-    return unique(ids_N)
+    """Return the distinct IDs in ascending order, and the position of every ID among them, int64 [N]."""
+    distinct, inverse = torch.unique(ids_N, return_inverse=True)
+    return distinct, inverse
 
 
 def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
-    """Return the slots of IDs in an index of the kernels, -1 where there is none.
+    """Return the slot per ID in a compiled index, -1 where unassigned.
 
     Args:
-        memory: the tensors that `csrc/index/shard.h` describes: header, buckets, tags, free slots.
+        memory: header, buckets, tags and free slots, laid out as in `csrc/index/shard.h`.
         ids_N: int64.
-        seed: the seed of the index.
+        seed: seed of the index.
     """
     header, buckets = memory[0], memory[1].flatten()
     shard_bits, room = int(header[3]), int(header[4])
     keys = mix(ids_N, seed)
-    shards = _shifted(keys, 64 - shard_bits) if shard_bits else torch.zeros_like(keys)
+    shards = _shift_right(keys, 64 - shard_bits) if shard_bits else torch.zeros_like(keys)
     _, before, after, moved = header[8:].view(-1, 4)[shards].unbind(1)
     fractions = keys << shard_bits
-    old, now = _scaled(fractions, before), _scaled(fractions, after)
-    at = shards * room + torch.where(old >= moved, now, old)
-    slots, searched = torch.full_like(keys, -1), torch.arange(len(keys), device=keys.device)
-    while len(searched):
-        bytes_N = buckets.view(-1, 64)[at[searched]]
+    old, new = _scale_fraction(fractions, before), _scale_fraction(fractions, after)
+    bucket = shards * room + torch.where(old >= moved, new, old)
+    slots, pending = torch.full_like(keys, -1), torch.arange(len(keys), device=keys.device)
+    while len(pending):
+        # A bucket is a cache line: 7 entries with 8 low bytes (key remainder and slot) and 1 high byte, then
+        # a byte with the entry count (3 bits) and the number of extra slot bits (5 bits).
+        bytes_N = buckets.view(-1, 64)[bucket[pending]]
         extra, count = bytes_N[:, 63].long() >> 3, bytes_N[:, 63].long() & 7
         low, high = bytes_N[:, :56].contiguous().view(torch.int64), bytes_N[:, 56:63].long()
-        equal = ((low ^ keys[searched, None]) << extra[:, None]) == 0
+        equal = ((low ^ keys[pending, None]) << extra[:, None]) == 0
         equal &= torch.arange(7, device=keys.device) < count[:, None]
-        found, entry = equal.max(1)
-        own = (high << extra[:, None]) | (_shifted(low, 1) >> (63 - extra[:, None]))
-        own = own.gather(1, entry[:, None])[:, 0]
-        slots[searched] = torch.where(found, own, slots[searched])
-        at += 1
-        searched = searched[~found & (count == 7)]
+        is_match, entry = equal.max(1)
+        entry_slots = (high << extra[:, None]) | (_shift_right(low, 1) >> (63 - extra[:, None]))
+        entry_slots = entry_slots.gather(1, entry[:, None])[:, 0]
+        slots[pending] = torch.where(is_match, entry_slots, slots[pending])
+        bucket += 1
+        # A full bucket may have overflowed into the next one.
+        pending = pending[~is_match & (count == 7)]
     return slots
 
 
-def index_mix_parts(ids_N: Tensor, begins: list[int], ends: list[int], seeds: list[int]) -> Tensor:
-    """Return IDs of which some parts are mixed, each with a seed of its own, and the others as they are.
+def index_mix_parts(ids_N: Tensor, starts: list[int], ends: list[int], seeds: list[int]) -> Tensor:
+    """Mix spans of IDs with different seeds, and copy the remaining IDs.
 
     Args:
         ids_N: int64.
-        begins: where each part begins, ascending.
-        ends: where it ends.
-        seeds: the seed of its mix.
+        starts: start position per span, ascending.
+        ends: end position per span.
+        seeds: mix seed per span.
     """
-    found = ids_N.clone()
-    for begin, end, seed in zip(begins, ends, seeds, strict=True):
-        found[begin:end] = mix(ids_N[begin:end], seed)
-    return found
+    mixed = ids_N.clone()
+    for start, end, seed in zip(starts, ends, seeds, strict=True):
+        mixed[start:end] = mix(ids_N[start:end], seed)
+    return mixed
 
 
 def index_find_parts(
     memory: list[Tensor],
     seeds: list[int],
     ids_N: Tensor,
-    begins: list[int],
+    starts: list[int],
     ends: list[int],
     indexes: list[int],
     firsts: list[int],
     mixes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Replace the IDs of some parts by their slots, and count in each part the IDs that have no slot.
+    """Replace every span of IDs by slots in the span's index, and count unassigned IDs per span.
+
+    The index holds ``mix(id, mixes[span]) + firsts[span]``, or ``id + firsts[span]`` without ``mixes``.
 
     Args:
-        memory: the four tensors of each index, see ``index_find``.
-        seeds: the seed of each index.
+        memory: four tensors per index, see ``index_find``.
+        seeds: seed per index.
         ids_N: int64.
-        begins: where each part begins, ascending.
-        ends: where it ends.
-        indexes: the index that has its IDs.
-        firsts: what is added to its IDs.
-        mixes: the seed with which its IDs are mixed before; empty: they are not.
+        starts: start position per span, ascending.
+        ends: end position per span.
+        indexes: index number per span.
+        firsts: offset per span, added after the mix.
+        mixes: mix seed per span; empty: no mix.
+
+    Returns:
+        Slots inside spans (-1 where unassigned) and unchanged IDs elsewhere, int64 [N]; and the number of
+            unassigned IDs per span, int64.
     """
-    found, absent = ids_N.clone(), ids_N.new_zeros(len(begins))
-    for part, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        own = mix(ids_N[begin:end], mixes[part]) if mixes else ids_N[begin:end]
+    result, absent = ids_N.clone(), ids_N.new_zeros(len(starts))
+    for part, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        ids = mix(ids_N[start:end], mixes[part]) if mixes else ids_N[start:end]
         index = indexes[part]
-        slots = index_find(memory[4 * index : 4 * index + 4], own + firsts[part], seeds[index])
-        found[begin:end] = slots
+        slots = index_find(memory[4 * index : 4 * index + 4], ids + firsts[part], seeds[index])
+        result[start:end] = slots
         absent[part] = (slots < 0).sum()
-    return found, absent
+    return result, absent
 
 
-def _scaled(fractions: Tensor, sizes: Tensor) -> Tensor:
-    """Return floor(fraction * size / 2^64) of unsigned fractions."""
+def _scale_fraction(fractions: Tensor, sizes: Tensor) -> Tensor:
+    """Return floor(fraction * size / 2^64) for unsigned fractions."""
     low = (fractions & 0xFFFFFFFF) * sizes
-    return _shifted(_shifted(fractions, 32) * sizes + _shifted(low, 32), 32)
+    return _shift_right(_shift_right(fractions, 32) * sizes + _shift_right(low, 32), 32)
 
 
 class Status(IntEnum):
-    """Why a call changed nothing, or returned nothing."""
+    """Why a call changed nothing, as in csrc/index/hash_index.h."""
 
     NO_MEMORY = -1
     DONE = 0
@@ -180,7 +190,7 @@ class Status(IntEnum):
 
 
 class NaiveIndex:
-    """The slots of IDs, in a Python dict; see ``HashIndex``."""
+    """ID-to-slot map as a Python dict; see ``HashIndex``."""
 
     def __init__(self, max_slots: int) -> None:
         self._max_slots = max_slots
@@ -194,18 +204,18 @@ class NaiveIndex:
 
     @property
     def num_bytes(self) -> int:
-        # A dict's entry of 24 bytes at two thirds of its room, two int objects of 32, and the list's pointer.
+        # A dict entry (24 bytes, two thirds full), two int objects (32 bytes), and a list pointer.
         return 100 * len(self._slots) + 8 * len(self._ids)
 
     def find(self, ids_N: Tensor) -> Tensor:
-        slots = [self._slots.get(each, -1) for each in ids_N.tolist()]
+        slots = [self._slots.get(id, -1) for id in ids_N.tolist()]
         return torch.tensor(slots, dtype=torch.int64)
 
     def insert(self, ids_N: Tensor, given_N: Tensor | None = None) -> Tensor | Status:
         if bool((ids_N[1:] <= ids_N[:-1]).any()):
             return Status.NOT_ASCENDING
         ids = ids_N.tolist()
-        if any(each in self._slots for each in ids):
+        if any(id in self._slots for id in ids):
             return Status.PRESENT
         end = len(self._slots) + len(ids) if given_N is None else max(given_N.tolist(), default=-1) + 1
         if end > self._max_slots:
@@ -215,9 +225,10 @@ class NaiveIndex:
             self._ids.append(None)
             if given_N is not None:
                 heapq.heappush(self._free, slot)
-        for each, slot in zip(ids, slots, strict=True):
-            self._ids[slot], self._slots[each] = each, slot
+        for id, slot in zip(ids, slots, strict=True):
+            self._ids[slot], self._slots[id] = id, slot
         if given_N is not None:
+            # Given slots may lie anywhere, so rebuild the heap from the slots still free.
             self._free = [slot for slot in sorted(self._free) if self._ids[slot] is None]
         return torch.tensor(slots, dtype=torch.int64)
 
@@ -227,11 +238,11 @@ class NaiveIndex:
 
     def remove(self, ids_N: Tensor) -> Tensor | Status:
         ids = ids_N.tolist()
-        if any(each not in self._slots for each in ids):
+        if any(id not in self._slots for id in ids):
             return Status.ABSENT
         if len(set(ids)) < len(ids):
             return Status.REPEATS
-        slots = [self._slots.pop(each) for each in ids]
+        slots = [self._slots.pop(id) for id in ids]
         for slot in slots:
             self._ids[slot] = None
             heapq.heappush(self._free, slot)
@@ -245,29 +256,29 @@ class NaiveIndex:
     def num_slots(self) -> int:
         return len(self._ids)
 
-    def marked(self, marks: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def marked(self, marks: Tensor, max_id: int) -> tuple[Tensor, Tensor]:
         ids, slots = self.items()
-        chosen = marks[slots] & (ids <= most)
-        return ids[chosen], slots[chosen]
+        selected = marks[slots] & (ids <= max_id)
+        return ids[selected], slots[selected]
 
     def items(self) -> tuple[Tensor, Tensor]:
         ids = sorted(self._slots)
-        slots = [self._slots[each] for each in ids]
+        slots = [self._slots[id] for id in ids]
         return torch.tensor(ids, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
 
 
 def free(indexes: Sequence[NaiveIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
-    """Remove the IDs of slots in indexes; see ``compiled.free``."""
-    found = [index.ids_of(own) for index, own in zip(indexes, slots, strict=True)]
-    for number, own in enumerate(slots):
-        if isinstance(found[number], Tensor) and len(set(own.tolist())) < len(own):
-            found[number] = Status.REPEATS
-    if not all(isinstance(own, Tensor) for own in found):
-        return [own if isinstance(own, Status) else Status.DONE for own in found]
-    for index, ids in zip(indexes, found, strict=True):
+    """Remove the IDs at some slots; see ``compiled.free``."""
+    results = [index.ids_of(index_slots) for index, index_slots in zip(indexes, slots, strict=True)]
+    for number, index_slots in enumerate(slots):
+        if isinstance(results[number], Tensor) and len(set(index_slots.tolist())) < len(index_slots):
+            results[number] = Status.REPEATS
+    if not all(isinstance(ids, Tensor) for ids in results):
+        return [ids if isinstance(ids, Status) else Status.DONE for ids in results]
+    for index, ids in zip(indexes, results, strict=True):
         assert isinstance(ids, Tensor)
         index.remove(ids)
-    return found
+    return results
 
 
 implement([index_mix, index_order, index_unique, index_find, index_mix_parts, index_find_parts])

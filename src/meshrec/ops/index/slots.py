@@ -1,9 +1,7 @@
-"""The values that hashed tables keep of each slot, written and read for all tables in one call.
+"""Per-slot values of hashed tables, written and read for all tables in one call.
 
-The functions with plain torch are the reference for the kernels, and the fallback without them. All lists
-have an element for each table, or for each part of its rows.
-
-Shape legend: N slots of a list.
+Plain torch: the reference for the kernels, and the fallback without them. All lists have an element per
+table, or per tensor of its rows. Shape legend: N slots in a list.
 """
 
 from types import TracebackType
@@ -11,6 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.library import implement
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,9 +21,9 @@ def bits_of(value: Tensor) -> int:
 
 
 class Fills:
-    """Values to write to the rows at some slots, of any number of tensors in one call.
+    """Pending writes to rows at some slots, for any number of tensors, executed in one call.
 
-    As a context manager it writes at the end, unless an exception is raised.
+    As a context manager it executes the writes on exit, unless an exception is raised.
     """
 
     def __init__(self) -> None:
@@ -33,22 +32,24 @@ class Fills:
         self._values: list[int] = []
 
     def add(self, part: Tensor, slots: Tensor, value: int) -> None:
-        """Write a value later. What is added for the same slots of a tensor must not differ.
+        """Queue a write. Writes to the same slots of a tensor must have equal values.
 
         Args:
-            part: the tensor, contiguous, with a row for each slot.
-            slots: int64 [N]; they may repeat.
-            value: the integer, or the bits of the value as ``bits_of`` returns them.
+            part: contiguous tensor with a row per slot.
+            slots: int64 [N]; may repeat.
+            value: the integer, or the value's bits from ``bits_of``.
         """
         self._parts.append(part)
         self._slots.append(slots)
         self._values.append(value)
 
     def run(self) -> None:
-        """Write what was added so far."""
+        """Execute the queued writes."""
         if self._parts:
-            memory = [part.data for part in self._parts]  # nobody's writes: see ``OwnWrites``
-            torch.ops.meshrec.fill_slots.default(memory, self._slots, self._values)
+            memory = [
+                part.data for part in self._parts
+            ]  # .data keeps the tensors' version counters unchanged, see ``WriteCounter``
+            operators.fill_slots(memory, self._slots, self._values)
             self._parts, self._slots, self._values = [], [], []
 
     def __enter__(self) -> "Fills":
@@ -62,39 +63,40 @@ class Fills:
 
 
 def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> None:
-    """Write a value to the rows of each tensor at some slots.
+    """Write a value to the rows at some slots, per tensor.
 
     Args:
-        parts: contiguous tensors with a row for each slot.
-        slots: int64 [N] each; they may repeat.
-        values: the bits of the value that each tensor gets.
+        parts: contiguous tensors with a row per slot.
+        slots: int64 [N] per tensor; may repeat.
+        values: value bits per tensor.
     """
-    for part, own, value in zip(parts, slots, values, strict=True):
-        part.view(_INTEGERS[part.element_size()]).index_fill_(0, own, value)
+    for part, part_slots, value in zip(parts, slots, values, strict=True):
+        # Fill bits through an integer view, so that one call serves all dtypes.
+        part.view(_INTEGERS[part.element_size()]).index_fill_(0, part_slots, value)
 
 
 def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Take a pin off each slot, and return the slots that have no more pins and are not alive, int64.
+    """Decrement pin counts, and return the slots without pins and without a live row, int64.
 
     Args:
-        pins: the number of pins by slot, int32.
-        alive: whether the row of each slot is alive, bool.
-        slots: int64 [N] each. A slot that repeats has as many pins.
+        pins: pin count by slot, int32, per table. Modified in place.
+        alive: whether a slot's row is live, bool, per table.
+        slots: slots to unpin, int64 [N], per table. A repeated slot loses several pins.
 
-    Returns: the slots of all tables, those of each in the order of their last pins; and the number of each
-        table's slots.
+    Returns:
+        Freed slots of all tables, per table in the order of their last pins; and freed slots per table.
     """
-    found: list[int] = []
+    freed: list[int] = []
     counts = []
-    for own, marks, listed in zip(pins, alive, slots, strict=True):
+    for table_pins, table_alive, table_slots in zip(pins, alive, slots, strict=True):
         free = []
-        for slot in listed.tolist():
-            own[slot] -= 1
-            if own[slot] == 0 and not marks[slot]:
+        for slot in table_slots.tolist():
+            table_pins[slot] -= 1
+            if table_pins[slot] == 0 and not table_alive[slot]:
                 free.append(slot)
-        found += free
+        freed += free
         counts.append(len(free))
-    return torch.tensor(found, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
+    return torch.tensor(freed, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
 
 
 def first_left(
@@ -103,33 +105,35 @@ def first_left(
     scores_now: list[Tensor],
     alive: list[Tensor],
     used: list[Tensor],
-    gone: list[Tensor],
-    wanted: list[int],
+    evicted: list[Tensor],
+    limits: list[int],
 ) -> list[Tensor]:
-    """Return the first rows of each list that are alive, have the same score as before, and do not stay.
+    """Return the first eviction candidates per list whose row is live, unprotected, and has an unchanged
+    score.
 
     Args:
-        scores: the scores of the rows, int32 or int64 [N].
-        slots: their slots, int64 [N].
-        scores_now: the scores by slot, of the same type.
-        alive: whether the row of each slot is alive, bool; there may be more.
-        used: slots of rows that stay, int64; they may repeat.
-        gone: more of them.
-        wanted: how many rows to return, at most.
+        scores: scores when the list was built, int32 or int64 [N].
+        slots: candidate slots, int64 [N].
+        scores_now: present scores by slot, same type.
+        alive: whether a slot's row is live, bool; may be longer.
+        used: protected slots, int64; may repeat.
+        evicted: more protected slots.
+        limits: maximum number of results per list.
 
-    Returns: for each list the positions of its rows, int64; at last how many rows at the beginning of each
-        list, up to the last row that was looked at, are not alive or have another score, int64.
+    Returns:
+        Positions per list, int64. Last element: per list, the length of the stale prefix (dead rows or
+            changed scores) among the entries read, int64.
     """
-    found, over = [], []
-    for score, slot, now, marks, *staying, most in zip(
-        scores, slots, scores_now, alive, used, gone, wanted, strict=True
+    results, num_stale = [], []
+    for score, slot, now, live, *protected, limit in zip(
+        scores, slots, scores_now, alive, used, evicted, limits, strict=True
     ):
-        holds = (now[slot] == score) & marks[slot]
-        positions = (holds & ~torch.isin(slot, torch.cat(staying))).nonzero()[:most, 0]
-        num_read = int(positions[-1]) + 1 if len(positions) == most > 0 else len(slot) if most else 0
-        over.append(int(holds[:num_read].logical_not().cumprod(0).sum()))
-        found.append(positions)
-    return [*found, torch.tensor(over, dtype=torch.int64)]
+        is_current = (now[slot] == score) & live[slot]
+        positions = (is_current & ~torch.isin(slot, torch.cat(protected))).nonzero()[:limit, 0]
+        num_read = int(positions[-1]) + 1 if len(positions) == limit > 0 else len(slot) if limit else 0
+        num_stale.append(int(is_current[:num_read].logical_not().cumprod(0).sum()))
+        results.append(positions)
+    return [*results, torch.tensor(num_stale, dtype=torch.int64)]
 
 
 implement([fill_slots, release_slots, first_left])

@@ -1,8 +1,9 @@
-"""``torch.ops.meshrec.dot_interaction``: the dot products of a sample's vectors; see ``naive.py``."""
+"""``torch.ops.meshrec.dot_interaction``: pairwise dot products of a sample's vectors; see ``naive.py``."""
 
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.interaction import (
     autograd,  # noqa: F401 - registers the gradient
     fakes,  # noqa: F401 - registers the shapes
@@ -13,9 +14,24 @@ __all__ = ["dot_interaction"]
 
 
 def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """Map dense [B, D] and sparse [B, F, D], F > 0, to [B, D + F (F + 1) / 2]; differentiable in both."""
+    """Map dense [B, D] and sparse [B, F, D], F > 0, to [B, D + F (F + 1) / 2]; differentiable in both.
+
+    The result has the type of ``dense``. On a CPU, bf16 inputs are multiplied and added in fp32.
+
+    Example::
+
+        dense, sparse = torch.randn(4, 8), torch.randn(4, 3, 8)
+        out = dot_interaction(dense, sparse)
+        assert out.shape == (4, 8 + 6)
+        assert torch.allclose(out[:, 8], (dense * sparse[:, 0]).sum(1), atol=1e-6)
+    """
     if not torch.jit.is_scripting():  # type: ignore
         if dense.dtype == sparse.dtype == torch.float32:
-            out: Tensor = torch.ops.meshrec.dot_interaction.default(dense, sparse)
+            out: Tensor = operators.dot_interaction(dense, sparse)
             return out
+        # TorchScript reads this line too, and knows no sets.
+        low = (torch.float32, torch.bfloat16)
+        if dense.is_cpu and dense.dtype in low and sparse.dtype in low:
+            out = operators.dot_interaction(dense.float(), sparse.float())
+            return out.to(dense.dtype)
     return naive.dot_interaction(dense, sparse)

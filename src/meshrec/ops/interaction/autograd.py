@@ -1,4 +1,4 @@
-"""The gradient of ``dot_interaction``, shared by all kernels."""
+"""Gradient of ``dot_interaction``, shared by all kernels."""
 
 from typing import Any
 
@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.interaction.naive  # noqa: F401 - the ops must exist before gradients are registered
+from meshrec.ops import operators
 
 
 def _context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    # The backward pass recomputes the products, which need more memory than the inputs.
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    of_dense, of_sparse = torch.ops.meshrec.dot_interaction_grad.default(grad, *ctx.saved_tensors)
-    return of_dense, of_sparse
+    dense_grad, sparse_grad = operators.dot_interaction_grad(grad, *ctx.saved_tensors)
+    return dense_grad, sparse_grad
 
 
 torch.library.register_autograd("meshrec::dot_interaction", _backward, setup_context=_context)

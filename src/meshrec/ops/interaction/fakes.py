@@ -1,4 +1,4 @@
-"""The output shapes of the interaction ops, for tracing."""
+"""Fake kernels of the interaction operators, for tracing."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,7 @@
-"""Dot products of all pairs of a sample's vectors, in plain torch: the reference for the kernels, and the
-fallback without one.
+"""Pairwise dot products of a sample's vectors, in plain torch.
 
-Shape legend: B samples, F sparse vectors of a sample, D their width, V = F + 1 vectors with the dense one, P
-= V (V - 1) / 2 pairs.
+The reference for the kernels, and the fallback without them. Shape legend: B samples, F sparse vectors per
+sample, D width, V = F + 1 vectors including the dense vector, P = V (V - 1) / 2 pairs.
 """
 
 import torch
@@ -12,7 +11,7 @@ from meshrec.ops.library import implement
 
 
 def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
-    """Return the dense vector, and the dot product of each pair of vectors.
+    """Return the dense vector, followed by the dot product of every pair of vectors.
 
     Args:
         dense_BD: vector 0 of every sample.
@@ -28,7 +27,13 @@ def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
 
 
 def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both inputs for the gradient of the result [B, D + P]."""
+    """Return the gradients of both inputs.
+
+    Args:
+        grad: output gradient [B, D + P].
+        dense_BD: forward input.
+        sparse_BFD: forward input.
+    """
     vectors_BVD = torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
     num_vectors, dim = vectors_BVD.shape[1:]
     rows, columns = _pairs(vectors_BVD)

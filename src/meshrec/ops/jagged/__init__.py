@@ -1,14 +1,14 @@
-"""The ops on jagged data: offsets from lengths, keys in another order.
+"""Operators on jagged data: offsets from lengths, and reordered keys.
 
-Each is also ``torch.ops.meshrec.<name>``. ``naive.py`` documents the tensors, and runs on every device
-without a kernel of its own.
+Also available as ``torch.ops.meshrec.<name>``. ``naive.py`` documents the tensors, and runs on devices
+without a kernel.
 """
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.jagged import (
     autograd,  # noqa: F401 - registers the gradients
     fakes,  # noqa: F401 - registers the shapes
@@ -27,10 +27,13 @@ class Permuted(NamedTuple):
 
 
 def lengths_to_offsets(lengths: Tensor) -> Tensor:
-    """Return the running sums [B+1] of ``lengths`` [B], with a 0 before them, in the same dtype (int32 or
-    int64).
+    """Return the offsets [B+1] for lengths [B]: cumulative sums with a leading 0, in the same dtype.
+
+    Example::
+
+        assert lengths_to_offsets(torch.tensor([2, 0, 3])).tolist() == [0, 2, 2, 5]
     """
-    offsets: Tensor = torch.ops.meshrec.lengths_to_offsets.default(lengths)
+    offsets: Tensor = operators.lengths_to_offsets(lengths)
     return offsets
 
 
@@ -45,11 +48,27 @@ def permute_jagged(
     weights: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Permuted:
-    """Return the bags of the keys in ``order``, which may leave keys out or repeat them; see ``naive.py``.
+    """Return the bags of the keys in ``order``, which may omit or repeat keys; see ``naive.py``.
 
-    Differentiable in ``values`` and ``weights``. ``num_bags`` and ``num_values`` are the sizes of the result.
+    Differentiable in ``values`` and ``weights``.
+
+    Args:
+        order: keys of the result.
+        num_keys: number of keys in the input.
+        lengths: bag lengths, key-major, int32 or int64 [B].
+        values: [N, ...].
+        num_bags: bags in the result.
+        num_values: values in the result.
+        weights: [N, ...].
+        segments: first bag per key, and B; int64 CPU [num_keys + 1]. None: equal bag counts per key.
+
+    Example::
+
+        lengths, values = torch.tensor([1, 2]), torch.tensor([7, 8, 9])
+        swapped = permute_jagged([1, 0], 2, lengths, values, num_bags=2, num_values=3)
+        assert swapped.values.tolist() == [8, 9, 7]
     """
-    new_lengths, new_values, new_weights = torch.ops.meshrec.permute_jagged.default(
+    new_lengths, new_values, new_weights = operators.permute_jagged(
         order, num_keys, lengths, values, weights, segments, num_bags, num_values
     )
     return Permuted(new_lengths, new_values, None if weights is None else new_weights)

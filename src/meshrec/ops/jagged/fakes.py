@@ -1,4 +1,6 @@
-"""The output shapes of the jagged ops, for tracing."""
+"""Fake kernels of the jagged operators, for tracing."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,16 +12,8 @@ def _fake_lengths_to_offsets(lengths: Tensor) -> Tensor:
     return lengths.new_empty(lengths.numel() + 1)
 
 
-def _fake_permute_jagged(
-    order: list[int],
-    num_keys: int,
-    lengths: Tensor,
-    values: Tensor,
-    weights: Tensor | None,
-    segments: Tensor | None,
-    num_bags: int,
-    num_values: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_permute_jagged(order: list[int], num_keys: int, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lengths, values, weights, _, num_bags, num_values = arguments
     return (
         lengths.new_empty(num_bags),
         values.new_empty(num_values, *values.shape[1:]),

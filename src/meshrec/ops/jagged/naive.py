@@ -1,8 +1,8 @@
-"""The jagged ops in plain torch: the reference for the kernels, and the fallback without one.
+"""Jagged operators in plain torch: the reference for the kernels, and the fallback without them.
 
-Shape legend: B bags (of all keys), K keys, M keys of a result, N IDs. Bags are key-major: those of
-key 0, then those of key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag of each key, and
-B at its end. None stands for B / K bags per key.
+Shape legend: B bags over all keys, K keys, M keys in a result, N IDs. Bags are key-major: all bags of key 0,
+then key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag per key, and B. None: B / K bags
+per key.
 """
 
 import torch
@@ -14,16 +14,16 @@ _LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
 def lengths_to_offsets(lengths_B: Tensor) -> Tensor:
-    """Return the running sums of the lengths, with a 0 before them.
+    """Return the cumulative sums of lengths, with a leading 0.
 
     Args:
         lengths_B: int32 or int64.
 
     Returns:
-        Offsets [B+1] of the lengths' dtype; bag ``b`` holds the IDs ``offsets[b] ... offsets[b+1]``.
+        Offsets [B+1] in the lengths' dtype; bag ``b`` holds the IDs ``offsets[b] ... offsets[b+1]``.
 
     Raises:
-        ValueError: The lengths are not a vector of integers.
+        ValueError: lengths are not an integer vector.
     """
     _check_integers(lengths_B, "lengths_to_offsets: lengths")
     offsets = lengths_B.new_zeros(lengths_B.numel() + 1)
@@ -41,25 +41,25 @@ def permute_jagged(
     num_bags: int,
     num_values: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bags of key ``order[0]``, then those of ``order[1]``, ... A key may be left out or repeated.
+    """Return the bags of key ``order[0]``, then ``order[1]``, ... Keys may be omitted or repeated.
 
     Args:
         order: M keys.
         num_keys: K.
         lengths_B: int32 or int64.
-        values_N: Any dtype; may have more dimensions after the first.
-        weights_N: Any dtype and trailing dimensions, or None.
-        segments: See the module's docstring.
-        num_bags: The number of bags in the result.
-        num_values: The number of values in the result. It is given so that tracing and allocation know the
-            sizes without reading tensors. If every key comes once, the sizes are B and N.
+        values_N: any dtype; may have trailing dimensions.
+        weights_N: any dtype and trailing dimensions, or None.
+        segments: see the module docstring.
+        num_bags: bags in the result.
+        num_values: values in the result. Passed explicitly, so that tracing and allocation know the sizes
+            without reading tensors. B and N if every key occurs once.
 
     Returns:
         Lengths [num_bags], values [num_values, ...], weights [num_values, ...] (without weights: [0]).
 
     Raises:
-        ValueError: The lengths do not sum to N, ``num_bags`` or ``num_values`` is wrong, or a key of
-            ``order`` does not exist.
+        ValueError: lengths do not sum to N, ``num_bags`` or ``num_values`` is wrong, or ``order`` has an
+            invalid key.
     """
     op = "permute_jagged"
     _check_integers(lengths_B, f"{op}: lengths")
@@ -78,10 +78,10 @@ def permute_jagged(
     for key in order:
         if not 0 <= key < num_keys:
             raise ValueError(f"{op}: order names key {key}; there are {num_keys} keys")
-    for given, name, firsts in ((num_bags, "bags", bags), (num_values, "values", ids)):
-        total = sum(firsts[key + 1] - firsts[key] for key in order)
-        if total != given:
-            raise ValueError(f"{op}: the keys in order hold {total} {name}, but num_{name} is {given}")
+    for expected, name, starts in ((num_bags, "bags", bags), (num_values, "values", ids)):
+        total = sum(starts[key + 1] - starts[key] for key in order)
+        if total != expected:
+            raise ValueError(f"{op}: the keys in order hold {total} {name}, but num_{name} is {expected}")
     return (
         _gather_ranges(lengths_B, bags, order),
         _gather_ranges(values_N, ids, order),
@@ -90,13 +90,13 @@ def permute_jagged(
 
 
 def no_weights(like: Tensor) -> Tensor:
-    """Return the empty float32 tensor that an op returns if it got no weights."""
+    """Return the empty float32 tensor that represents absent weights in operator results."""
     return like.new_empty(0, dtype=torch.float32)
 
 
-def _gather_ranges(tensor: Tensor, firsts: list[int], order: list[int]) -> Tensor:
-    """Return the rows ``firsts[i] ... firsts[i+1]`` for every ``i`` of ``order``."""
-    pieces = [tensor[firsts[part] : firsts[part + 1]] for part in order]
+def _gather_ranges(tensor: Tensor, starts: list[int], order: list[int]) -> Tensor:
+    """Concatenate the rows ``starts[i] ... starts[i+1]`` for every ``i`` in ``order``."""
+    pieces = [tensor[starts[part] : starts[part + 1]] for part in order]
     return torch.cat(pieces) if pieces else tensor[:0].clone()
 
 
@@ -117,22 +117,23 @@ def _first_bags(segments: Tensor | None, num_keys: int, num_bags: int, op: str) 
         raise ValueError(
             f"{op}: segments must have num_keys + 1 = {num_keys + 1} elements, got {segments.numel()}"
         )
+    # On the CPU by contract, so this does not synchronize.
     bags: list[int] = segments.tolist()
     if bags[0] != 0 or bags[-1] != num_bags or bags != sorted(bags):
         raise ValueError(f"{op}: segments must rise from 0 to the number of bags, {num_bags}")
     return bags
 
 
-def _check_integers(tensor: Tensor, what: str) -> None:
+def _check_integers(tensor: Tensor, name: str) -> None:
     if tensor.dim() != 1:
-        raise ValueError(f"{what} must have 1 dimension, got {tensor.dim()}")
+        raise ValueError(f"{name} must have 1 dimension, got {tensor.dim()}")
     if tensor.dtype not in _LENGTH_DTYPES:
-        raise ValueError(f"{what} must be int32 or int64")
+        raise ValueError(f"{name} must be int32 or int64")
 
 
-def _num_rows(tensor: Tensor, what: str) -> int:
+def _num_rows(tensor: Tensor, name: str) -> int:
     if tensor.dim() < 1:
-        raise ValueError(f"{what} must have at least 1 dimension")
+        raise ValueError(f"{name} must have at least 1 dimension")
     return tensor.size(0)
 
 

@@ -1,71 +1,74 @@
-"""Lookups of raw 64-bit IDs: in tables that only read, where every ID has a row, by its key or by a formula;
-and in tables with a hash index, as long as each ID has a slot.
+"""Lookups by raw 64-bit ID: in read-only tables with a key index, and in tables with a hash index.
+
+In a read-only table, an ID without a stored row reads its initial row, computed by a formula. In a hashed
+table, every ID must have a slot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from meshrec.ops.first_rows import step_of
+from meshrec.ops import operators
 from meshrec.ops.index import HashIndex
+from meshrec.ops.initial_rows import step_of
 from meshrec.ops.keyed import fakes  # noqa: F401 - registers the shape
 from meshrec.ops.keyed.naive import buckets_of, rows_of
 from meshrec.ops.tbe import LookupOptions, Lookups
 
-__all__ = ["FirstRows", "FoundBy", "buckets_of", "forward", "hashed_forward", "rows_of"]
+__all__ = ["KeyIndex", "UniformInit", "buckets_of", "forward", "hashed_forward", "rows_of"]
 
-_forward: Callable[..., Tensor] = torch.ops.meshrec.keyed_forward.default
-_hashed_forward: Callable[..., tuple[Tensor, Tensor]] = torch.ops.meshrec.hashed_forward.default
+_forward: Callable[..., Tensor] = operators.keyed_forward
+_hashed_forward: Callable[..., tuple[Tensor, Tensor]] = operators.hashed_forward
 
 
-class FirstRows(NamedTuple):
-    """The formula of the first rows of a table: uniform in [low, high)."""
+class UniformInit(NamedTuple):
+    """Initial rows of a table: uniform in [low, high)."""
 
     seed: int
     low: float
     high: float
 
 
-class FoundBy(NamedTuple):
-    """The tensors that find the rows of a table by key; see ``naive``."""
+class KeyIndex(NamedTuple):
+    """Tensors that map keys to rows in a read-only table; see ``naive``."""
 
     buckets: Tensor
     added: Tensor
     added_rows: Tensor
     seed: int
-    """The seed of the mix that makes keys of IDs."""
-    first: FirstRows
+    """Seed of the mix from IDs to keys."""
+    first: UniformInit
 
 
 def forward(
     bits: Sequence[int],
-    keyed: Mapping[int, FoundBy],
+    keyed: Mapping[int, KeyIndex],
     weights: Sequence[Tensor],
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor:
-    """Look up in tables of which some are read by raw IDs, and some are quantised.
+    """Look up rows in tables, some read by raw ID, some quantized.
 
     Args:
-        bits: bits per code of each table; 0 for floating-point rows.
-        keyed: how the rows of tables with keys are found, by the table's number.
-        weights: the rows of each table.
-        lookups: the batch, and the tables that its features read.
-        options: size and dtype of the result, and whether IDs and weights are checked.
+        bits: bits per code and table; 0 for floating-point rows.
+        keyed: key index per table number, for tables read by raw ID.
+        weights: rows per table.
+        lookups: the batch, and the tables read by its features.
+        options: output size and dtype, and whether to check IDs and weights.
+
+    Returns:
+        As ``ops.tbe.forward``.
 
     Raises:
-        ValueError: as for ``ops.tbe.forward``, or the keys of a table do not fit its rows.
+        ValueError: as for ``ops.tbe.forward``, or a key index does not fit its rows.
     """
-    found_by = [tensor for each in keyed.values() for tensor in each[:3]]
-    seeds = [seed for each in keyed.values() for seed in (each.seed, each.first.seed)]
+    key_tensors = [tensor for index in keyed.values() for tensor in index[:3]]
+    seeds = [seed for index in keyed.values() for seed in (index.seed, index.first.seed)]
     firsts = [
-        number
-        for each in keyed.values()
-        for number in (each.first.low, step_of(each.first.low, each.first.high))
+        x for _, low, high in (index.first for index in keyed.values()) for x in (low, step_of(low, high))
     ]
-    return _forward(list(weights), list(bits), *lookups, *options, list(keyed), found_by, seeds, firsts)
+    return _forward(list(weights), list(bits), *lookups, *options, list(keyed), key_tensors, seeds, firsts)
 
 
 def hashed_forward(
@@ -75,17 +78,17 @@ def hashed_forward(
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor | None:
-    """Find the rows of IDs in hash indexes and look them up, in one call.
+    """Find slots in hash indexes and look up the rows, in one call.
 
     Args:
-        bits: bits per code of each table; 0 for floating-point rows.
-        indexes: by the table's number, its index, and the seed of the mix that makes keys of IDs.
-        weights: the rows of each table, by slot.
-        lookups: the batch, and the tables that its features read.
-        options: size and dtype of the result, and whether IDs and weights are checked.
+        bits: bits per code and table; 0 for floating-point rows.
+        indexes: hash index and mix seed per table number.
+        weights: rows per table, by slot.
+        lookups: the batch, and the tables read by its features.
+        options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
-        None if an ID has no slot, or an index is not one of the kernels.
+        As ``ops.tbe.forward``. None if an ID has no slot, or an index is not compiled.
 
     Raises:
         ValueError: as for ``ops.tbe.forward``.
@@ -98,7 +101,5 @@ def hashed_forward(
         tensors, seed = index.kernel_parts
         memory += tensors
         seeds += [seed, mix_seed]
-    found, absent = _hashed_forward(
-        list(weights), list(bits), *lookups, *options, list(indexes), memory, seeds
-    )
-    return found if int(absent) == 0 else None
+    out, absent = _hashed_forward(list(weights), list(bits), *lookups, *options, list(indexes), memory, seeds)
+    return out if int(absent) == 0 else None

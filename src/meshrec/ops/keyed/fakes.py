@@ -1,4 +1,4 @@
-"""The output shapes of the lookups of raw IDs, for tracing."""
+"""Fake kernels of the raw-ID lookups, for tracing."""
 
 from typing import Any
 
@@ -11,13 +11,12 @@ from meshrec.ops.tbe import Lookups
 
 def _fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
     lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
-    shape = [out_size] if lookups.flat else [out_size, sum(lookups.dims)]
-    return lookups.values.new_empty(shape, dtype=out_dtype)
+    return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)
 
 
 def _fake_hashed(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
-    found = _fake(weights, bits, *arguments)
-    return found, torch.empty(1, dtype=torch.int64)
+    out = _fake(weights, bits, *arguments)
+    return out, torch.empty(1, dtype=torch.int64)
 
 
 torch.library.register_fake("meshrec::keyed_forward", _fake)

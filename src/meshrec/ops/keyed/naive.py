@@ -1,14 +1,13 @@
-"""Lookups of raw 64-bit IDs in tables that only read, in plain torch: the reference for the kernel.
+"""Raw 64-bit ID lookups in read-only tables, in plain torch: the reference for the kernel.
 
-A table with keys is found by three tensors:
+Three tensors map keys to rows:
 
-- ``buckets``: int64 [b, 8]: the mixed IDs of its rows in ascending order, in buckets of one cache line, see
-  ``buckets_of``;
-- ``added``: int64 [2, m]: further keys, ascending, and for each its row in
-- ``added_rows`` [c, columns].
+- ``buckets``: int64 [b, 8]: the mixed IDs of the rows, ascending, in cache-line buckets, see ``buckets_of``;
+- ``added``: int64 [2, m]: keys added later, ascending, and their rows in
+- ``added_rows``: [c, columns].
 
-An ID with none of these keys reads its first row (``ops.first_rows``), in the table's type. First rows of
-codes are rounded by their minimum and maximum.
+An ID without a key reads its initial row (``ops.first_rows``), in the table's dtype. For quantized tables,
+initial rows are quantized by their minimum and maximum.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,40 +16,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrec.ops.first_rows import first_rows
 from meshrec.ops.index.naive import index_find, mix
+from meshrec.ops.initial_rows import first_rows
 from meshrec.ops.library import implement
 from meshrec.ops.nbit import naive as nbit
 from meshrec.ops.tbe import Lookups
-from meshrec.ops.tbe.layout import OutputLayout, make_layout
 
 # F features, N ids, n rows, U unknown IDs, b buckets
 
 KEYS_PER_BUCKET = 7
-"""Keys of a bucket: with the number of the first row, they fill a cache line."""
+"""Keys per bucket. With the first row's number, they fill a cache line."""
 PER_TABLE = 3
-"""Tensors that find the rows of a table."""
+"""Key index tensors per table."""
 
 
 def num_homes(num_rows: int) -> int:
-    """Return the number of equal intervals of keys: a bucket each, full to 0.72."""
+    """Return the number of equal key intervals: one bucket each, 72 % full."""
     return max(1, (25 * num_rows + 125) // 126)
 
 
 def _homes(keys_N: Tensor, num_rows: int) -> Tensor:
-    """Return the interval of each key, in the order of keys: the first 64 bits of a product of 96."""
+    """Return the interval per key, in key order: the top 64 bits of a 96-bit product."""
     number, half = num_homes(num_rows), (1 << 32) - 1
     high = (keys_N >> 32) + (1 << 31)
     return (high * number + ((keys_N & half) * number >> 32)) >> 32
 
 
 def buckets_of(keys_n: Tensor) -> Tensor:
-    """Return ascending keys in buckets: int64 [b, 8].
+    """Pack ascending keys into buckets: int64 [b, 8].
 
-    A bucket has the number of its first row, and then the keys of this row and the next ones, seven in all.
-    Each interval of keys (``num_homes``) has a bucket, which begins at its first key, or before it: no bucket
-    begins later than where the one before ends. So a key lies in the bucket of its interval or a little
-    further on. After the last key, its bucket repeats it.
+    A bucket holds the number of its first row, then the keys of seven consecutive rows. Every key interval
+    (``num_homes``) has a bucket starting at or before the interval's first key, and no later than the
+    previous bucket's end. A key therefore lies in its interval's bucket or shortly after. The last bucket
+    repeats the last key.
 
     Args:
         keys_n: int64 [n], ascending.
@@ -63,56 +61,56 @@ def buckets_of(keys_n: Tensor) -> Tensor:
     firsts = torch.cat([firsts, firsts[-1] + KEYS_PER_BUCKET * torch.arange(1, more + 1)])
     buckets = torch.zeros(len(firsts), 1 + KEYS_PER_BUCKET, dtype=torch.int64)
     buckets[:, 0] = firsts
-    for place in range(KEYS_PER_BUCKET if num else 0):
-        buckets[:, 1 + place] = keys_n[(firsts + place).clamp_(max=num - 1)]
+    for column in range(KEYS_PER_BUCKET if num else 0):
+        buckets[:, 1 + column] = keys_n[(firsts + column).clamp_(max=num - 1)]
     return buckets
 
 
 def rows_of(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
-    """Return the row of each key, -1 where it has none: int64 [N].
+    """Return the row per key, -1 where absent: int64 [N].
 
     Args:
         buckets_b: int64 [b, 8], see ``buckets_of``.
-        num_rows: the number of keys in the buckets.
-        keys_N: int64 [N], which may repeat.
+        num_rows: number of keys in the buckets.
+        keys_N: int64 [N]; may repeat.
     """
     rows = torch.full_like(keys_N, -1)
-    left, place = torch.arange(len(keys_N) if num_rows else 0), _homes(keys_N, num_rows)
-    while len(left):
-        own, wanted = buckets_b[place[left]], keys_N[left]
-        equal = own[:, 1:] == wanted[:, None]
+    pending, bucket = torch.arange(len(keys_N) if num_rows else 0), _homes(keys_N, num_rows)
+    while len(pending):
+        entries, keys = buckets_b[bucket[pending]], keys_N[pending]
+        equal = entries[:, 1:] == keys[:, None]
         is_here = equal.any(1)
-        rows[left[is_here]] = own[is_here, 0] + equal[is_here].to(torch.uint8).argmax(1)
-        place[left] += 1
-        left = left[~is_here & (own[:, -1] < wanted) & (place[left] < len(buckets_b))]
+        rows[pending[is_here]] = entries[is_here, 0] + equal[is_here].to(torch.uint8).argmax(1)
+        bucket[pending] += 1
+        pending = pending[~is_here & (entries[:, -1] < keys) & (bucket[pending] < len(buckets_b))]
     return rows
 
 
 def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Run ``nbit_forward`` on tables of which some (``keyed``) are read by raw IDs.
+    """Run ``nbit_forward`` on tables, some (``keyed``) read by raw ID.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: those of ``nbit_forward``, and then the numbers of the tables with keys; three tensors
-            for each of them; two seeds for each (of its keys and of its first rows); and two numbers for each
-            (the least first value, and the distance of two values).
+        arguments: those of ``nbit_forward``; then the numbers of tables with a key index, three key index
+            tensors per keyed table, two seeds (keys, initial rows) per keyed table, and two floats (minimum
+            initial value, step between values) per keyed table.
 
     Raises:
-        ValueError: as for ``nbit_forward``, or the tensors of a table do not fit together.
+        ValueError: as for ``nbit_forward``, or a table's tensors do not fit together.
     """
     lookups, options = Lookups.split(arguments)
-    *options, keyed, found_by, seeds, firsts = options
-    if len(found_by) != PER_TABLE * len(keyed) or not len(seeds) == len(firsts) == 2 * len(keyed):
+    *options, keyed, key_tensors, seeds, firsts = options
+    if len(key_tensors) != PER_TABLE * len(keyed) or not len(seeds) == len(firsts) == 2 * len(keyed):
         raise ValueError(
             "there must be three tensors, two seeds and two numbers for each of the "
             f"{len(keyed)} tables with keys."
         )
 
-    def found(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def find_rows(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         k = keyed.index(table)
-        tensors = found_by[PER_TABLE * k : PER_TABLE * (k + 1)]
-        row, slots = _found(ids, weights[table], tensors, seeds[2 * k], table)
+        tensors = key_tensors[PER_TABLE * k : PER_TABLE * (k + 1)]
+        row, slots = _find_rows(ids, weights[table], tensors, seeds[2 * k], table)
         unknown, dim = slots < 0, lookups.dims[lookups.tables.index(table)]
         low, step = firsts[2 * k : 2 * k + 2]
         first = first_rows(ids[unknown], seeds[2 * k + 1], low, step, 0, dim)
@@ -120,22 +118,21 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
         slots[unknown] = torch.arange(len(row), len(row) + len(first))
         return torch.cat([row, first]), slots
 
-    return _looked_up(weights, bits, lookups, options, keyed, found)
+    return _look_up_by_table(weights, bits, lookups, options, keyed, find_rows)
 
 
 def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Run ``nbit_forward`` on tables of which some (``hashed``) are read by IDs that have a slot in an index.
+    """Run ``nbit_forward`` on tables, some (``hashed``) read through a hash index.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: those of ``nbit_forward``, and then the numbers of the tables with an index; the four
-            tensors of each (``index_find``); and two seeds for each (of the index, and of the mix that makes
-            keys of IDs).
+        arguments: those of ``nbit_forward``; then the numbers of hashed tables, four tensors per hashed table
+            (``index_find``), and two seeds per hashed table (index, mix from IDs to keys).
 
     Returns:
-        The result, and the number of IDs without a slot, int64 [1]. If there are any, the result has no
-        meaning, and they need not all be counted.
+        The result, and the number of IDs without a slot, int64 [1]. If not 0, the result is meaningless and
+            the number is a lower bound.
     """
     lookups, options = Lookups.split(arguments)
     *options, hashed, memory, seeds = options
@@ -143,78 +140,76 @@ def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> t
         raise ValueError(
             f"there must be four tensors and two seeds for each of the {len(hashed)} hashed tables."
         )
+    # A count instead of an exception: the caller then assigns slots, and looks up again.
     absent = torch.zeros(1, dtype=torch.int64)
 
-    def found(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def find_rows(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         k = hashed.index(table)
         slots = index_find(memory[4 * k : 4 * k + 4], mix(ids, seeds[2 * k + 1]), seeds[2 * k])
-        for piece in _layout(lookups).pieces:
+        for piece in lookups.layout().pieces:
             if lookups.tables[piece.feature] == table:
                 absent.add_((slots[piece.ids] < 0).sum())
         slots[slots < 0] = len(weights[table])  # also IDs of other tables
         return torch.cat([weights[table], weights[table].new_zeros(1, weights[table].shape[1])]), slots
 
-    return _looked_up(weights, bits, lookups, options, hashed, found), absent
+    return _look_up_by_table(weights, bits, lookups, options, hashed, find_rows), absent
 
 
-def _looked_up(
+def _look_up_by_table(
     weights: list[Tensor],
     bits: list[int],
     lookups: Lookups,
     options: Sequence[Any],
-    chosen: list[int],
-    found: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    indexed_tables: list[int],
+    find_rows: Callable[[int, Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Run ``nbit_forward`` for one table after the other, as some have slots of their own for the same IDs.
+    """Run ``nbit_forward`` table by table, because tables may map equal IDs to different rows.
 
-    ``found`` returns the rows of one of the ``chosen`` tables, and the row of each ID.
+    Args:
+        weights: see ``nbit_forward``.
+        bits: see ``nbit_forward``.
+        lookups: the batch.
+        options: further arguments to ``nbit_forward``.
+        indexed_tables: numbers of the tables with an index.
+        find_rows: maps a table number and IDs to that table's rows and the row per ID.
     """
     out_size, out_dtype, check_ids, names = options
-    layout = _layout(lookups)
+    layout = lookups.layout()
     if layout.out_size != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {layout.out_size}.")
-    shape = [out_size] if lookups.flat else [out_size, sum(lookups.dims)]
-    out = torch.zeros(shape, dtype=out_dtype, device=lookups.values.device)
+    out = torch.zeros(lookups.output_shape(out_size), dtype=out_dtype, device=lookups.values.device)
     lines = bytes(names.tolist()).splitlines(keepends=True)
     for table in sorted(set(lookups.tables)):
-        features = [f for f, each in enumerate(lookups.tables) if each == table]
-        own = lookups._replace(
+        features = [f for f, read in enumerate(lookups.tables) if read == table]
+        table_lookups = lookups._replace(
             keys=[lookups.keys[f] for f in features],
             tables=[table] * len(features),
             pooling=[lookups.pooling[f] for f in features],
             dims=[lookups.dims[f] for f in features],
         )
         rows = weights
-        if table in chosen:
-            row, slots = found(table, own.values.long())
+        if table in indexed_tables:
+            row, slots = find_rows(table, table_lookups.values.long())
             rows = [*weights[:table], row, *weights[table + 1 :]]
-            own = own._replace(values=slots)
-        part = _layout(own)
-        said = torch.tensor(list(b"".join(lines[f] for f in features if f < len(lines))), dtype=torch.uint8)
-        result = nbit.nbit_forward(rows, bits, *own, part.out_size, out_dtype, check_ids, said)
+            table_lookups = table_lookups._replace(values=slots)
+        table_layout = table_lookups.layout()
+        table_names = torch.tensor(
+            list(b"".join(lines[f] for f in features if f < len(lines))), dtype=torch.uint8
+        )
+        result = nbit.nbit_forward(
+            rows, bits, *table_lookups, table_layout.out_size, out_dtype, check_ids, table_names
+        )
         targets = [piece for piece in layout.pieces if piece.feature in features]
-        for piece, target in zip(part.pieces, targets, strict=True):
-            dim = own.dims[piece.feature]
+        for piece, target in zip(table_layout.pieces, targets, strict=True):
+            dim = table_lookups.dims[piece.feature]
             target.of(out, dim).copy_(piece.of(result, dim))
     return out
 
 
-def _layout(lookups: Lookups) -> OutputLayout:
-    return make_layout(
-        lookups.offsets,
-        lookups.segments,
-        lookups.num_keys,
-        lookups.keys,
-        lookups.dims,
-        pooling=lookups.pooling,
-        flat=lookups.flat,
-    )
-
-
-def _found(
+def _find_rows(
     ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of a table, those added last, and the row of each ID; -1 for unknown IDs."""
+    """Return all rows of a table, added rows last, and the row per ID; -1 for unknown IDs."""
     buckets, added, added_rows = tensors
     num_rows = len(weight)
     if buckets.dim() != 2 or buckets.shape[1] != 1 + KEYS_PER_BUCKET or len(buckets) < num_homes(num_rows):
@@ -222,11 +217,11 @@ def _found(
             f"table {table} has {num_rows} rows and buckets {list(buckets.shape)}, which do not fit "
             "together. Export the model again."
         )
-    wanted = mix(ids, seed)
-    slots = rows_of(buckets, num_rows, wanted)
+    keys = mix(ids, seed)
+    slots = rows_of(buckets, num_rows, keys)
     if added.shape[1]:
-        place = torch.searchsorted(added[0], wanted).clamp(max=added.shape[1] - 1)
-        slots = torch.where((slots < 0) & (added[0][place] == wanted), num_rows + added[1][place], slots)
+        position = torch.searchsorted(added[0], keys).clamp(max=added.shape[1] - 1)
+        slots = torch.where((slots < 0) & (added[0][position] == keys), num_rows + added[1][position], slots)
     return torch.cat([weight, added_rows]), slots
 
 

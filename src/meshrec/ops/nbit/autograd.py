@@ -1,4 +1,4 @@
-"""The refusal to train quantised rows."""
+"""Refusal to train quantized rows."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

@@ -1,4 +1,4 @@
-"""The output shapes of the ops on quantised rows, for tracing."""
+"""Fake kernels of the operators on quantized rows, for tracing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -29,5 +29,4 @@ def _dequantize_fake(rows: Tensor, bits: int, dim: int | SymInt) -> Tensor:
 @_register_fake("meshrec::nbit_forward")
 def _forward_fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
     lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
-    shape = [out_size] if lookups.flat else [out_size, sum(lookups.dims)]
-    return lookups.values.new_empty(shape, dtype=out_dtype)
+    return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)

@@ -1,13 +1,13 @@
-"""Quantised rows in plain torch: the reference for every kernel, and the fallback without one.
+"""Quantized rows in plain torch: the reference for the kernels, and the fallback without them.
 
-A quantised table is uint8 ``[rows, row_bytes(D, bits)]``. A row is its fp16 scale, its fp16 bias, and a code
-of 8, 4 or 2 bits for each value, the first in the lowest bits of a byte. Zeros follow up to a multiple of 4
-bytes. The value is ``scale * code + bias`` in fp32. The product has at most 19 bits, so there is one
-rounding, and every kernel gives the same result.
+A quantized table is uint8 ``[rows, row_bytes(D, bits)]``. A row consists of an fp16 scale, an fp16 bias, and
+a code with 8, 4 or 2 bits per value, lowest bits first, padded with zeros to a multiple of 4 bytes. Values
+are ``scale * code + bias`` in fp32. The product has at most 19 significant bits, so only the addition rounds,
+and all kernels give the same result.
 
-Rounding is FBGEMM's (``FloatToFusedNBitRowwiseQuantizedSBHalf``). The bias is the minimum of the row in fp16.
-The scale is ``(maximum - bias) / (2^bits - 1)`` in fp16, or 1 if that is 0. A code is ``(x - bias) * (1 /
-scale)``, clamped and rounded to nearest, halves to even.
+Rounding follows FBGEMM (``FloatToFusedNBitRowwiseQuantizedSBHalf``). The bias is the row minimum in fp16. The
+scale is ``(maximum - bias) / (2^bits - 1)`` in fp16, or 1 if that is 0. A code is ``(x - bias) * (1 /
+scale)``, clamped and rounded to nearest even.
 """
 
 from typing import Any
@@ -22,25 +22,28 @@ from meshrec.ops.tbe import naive as tbe
 # D width, T tables
 
 PARAM_BYTES = 4
-"""Bytes of a row's scale and bias."""
+"""Bytes for a row's scale and bias."""
 BITS = (8, 4, 2)
-"""The allowed numbers of bits per code."""
+"""Allowed bits per code."""
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of a row of ``dim`` values, with its scale and bias: a multiple of 4."""
+    """Return the bytes of a row with ``dim`` values, including scale and bias: a multiple of 4."""
     return PARAM_BYTES + (code_bytes(dim, bits) + 3) // 4 * 4
 
 
 def code_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of the codes alone."""
+    """Return the bytes of the codes, without padding."""
     return (dim * bits + 7) // 8
 
 
 def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
-    """Quantise fp32, fp16 or bf16 ``[rows, D]`` to uint8 ``[rows, row_bytes(D, bits)]``.
+    """Quantize ``[rows, D]`` to uint8 ``[rows, row_bytes(D, bits)]``.
 
-    ``params``: fp16 ``[rows, 2]``, the scale and the bias of each row. None: FBGEMM's.
+    Args:
+        weight: fp32, fp16 or bf16.
+        bits: bits per code: 8, 4 or 2.
+        params: scale and bias per row, fp16 ``[rows, 2]``. None: as FBGEMM.
 
     Raises:
         ValueError: a row contains NaN, infinity, or a value outside fp16's range.
@@ -49,10 +52,11 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     if weight.dim() != 2 or weight.shape[1] == 0:
         raise ValueError(f"a weight must be [rows, at least one column], got {list(weight.shape)}.")
     top = (1 << bits) - 1
-    numbers = weight.float()
-    bad = ~numbers.isfinite().all(1)
+    values = weight.float()
+    # Check before quantizing: NaN and infinity have no code.
+    bad = ~values.isfinite().all(1)
     if params is None:
-        params = params_of(numbers.amin(1), numbers.amax(1), bits)
+        params = params_of(values.amin(1), values.amax(1), bits)
     elif params.dtype != torch.float16 or params.shape != (len(weight), 2):
         raise ValueError(
             f"params must hold an fp16 scale and an fp16 bias for each of the {len(weight)} rows."
@@ -65,21 +69,31 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
             "keep the table in fp32."
         )
     scale, bias = params.float().unbind(1)
-    codes = ((numbers - bias[:, None]) * (1 / scale)[:, None]).clamp(0, top).round().to(torch.uint8)
+    codes = ((values - bias[:, None]) * (1 / scale)[:, None]).clamp(0, top).round().to(torch.uint8)
     return join_rows(codes, params, bits)
 
 
-def params_of(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
-    """Return the scale and the bias of rows, fp16 ``[rows, 2]``, from their minimum and maximum, fp32
-    ``[rows]``.
+def params_of(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
+    """Return scale and bias per row, fp16 ``[rows, 2]``.
+
+    Args:
+        minimum: row minimum, fp32 ``[rows]``.
+        maximum: row maximum, fp32 ``[rows]``.
+        bits: bits per code.
     """
-    bias = least.half()
-    scale = ((greatest - bias.float()) / ((1 << bits) - 1)).half()
+    bias = minimum.half()
+    scale = ((maximum - bias.float()) / ((1 << bits) - 1)).half()
     return torch.stack([torch.where(scale == 0, torch.ones_like(scale), scale), bias], 1)
 
 
 def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the values of rows, fp32 ``[rows, D]``."""
+    """Return the row values, fp32 ``[rows, D]``.
+
+    Args:
+        rows: uint8 ``[rows, row_bytes(D, bits)]``.
+        bits: bits per code.
+        dim: D.
+    """
     if dim < 1:
         raise ValueError(f"rows have at least one number, got dim {dim}. Give the width they were made with.")
     check_rows(rows, bits, dim)
@@ -89,26 +103,34 @@ def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Run ``tbe_forward`` on tables of which some are quantised.
+    """Run ``tbe_forward`` on tables, some quantized.
 
-    ``bits``: bits per code of each table; 0 for floating-point rows. ``arguments``: the fields of
-    ``Lookups``, then the further arguments of ``tbe_forward``.
+    Args:
+        weights: rows per table.
+        bits: bits per code and table; 0 for floating-point rows.
+        arguments: the fields of ``Lookups``, then the remaining arguments of ``tbe_forward``.
 
     Raises:
-        ValueError: as for ``tbe_forward``, or rows have another length than ``dims`` and ``bits`` give.
+        ValueError: as for ``tbe_forward``, or row lengths do not match ``dims`` and ``bits``.
     """
     lookups, options = Lookups.split(arguments)
     check_tables(weights, bits, lookups)
     widths = dict(zip(lookups.tables, lookups.dims, strict=True))
-    numbers = [
-        rows if own == 0 or table not in widths else nbit_dequantize(rows, own, widths[table])
-        for table, (rows, own) in enumerate(zip(weights, bits, strict=True))
+    floats = [
+        rows if table_bits == 0 or table not in widths else nbit_dequantize(rows, table_bits, widths[table])
+        for table, (rows, table_bits) in enumerate(zip(weights, bits, strict=True))
     ]
-    return tbe.tbe_forward(numbers, *lookups[:-1], *options)
+    return tbe.tbe_forward(floats, *lookups[:-1], *options)
 
 
 def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> None:
-    """Raise ValueError unless the rows of every table that is read have the width of its features."""
+    """Raise ValueError unless the rows of every table read have the width of its features.
+
+    Args:
+        weights: rows per table.
+        bits: bits per code and table; 0 for floating-point rows.
+        lookups: the batch.
+    """
     if len(bits) != len(weights):
         raise ValueError(f"bits must have a number for each of the {len(weights)} weights, got {len(bits)}.")
     if len(lookups.dims) != len(lookups.tables):
@@ -128,7 +150,13 @@ def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> No
 
 
 def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the codes, one per byte, uint8 ``[rows, D]``, and the scales and biases, fp16 ``[rows, 2]``."""
+    """Return codes, one per byte, uint8 ``[rows, D]``, and scale and bias, fp16 ``[rows, 2]``.
+
+    Args:
+        rows: uint8 ``[rows, row_bytes(D, bits)]``.
+        bits: bits per code.
+        dim: D.
+    """
     packed = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
     codes = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
@@ -137,20 +165,32 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
-    """Return rows, uint8 ``[rows, row_bytes(D, bits)]``, from the codes and parameters of ``split_rows``."""
+    """Pack codes and parameters into rows, uint8 ``[rows, row_bytes(D, bits)]``; inverse of ``split_rows``.
+
+    Args:
+        codes: uint8 ``[rows, D]``.
+        params: scale and bias, fp16 ``[rows, 2]``.
+        bits: bits per code.
+    """
     num_rows, dim = codes.shape
     per_byte = 8 // bits
     rows = codes.new_zeros(num_rows, row_bytes(dim, bits))
     rows[:, :PARAM_BYTES] = params.contiguous().view(torch.uint8)
     spread = codes.new_zeros(num_rows, code_bytes(dim, bits), per_byte)
     spread.flatten(1)[:, :dim] = codes
-    for place in range(per_byte):
-        rows[:, PARAM_BYTES : PARAM_BYTES + spread.shape[1]] |= spread[:, :, place] << (bits * place)
+    for position in range(per_byte):
+        rows[:, PARAM_BYTES : PARAM_BYTES + spread.shape[1]] |= spread[:, :, position] << (bits * position)
     return rows
 
 
 def check_rows(rows: Tensor, bits: int, dim: int) -> None:
-    """Raise ValueError unless ``rows`` has the dtype and length of rows of ``dim`` values."""
+    """Raise ValueError unless ``rows`` has the dtype and length for ``dim`` values.
+
+    Args:
+        rows: candidate rows.
+        bits: bits per code.
+        dim: values per row.
+    """
     _check_bits(bits)
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_bytes(dim, bits):
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The lookup of quantised rows on GPUs, by the kernel of ``ops.tbe.triton``.
+"""GPU lookup of quantized rows, by the kernel in ``ops.tbe.triton``.
 
-Quantising and dequantising on GPUs are the plain torch versions of ``naive.py``.
+Quantization and dequantization on GPUs use the plain torch versions.
 """
 
 import importlib.util
@@ -14,16 +14,22 @@ from meshrec.ops.tbe import Lookups, triton
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Compute ``naive.nbit_forward`` with Triton kernels."""
+    """Compute ``naive.nbit_forward`` with Triton kernels.
+
+    Args:
+        weights: see ``naive.nbit_forward``.
+        bits: see ``naive.nbit_forward``.
+        arguments: see ``naive.nbit_forward``.
+    """
     lookups, (out_size, out_dtype, check_ids, _) = Lookups.split(arguments)
     naive.check_tables(weights, bits, lookups)
     out = triton.look_up(weights, bits, lookups, out_size=out_size, out_dtype=out_dtype, check_ids=check_ids)
-    # The plain version raises the error with its place.
+    # The plain version raises the error with table, feature and sample.
     return naive.nbit_forward(weights, bits, *arguments) if out is None else out
 
 
 OPS = [nbit_forward]
-"""The ops that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

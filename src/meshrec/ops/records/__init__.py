@@ -1,10 +1,10 @@
-"""Rows in records of a file, and which of them are in memory; see ``naive.py``."""
+"""Table rows in fixed-size file records, and the cache replacement policy; see ``naive.py``."""
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.records import fakes  # noqa: F401 - registers the shapes
 from meshrec.ops.records.naive import DAMAGED, END_OF_FILE, RecordLayout
 
@@ -21,11 +21,24 @@ def read(
     in_flight: int = 0,
     ring: bool = True,
 ) -> Tensor:
-    """Read rows into memory; see ``naive.records_read``."""
-    found: Tensor = torch.ops.meshrec.records_read.default(
+    """Read rows from a file into memory; see ``naive.records_read``.
+
+    Args:
+        file: open file descriptor.
+        layout: record layout.
+        keys: int64 [N], ascending.
+        parts: row memory, ``[height, ...]`` per tensor.
+        slots: destination row in ``parts`` per key, int64 [N].
+        in_flight: concurrent disk requests; 0: sequential reads by the caller.
+        ring: use io_uring where available, instead of threads.
+
+    Returns:
+        Failures, int64 [failures, 2]: position in ``keys``, and the cause.
+    """
+    failures: Tensor = operators.records_read(
         file, list(layout), keys, [part.detach() for part in parts], slots, in_flight, ring
     )
-    return found
+    return failures
 
 
 def write(
@@ -38,20 +51,49 @@ def write(
     in_flight: int = 0,
     ring: bool = True,
 ) -> Tensor:
-    """Write rows from memory; see ``naive.records_write``."""
-    found: Tensor = torch.ops.meshrec.records_write.default(
+    """Write rows from memory to a file; see ``naive.records_write``.
+
+    Args:
+        file: open file descriptor.
+        layout: record layout.
+        keys: int64 [N], ascending.
+        parts: row memory, ``[height, ...]`` per tensor.
+        slots: source row in ``parts`` per key, int64 [N].
+        in_flight: concurrent disk requests; 0: sequential writes by the caller.
+        ring: use io_uring where available, instead of threads.
+
+    Returns:
+        Failures, int64 [failures, 2]: position in ``keys``, and the cause.
+    """
+    failures: Tensor = operators.records_write(
         file, list(layout), keys, [part.detach() for part in parts], slots, in_flight, ring
     )
-    return found
+    return failures
 
 
 def used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the slots that a batch uses for the first time, and stamp them; see ``naive.cache_used``."""
-    found: Tensor = torch.ops.meshrec.cache_used.default(slots, stamps, batch)
-    return found
+    """Return the slots used for the first time by a batch, and stamp them; see ``naive.cache_used``.
+
+    Args:
+        slots: int64 [N]; -1: no slot.
+        stamps: last batch per cache slot, int64. Modified in place.
+        batch: batch number.
+    """
+    newly_used: Tensor = operators.cache_used(slots, stamps, batch)
+    return newly_used
 
 
-def victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
-    """Choose slots to evict; see ``naive.cache_victims``."""
-    found: tuple[Tensor, int] = torch.ops.meshrec.cache_victims.default(counts, pins, hand, number)
-    return found
+def victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> tuple[Tensor, int]:
+    """Choose slots to evict; see ``naive.cache_victims``.
+
+    Args:
+        counts: reference count per slot, uint8. Modified in place.
+        pins: pin count per slot, int32.
+        hand: clock hand position.
+        num_victims: number of slots to evict.
+
+    Returns:
+        Victims, int64, and the new hand position.
+    """
+    result: tuple[Tensor, int] = operators.cache_victims(counts, pins, hand, num_victims)
+    return result

@@ -1,4 +1,4 @@
-"""The shapes of the results of the record ops, for tracing; see ``naive.py``."""
+"""Fake kernels of the record operators, for tracing; see ``naive.py``."""
 
 from typing import Any
 
@@ -9,14 +9,17 @@ import meshrec.ops.records.naive  # noqa: F401 - the ops must exist before fakes
 
 
 def _transfer(file: int, layout: list[int], keys: Tensor, *_: Any) -> Tensor:
+    """Fake ``records_read`` and ``records_write``: a data-dependent number of failures."""
     return keys.new_empty(torch.library.get_ctx().new_dynamic_size(), 2)
 
 
 def _used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
+    """Fake ``cache_used``: a data-dependent number of slots."""
     return slots.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
 def _victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
+    """Fake ``cache_victims``: a data-dependent number of slots; the hand does not move."""
     return counts.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64), hand
 
 

@@ -1,9 +1,8 @@
-"""Rows in records of a file, in plain Python: the reference, and what runs without compiled kernels.
+"""Table rows in fixed-size file records, in plain Python.
 
-A record is the parts of a row, one after the other, and the CRC-32 of the row's key and of these bytes.
-Blocks of ``block_bytes`` hold ``per_block`` records each, and zeros behind them. A block is the unit of
-reading and
-writing: a disk transfers whole sectors.
+The reference for the kernels, and the fallback without them. A record is the concatenated parts of a row,
+followed by the CRC-32 of the row's key and these bytes. Blocks of ``block_bytes`` hold ``per_block`` records
+and zero padding. Reads and writes transfer whole blocks, because a disk transfers whole sectors.
 """
 
 import os
@@ -19,33 +18,33 @@ from meshrec.ops.library import implement
 # N keys
 
 DAMAGED = -1
-"""The cause of a failure: a record is not what was written."""
+"""Failure cause: the checksum does not match."""
 END_OF_FILE = -2
-"""The cause of a failure: the file ends before the record."""
+"""Failure cause: the file ends before the record."""
 
 
 class RecordLayout(NamedTuple):
-    """The layout of the records of a file."""
+    """Record layout of a file."""
 
     first_key: int
-    """The key of the first record."""
+    """Key of the first record."""
     per_block: int
     block_bytes: int
     record_bytes: int
-    """Bytes of a record with its checksum, which takes the last 4."""
+    """Bytes per record, including the checksum in the last 4."""
     salt: int
-    """A number that all checksums of the file begin with."""
+    """Initial CRC value for all records, so that a record copied from another file is detected."""
 
     def position(self, key: int) -> int:
-        """Return the position of the block of a key."""
+        """Return the file offset of the block with a key."""
         return (key - self.first_key) // self.per_block * self.block_bytes
 
     def offset(self, key: int) -> int:
-        """Return where in its block a record begins."""
+        """Return the record's offset within its block."""
         return (key - self.first_key) % self.per_block * self.record_bytes
 
     def checksum(self, key: int, content: bytes) -> int:
-        """Return the checksum of the parts of a row."""
+        """Return the checksum of a key and the row bytes."""
         return zlib.crc32(content, zlib.crc32(key.to_bytes(8, "little", signed=True), self.salt))
 
 
@@ -61,33 +60,34 @@ def records_read(
     """Read the rows of some keys into memory.
 
     Args:
-        file: an open file.
-        layout: a ``RecordLayout``.
+        file: open file descriptor.
+        layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
-        parts: the memory of the parts of rows, each ``[height, ...]``.
-        slots: int64 [N], where in ``parts`` the row of each key goes.
-        in_flight: requests that the disk has at a time; 0: the caller makes one after the other.
-        ring: let the kernel keep the requests (io_uring) where it can; otherwise threads wait for them.
+        parts: row memory, ``[height, ...]`` per tensor.
+        slots: destination row in ``parts`` per key, int64 [N].
+        in_flight: concurrent disk requests; 0: sequential reads by the caller.
+        ring: use io_uring where available, instead of threads.
 
     Returns:
-        int64 [failures, 2]: the number of a key, and ``DAMAGED``, ``END_OF_FILE`` or the system's error
-        number. A failure may stand for all keys that were read in one go.
+        Failures, int64 [failures, 2]: position in ``keys``, and ``DAMAGED``, ``END_OF_FILE`` or the errno. A
+            failure may represent all keys read in the same request.
     """
-    found, failures = RecordLayout(*layout), list[tuple[int, int]]()
+    geometry, failures = RecordLayout(*layout), list[tuple[int, int]]()
     memory = [_bytes(part) for part in parts]
-    for number, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
+    for position, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         try:
-            block = os.pread(file, found.block_bytes, found.position(key))
+            block = os.pread(file, geometry.block_bytes, geometry.position(key))
         except OSError as error:
-            failures.append((number, error.errno or 0))
+            failures.append((position, error.errno or 0))
             continue
-        if len(block) < found.block_bytes:
-            failures.append((number, END_OF_FILE))
+        if len(block) < geometry.block_bytes:
+            failures.append((position, END_OF_FILE))
             continue
-        record = block[found.offset(key) :][: found.record_bytes]
+        record = block[geometry.offset(key) :][: geometry.record_bytes]
         content = record[:-4]
-        if found.checksum(key, content) != int.from_bytes(record[-4:], "little"):
-            failures.append((number, DAMAGED))
+        # The key is part of the checksum, so a record at a wrong position is detected.
+        if geometry.checksum(key, content) != int.from_bytes(record[-4:], "little"):
+            failures.append((position, DAMAGED))
             continue
         for part in memory:
             width = part.shape[1]
@@ -105,69 +105,84 @@ def records_write(
     in_flight: int,
     ring: bool,
 ) -> Tensor:
-    """Write the rows of some keys from memory; see ``records_read``. Other records of their blocks stay."""
-    found, failures = RecordLayout(*layout), list[tuple[int, int]]()
+    """Write the rows of some keys from memory. Other records in their blocks are preserved.
+
+    Args:
+        file: open file descriptor.
+        layout: ``RecordLayout`` fields.
+        keys: int64 [N], ascending.
+        parts: row memory, ``[height, ...]`` per tensor.
+        slots: source row in ``parts`` per key, int64 [N].
+        in_flight: concurrent disk requests; 0: sequential writes by the caller.
+        ring: use io_uring where available, instead of threads.
+
+    Returns:
+        Failures, as ``records_read``.
+    """
+    geometry, failures = RecordLayout(*layout), list[tuple[int, int]]()
     memory = [_bytes(part) for part in parts]
-    for number, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
+    for position, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         content = b"".join(bytes(part[slot].tolist()) for part in memory)
-        record = content + found.checksum(key, content).to_bytes(4, "little")
+        record = content + geometry.checksum(key, content).to_bytes(4, "little")
         try:
-            begin = found.position(key)
-            block = bytearray(os.pread(file, found.block_bytes, begin).ljust(found.block_bytes, b"\0"))
-            block[found.offset(key) : found.offset(key) + len(record)] = record
-            os.pwrite(file, block, begin)
+            start = geometry.position(key)
+            # Read, modify and write the whole block, to preserve its other records.
+            block = bytearray(os.pread(file, geometry.block_bytes, start).ljust(geometry.block_bytes, b"\0"))
+            block[geometry.offset(key) : geometry.offset(key) + len(record)] = record
+            os.pwrite(file, block, start)
         except OSError as error:
-            failures.append((number, error.errno or 0))
+            failures.append((position, error.errno or 0))
     return torch.tensor(failures, dtype=torch.int64).view(-1, 2)
 
 
 def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the slots that a batch uses for the first time, and stamp them with the batch.
+    """Return the slots used for the first time by a batch, and stamp them with the batch.
 
-    The result has each slot once, in order of first use.
+    The result has no duplicates, and is in order of first use.
 
     Args:
         slots: int64 [N]; -1: no slot.
-        stamps: int64, for each slot of the cache the last batch that used it.
-        batch: the number of this batch.
+        stamps: last batch per cache slot, int64. Modified in place.
+        batch: batch number.
     """
-    found = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0 and stamps[slot] != batch))
-    used = torch.tensor(found, dtype=torch.int64)
+    first_uses = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0 and stamps[slot] != batch))
+    used = torch.tensor(first_uses, dtype=torch.int64)
     stamps[used] = batch
     return used
 
 
-def cache_victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
-    """Choose slots to evict, as a clock with several chances per slot does.
+def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> tuple[Tensor, int]:
+    """Choose slots to evict with the generalized CLOCK policy.
 
-    The hand goes round. It passes over pinned slots, takes one from the count of a slot that has one, and
-    chooses a slot whose count is 0.
+    The hand circles over the slots. It skips pinned slots, decrements positive reference counts, and selects
+    slots with a count of 0.
 
     Args:
-        counts: uint8 [slots], which change.
-        pins: int32 [slots]; what is above 0 stays.
-        hand: where the hand stands.
-        number: how many slots are wanted.
+        counts: reference count per slot, uint8. Modified in place.
+        pins: pin count per slot, int32. Pinned slots (above 0) stay.
+        hand: hand position.
+        num_victims: number of slots to evict.
 
     Returns:
-        The slots in the order of the hand, fewer than ``number`` if all others are pinned, and the hand.
+        Victims in hand order, fewer than ``num_victims`` if the other slots are pinned; and the new hand
+            position.
     """
-    size, found, chosen = len(counts), list[int](), set[int]()
+    size, victims, selected = len(counts), list[int](), set[int]()
     free = int((pins == 0).sum())
-    while len(found) < min(number, free):
+    while len(victims) < min(num_victims, free):
         slot, hand = hand, (hand + 1) % size
-        if pins[slot] != 0 or slot in chosen:
+        if pins[slot] != 0 or slot in selected:
             continue
         if counts[slot] != 0:
             counts[slot] -= 1
             continue
-        chosen.add(slot)
-        found.append(slot)
-    return torch.tensor(found, dtype=torch.int64), hand
+        selected.add(slot)
+        victims.append(slot)
+    return torch.tensor(victims, dtype=torch.int64), hand
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """Return the memory of a part, a row of bytes for each slot."""
+    """View a part's memory as uint8 [height, bytes per row]."""
     assert part.is_contiguous()
     height = part.shape[0]
     return part.detach().view(-1).view(torch.uint8).view(height, -1 if height else 0)

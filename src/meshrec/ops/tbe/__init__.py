@@ -1,4 +1,4 @@
-"""Table-batched embedding: lookups in many tables, and their update, in one kernel each."""
+"""Table-batched embedding (TBE): lookups in many tables, and their update, in a single kernel."""
 
 from meshrec.ops.tbe.layout import Lookups
 from meshrec.ops.tbe.lookup import (

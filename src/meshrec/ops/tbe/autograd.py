@@ -1,4 +1,4 @@
-"""The gradient of ``tbe_forward``, shared by all kernels."""
+"""Gradient of ``tbe_forward``, shared by all kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist before gradients are registered for them
+from meshrec.ops import operators
 
-# torch's own has no types.
+# torch.library.register_autograd is untyped.
 _register_autograd: Callable[..., None] = torch.library.register_autograd
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weights, values, offsets, per_sample_weights, segments, *rest = inputs
+    weights, values, offsets, per_sample_weights, segments, *options = inputs
     ctx.save_for_backward(values, offsets, per_sample_weights, segments, *weights)
-    num_keys, keys, tables, pooling, flat = rest[:5]
+    num_keys, keys, tables, pooling, flat = options[:5]
     ctx.lookups = num_keys, keys, tables, pooling, flat
     ctx.dims = [weights[table].shape[1] for table in tables]
 
@@ -25,13 +26,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     weights_grad: list[Tensor | None] = [None] * len(weights)
     sample_grad = None
     if any(ctx.needs_input_grad[0]):
-        dense = torch.ops.meshrec.tbe_dense_grad.default(
+        dense = operators.tbe_dense_grad(
             grad, weights, values, offsets, per_sample_weights, segments, *ctx.lookups, ctx.dims
         )
         needed = ctx.needs_input_grad[0]
         weights_grad = [gradient if need else None for gradient, need in zip(dense, needed, strict=True)]
     if ctx.needs_input_grad[3]:
-        sample_grad = torch.ops.meshrec.tbe_sample_weight_grad.default(
+        sample_grad = operators.tbe_sample_weight_grad(
             grad, weights, values, offsets, segments, *ctx.lookups, ctx.dims
         ).to(per_sample_weights.dtype)
     return (weights_grad, None, None, sample_grad, *[None] * 10)
@@ -39,6 +40,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 _register_autograd("meshrec::tbe_forward", _backward, setup_context=_save)
 
-# An update has no gradient. Without the fallthrough, torch would search all of its tensors for one.
+# The update has no gradient. Without the fallthrough, torch inspects every argument tensor on every call.
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("tbe_update", torch.library.fallthrough_kernel, "Autograd")

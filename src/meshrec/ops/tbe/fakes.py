@@ -1,4 +1,4 @@
-"""The output shapes of the table-batched ops, for tracing."""
+"""Fake kernels of the table-batched operators, for tracing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from meshrec.ops.tbe.layout import Lookups
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-# torch's own decorator has no types.
+# torch.library.register_fake is untyped.
 _register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fake
 
 

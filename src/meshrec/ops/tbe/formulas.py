@@ -1,19 +1,19 @@
-"""Every fused optimizer: its formula in plain torch, its state, and the statistics of whole rows that it
-needs.
+"""Fused optimizers: formulas in plain torch, optimizer state, and required whole-row statistics.
 
-Everything else is derived from ``FORMULAS``: the specs' state (``optim/optimizers.py``), the exchange of row
-statistics (``distributed/row_stats.py``), the planner's bytes, Triton's constants, and the C++ kernels'
-``formulas.inc``, which setup.py writes from here. A new optimizer needs an ``OptimizerKind`` and an entry
-here, a spec, a ``step_row`` in ``csrc/tbe/formulas.inl``, and a function in ``triton_update_kernels.py``; a
-kernel without it fails to compile. This file imports torch alone, because setup.py runs it by itself.
+Everything else derives from ``FORMULAS``: the state of the specs (``optim/optimizers.py``), the exchange of
+row statistics (``distributed/row_stats.py``), the planner's memory estimate, Triton's constants, and
+``formulas.inc`` for the C++ kernels, which setup.py generates. A new optimizer needs an ``OptimizerKind`` and
+an entry here, a spec, a ``step_row`` in ``csrc/tbe/formulas.inl``, and a function in
+``triton_update_kernels.py``; kernels without it fail to compile. This file imports only torch, because
+setup.py runs it standalone.
 
-Every formula works in fp32 on the touched rows only. ``g`` is the summed gradient of a row, and ``w`` is the
-row. With L2 decay, ``g += weight_decay * w`` comes first. With decoupled decay, ``w *= 1 - lr *
-weight_decay`` comes before the gradient step and is independent of it: norms of ``w`` are those of the row
-before the decay. LAMB and LARS apply the decay in their own place, see there.
+All formulas compute in fp32 on touched rows. ``g`` is a row's summed gradient, ``w`` the row. With L2 decay,
+``g += weight_decay * w`` comes first. With decoupled decay, ``w *= 1 - lr * weight_decay`` precedes the
+gradient step without affecting it: norms use the row before decay. LAMB and LARS apply decay differently, see
+their docstrings.
 
-Norms and means are over the whole row. For a table that is split by columns, ``stats_U3`` supplies them, in
-the order of ``RowSum``.
+Norms and means are over the whole row. For column-sharded tables, ``stats_U3`` supplies them, in ``RowSum``
+order.
 """
 
 from collections.abc import Callable
@@ -26,24 +26,24 @@ from torch import Tensor
 # U touched rows, D width
 
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
-"""The codes of the decay modes."""
+"""Decay mode codes."""
 
 
 class Hyper(NamedTuple):
-    """The parameters of one update. Each formula reads those that it knows, by name.
+    """Optimizer parameters for an update. Formulas read the relevant fields by name.
 
-    The kernels get them as a float64 tensor in this order, and know the names as well (``formulas.inc``,
-    ``triton_update_kernels.py``). A formula with a parameter of its own adds a field here.
+    Kernels receive a float64 tensor in this order, and also know the names (``formulas.inc``,
+    ``triton_update_kernels.py``). A formula with an additional parameter adds a field here.
     """
 
     lr: float
     decay_mode: int = NO_DECAY
     step: int = 1
-    """Number of the update, counted from 1."""
+    """Update number, counted from 1."""
     seed: int = 0
-    """Seed of stochastic rounding; 0 rounds to nearest."""
+    """Seed for stochastic rounding; 0 rounds to nearest."""
     row_dim: int = 0
-    """Width of the whole row, if a table is split by columns; 0: the table's own width."""
+    """Whole-row width of a column-sharded table; 0: the shard's width."""
     weight_decay: float = 0.0
     eps: float = 0.0
     beta1: float = 0.0
@@ -56,56 +56,57 @@ class Hyper(NamedTuple):
 
     @classmethod
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
-        """Read a float64 tensor of ``HYPER_SIZE`` values."""
+        """Read a float64 tensor with ``HYPER_SIZE`` values."""
         if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
             raise ValueError(
                 f"hyper must be a float64 CPU tensor with {HYPER_SIZE} entries, got {hyper.dtype} "
                 f"{list(hyper.shape)}. A spec's hyper() makes one."
             )
-        numbers = cls._make(hyper.tolist())
-        return numbers._replace(**{name: int(getattr(numbers, name)) for name in _CPP_TYPES})
+        hyper_values = cls._make(hyper.tolist())
+        return hyper_values._replace(**{name: int(getattr(hyper_values, name)) for name in _CPP_TYPES})
 
     def as_tensor(self) -> Tensor:
-        """Return the float64 tensor ``[HYPER_SIZE]`` that kernels take."""
+        """Return the float64 tensor ``[HYPER_SIZE]`` for the kernels."""
         return torch.tensor(self, dtype=torch.float64)
 
 
 HYPER_SIZE = len(Hyper._fields)
-"""The length of the ``hyper`` tensor."""
-# The C++ types of parameters that are not float.
+"""Length of the ``hyper`` tensor."""
+# C++ types of non-float parameters.
+# A float32 step would be inexact above 2^24, and a seed needs all bits.
 _CPP_TYPES = {"decay_mode": "int", "step": "uint64_t", "seed": "uint64_t", "row_dim": "double"}
 
 
 class RowSum(IntEnum):
-    """The sums of squares over a whole row: the columns of ``stats_U3``."""
+    """Sums of squares over a whole row: columns of ``stats_U3``."""
 
     GRADIENT = 0
-    """The sum of squares of the gradient that ``Formula.gradient`` returns."""
+    """Sum of squares of ``Formula.gradient``."""
     WEIGHT = 1
-    """The sum of squares of the stored row."""
+    """Sum of squares of the stored row."""
     DIRECTION = 2
-    """The sum of squares of what ``Formula.direction`` returns."""
+    """Sum of squares of ``Formula.direction``."""
 
 
 class Rows(NamedTuple):
-    """The touched rows of one table. Formulas return a new ``weight``, and change the slots in place."""
+    """Touched rows of a table. Formulas return a new ``weight``, and modify the state slots in place."""
 
     weight: Tensor
     """fp32 [U, D]"""
     gradient: Tensor
     """fp32 [U, D]"""
     slots: list[Tensor]
-    """The optimizer's state, fp32, each [U, D] or [U]."""
+    """Optimizer state, fp32, [U, D] or [U] per slot."""
     stats: Tensor | None
-    """fp32 [U, 3]: sums over whole rows; None: compute them from these rows."""
+    """Whole-row sums, fp32 [U, 3]; None: compute them from these rows."""
 
     def sum_of_squares(self, which: RowSum, x_UD: Tensor) -> Tensor:
-        """Return the sum of squares of ``x_UD`` [U], or the known sum over whole rows."""
+        """Return the sum of squares per row of ``x_UD`` [U], or the given whole-row sum."""
         return x_UD.square().sum(1) if self.stats is None else self.stats[:, which]
 
 
 def decayed_gradient(rows: Rows, h: Hyper) -> Tensor:
-    """Return ``g``, with the L2 term if there is one."""
+    """Return ``g``, plus the L2 term if enabled."""
     if h.decay_mode == L2_DECAY:
         return rows.gradient + h.weight_decay * rows.weight
     return rows.gradient
@@ -145,9 +146,9 @@ def _rowwise_adagrad(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _moments_step(rows: Rows, h: Hyper) -> Tensor:
-    """Return Adam's step before the lr: m = b1*m + (1-b1)*g; v likewise with g^2; m^ / (sqrt(v^) + eps).
+    """Return Adam's step before lr: m = b1*m + (1-b1)*g; v likewise with g^2; m^ / (sqrt(v^) + eps).
 
-    If v holds one value per row, it uses mean(g^2).
+    With a row-wise v, use mean(g^2).
     """
     g, (m, v) = decayed_gradient(rows, h), rows.slots
     square = g.square() if v.dim() == 2 else _mean_of_squares(rows, h, g)
@@ -169,7 +170,7 @@ def _lamb_direction(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _lamb(rows: Rows, h: Hyper) -> Tensor:
-    """Apply w -= lr * |w|/|r| * r; the ratio is 1 if a norm is 0."""
+    """Apply w -= lr * |w|/|r| * r; the ratio is 1 if either norm is 0."""
     r = _lamb_direction(rows, h)
     weight_norm = rows.sum_of_squares(RowSum.WEIGHT, rows.weight).sqrt()
     step_norm = rows.sum_of_squares(RowSum.DIRECTION, r).sqrt()
@@ -181,8 +182,8 @@ def _lamb(rows: Rows, h: Hyper) -> Tensor:
 def _lars(rows: Rows, h: Hyper) -> Tensor:
     """Apply m = momentum * m + local_lr * (g + decay * w); w -= m.
 
-    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w| + eps), or lr if a norm is 0. decay is the
-    weight decay if it is L2, else 0.
+    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w| + eps), or lr if either norm is 0. decay is
+    the L2 weight decay, else 0.
     """
     g, (m,) = rows.gradient, rows.slots
     decay = h.weight_decay if h.decay_mode == L2_DECAY else 0.0
@@ -201,8 +202,8 @@ _TINY = 1e-37
 def _ftrl(rows: Rows, h: Hyper) -> Tensor:
     """Apply z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2; w = -sign(z) * max(|z| - l1, 0) / scale.
 
-    scale = (beta + sqrt(n)) / lr + l2. The difference of the roots is computed as g^2 / (their sum), which is
-    exact for small g as well. _TINY makes it 0 if both roots are 0.
+    scale = (beta + sqrt(n)) / lr + l2. The root difference is computed as g^2 / (sum of roots), which avoids
+    cancellation for small g. _TINY makes it 0 if both roots are 0.
     """
     g, (n, z) = decayed_gradient(rows, h), rows.slots
     before = n.sqrt()
@@ -215,7 +216,7 @@ def _ftrl(rows: Rows, h: Hyper) -> Tensor:
 
 @unique
 class OptimizerKind(Enum):
-    """The fused optimizers, by the names that plan files and recipes use."""
+    """Fused optimizers, by their names in plan files and recipes."""
 
     NONE = "none"
     SGD = "sgd"
@@ -230,7 +231,7 @@ class OptimizerKind(Enum):
 
     @property
     def code(self) -> int:
-        """The code of the optimizer in kernels.
+        """Optimizer code in kernels.
 
         Raises:
             ValueError: the kind is NONE.
@@ -239,49 +240,47 @@ class OptimizerKind(Enum):
 
     @property
     def state_per_row(self) -> tuple[int, int]:
-        """The number of fp32 values of state that a row has per column, and besides."""
+        """fp32 state values: per column, and per row."""
         slots = _BY_KIND[self].slots if self in _BY_KIND else ()
         num_per_row = sum(slot.per_row for slot in slots)
         return len(slots) - num_per_row, num_per_row
 
     @property
     def row_statistics(self) -> int:
-        """The number of fp32 values per row that column shards must add up before the update."""
+        """fp32 values per row that column shards must sum before the update."""
         return len(_BY_KIND[self].row_sums) if self in _BY_KIND else 0
 
 
 class Slot(NamedTuple):
-    """One tensor of optimizer state per table, fp32."""
+    """Optimizer state tensor of a table, fp32."""
 
     name: str
     per_row: bool = False
-    """Whether it has one value per row (shape ``[num_rows]``) instead of one per element (``[num_rows,
-    dim]``).
-    """
+    """Whether the shape is ``[num_rows]`` instead of ``[num_rows, dim]``."""
     initial: str | None = None
-    """The field of the spec with its initial value; None: 0."""
+    """Name of the spec field with the initial value; None: 0."""
 
 
 class Formula(NamedTuple):
-    """One optimizer. Its code is its index in ``FORMULAS``."""
+    """Optimizer formula. Its code is its index in ``FORMULAS``."""
 
     kind: OptimizerKind
     name: str
-    """Name of its spec in ``meshrec.optim``, and, with a ``k`` before it, of its constant in C++."""
+    """Name of the spec in ``meshrec.optim`` and, prefixed with ``k``, of the C++ constant."""
     apply: Callable[[Rows, Hyper], Tensor]
-    """Returns the new rows, and changes the slots in place."""
+    """Returns the new rows, and modifies the state slots in place."""
     slots: tuple[Slot, ...] = ()
-    """The state; at most two slots."""
+    """Optimizer state; at most two slots."""
     row_sums: frozenset[RowSum] = frozenset()
-    """The sums over whole rows that it needs."""
+    """Required whole-row sums."""
     gradient: Callable[[Rows, Hyper], Tensor] = decayed_gradient
     """Returns the gradient whose squares ``RowSum.GRADIENT`` sums."""
     direction: Callable[[Rows, Hyper], Tensor] | None = None
-    """Returns the direction whose squares ``RowSum.DIRECTION`` sums; changes the slots as ``apply`` does."""
+    """Returns the direction whose squares ``RowSum.DIRECTION`` sums; modifies the slots like ``apply``."""
 
     @property
     def code(self) -> int:
-        """The code of the optimizer in kernels."""
+        """Optimizer code in kernels."""
         return FORMULAS.index(self)
 
 
@@ -342,33 +341,33 @@ FORMULAS = (
         slots=(Slot("sum", initial="initial_accumulator_value"), Slot("linear")),
     ),
 )
-"""The optimizers, by code."""
+"""Optimizers, by code."""
 
 _BY_KIND = {formula.kind: formula for formula in FORMULAS}
 
 
-def formula_of(which: int | OptimizerKind) -> Formula:
-    """Return a formula by its code or kind.
+def formula_of(optimizer: int | OptimizerKind) -> Formula:
+    """Return a formula by code or kind.
 
     Raises:
-        ValueError: no optimizer has this code or kind.
+        ValueError: unknown code or kind.
     """
-    if isinstance(which, OptimizerKind) and which in _BY_KIND:
-        return _BY_KIND[which]
-    if isinstance(which, int) and 0 <= which < len(FORMULAS):
-        return FORMULAS[which]
-    raise ValueError(f"optimizer {which} is unknown; codes 0 to {len(FORMULAS) - 1} exist.")
+    if isinstance(optimizer, OptimizerKind) and optimizer in _BY_KIND:
+        return _BY_KIND[optimizer]
+    if isinstance(optimizer, int) and 0 <= optimizer < len(FORMULAS):
+        return FORMULAS[optimizer]
+    raise ValueError(f"optimizer {optimizer} is unknown; codes 0 to {len(FORMULAS) - 1} exist.")
 
 
 def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
-    """Return whether the squared gradient is the only sum over a whole row that is needed."""
+    """Return whether the squared gradient is the only whole-row sum required."""
     formula = formula_of(optimizer)
     reads_weight = formula.gradient is decayed_gradient and hyper.decay_mode == L2_DECAY
     return formula.row_sums == {RowSum.GRADIENT} and not reads_weight
 
 
 def as_cpp() -> str:
-    """Return ``formulas.inc``: the fields of ``Hyper`` and the optimizers, in order, as macros for C++."""
+    """Return ``formulas.inc``: ``Hyper`` fields and optimizers, in order, as C++ macros."""
     lines = ["// Written by setup.py from ops/tbe/formulas.py: change that.", "#ifdef HYPER"]
     lines += [f"HYPER({_CPP_TYPES.get(name, 'float')}, {name})" for name in Hyper._fields]
     lines += ["#endif", "#ifdef FORMULA"]

@@ -1,8 +1,7 @@
-"""The places of each feature's IDs, bags and output rows, shared by the plain torch kernels.
+"""Index ranges of IDs, bags and output rows per feature, shared by the plain torch kernels.
 
-Bags come segment-major: segment ``s = block * K + key`` holds the bags of one key of one block. A block is
-the message of one source rank; a single process has one block. ``segments`` holds the first bag of each
-segment.
+Bags are segment-major: segment ``s = block * K + key`` holds the bags of a key in a block. A block is the
+message from a source rank; a single process has one block. ``segments`` holds the first bag per segment.
 """
 
 import itertools
@@ -17,78 +16,93 @@ from torch import Tensor
 # F features, K keys, R blocks, S = R*K segments, N ids, B bags of one segment, D width
 
 SUM, MEAN, NONE = 0, 1, 2
-"""The codes of the pooling modes."""
+"""Pooling mode codes."""
 
 
 class Lookups(NamedTuple):
-    """The keys of a batch and the tables to look them up in: the arguments that all tbe ops share."""
+    """Batch of jagged IDs, and the table and pooling per feature: arguments shared by all TBE operators."""
 
     values: Tensor
     """int32 or int64 [N]."""
     offsets: Tensor
-    """int32 or int64: the start of each bag, and N."""
+    """int32 or int64: first ID per bag, and N."""
     per_sample_weights: Tensor | None
     """float32 [N]."""
     segments: Tensor | None
-    """int64 on the CPU: the first bag of each segment, and the number of bags. None: equally many bags per
-    key.
-    """
+    """First bag per segment, and the number of bags; int64 on the CPU. None: equal bag counts per key."""
     num_keys: int
     keys: list[int]
-    """[F]: the key that the feature reads."""
+    """[F]: key read by the feature."""
     tables: list[int]
-    """[F]: the table it reads, as an index into the weights."""
+    """[F]: table read by the feature, as an index into the weights."""
     pooling: list[int]
     """[F]: 0 SUM, 1 MEAN, 2 NONE."""
     flat: bool
-    """Whether the output has one dimension (``[B, D]`` of one feature after the other) instead of ``[B, sum
-    of D]``.
-    """
+    """Whether the output is 1-D (``[B, D]`` blocks, feature by feature) instead of ``[B, sum of D]``."""
     dims: list[int]
-    """[F]: the width of the feature."""
+    """[F]: feature width."""
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["Lookups", Sequence[Any]]:
-        """Split the arguments of an op into those that all ops share, and the op's own."""
+        """Split operator arguments into the shared ones and the operator-specific ones."""
         shared = len(cls._fields)
         return cls._make(arguments[:shared]), arguments[shared:]
 
-    def of_tables(self, chosen: Sequence[int]) -> "Lookups":
-        """Return the same batch for some of the tables, numbered in their order. Other tables are skipped."""
-        if len(chosen) > max(self.tables, default=-1) and all(map(operator.eq, chosen, itertools.count())):
+    def of_tables(self, selected: Sequence[int]) -> "Lookups":
+        """Return lookups with the selected tables renumbered from 0, in order; other tables become -1."""
+        # Selecting all tables is the common case. Avoid new lists on every step.
+        if len(selected) > max(self.tables, default=-1) and all(
+            map(operator.eq, selected, itertools.count())
+        ):
             return self
-        index = {table: position for position, table in enumerate(chosen)}
+        index = {table: position for position, table in enumerate(selected)}
         return self._replace(tables=[index.get(table, -1) for table in self.tables])
+
+    def output_shape(self, out_size: int) -> list[int]:
+        """Return the shape of an output with ``out_size`` rows (2-D) or elements (flat)."""
+        return [out_size] if self.flat else [out_size, sum(self.dims)]
+
+    def layout(self) -> "OutputLayout":
+        """Return the index ranges of every feature in every block; see `make_layout`."""
+        return make_layout(
+            self.offsets,
+            self.segments,
+            self.num_keys,
+            self.keys,
+            self.dims,
+            pooling=self.pooling,
+            flat=self.flat,
+        )
 
 
 class FeaturePiece(NamedTuple):
-    """The part of one feature in one block."""
+    """IDs, bags and output range of a feature in one block."""
 
     feature: int
     ids: slice
-    """Its IDs in ``values_N``."""
+    """IDs in ``values_N``."""
     lengths_B: Tensor
-    """int64: the number of IDs in each of its bags."""
+    """IDs per bag, int64."""
     rows: slice
-    """Its rows of a 2-D output."""
+    """Rows in a 2-D output."""
     columns: slice
-    """Its columns of a 2-D output."""
+    """Columns in a 2-D output."""
     flat: slice
-    """Its elements of a 1-D output."""
+    """Elements in a 1-D output."""
 
     def bag_of_id(self) -> Tensor:
-        """Return the index, within the piece, of the bag of each ID, int64 [n]."""
+        """Return the bag index within the piece, per ID, int64 [n]."""
         return torch.repeat_interleave(self.lengths_B)
 
     def of(self, output: Tensor, dim: int) -> Tensor:
-        """Return the piece's rows, ``[bags or ids, dim]``, as a view of an output (or of its gradient)."""
+        """Return the piece's rows, ``[bags or ids, dim]``, as a view of an output (or output gradient)."""
         if output.dim() == 1:
             return output[self.flat].view(-1, dim)
         return output[self.rows, self.columns]
 
 
 class OutputLayout(NamedTuple):
-    """All pieces in the order of the flat output, and the total number of rows (2-D) or elements (1-D)."""
+    """Feature pieces, block by block, and the output size: rows if 2-D, elements if 1-D."""
 
     pieces: list[FeaturePiece]
     out_size: int
@@ -116,7 +130,16 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
 
 
 def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
-    """Return the first bag of each segment, and the end of the last one (R*K + 1 integers)."""
+    """Return the first bag per segment, and the number of bags: R * K + 1 integers for R blocks and K keys.
+
+    Args:
+        num_bags: number of bags.
+        segments: segment bounds, int64 on the CPU; None: one block with equal bag counts per key.
+        num_keys: K.
+
+    Raises:
+        ValueError: the bounds do not match the number of bags or keys.
+    """
     if segments is not None:
         bounds: list[int] = segments.tolist()
         if not bounds or num_keys == 0 or (len(bounds) - 1) % num_keys != 0:
@@ -143,10 +166,19 @@ def make_layout(
     pooling: list[int],
     flat: bool,
 ) -> OutputLayout:
-    """Compute the place of every feature of every block.
+    """Compute the index ranges of every feature in every block.
+
+    Args:
+        offsets: first ID per bag, and N.
+        segments: first bag per segment, or None.
+        num_keys: K.
+        keys: [F].
+        dims: [F].
+        pooling: [F].
+        flat: whether the output is 1-D.
 
     Raises:
-        ValueError: a width is below 1, NONE is used with a 2-D output, or features of a 2-D output have
+        ValueError: a width is below 1, NONE is used with a 2-D output, or features in a 2-D output have
             different batch sizes.
     """
     if NONE in pooling and not flat:
@@ -168,6 +200,7 @@ def make_layout(
                     "One output matrix needs one batch size; ask for a flat output otherwise."
                 )
             offsets_B1 = offsets[low : high + 1].long()
+            # On a GPU this synchronizes, which only the fallback can afford.
             ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
             num_rows = ids.stop - ids.start if pooling[feature] == NONE else high - low
             end_element = first_element + num_rows * dim

@@ -1,4 +1,4 @@
-"""Lookups as modules call them: one kernel for all tables, and a backward pass that may update the tables."""
+"""Lookups for modules: a single kernel for all tables, and a backward pass that may update the tables."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.tbe import (
     autograd,  # noqa: F401 - registers the gradient of tbe_forward
     fakes,  # noqa: F401 - registers the shapes
@@ -18,99 +19,121 @@ from meshrec.ops.versions import check_unchanged, versions_of
 
 # F features, K keys, T tables, N ids, B samples, D width
 
-# Overloads, found once: finding them by name in every call, as torch.ops does, doubles its time.
-_forward: Callable[..., Tensor] = torch.ops.meshrec.tbe_forward.default
-update: Callable[..., None] = torch.ops.meshrec.tbe_update.default
+# Overloads, resolved once: resolving them by name on every call, as torch.ops does, doubles the call time.
+_forward: Callable[..., Tensor] = operators.tbe_forward
+update: Callable[..., None] = operators.tbe_update
 """``torch.ops.meshrec.tbe_update``; see ``naive.tbe_update``."""
 
 
 BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch sizes")
-"""Names of the first four fields of ``Lookups`` in messages."""
+"""Names for the first four fields of ``Lookups`` in messages."""
 
 
 class LookupOptions(NamedTuple):
-    """The size and dtype of a lookup's result, and whether its input is checked."""
+    """Size and dtype of a lookup result, and whether to check the input."""
 
     out_size: int
-    """The number of rows (2-D) or elements (flat) of the result."""
+    """Rows (2-D) or elements (flat) of the result."""
     out_dtype: torch.dtype
-    """The dtype of the result."""
+    """Result dtype."""
     check_ids: bool
     """Whether to check IDs and per-sample weights."""
     names: Tensor
-    """The bytes, uint8, of ``"table\\tfeature\\n"`` per feature, for messages."""
+    """UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8, for messages."""
 
 
 class Updater(Protocol):
-    """An object that receives the gradient of a lookup and updates tables with it."""
+    """Protocol for objects that receive a lookup's gradient and update tables with it."""
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Return how often anybody other than the updater has written to each table.
+        """Return the number of in-place writes per table not made by the updater.
 
         Raises:
             ValueError: ``weights`` are not the updater's tables.
         """
 
     def check_tables(self, before: list[int]) -> None:
-        """Raise ValueError if ``foreign_writes`` has changed since it returned ``before``."""
+        """Raise ValueError if ``foreign_writes`` changed since it returned ``before``."""
 
     def take(self, grad: Tensor, lookups: Lookups) -> None:
-        """Update the tables. ``grad`` has the shape of the lookup's output; ``lookups.tables`` index the
+        """Update the tables. ``grad`` has the shape of the lookup output; ``lookups.tables`` index the
         module's tables.
         """
 
 
 def forward(weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions) -> Tensor:
-    """Look up. The result is differentiable in the weights (dense gradients) and in the per-sample weights.
+    """Look up and pool rows; differentiable in the weights (dense gradients) and per-sample weights.
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
-        lookups: the batch, and the tables that its features read.
-        options: size and dtype of the result, and whether IDs are checked.
+        lookups: the batch, and the tables read by its features.
+        options: output size and dtype, and whether to check IDs.
+
+    Returns:
+        ``[out_size, sum of D]``, or ``[out_size]`` if flat.
 
     Raises:
-        ValueError: offsets do not fit; or, with ``options.check_ids``, an ID is outside its table or a
-            per-sample weight is NaN.
+        ValueError: invalid offsets; or, with ``options.check_ids``, an ID outside its table or a NaN
+            per-sample weight.
     """
     return _forward(list(weights), *lookups[:-1], *options)
 
 
 def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
-    """Return gradients with the shapes and dtypes of the weights."""
-    result: list[Tensor] = torch.ops.meshrec.tbe_dense_grad.default(grad, list(weights), *lookups)
+    """Return gradients with the shapes and dtypes of the weights.
+
+    Args:
+        grad: output gradient.
+        weights: ``[rows, D]`` per table.
+        lookups: the batch.
+    """
+    result: list[Tensor] = operators.tbe_dense_grad(grad, list(weights), *lookups)
     return result
 
 
 def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each table, the touched rows, int64 [U] ascending, and their summed gradients, fp32 [U,
-    D].
+    """Return touched rows, int64 [U] ascending, and their summed gradients, fp32 [U, D], per table.
+
+    Args:
+        grad: output gradient.
+        lookups: the batch.
+        num_rows: rows per table.
     """
-    flat = torch.ops.meshrec.tbe_sparse_grad.default(grad, *lookups, num_rows)
+    flat = operators.tbe_sparse_grad(grad, *lookups, num_rows)
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of squared gradients of the touched rows, their numbers by table, and ``runs``.
+    """Return squared gradient sums of touched rows, touched rows per table, and ``runs``.
 
     See ``naive.tbe_row_squares``.
+
+    Args:
+        grad: output gradient.
+        lookups: the batch.
+        num_rows: rows per table.
     """
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.meshrec.tbe_row_squares.default(
-        grad, *lookups, num_rows
-    )
+    result: tuple[Tensor, Tensor, Tensor] = operators.tbe_row_squares(grad, *lookups, num_rows)
     return result
 
 
 def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
-    """Return the gradient of the per-sample weights, fp32 [N]."""
-    values, offsets, _, segments, *rest = lookups
-    result: Tensor = torch.ops.meshrec.tbe_sample_weight_grad.default(
-        grad, list(weights), values, offsets, segments, *rest
+    """Return the gradient of the per-sample weights, fp32 [N].
+
+    Args:
+        grad: output gradient.
+        weights: ``[rows, D]`` per table.
+        lookups: the batch.
+    """
+    values, offsets, _, segments, *options = lookups
+    result: Tensor = operators.tbe_sample_weight_grad(
+        grad, list(weights), values, offsets, segments, *options
     )
     return result
 
 
 class _FusedLookup(torch.autograd.Function):
-    """The lookup as an autograd function whose backward pass gives the gradient to the updater."""
+    """Lookup whose backward pass hands the gradient to the updater."""
 
     @staticmethod
     def forward(
@@ -121,15 +144,16 @@ class _FusedLookup(torch.autograd.Function):
         lookups: Lookups,
         updater: Updater,
         options: LookupOptions,
-        plain: list[int],
-        *plain_weights: Tensor,
+        dense_tables: list[int],
+        *dense_weights: Tensor,
     ) -> Tensor:
-        # Not saved for backward, because the update changes the weights in place on purpose. All other
-        # in-place writes are found by comparing versions, as torch does for saved tensors.
-        ctx.weights, ctx.lookups, ctx.updater, ctx.plain = weights, lookups, updater, plain
+        # Not saved for backward, because the update intentionally modifies the weights in place. Other
+        # in-place writes are detected by comparing versions, as torch does for saved tensors.
+        ctx.weights, ctx.lookups, ctx.updater, ctx.dense_tables = weights, lookups, updater, dense_tables
         ctx.versions = versions_of(lookups[:4])
         ctx.foreign_writes = updater.foreign_writes(weights)
-        # This function is the gradient: skip tbe_forward's own, which costs time in Python and is not used.
+        # Skip tbe_forward's autograd kernel: this function defines the gradient, and the kernel costs Python
+        # time.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(weights, lookups, options)
 
@@ -140,15 +164,16 @@ class _FusedLookup(torch.autograd.Function):
         sample_grad = None
         if ctx.needs_input_grad[1]:
             sample_grad = sample_weight_grad(grad, ctx.weights, ctx.lookups)
-        plain_grads: list[Tensor] = []
-        if ctx.plain:
-            plain_weights = [ctx.weights[table] for table in ctx.plain]
-            plain_grads = dense_grad(grad, plain_weights, ctx.lookups.of_tables(ctx.plain))
+        dense_grads: list[Tensor] = []
+        if ctx.dense_tables:
+            dense_weights = [ctx.weights[table] for table in ctx.dense_tables]
+            dense_grads = dense_grad(grad, dense_weights, ctx.lookups.of_tables(ctx.dense_tables))
+        # Last, because dense and sample weight gradients must see the weights before the update.
         ctx.updater.take(grad, ctx.lookups)
-        return (None, sample_grad, None, None, None, None, None, *plain_grads)
+        return (None, sample_grad, None, None, None, None, None, *dense_grads)
 
 
-# Function.apply first prepares for torch.func, which doubles the time of the call.
+# Function.apply first handles torch.func transforms, which doubles the call time.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, _FusedLookup).apply
 
 
@@ -156,29 +181,34 @@ def fused_forward(
     weights: Sequence[Tensor],
     lookups: Lookups,
     updater: Updater,
-    plain: list[int],
+    dense_tables: list[int],
     options: LookupOptions,
 ) -> Tensor:
-    """Look up like ``forward``; in the backward pass, ``updater`` receives the gradient.
+    """Look up like ``forward``; the backward pass hands the gradient to ``updater``.
 
-    ``plain``: the tables that the updater does not update; they get ordinary dense gradients.
+    torch.compile does not trace this function, but runs it between its graphs: a traced graph would lose the
+    update, a side effect in the backward pass.
 
-    torch.compile does not trace this function, but runs it between its graphs: the update in the backward
-    pass is an effect that a traced graph would lose.
+    Args:
+        weights: ``[rows, D]`` per table.
+        lookups: the batch, and the tables read by its features.
+        updater: receives the gradient in the backward pass.
+        dense_tables: tables not updated by ``updater``; they get ordinary dense gradients.
+        options: output size and dtype, and whether to check IDs.
 
     Raises:
-        ValueError: as for ``forward``, or it was called inside a transform of torch.func.
+        ValueError: as for ``forward``, or called inside a torch.func transform.
     """
-    # Without tracing the guard is not needed, and making it would import the compiler, which takes seconds.
+    # Only tracing needs the guard. Creating it imports the compiler, which takes seconds.
     run = _untraced() if torch.compiler.is_compiling() else _run_fused
-    return run(weights, lookups, updater, plain, options)
+    return run(weights, lookups, updater, dense_tables, options)
 
 
 def _run_fused(
     weights: Sequence[Tensor],
     lookups: Lookups,
     updater: Updater,
-    plain: list[int],
+    dense_tables: list[int],
     options: LookupOptions,
 ) -> Tensor:
     if torch._C._are_functorch_transforms_active():
@@ -186,16 +216,15 @@ def _run_fused(
             "a fused collection was called inside a torch.func transform (grad, vmap, ...), which cannot "
             "carry the update in its backward pass. Use torch.autograd, or torch.no_grad() to look up only."
         )
-    plain_weights = [weights[table] for table in plain]
+    dense_weights = [weights[table] for table in dense_tables]
     anchor, sample_weights = _anchor(), lookups.per_sample_weights
-    return _apply(anchor, sample_weights, weights, lookups, updater, options, plain, *plain_weights)
+    return _apply(anchor, sample_weights, weights, lookups, updater, options, dense_tables, *dense_weights)
 
 
 @functools.cache
 def _anchor() -> Tensor:
-    """Return the tensor that makes a result require a gradient. It never gets one, so all lookups share
-    it.
-    """
+    """Return a tensor that makes results require a gradient. It never gets one, so all lookups share it."""
+    # A tensor created in inference mode could not require a gradient later.
     with torch.inference_mode(False):
         return torch.empty(0, device="cpu", requires_grad=True)
 

@@ -1,19 +1,18 @@
-"""Table-batched embedding in plain torch: the reference for every kernel, and the fallback without one.
+"""Table-batched embedding in plain torch: the reference for the kernels, and the fallback without them.
 
-The ops share these arguments (F features, K keys, T tables, N IDs, S segments, B bags of one segment, D
-width):
+Shared arguments (F features, K keys, T tables, N IDs, S segments, B bags per segment, D width):
 
-- ``values_N``: IDs, int32 or int64. ``offsets``: the start of each bag, and N; int32 or int64. Bags come
-  segment-major, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one block with equally
-  many bags per key.
-- Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In the
-  update and gradient ops, a table of -1 skips the feature. ``dims[f]`` is the feature's width.
-- Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, the blocks one after the other. ``flat=True``:
-  1-D; for each block and each feature ``[B, D]`` (NONE: ``[ids, D]``), row-major, one after the other.
-- SUM: ``out[b] = sum_i w_i * x_i``. MEAN: the sum divided by the number of IDs, and 0 for an empty bag. NONE:
-  ``out[i] = x_i``. Without per-sample weights every ``w_i`` is 1; with NONE there must be none.
+- ``values_N``: IDs, int32 or int64. ``offsets``: first ID per bag, and N; int32 or int64. Bags are
+  segment-major, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one block with equal bag
+  counts per key.
+- Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In
+  update and gradient operators, table -1 skips the feature. ``dims[f]`` is the feature width.
+- Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, block by block. ``flat=True``: 1-D; per block
+  and feature ``[B, D]`` (NONE: ``[ids, D]``), row-major.
+- SUM: ``out[b] = sum_i w_i * x_i``. MEAN: the sum divided by the number of IDs, or 0 for an empty bag. NONE:
+  ``out[i] = x_i``. Without per-sample weights all ``w_i`` are 1; NONE does not allow them.
 
-Sums are in fp32. Duplicates are summed in the order of features, then of IDs.
+Sums are in fp32. Duplicates are summed in feature order, then ID order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,12 +36,16 @@ from meshrec.ops.tbe.naive_update import update_rows
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
-    """Look up and pool. ``out_size`` is the number of rows (2-D) or elements (flat) of the output.
+    r"""Look up and pool rows.
 
-    ``names`` is uint8, the UTF-8 text ``"table\\tfeature\\n"`` per feature, for messages.
+    Args:
+        weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
+        arguments: ``Lookups`` without dims; then ``out_size``, rows (2-D) or elements (flat) of the output;
+            ``out_dtype``; ``check_ids``; and ``names``, UTF-8 bytes of ``"table\\tfeature\\n"`` per feature,
+            uint8, for messages.
 
     Raises:
-        ValueError: offsets do not fit; or, with ``check_ids``, an ID is outside the table or a weight is NaN.
+        ValueError: invalid offsets; or, with ``check_ids``, an ID outside its table or a NaN weight.
     """
     *shared, out_size, out_dtype, check_ids, names = arguments
     lookups = Lookups._make([*shared, [weights[table].shape[1] for table in shared[6]]])
@@ -53,10 +56,10 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     if check_ids:
         num_rows = [weights[table].shape[0] for table in lookups.tables]
         _check_ids(layout, values, sample_weights, num_rows, names)
-    shape = [out_size] if lookups.flat else [out_size, sum(lookups.dims)]
-    out = torch.zeros(shape, dtype=out_dtype, device=values.device)
+    out = torch.zeros(lookups.output_shape(out_size), dtype=out_dtype, device=values.device)
     for piece in layout.pieces:
         table = weights[lookups.tables[piece.feature]]
+        # Sum in fp32 whatever the weights' dtype, as the kernels do.
         rows_nD = table[values[piece.ids].long()].float()
         if sample_weights is not None:
             rows_nD *= sample_weights[piece.ids, None]
@@ -65,31 +68,32 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     return out
 
 
-def tbe_update(grad: Tensor, *arguments: Any, **last: Any) -> None:
-    """Sum the gradient of every touched row, then update it once. Untouched rows and their state do not
+def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
+    """Sum the gradient of every touched row, then update the row once. Untouched rows and state do not
     change.
 
-    ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then slot
-    1). Codes, formulas and ``hyper`` (float64): ``formulas.py``; rounding: ``naive_update.py``.
+    Args:
+        grad: output gradient.
+        arguments: ``Lookups``, then the arguments below up to ``origins``, and optionally more.
+        optional: arguments after ``origins``, by name.
 
-    ``row_stats``: fp32 [N, 3], whole-row sums per ID for tables split by columns; only with NONE and distinct
-    IDs per table.
-
-    ``origins``: the row and the column at which each weight begins in its whole table (empty: 0, 0).
-    Stochastic rounding draws by these positions, so that parts are rounded as the whole table would be.
-
-    ``runs``: the result of ``tbe_row_squares`` for the same arguments, so that nothing is sorted again. With
-    it comes ``mean_squares``, fp32 [sum of U_t]: the mean of the squared gradient over each touched whole
-    row, for the optimizers that need no other statistic.
-
-    ``row_keys``: for each weight, the number in the whole table of each of its rows, int64. They replace the
-    row in ``origins``. Empty for a weight whose rows are in order.
+    - ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then slot
+      1). ``optimizer`` and ``hyper`` (float64): see ``formulas.py``; rounding: ``naive_update.py``.
+    - ``row_stats``: whole-row sums per ID for column-sharded tables, fp32 [N, 3]; only with NONE and distinct
+      IDs per table.
+    - ``origins``: first row and column of every weight within the whole table (empty: 0, 0). Stochastic
+      rounding uses these positions, so that shards round like the whole table.
+    - ``runs``: result of ``tbe_row_squares`` for the same arguments, which avoids sorting again. Requires
+      ``mean_squares``, fp32 [sum of U_t]: mean squared gradient per touched whole row, for optimizers without
+      other statistics.
+    - ``row_keys``: position in the whole table per row and weight, int64. Replaces the row in ``origins``.
+      Empty for a weight with rows in order.
     """
-    lookups, (weights, state, optimizer, hyper, row_stats, origins, *rest) = Lookups.split(arguments)
-    # The dispatcher leaves out defaults; others name the arguments after ``origins``.
-    last |= zip(("runs", "mean_squares", "row_keys"), rest, strict=False)
-    mean_squares, row_keys = last.get("mean_squares"), last.get("row_keys")
-    numbers = Hyper.from_tensor(hyper)
+    lookups, (weights, state, optimizer, hyper, row_stats, origins, *trailing) = Lookups.split(arguments)
+    # The dispatcher omits trailing defaults; direct callers may pass these by name.
+    optional |= zip(("runs", "mean_squares", "row_keys"), trailing, strict=False)
+    mean_squares, row_keys = optional.get("mean_squares"), optional.get("row_keys")
+    h = Hyper.from_tensor(hyper)
     num_slots = len(formula_of(optimizer).slots)
     if len(state) != num_slots * len(weights):
         raise ValueError(
@@ -109,20 +113,19 @@ def tbe_update(grad: Tensor, *arguments: Any, **last: Any) -> None:
                 stats_U3[inverse_n] = torch.cat([row_stats[part.ids] for part in parts])
             if mean_squares is not None:
                 stats_U3, mean_squares = mean_squares[: rows_U.numel(), None], mean_squares[rows_U.numel() :]
-                numbers = numbers._replace(row_dim=1)  # the statistic is a mean already
+                h = h._replace(row_dim=1)  # the statistic is already a mean
             slots = state[table :: len(weights)]
+            # Origins make the random bits of a shard those of the whole table.
             origin = origins[2 * table : 2 * table + 2] or (0, 0)
             keys_U = row_keys[table][rows_U] if row_keys and len(row_keys[table]) else None
-            update_rows(
-                weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers, origin, keys_U
-            )
+            update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, h, origin, keys_U)
 
 
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
-    """Return the gradient of T = len(num_rows) tables by touched rows: ``rows_0, grads_0, rows_1, ...``.
+    """Return the gradients of T = len(num_rows) tables by touched row: ``rows_0, grads_0, rows_1, ...``.
 
-    ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. A table that no feature reads
-    has U_t = 0 and D_t = 0.
+    ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. Tables without a feature have
+    U_t = 0 and D_t = 0.
     """
     lookups, (num_rows,) = Lookups.split(arguments)
     result: list[Tensor] = []
@@ -136,11 +139,11 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of squared gradients of the touched rows of T = len(num_rows) tables.
+    """Return squared gradient sums of the touched rows in T = len(num_rows) tables.
 
-    They are fp32 [sum of U_t], table by table, in ascending order of rows. The second result is U_t, int64
-    [T] on the CPU. The third is ``runs`` for ``tbe_update``, whose contents only the kernel that made it
-    knows.
+    Returns:
+        Sums, fp32 [sum of U_t], by table and ascending row; U_t, int64 [T] on the CPU; and ``runs`` for
+            ``tbe_update``, whose content is private to the kernel.
     """
     flat_grads = tbe_sparse_grad(grad, *arguments)
     squares = torch.cat([grads.square().sum(1) for grads in flat_grads[1::2]])
@@ -149,7 +152,13 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """Return the gradient of each table as a dense tensor of its shape and dtype. Sums are in fp32."""
+    """Return dense gradients with the shape and dtype of the tables. Sums are in fp32.
+
+    Args:
+        grad: output gradient.
+        weights: ``[rows, D]`` per table.
+        arguments: ``Lookups``.
+    """
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     for part in _id_gradients(grad, Lookups(*arguments), [weight.shape[0] for weight in weights]):
         totals[part.table].index_add_(0, part.rows_n, part.gradient_nD)
@@ -159,12 +168,20 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
 def tbe_sample_weight_grad(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, *arguments: Any
 ) -> Tensor:
-    """Return the gradient of the per-sample weights, fp32 [N]. Features of one key add up; IDs that are not
-    read get 0.
+    """Return the gradient of the per-sample weights, fp32 [N].
+
+    Features with the same key add up; unread IDs get 0.
+
+    Args:
+        grad: output gradient.
+        weights: ``[rows, D]`` per table.
+        values: IDs.
+        offsets: first ID per bag, and N.
+        arguments: the remaining fields of ``Lookups``, without per-sample weights.
     """
     lookups = Lookups(values, offsets, None, *arguments)
     check_offsets(offsets, values.numel())
-    _layout(lookups)  # what it refuses comes first, as in the kernels
+    _layout(lookups)  # same error precedence as the kernels
     _check_pooled(lookups.pooling)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
     for part in _id_gradients(grad, lookups, [weight.shape[0] for weight in weights]):
@@ -181,11 +198,21 @@ def clamp_ids(
     tables: list[int],
     num_rows: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return a copy of the IDs with those outside their table set to 0, and their number per feature, int64
-    [F].
+    """Replace IDs outside their table by 0.
 
-    ``num_rows`` is per table. An ID of a key that several features read is set to 0 if it is outside any of
-    their tables.
+    An ID in a key read by several features is replaced if it is outside any of their tables.
+
+    Args:
+        values: IDs [N].
+        offsets: first ID per bag, and N.
+        segments: first bag per segment, or None.
+        num_keys: K.
+        keys: [F].
+        tables: [F].
+        num_rows: rows per table.
+
+    Returns:
+        A copy of the IDs, and the number of replaced IDs per feature, int64 [F].
     """
     _check_inputs(values, offsets, None, [])
     layout = make_layout(
@@ -208,7 +235,7 @@ def _pooled(rows_nD: Tensor, piece: FeaturePiece, mode: int) -> Tensor:
 
 
 class _Gradient(NamedTuple):
-    """The gradients of the IDs of one piece, before duplicates are summed."""
+    """Gradients per ID in a piece, before summing duplicates."""
 
     table: int
     ids: slice
@@ -217,7 +244,7 @@ class _Gradient(NamedTuple):
 
 
 def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> Iterator[_Gradient]:
-    """Yield each piece's gradients per ID, scaled by weight and 1/length (MEAN), without skipped features."""
+    """Yield gradients per ID and piece, scaled by weight and 1/length (MEAN), without skipped features."""
     layout = _layout(lookups)
     out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(lookups.dims)
     if grad.numel() != out_size:
@@ -239,10 +266,9 @@ def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> It
 
 
 def _layout(lookups: Lookups) -> OutputLayout:
-    """Check the shared arguments, and return the layout of the output."""
-    values, offsets, weights, segments, num_keys, keys, _, pooling, flat, dims = lookups
-    _check_inputs(values, offsets, weights, pooling)
-    return make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
+    """Check the shared arguments, and return the output layout."""
+    _check_inputs(lookups.values, lookups.offsets, lookups.per_sample_weights, lookups.pooling)
+    return lookups.layout()
 
 
 def _by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> list[list[_Gradient]]:
@@ -253,12 +279,11 @@ def _by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> list[l
 
 
 def _summed(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct rows [U], ascending, their summed gradients [U, D], and the index of each ID's row
-    [n].
-    """
+    """Return distinct rows [U], ascending, summed gradients [U, D], and the row position per ID [n]."""
     rows_U, inverse_n = torch.cat([part.rows_n for part in parts]).unique(return_inverse=True)
     gradient_nD = torch.cat([part.gradient_nD for part in parts])
     total_UD = gradient_nD.new_zeros(rows_U.numel(), gradient_nD.shape[1])
+    # index_add_ adds the entries in order, which gives the documented order of sums.
     return rows_U, total_UD.index_add_(0, inverse_n, gradient_nD), inverse_n
 
 
@@ -300,19 +325,19 @@ def _check_ids(
         _check_rows(piece, ids, num_rows_F[piece.feature], table, feature)
         if per_sample_weights is None:
             continue
-        if (at := _first(per_sample_weights[piece.ids].isnan())) is not None:
+        if (position := _first(per_sample_weights[piece.ids].isnan())) is not None:
             raise ValueError(
-                f"table '{table}': the weight of id {int(ids[at])} of feature '{feature}' "
-                f"(sample {int(piece.bag_of_id()[at])}) is NaN. "
+                f"table '{table}': the weight of id {int(ids[position])} of feature '{feature}' "
+                f"(sample {int(piece.bag_of_id()[position])}) is NaN. "
                 "Weights must be numbers; find where this one comes from."
             )
 
 
 def _check_rows(piece: FeaturePiece, ids_n: Tensor, num_rows: int, table: str, feature: str) -> None:
-    if (at := _first(_outside(ids_n, num_rows))) is not None:
+    if (position := _first(_outside(ids_n, num_rows))) is not None:
         raise ValueError(
-            f"table '{table}': id {int(ids_n[at])} of feature '{feature}' "
-            f"(sample {int(piece.bag_of_id()[at])}) is outside [0, {num_rows}). "
+            f"table '{table}': id {int(ids_n[position])} of feature '{feature}' "
+            f"(sample {int(piece.bag_of_id()[position])}) is outside [0, {num_rows}). "
             "Raise num_embeddings, or hash the ids."
         )
 

@@ -1,6 +1,6 @@
-"""One optimizer step on the touched rows of one table, in plain torch, with stochastic rounding.
+"""Optimizer step on the touched rows of a table, in plain torch, with stochastic rounding.
 
-The formulas are in ``formulas.py``.
+``formulas.py`` has the formulas.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,20 @@ def update_rows(
     origin: Sequence[int] = (0, 0),
     keys_U: Tensor | None = None,
 ) -> None:
-    """Apply one optimizer step to the distinct rows ``rows_U`` of one table, in place.
+    """Apply an optimizer step to distinct rows of a table, in place.
 
-    ``origin`` is the row and the column of the whole table at which ``weight`` begins; ``keys_U``: the rows
-    of the whole table, where the weight does not have them in order.
+    Args:
+        weight: [num_rows, D], fp32, fp16 or bf16.
+        state: optimizer state slots, fp32, [num_rows, D] or [num_rows] each.
+        rows_U: distinct rows to update, int64.
+        gradient_UD: gradient per row, summed over the batch, fp32.
+        stats_U3: whole-row sums for column-sharded tables, see `RowSum`, fp32; None: compute them here.
+        optimizer: optimizer code.
+        h: optimizer parameters.
+        origin: first row and column of ``weight`` within the whole table. Seeds only stochastic rounding, so
+            that a shard rounds like the whole table.
+        keys_U: whole-table row per entry of ``rows_U``, if ``weight`` does not store rows in order. Replaces
+            ``rows_U + origin[0]``.
     """
     slots = [slot[rows_U] for slot in state]
     updated = formula_of(optimizer).apply(Rows(weight[rows_U].float(), gradient_UD, slots, stats_U3), h)
@@ -52,17 +62,22 @@ def signed(x: int) -> int:
 
 
 def shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 to the right, filling with zeros."""
+    """Shift int64 right logically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tensor:
-    """Return 16 random bits for every element, int64 [U, D]. They come from a counter, so the order of
-    updates does not matter.
+    """Return 16 random bits per element, int64 [U, D], independent of the update order.
 
-    ``x = row * 0x9E3779B97F4A7C15 + column * 0xC2B2AE3D27D4EB4F + seed * 0x165667B19E3779F9 + step *
-    0x27D4EB2F165667C5`` modulo 2^64 goes through the finalizer of splitmix64 (Steele, Lea, Flood: "Fast
-    splittable pseudorandom number generators", 2014), and the low 16 bits remain.
+    Counter-based: ``x = row * 0x9E3779B97F4A7C15 + column * 0xC2B2AE3D27D4EB4F + seed * 0x165667B19E3779F9 +
+    step * 0x27D4EB2F165667C5`` modulo 2^64 goes through the splitmix64 finalizer (Steele, Lea, Flood: "Fast
+    splittable pseudorandom number generators", 2014). The low 16 bits are returned.
+
+    Args:
+        rows_U: whole-table rows.
+        columns_D: whole-table columns.
+        seed: rounding seed.
+        step: update number.
     """
     start = signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
     x = rows_U.long()[:, None] * signed(0x9E3779B97F4A7C15) + columns_D * signed(0xC2B2AE3D27D4EB4F) + start
@@ -72,11 +87,16 @@ def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tens
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Round fp32 up or down at random. The nearer value has the higher probability, so the mean is exact.
+    """Round fp32 up or down at random, with probabilities that preserve the mean.
 
-    bf16: the 16 random bits are added below the precision, and the bits below it are cut off. fp16: likewise
-    with the low 13 random bits, in the range of normal numbers (2^-14 to 65504). Everything else (fp16
-    subnormals and overflow, inf, NaN) is rounded to nearest.
+    bf16: add 16 random bits below the precision, then truncate. fp16: likewise with the low 13 random bits,
+    within the range of normal numbers (2^-14 to 65504). Other values (fp16 subnormals and overflow, inf, NaN)
+    are rounded to nearest.
+
+    Args:
+        x: fp32.
+        dtype: bf16 or fp16.
+        bits: 16 random bits per element, int64.
     """
     raw = x.view(torch.int32).long() & 0xFFFFFFFF
     if dtype == torch.bfloat16:
@@ -86,6 +106,6 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
         dropped, in_range = 13, (x.abs() >= 2.0**-14) & (x.abs() <= 65504.0)
     mask = (1 << dropped) - 1
     raw = (raw + (bits & mask)) & ~mask
-    # Extend the sign by hand: int64 to int32 keeps the low 32 bits only of values that int32 can hold.
+    # Sign-extend by hand: a cast from int64 to int32 is only defined for values in int32's range.
     cut = torch.where(raw >= 1 << 31, raw - (1 << 32), raw).to(torch.int32).view(torch.float32)
     return torch.where(in_range, cut, x).to(dtype)

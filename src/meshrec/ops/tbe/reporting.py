@@ -1,6 +1,6 @@
-"""Reports about a lookup, as an op: a traced graph cannot read a count, but it can call an op that does.
+"""Lookup reports as operators: a traced graph cannot read a count, but can call an operator that does.
 
-The op is Python on every device, so it has a namespace of its own.
+They are Python on every device, and so have a separate namespace.
 """
 
 import logging
@@ -12,15 +12,19 @@ _logger = logging.getLogger("meshrec")
 
 
 def report_clamped(total: Tensor, counts: Tensor, names: Tensor) -> None:
-    """Add the number of IDs that ``clamp_ids`` replaced to ``total`` (int64, one element). Warn the first
-    time.
+    r"""Add the number of IDs replaced by ``clamp_ids`` to ``total`` (int64 [1]). Warn the first time.
+
+    Args:
+        total: running count, modified in place.
+        counts: replaced IDs per feature, int64 [F].
+        names: UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8.
     """
     num_clamped = int(counts.sum())
     if num_clamped and not int(total):
         table, feature = bytes(names.tolist()).decode().split("\n")[int(counts.argmax())].split("\t")
         _logger.warning(
-            "%d IDs lie outside their table, most of them of feature %r in table %r; row 0 takes their "
-            "place. This warning appears once; num_clamped_ids has the total.",
+            "%d IDs lie outside their table, most of them in feature %r for table %r; row 0 is "
+            "read instead. This warning appears once; num_clamped_ids has the total.",
             num_clamped,
             feature,
             table,
@@ -36,5 +40,5 @@ def _register() -> torch.library.Library:
     return library
 
 
-# Keep a reference: the ops of a Library end with it.
+# torch.library.Library unregisters its operators when garbage collected, so keep a reference.
 _registration = _register()

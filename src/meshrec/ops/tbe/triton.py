@@ -1,11 +1,11 @@
-"""The table-batched ops on GPUs, as Triton kernels. ``naive.py`` describes each op.
+"""Table-batched operators on GPUs, as Triton kernels. ``naive.py`` describes the operators.
 
-One launch serves all lookups, whatever their tables. A gradient is sorted by row (stably, so that sums do not
-depend on how the GPU schedules); each touched row is summed and written once. Unlike on the CPU, offsets and
-IDs are checked only with ``check_ids``, because a check waits for the GPU. The update relies on the forward's
-check. Without pooling, it also relies on the sizes that the caller gives.
+A single launch serves all lookups in all tables. Gradients are sorted by row (stably, so that sums do not
+depend on GPU scheduling); every touched row is summed and written once. Unlike on the CPU, offsets and IDs
+are only checked with ``check_ids``, because a check synchronizes with the GPU. The update relies on the
+forward check, and without pooling also on the sizes given by the caller.
 
-Triton comes with PyTorch's builds for GPUs. Without it, the plain torch versions run.
+Triton ships with PyTorch's GPU builds. Without Triton, the plain torch versions run.
 """
 
 import importlib.util
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshrec.ops.device_copies import cached_on_device, copy_to_device
 from meshrec.ops.library import implement
-from meshrec.ops.sending import kept_on, sent_to
 from meshrec.ops.tbe import naive
 from meshrec.ops.tbe.formulas import Hyper, RowSum, formula_of
 from meshrec.ops.tbe.layout import Lookups
-from meshrec.ops.tbe.triton_places import PlacedLookups, placed_lookups
+from meshrec.ops.tbe.triton_positions import PositionedLookups, position_lookups
 
 # F features, K keys, R blocks, L = R * F lookups, T tables, N ids, E entries
 
 _logger = logging.getLogger("meshrec")
 _LISTED_BAGS, _LISTED_IDS = 8, 16
-"""Bags, and IDs of each of them, that a program lists at once."""
+"""Bags per program, and IDs per bag in a loop iteration."""
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
@@ -38,7 +38,7 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     out = look_up(
         weights, [0] * len(weights), batch, out_size=out_size, out_dtype=out_dtype, check_ids=check_ids
     )
-    return naive.tbe_forward(weights, *arguments) if out is None else out  # it raises the error
+    return naive.tbe_forward(weights, *arguments) if out is None else out  # raises the error
 
 
 def look_up(
@@ -50,15 +50,26 @@ def look_up(
     out_dtype: torch.dtype,
     check_ids: bool,
 ) -> Tensor | None:
-    """Look up in tables of floating-point rows (``bits`` 0) and of quantised rows. Return None if offsets or
-    IDs are invalid.
+    """Look up rows in floating-point (``bits`` 0) and quantized tables.
+
+    Args:
+        weights: rows per table.
+        bits: bits per code and table; 0 for floating-point rows.
+        batch: the lookups.
+        out_size: rows (2-D) or elements (flat) of the output.
+        out_dtype: output dtype.
+        check_ids: whether to check offsets, IDs and weights.
+
+    Returns:
+        The output, or None if offsets or IDs are invalid.
     """
     from meshrec.ops.tbe import triton_kernels
 
-    lookups, values = placed_lookups(batch, out_size), batch.values
+    lookups, values = position_lookups(batch, out_size), batch.values
     if lookups.shape[0] != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {lookups.shape[0]}.")
     num_ids, device = values.numel(), values.device
+    # Without checks the kernels never write is_bad, so any tensor will do.
     is_bad = torch.zeros(1, dtype=torch.int32, device=device) if check_ids else values
     num_bags = batch.offsets.numel() - 1
     if check_ids and num_bags:
@@ -67,17 +78,18 @@ def look_up(
             batch.offsets, num_bags, num_ids, is_bad, BLOCK=block
         )
     out = torch.empty(lookups.shape, dtype=out_dtype, device=device)
+    # A launch serves many tables, so kernels receive addresses as integers.
     addresses = [weight.data_ptr() for weight in weights]
-    num_rows = kept_on(device, [weight.shape[0] for weight in weights])
-    for (dtype, num_bits), wanted in _by_kind(weights, bits).items():
-        some = lookups.of_tables(wanted)
-        block = _block(batch.dims[feature] for feature in some.features)
+    num_rows = cached_on_device(device, [weight.shape[0] for weight in weights])
+    for (dtype, num_bits), selected in _by_kind(weights, bits).items():
+        subset = lookups.of_tables(selected)
+        block = _block(batch.dims[feature] for feature in subset.features)
         bags = max(1, min(16, 512 // block))
-        if 0 in some.grid(bags):
+        if 0 in subset.grid(bags):
             continue
-        triton_kernels.look_up[some.grid(bags)](
-            some.fields,
-            kept_on(device, addresses),
+        triton_kernels.look_up[subset.grid(bags)](
+            subset.fields,
+            cached_on_device(device, addresses),
             num_rows,
             *batch[:3],
             num_ids,
@@ -91,45 +103,43 @@ def look_up(
             BAGS=bags,
             BLOCK=block,
         )
-    # This is the only place that waits for the GPU.
+    # The only synchronization with the GPU.
     return None if check_ids and bool(is_bad) else out
 
 
 def _alignment(widths: Sequence[int], addresses: Sequence[int]) -> int:
-    """Return 4 if rows of these widths, at these addresses, begin at multiples of 16 bytes; 1 otherwise."""
+    """Return 4 if all rows start at multiples of 16 bytes, given widths and addresses; otherwise 1."""
     is_aligned = all(width % 4 == 0 for width in widths) and all(at % 16 == 0 for at in addresses)
     return 4 if is_aligned else 1
 
 
 class _Entries(NamedTuple):
-    """The contributions of IDs to the tables' gradients, in the order of rows. Fillers, which have no row,
-    come last.
-    """
+    """Gradient contributions per ID, in row order. Padding entries, without a row, come last."""
 
     grad: Tensor
-    """The flat gradient, fp32."""
+    """Flat gradient, fp32."""
     rows: Tensor
-    """int32 or int64 [E]: the rows, ascending, numbered through all tables."""
+    """int32 or int64 [E]: rows, ascending, numbered across all tables."""
     order: Tensor
-    """int64 [E]: the entries in the order of ``rows``. The other fields are in the order of entries."""
+    """int64 [E]: entry numbers in the order of ``rows``. The other fields are in entry order."""
     starts: Tensor
-    """int64 [E]: the first element of each entry's gradient."""
+    """int64 [E]: first gradient element per entry."""
     factors: Tensor
-    """The factor of each entry's gradient, fp32 [E]."""
+    """Gradient factor per entry, fp32 [E]."""
     tables_of: Tensor
-    """The table of each entry, int32 [E]."""
+    """Table per entry, int32 [E]."""
     first_rows: list[int]
-    """The first row of each table, numbered through all tables, and the end: [T + 1]."""
+    """First row per table, numbered across all tables, and the end: [T + 1]."""
     align: int
-    """The ``ALIGN`` of the gradient's rows."""
+    """``ALIGN`` for gradient rows."""
 
     @property
     def end_of_rows(self) -> int:
-        """The row number of fillers."""
+        """Row number of padding entries."""
         return self.first_rows[-1]
 
     def parts(self, fields: Tensor, block: int) -> Tensor:
-        """Return the sums of the parts of long runs, fp32 [parts, block]. Others are not written."""
+        """Return the partial sums of long runs, fp32 [parts, block]. Other elements are uninitialized."""
         from meshrec.ops.tbe import triton_kernels
 
         num_entries = self.rows.numel()
@@ -152,7 +162,7 @@ class _Entries(NamedTuple):
 
 def _entries(
     grad: Tensor,
-    lookups: PlacedLookups,
+    lookups: PositionedLookups,
     batch: Lookups,
     table_fields: Tensor,
     *,
@@ -164,7 +174,8 @@ def _entries(
     if grad.numel() != torch.Size(lookups.shape).numel():
         size = torch.Size(lookups.shape).numel()
         raise ValueError(f"the gradient has {grad.numel()} elements; the forward gave {size}.")
-    # A key that several features read has an entry for each of them: one round of all IDs per feature.
+    # A key read by several features has an entry per feature: number the features by round, and give every
+    # round an entry per ID.
     round_of: dict[int, int] = {}
     rounds: dict[int, int] = {}
     for feature in [at for at, table in enumerate(batch.tables) if table >= 0]:
@@ -173,7 +184,7 @@ def _entries(
     num_ids, device = batch.values.numel(), batch.values.device
     num_entries = num_ids * max(rounds.values(), default=0)
     first_rows = list(accumulate(num_rows, initial=0))
-    # Sorting takes half the time for half the bits.
+    # Radix sort time is proportional to the key width.
     row_type = torch.int32 if first_rows[-1] < 2**31 else torch.int64
     rows = torch.full([num_entries], first_rows[-1], dtype=row_type, device=device)
     starts = torch.empty(num_entries, dtype=torch.int64, device=device)
@@ -183,7 +194,7 @@ def _entries(
     if num_entries and 0 not in grid:
         triton_kernels.list_entries[grid](
             lookups.fields,
-            kept_on(device, [round_of[feature] for feature in lookups.features]),
+            cached_on_device(device, [round_of[feature] for feature in lookups.features]),
             num_ids,
             table_fields,
             *batch[:3],
@@ -196,6 +207,7 @@ def _entries(
             IDS=_LISTED_IDS,
         )
     if runs is None:
+        # Stable, so that equal rows are summed in the order of entries in every run.
         rows, order = rows.sort(stable=True)
     else:
         rows, order, _ = runs.view(3, -1)
@@ -210,15 +222,16 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
     runs, mean_squares, row_keys = (*sorted_runs, None, None, None)[:3]
     if row_keys is not None:
-        raise ValueError("row_keys are for tables whose rows come and go, which are on the CPU.")
+        raise ValueError("row_keys are for hashed tables, which are on the CPU.")
     device, num_ids = batch.values.device, batch.values.numel()
     h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), len(formula_of(optimizer).slots)
     _check_updated(weights, state, num_state)
+    # Adam's bias corrections in float64. A power in fp32 would lose digits in the first steps.
     corrections = hyper.new_tensor([1 - h.beta1**h.step, 1 - h.beta2**h.step])
     if mean_squares is not None:
-        hyper = h._replace(row_dim=1).as_tensor()  # the statistic is a mean already
-    hyper_on_device = sent_to(torch.cat([hyper, corrections]), device)
-    lookups = placed_lookups(batch, grad.numel())
+        hyper = h._replace(row_dim=1).as_tensor()  # the statistic is already a mean
+    hyper_on_device = copy_to_device(torch.cat([hyper, corrections]), device)
+    lookups = position_lookups(batch, grad.numel())
     slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
     num_rows = [weight.shape[0] for weight in weights]
     fields = _table_fields(
@@ -234,17 +247,18 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         [tensor.data_ptr() for tensor in (*weights, *state)],
     )
     kinds = _by_kind(weights, [0] * num_tables)
-    for (dtype, _), wanted in kinds.items():
-        some = lookups.of_tables(wanted)
-        # The runs cover all tables, so they fit only if one kernel serves all of them.
+    for (dtype, _), selected in kinds.items():
+        subset = lookups.of_tables(selected)
+        # The runs cover all tables, so they only apply if a single kernel serves all tables.
         entries = _entries(
-            grad, some, batch, fields, num_rows=num_rows, runs=runs if len(kinds) == 1 else None
+            grad, subset, batch, fields, num_rows=num_rows, runs=runs if len(kinds) == 1 else None
         )
         num_entries = entries.rows.numel()
         if num_entries == 0:
             continue
         stats = row_stats
         if row_stats is not None and num_entries > num_ids:
+            # Statistics are per ID, and every round has an entry per ID.
             stats = row_stats.repeat(num_entries // num_ids, 1)
         if runs is not None and mean_squares is not None:
             stats = _stats_of_runs(runs, mean_squares)
@@ -258,7 +272,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
             STOCHASTIC=h.seed != 0,
             WEIGHT=_element(dtype),
             ALIGN=align,
-            BLOCK=_block(weights[table].shape[1] for table in wanted),
+            BLOCK=_block(weights[table].shape[1] for table in selected),
         )
 
 
@@ -293,13 +307,13 @@ def _update_runs(
 
 
 def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
-    """Return the mean squares of rows as ``row_stats``, fp32 [E, 3]: each entry gets that of its row."""
-    _, order, numbers = runs.view(3, -1)
+    """Expand mean squares per row to ``row_stats`` per entry, fp32 [E, 3]."""
+    _, order, run_numbers = runs.view(3, -1)
     stats = mean_squares.new_zeros(order.numel(), len(RowSum))
     if mean_squares.numel():
-        # Fillers come after the last run: no kernel reads their values.
-        of_entry = mean_squares[numbers.clamp(max=mean_squares.numel() - 1)]
-        stats[:, int(RowSum.GRADIENT)].index_copy_(0, order, of_entry)
+        # Padding entries come after the last run. Kernels do not read their values.
+        squares_by_entry = mean_squares[run_numbers.clamp(max=mean_squares.numel() - 1)]
+        stats[:, int(RowSum.GRADIENT)].index_copy_(0, order, squares_by_entry)
     return stats
 
 
@@ -309,32 +323,33 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``naive.tbe_row_squares``. The runs hold the row, the order and the run of each entry."""
-    summed, entries, numbers = _summed_rows(grad, *Lookups.split(arguments))
+    """Compute ``naive.tbe_row_squares``. The runs hold row, order and run number per entry."""
+    summed, entries, run_numbers = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
-    counts = torch.tensor([len(each) for each in squares], dtype=torch.int64)
-    return torch.cat(squares), counts, torch.cat([entries.rows.long(), entries.order, numbers])
+    counts = torch.tensor([len(table_squares) for table_squares in squares], dtype=torch.int64)
+    return torch.cat(squares), counts, torch.cat([entries.rows.long(), entries.order, run_numbers])
 
 
 def _summed_rows(
     grad: Tensor, batch: Lookups, options: Sequence[Any]
 ) -> tuple[list[Tensor], _Entries, Tensor]:
-    """Return each table's touched rows and gradients, the entries, and the number of each entry's run."""
+    """Return touched rows and gradients per table, the entries, and the run number per entry."""
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
-    lookups = placed_lookups(batch, grad.numel())
+    lookups = position_lookups(batch, grad.numel())
     width_of = dict(zip(batch.tables, batch.dims, strict=True))
     widths = [width_of.get(table, 0) for table in range(num_tables)]
-    nowhere = [[0] * num_tables]
-    fields = _table_fields([0] * num_tables, nowhere, widths, num_rows=num_rows, origins=[], device=device)
+    no_slots = [[0] * num_tables]
+    fields = _table_fields([0] * num_tables, no_slots, widths, num_rows=num_rows, origins=[], device=device)
     entries = _entries(grad, lookups, batch, fields, num_rows=num_rows)
     is_first = torch.ones_like(entries.rows, dtype=torch.bool)
     is_first[1:] = entries.rows[1:] != entries.rows[:-1]
     is_first &= entries.rows < entries.end_of_rows
     runs_before = torch.cat([is_first.new_zeros(1, dtype=torch.int64), is_first.cumsum(0)])
-    first_rows = kept_on(device, entries.first_rows).to(entries.rows.dtype)
+    first_rows = cached_on_device(device, entries.first_rows).to(entries.rows.dtype)
     first_of_table = torch.searchsorted(entries.rows, first_rows)
     first_runs = runs_before[first_of_table]
+    # Synchronizes: the sizes of the results depend on the IDs.
     counts: list[int] = first_runs.diff().tolist()
     result: list[Tensor] = []
     for count, width in zip(counts, widths, strict=True):
@@ -346,15 +361,21 @@ def _summed_rows(
             [0] * num_tables, targets, widths, num_rows=num_rows, origins=[], device=device
         )
         table_of = torch.searchsorted(first_rows, entries.rows, right=True) - 1
-        numbers = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
-        _sum_runs(entries, fields, numbers, widths, dense=False)
+        run_numbers = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
+        _sum_runs(entries, fields, run_numbers, widths, dense=False)
     return result, entries, runs_before[1:] - 1
 
 
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """Compute ``naive.tbe_dense_grad`` with Triton kernels."""
+    """Compute ``naive.tbe_dense_grad`` with Triton kernels.
+
+    Args:
+        grad: output gradient.
+        weights: ``[rows, D]`` per table.
+        arguments: ``Lookups``.
+    """
     batch = Lookups(*arguments)
-    lookups = placed_lookups(batch, grad.numel())
+    lookups = position_lookups(batch, grad.numel())
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     widths, num_rows = [weight.shape[1] for weight in weights], [weight.shape[0] for weight in weights]
     targets = [[total.data_ptr() for total in totals]]
@@ -366,7 +387,9 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
 
 
-def _sum_runs(entries: _Entries, fields: Tensor, numbers: Tensor, widths: list[int], *, dense: bool) -> None:
+def _sum_runs(
+    entries: _Entries, fields: Tensor, run_numbers: Tensor, widths: list[int], *, dense: bool
+) -> None:
     from meshrec.ops.tbe import triton_kernels
 
     num_entries, block = entries.rows.numel(), _block(widths)
@@ -376,7 +399,7 @@ def _sum_runs(entries: _Entries, fields: Tensor, numbers: Tensor, widths: list[i
             *entries[:6],
             fields,
             entries.parts(fields, block),
-            numbers,
+            run_numbers,
             num_entries,
             entries.end_of_rows,
             DENSE=dense,
@@ -387,7 +410,7 @@ def _sum_runs(entries: _Entries, fields: Tensor, numbers: Tensor, widths: list[i
 
 
 def _runs_at_once(block: int) -> int:
-    """Return how many runs a program sums side by side: rows of 1024 numbers together, and at most 32."""
+    """Return how many runs a program sums in parallel: 1024 values in total, at most 32 runs."""
     return max(1, min(32, 1024 // block))
 
 
@@ -400,24 +423,33 @@ def _table_fields(
     origins: list[int],
     device: torch.device,
 ) -> Tensor:
-    """Return int64 [T, 7], the ``triton_kernels.TABLE_FIELDS``. Addresses are given as integers."""
-    nothing = [0] * len(weights)
+    """Return the ``triton_kernels.TABLE_FIELDS``, int64 [T, 7].
+
+    Args:
+        weights: weight address per table.
+        slots: state address per slot and table.
+        widths: row width per table.
+        num_rows: rows per table.
+        origins: first row and column per table, or empty.
+        device: device of the result.
+    """
+    zeros = [0] * len(weights)
     first_rows = list(accumulate(num_rows, initial=0))[:-1]
-    both = [*slots, nothing, nothing][:2]
-    columns = [weights, *both, widths, first_rows, origins[::2] or nothing, origins[1::2] or nothing]
-    return kept_on(device, list(zip(*columns, strict=True)))
+    slot_columns = [*slots, zeros, zeros][:2]
+    columns = [weights, *slot_columns, widths, first_rows, origins[::2] or zeros, origins[1::2] or zeros]
+    return cached_on_device(device, list(zip(*columns, strict=True)))
 
 
 def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, int], set[int]]:
-    """Group the tables by type, because each type has a kernel of its own."""
+    """Group table numbers by dtype and bits, because every type compiles to a separate kernel."""
     tables: dict[tuple[torch.dtype, int], set[int]] = {}
-    for table, (weight, own) in enumerate(zip(weights, bits, strict=True)):
-        tables.setdefault((weight.dtype, own), set()).add(table)
+    for table, (weight, table_bits) in enumerate(zip(weights, bits, strict=True)):
+        tables.setdefault((weight.dtype, table_bits), set()).add(table)
     return tables
 
 
 def _block(widths: Any) -> int:
-    """Return the smallest power of two that covers the widest table, for the columns of a program."""
+    """Return the smallest power of two that covers the widest table."""
     return 1 << (max(widths, default=1) - 1).bit_length()
 
 
@@ -433,7 +465,7 @@ def _element(dtype: torch.dtype) -> Any:
 
 
 OPS: list[Callable[..., Any]] = [tbe_forward, tbe_update, tbe_sparse_grad, tbe_row_squares, tbe_dense_grad]
-"""The ops that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

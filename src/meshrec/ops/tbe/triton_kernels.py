@@ -1,12 +1,11 @@
-"""The Triton kernels of the table-batched lookups and their update; ``triton.py`` launches them.
+"""Triton kernels for table-batched lookups and gradient sums; ``triton.py`` launches them.
 
-A lookup is one feature's part of one block, described by ``LOOKUP_FIELDS`` integers. The contribution of an
-ID of a lookup to a gradient is an entry: its row (numbered through all tables), the start of its gradient,
-and its factor. Entries sorted by row form runs. The first entry of a run sums the run and writes the row.
+A lookup is a feature's part of a block, described by ``LOOKUP_FIELDS`` integers. An entry is the gradient
+contribution of an ID in a lookup: a row (numbered across all tables), the start of its gradient, and a
+factor. Entries sorted by row form runs. The program at a run's first entry sums the run and writes the row.
 
-A program works on several bags or runs side by side, because most of its time goes into waiting for memory.
-``ALIGN`` is 4 if every row begins at a multiple of 16 bytes, and 1 otherwise. With 4, a thread reads four
-numbers at once.
+A program processes several bags or runs in parallel to hide memory latency. ``ALIGN`` is 4 if every row
+starts at a multiple of 16 bytes, otherwise 1. With 4, a thread reads four values at once.
 """
 
 
@@ -16,20 +15,19 @@ import triton
 import triton.language as tl
 
 LOOKUP_FIELDS = 7
-"""The fields of a lookup: table, width, first bag, number of bags, first element of the output, elements
-between output rows, pooling.
+"""Lookup fields: table, width, first bag, number of bags, first output element, output row stride, pooling.
 """
 TABLE_FIELDS = 7
-"""The fields of a table: addresses of the weight and of two state slots; width; first row, numbered through
-all tables; origin (row, column).
+"""Table fields: addresses of weight and two state slots; width; first row, numbered across all tables; origin
+(row, column).
 """
 
 _AT_ONCE: tl.constexpr = tl.constexpr(4)
-"""Rows that a program asks for before it waits for the first of them."""
+"""Row loads a program issues before it waits for the first."""
 OFFSETS_AT_ONCE = 1024
-"""Offsets that one program checks."""
+"""Offsets checked per program."""
 PART = 64
-"""Entries of a run that one program sums."""
+"""Run entries summed per program."""
 _PART: tl.constexpr = tl.constexpr(PART)
 _MEAN: tl.constexpr = tl.constexpr(1)
 _NONE: tl.constexpr = tl.constexpr(2)
@@ -37,27 +35,39 @@ _NONE: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
-    """Set is_bad unless the offsets begin at 0, never decrease, and end at the number of IDs."""
+    """Set is_bad unless offsets start at 0, never decrease, and end at the number of IDs.
+
+    Args:
+        offsets: first ID per bag, and N.
+        num_bags: number of bags.
+        num_ids: N.
+        is_bad: output flag, int32 [1].
+        BLOCK: offsets per program.
+    """
     bags = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = bags < num_bags
-    begin, end = tl.load(offsets + bags, inside, 0), tl.load(offsets + bags + 1, inside, 0)
-    bad = (end < begin) | ((bags == 0) & (begin != 0)) | ((bags == num_bags - 1) & (end != num_ids))
+    start, end = tl.load(offsets + bags, inside, 0), tl.load(offsets + bags + 1, inside, 0)
+    bad = (end < start) | ((bags == 0) & (start != 0)) | ((bags == num_bags - 1) & (end != num_ids))
     if tl.max((bad & inside).to(tl.int32), 0) > 0:
         tl.store(is_bad, 1)
 
 
 @triton.jit
-def _rows(address, row, there, width, columns, WEIGHT: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
-    """Load rows as fp32 [rows, BLOCK]: floating-point values (BITS 0), or codes with scale and bias, see
-    ``ops.nbit.naive``. Rows that are not ``there`` and columns beyond the width are 0.
+def _rows(
+    address, row, is_valid, width, columns, WEIGHT: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Load rows as fp32 [rows, BLOCK].
+
+    Floating-point values (BITS 0), or codes with scale and bias, see ``ops.nbit.naive``. Invalid rows and
+    columns beyond the width are 0.
     """
-    inside = there[:, None] & (columns < width)[None, :]
+    inside = is_valid[:, None] & (columns < width)[None, :]
     if BITS == 0:
         table = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 4 * ALIGN)
         return tl.load(table + (row * width)[:, None] + columns[None, :], inside, 0.0).to(tl.float32)
     at = address + row * (4 + ((width * BITS + 7) // 8 + 3) // 4 * 4)
     params = at.to(tl.pointer_type(tl.float16))
-    scale, bias = tl.load(params, there, 0.0), tl.load(params + 1, there, 0.0)
+    scale, bias = tl.load(params, is_valid, 0.0), tl.load(params + 1, is_valid, 0.0)
     codes = (at + 4).to(tl.pointer_type(tl.uint8))
     code = tl.load(codes[:, None] + (columns * BITS // 8)[None, :], inside, 0).to(tl.int32)
     code = (code >> (columns * BITS % 8)[None, :]) & ((1 << BITS) - 1)
@@ -67,15 +77,13 @@ def _rows(address, row, there, width, columns, WEIGHT: tl.constexpr, BITS: tl.co
 
 @triton.jit
 def _bags(fields, offsets, BAGS: tl.constexpr):
-    """Return the program's bags, which of them exist, the begin and end of their IDs, and the lookup's first
-    ID.
-    """
+    """Return bag numbers, which bags exist, first and end ID per bag, and the lookup's first ID."""
     bags = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
-    there = bags < tl.load(fields + 3)
+    is_valid = bags < tl.load(fields + 3)
     at = offsets + tl.load(fields + 2)
-    begin = tl.load(at + bags, there, 0).to(tl.int64)
-    end = tl.load(at + bags + 1, there, 0).to(tl.int64)
-    return bags, there, begin, end, tl.load(at).to(tl.int64)
+    start = tl.load(at + bags, is_valid, 0).to(tl.int64)
+    end = tl.load(at + bags + 1, is_valid, 0).to(tl.int64)
+    return bags, is_valid, start, end, tl.load(at).to(tl.int64)
 
 
 @triton.jit
@@ -97,39 +105,57 @@ def look_up(
     BAGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Look up some bags of one lookup: write their pooled rows, or all their rows if nothing is pooled.
+    """Look up some bags of a lookup: write pooled rows, or all rows without pooling.
 
-    With CHECK, set is_bad if an ID is outside its table or has a NaN weight, and read nothing there.
+    With CHECK, set is_bad if an ID is outside its table or has a NaN weight, and skip the row.
+
+    Args:
+        lookups: ``LOOKUP_FIELDS`` per lookup, int64.
+        addresses: weight address per table, int64.
+        num_rows: rows per table, int64.
+        ids: IDs [N].
+        offsets: first ID per bag, and N.
+        sample_weights: fp32 [N], read if WEIGHTED.
+        num_ids: N.
+        is_bad: output flag, int32 [1], if CHECK.
+        out: output rows.
+        WEIGHT: weight dtype.
+        BITS: bits per code; 0 for floating-point rows.
+        WEIGHTED: whether there are per-sample weights.
+        CHECK: whether to check IDs and weights.
+        ALIGN: see the module docstring.
+        BAGS: bags per program.
+        BLOCK: row width, padded to a power of two.
     """
     fields = lookups + tl.program_id(1) * 7
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
         return
-    bags, there, begin, end, first_id = _bags(fields, offsets, BAGS)
+    bags, is_bag, start, end, first_id = _bags(fields, offsets, BAGS)
     if CHECK:  # offsets may be invalid, too
-        begin, end = tl.maximum(begin, 0), tl.minimum(end, num_ids)
+        start, end = tl.maximum(start, 0), tl.minimum(end, num_ids)
     table, pooling = tl.load(fields), tl.load(fields + 6)
     width, stride = tl.multiple_of(tl.load(fields + 1), ALIGN), tl.multiple_of(tl.load(fields + 5), ALIGN)
     target = out + tl.multiple_of(tl.load(fields + 4), ALIGN)
     address, height = tl.load(addresses + table), tl.load(num_rows + table)
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([BAGS, BLOCK], tl.float32)
-    bad = there & False
-    for start in range(0, tl.max(end - begin, 0), _AT_ONCE):
-        for step in tl.static_range(_AT_ONCE):
-            at = begin + start + step
-            here = at < end
-            row = tl.load(ids + at, here, 0).to(tl.int64)
+    bad = is_bag & False
+    for offset in range(0, tl.max(end - start, 0), _AT_ONCE):
+        for unrolled in tl.static_range(_AT_ONCE):
+            at = start + offset + unrolled
+            is_id = at < end
+            row = tl.load(ids + at, is_id, 0).to(tl.int64)
             if CHECK:
-                bad = bad | (here & ((row < 0) | (row >= height)))
-                here = here & (row >= 0) & (row < height)
-            x = _rows(address, row, here, width, columns, WEIGHT, BITS, ALIGN)
+                bad = bad | (is_id & ((row < 0) | (row >= height)))
+                is_id = is_id & (row >= 0) & (row < height)
+            x = _rows(address, row, is_id, width, columns, WEIGHT, BITS, ALIGN)
             if WEIGHTED:
-                weight = tl.load(sample_weights + at, here, 0.0)
+                weight = tl.load(sample_weights + at, is_id, 0.0)
                 bad = bad | (weight != weight)
             if pooling == _NONE:
-                places = ((at - first_id) * stride)[:, None] + columns[None, :]
+                cells = ((at - first_id) * stride)[:, None] + columns[None, :]
                 tl.store(
-                    target + places, x.to(out.dtype.element_ty), here[:, None] & (columns < width)[None, :]
+                    target + cells, x.to(out.dtype.element_ty), is_id[:, None] & (columns < width)[None, :]
                 )
             else:
                 if WEIGHTED:
@@ -139,9 +165,9 @@ def look_up(
         tl.store(is_bad, 1)
     if pooling != _NONE:
         if pooling == _MEAN:
-            total = total / tl.maximum(end - begin, 1).to(tl.float32)[:, None]
-        places = (bags * stride)[:, None] + columns[None, :]
-        tl.store(target + places, total.to(out.dtype.element_ty), there[:, None] & (columns < width)[None, :])
+            total = total / tl.maximum(end - start, 1).to(tl.float32)[:, None]
+        cells = (bags * stride)[:, None] + columns[None, :]
+        tl.store(target + cells, total.to(out.dtype.element_ty), is_bag[:, None] & (columns < width)[None, :])
 
 
 @triton.jit
@@ -161,44 +187,66 @@ def list_entries(
     BAGS: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    """Write the entries of some bags of one lookup. The entry of ID ``i`` goes to place ``i`` of the
-    lookup's round, which has a place for every ID.
+    """Write the entries of some bags of a lookup. ID ``i`` gets entry ``i`` of the lookup's round.
+
+    Args:
+        lookups: ``LOOKUP_FIELDS`` per lookup, int64.
+        rounds: round per lookup. A round has an entry per ID.
+        num_ids: N.
+        tables: ``TABLE_FIELDS`` per table, int64.
+        ids: IDs [N].
+        offsets: first ID per bag, and N.
+        sample_weights: fp32 [N], read if WEIGHTED.
+        rows: output, row per entry, numbered across all tables.
+        starts: output, first gradient element per entry.
+        factors: output, gradient factor per entry.
+        tables_of: output, table per entry.
+        WEIGHTED: whether there are per-sample weights.
+        BAGS: bags per program.
+        IDS: IDs per bag in a loop iteration.
     """
     lookup = tl.program_id(1)
     fields = lookups + lookup * 7
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
         return
-    bags, _there, begin, end, first_id = _bags(fields, offsets, BAGS)
+    bags, _is_bag, start, end, first_id = _bags(fields, offsets, BAGS)
     table, stride, pooling = tl.load(fields), tl.load(fields + 5), tl.load(fields + 6)
     target, first_row = tl.load(fields + 4), tl.load(tables + table * 7 + 4)
     entries = tl.load(rounds + lookup) * num_ids
     shared = tl.full([BAGS], 1.0, tl.float32)
     if pooling == _MEAN:
-        shared = 1.0 / tl.maximum(end - begin, 1).to(tl.float32)
-    for start in range(0, tl.max(end - begin, 0), IDS):
-        at = (begin + start)[:, None] + tl.arange(0, IDS)[None, :]
-        here = at < end[:, None]
-        place = entries + at
-        row = tl.load(ids + at, here, 0).to(tl.int64)
-        tl.store(rows + place, (first_row + row).to(rows.dtype.element_ty), here)
-        tl.store(tables_of + place, tl.zeros_like(row).to(tl.int32) + table.to(tl.int32), here)
+        shared = 1.0 / tl.maximum(end - start, 1).to(tl.float32)
+    for offset in range(0, tl.max(end - start, 0), IDS):
+        at = (start + offset)[:, None] + tl.arange(0, IDS)[None, :]
+        is_id = at < end[:, None]
+        slot = entries + at
+        row = tl.load(ids + at, is_id, 0).to(tl.int64)
+        tl.store(rows + slot, (first_row + row).to(rows.dtype.element_ty), is_id)
+        tl.store(tables_of + slot, tl.zeros_like(row).to(tl.int32) + table.to(tl.int32), is_id)
         factor = shared[:, None] + tl.zeros([BAGS, IDS], tl.float32)
         if WEIGHTED:
-            factor = factor * tl.load(sample_weights + at, here, 0.0)
-        tl.store(factors + place, factor, here)
+            factor = factor * tl.load(sample_weights + at, is_id, 0.0)
+        tl.store(factors + slot, factor, is_id)
         if pooling == _NONE:
-            tl.store(starts + place, target + (at - first_id) * stride, here)
+            tl.store(starts + slot, target + (at - first_id) * stride, is_id)
         else:
-            tl.store(starts + place, target + (bags * stride)[:, None] + tl.zeros_like(at), here)
+            tl.store(starts + slot, target + (bags * stride)[:, None] + tl.zeros_like(at), is_id)
 
 
 @triton.jit
-def heads(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
-    """Return the places of some entries, their rows, and which of them are the first of their run."""
-    at = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
-    row = tl.load(rows + at, at < num_entries, end_of_rows).to(tl.int64)
-    before = tl.load(rows + at - 1, (at > 0) & (at < num_entries), -1).to(tl.int64)
-    return at, row, (row < end_of_rows) & (before != row)
+def run_starts(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
+    """Return the program's entry positions, their rows, and whether they start a run.
+
+    Args:
+        rows: row per entry, ascending.
+        num_entries: number of entries.
+        end_of_rows: row number of padding entries.
+        RUNS: entries per program.
+    """
+    entry = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    row = tl.load(rows + entry, entry < num_entries, end_of_rows).to(tl.int64)
+    previous = tl.load(rows + entry - 1, (entry > 0) & (entry < num_entries), -1).to(tl.int64)
+    return entry, row, (row < end_of_rows) & (previous != row)
 
 
 @triton.jit
@@ -210,30 +258,30 @@ def _sum_part(
     factors,
     at,
     row,
-    going,
+    active,
     num_entries,
     width,
     ALIGN: tl.constexpr,
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the gradients of runs from ``at`` to the end of the runs or of their parts: fp32 [RUNS, BLOCK]."""
+    """Sum run gradients from ``at`` to the end of the run or its part: fp32 [RUNS, BLOCK]."""
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([RUNS, BLOCK], tl.float32)
-    end = tl.where(going, tl.minimum((at // _PART + 1) * _PART, num_entries), 0)
-    while tl.max(going.to(tl.int32), 0) > 0:
+    end = tl.where(active, tl.minimum((at // _PART + 1) * _PART, num_entries), 0)
+    while tl.max(active.to(tl.int32), 0) > 0:
         for _ in tl.static_range(_AT_ONCE):
-            # Rows ascend: once another row came, this one does not come again. Triton 3.6 fails if the loop
-            # does not read what its condition reads.
-            going = going & (tl.load(rows + at, at < end, -1).to(tl.int64) == row)
-            entry = tl.load(order + at, going, 0)
-            start = tl.multiple_of(tl.load(starts + entry, going, 0), [ALIGN])
+            # Rows ascend, so a run ends at the first different row. Triton 3.6 fails if the loop body does
+            # not read the variable in its condition.
+            active = active & (tl.load(rows + at, at < end, -1).to(tl.int64) == row)
+            entry = tl.load(order + at, active, 0)
+            start = tl.multiple_of(tl.load(starts + entry, active, 0), [ALIGN])
             x = tl.load(
                 grad + start[:, None] + columns[None, :],
-                going[:, None] & (columns[None, :] < width[:, None]),
+                active[:, None] & (columns[None, :] < width[:, None]),
                 0.0,
             )
-            total += x * tl.load(factors + entry, going, 0.0)[:, None]
+            total += x * tl.load(factors + entry, active, 0.0)[:, None]
             at += 1
     return total
 
@@ -254,25 +302,40 @@ def sum_parts(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum parts of long runs.
+    """Sum parts of long runs in parallel.
 
-    Entries are cut into parts of ``_PART``. If the run of a part's first entry began in an earlier part, its
-    entries in this part are summed to ``parts[number of the part]``. The gradients of a row that is in every
-    sample are then summed part by part at once, and not one after another.
+    Entries are split into parts of ``_PART``. If the run at a part's first entry started in an earlier part,
+    its entries in this part are summed to ``parts[part number]``. A row that occurs in every sample is thus
+    summed in parallel instead of sequentially.
+
+    Args:
+        grad: flat gradient, fp32.
+        rows: row per entry, ascending.
+        order: entry numbers in row order.
+        starts: first gradient element per entry.
+        factors: gradient factor per entry.
+        tables_of: table per entry.
+        tables: ``TABLE_FIELDS`` per table, int64.
+        parts: output, fp32 [parts, BLOCK].
+        num_entries: number of entries.
+        end_of_rows: row number of padding entries.
+        ALIGN: see the module docstring.
+        PARTS: parts per program.
+        BLOCK: row width, padded to a power of two.
     """
     part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS) + 1
     at = part * _PART
     row = tl.load(rows + at, at < num_entries, end_of_rows).to(tl.int64)
     before = tl.load(rows + at - 1, at < num_entries, end_of_rows).to(tl.int64)
-    going = (row < end_of_rows) & (before == row)
-    if tl.max(going.to(tl.int32), 0) == 0:
+    active = (row < end_of_rows) & (before == row)
+    if tl.max(active.to(tl.int32), 0) == 0:
         return
-    table = tl.load(tables_of + tl.load(order + at, going, 0), going, 0)
-    width = tl.load(tables + table * 7 + 3, going, 0)
+    table = tl.load(tables_of + tl.load(order + at, active, 0), active, 0)
+    width = tl.load(tables + table * 7 + 3, active, 0)
     total = _sum_part(
-        grad, rows, order, starts, factors, at, row, going, num_entries, width, ALIGN, PARTS, BLOCK
+        grad, rows, order, starts, factors, at, row, active, num_entries, width, ALIGN, PARTS, BLOCK
     )
-    tl.store(parts + (part * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :], total, going[:, None])
+    tl.store(parts + (part * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :], total, active[:, None])
 
 
 @triton.jit
@@ -292,17 +355,34 @@ def sum_of_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the gradients of the runs that begin at ``at``: fp32 [RUNS, BLOCK]."""
+    """Return the gradient sums of runs starting at ``at``: fp32 [RUNS, BLOCK].
+
+    Args:
+        grad: flat gradient, fp32.
+        rows: row per entry, ascending.
+        order: entry numbers in row order.
+        starts: first gradient element per entry.
+        factors: gradient factor per entry.
+        parts: sums of parts, from ``sum_parts``.
+        at: position of the first entry per run.
+        row: row per run.
+        first: which entries start a run.
+        num_entries: number of entries.
+        width: row width per run.
+        ALIGN: see the module docstring.
+        RUNS: runs per program.
+        BLOCK: row width, padded to a power of two.
+    """
     total = _sum_part(
         grad, rows, order, starts, factors, at, row, first, num_entries, width, ALIGN, RUNS, BLOCK
     )
     columns = tl.arange(0, BLOCK)
-    part, going = at // _PART + 1, first
+    part, active = at // _PART + 1, first
     end = tl.where(first, (num_entries + _PART - 1) // _PART, 0)
-    while tl.max(going.to(tl.int32), 0) > 0:
+    while tl.max(active.to(tl.int32), 0) > 0:
         for _ in tl.static_range(_AT_ONCE):
-            going = going & (tl.load(rows + part * _PART, part < end, -1).to(tl.int64) == row)
-            total += tl.load(parts + (part * BLOCK)[:, None] + columns[None, :], going[:, None], 0.0)
+            active = active & (tl.load(rows + part * _PART, part < end, -1).to(tl.int64) == row)
+            total += tl.load(parts + (part * BLOCK)[:, None] + columns[None, :], active[:, None], 0.0)
             part += 1
     return total
 
@@ -317,7 +397,7 @@ def sum_runs(
     tables_of,
     tables,
     parts,
-    numbers,
+    run_numbers,
     num_entries,
     end_of_rows,
     DENSE: tl.constexpr,
@@ -325,11 +405,27 @@ def sum_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the sums of runs to the tables' first state slot, and (unless DENSE) their rows to the second.
+    """Write run sums to the table's first state slot, and (unless DENSE) the rows to the second.
 
-    ``numbers`` is the number of each entry's run within its table; with DENSE, the row itself is the place.
+    Args:
+        grad: flat gradient, fp32.
+        rows: row per entry, ascending.
+        order: entry numbers in row order.
+        starts: first gradient element per entry.
+        factors: gradient factor per entry.
+        tables_of: table per entry.
+        tables: ``TABLE_FIELDS`` per table, int64; the state slots are the outputs.
+        parts: sums of parts, from ``sum_parts``.
+        run_numbers: run number within the table, per entry. Unused with DENSE: the row is the output
+            position.
+        num_entries: number of entries.
+        end_of_rows: row number of padding entries.
+        DENSE: whether the output has all rows.
+        ALIGN: see the module docstring.
+        RUNS: entries per program.
+        BLOCK: row width, padded to a power of two.
     """
-    at, row, first = heads(rows, num_entries, end_of_rows, RUNS)
+    at, row, first = run_starts(rows, num_entries, end_of_rows, RUNS)
     if tl.max(first.to(tl.int32), 0) == 0:
         return
     fields = tables + tl.load(tables_of + tl.load(order + at, first, 0), first, 0) * 7
@@ -340,10 +436,10 @@ def sum_runs(
     columns = tl.arange(0, BLOCK)
     local = row - tl.load(fields + 4, first, 0)
     if DENSE:
-        place = local
+        target_row = local
     else:
-        place = tl.load(numbers + at, first, 0)
-        tl.store(tl.load(fields + 2, first, 0).to(tl.pointer_type(tl.int64)) + place, local, first)
+        target_row = tl.load(run_numbers + at, first, 0)
+        tl.store(tl.load(fields + 2, first, 0).to(tl.pointer_type(tl.int64)) + target_row, local, first)
     sums = tl.load(fields + 1, first, 0).to(tl.pointer_type(tl.float32))
-    places = (sums + place * width)[:, None] + columns[None, :]
-    tl.store(places, total, first[:, None] & (columns[None, :] < width[:, None]))
+    elements = (sums + target_row * width)[:, None] + columns[None, :]
+    tl.store(elements, total, first[:, None] & (columns[None, :] < width[:, None]))

@@ -1,9 +1,9 @@
-"""The Triton kernel that updates rows by the formulas of ``formulas.py``; ``triton.py`` launches it.
+"""Triton kernel that updates rows by the formulas in ``formulas.py``; ``triton.py`` launches it.
 
-``triton_kernels.py`` says what entries and runs are, and sums the gradient of a run.
+``triton_kernels.py`` defines entries and runs, and sums run gradients.
 """
 
-# ruff: noqa: SIM300 - constants of the compiler are in capitals
+# ruff: noqa: SIM300 - compile-time constants are in capitals
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from meshrec.ops.tbe import formulas
 from meshrec.ops.tbe.formulas import Hyper, OptimizerKind, RowSum
-from meshrec.ops.tbe.triton_kernels import heads, sum_of_runs
+from meshrec.ops.tbe.triton_kernels import run_starts, sum_of_runs
 
 _L2: tl.constexpr = tl.constexpr(formulas.L2_DECAY)
 _DECOUPLED: tl.constexpr = tl.constexpr(formulas.DECOUPLED_DECAY)
@@ -29,33 +29,31 @@ _WEIGHT_SUM: tl.constexpr = tl.constexpr(int(RowSum.WEIGHT))
 _DIRECTION_SUM: tl.constexpr = tl.constexpr(int(RowSum.DIRECTION))
 
 
-def _place_of(name):
+def _index_of(name):
     return tl.constexpr(Hyper._fields.index(name))
 
 
-# The index of each parameter in ``hyper``.
-_LR: tl.constexpr = _place_of("lr")
-_STEP: tl.constexpr = _place_of("step")
-_SEED: tl.constexpr = _place_of("seed")
-_ROW_DIM: tl.constexpr = _place_of("row_dim")
-_WEIGHT_DECAY: tl.constexpr = _place_of("weight_decay")
-_EPS: tl.constexpr = _place_of("eps")
-_BETA1: tl.constexpr = _place_of("beta1")
-_BETA2: tl.constexpr = _place_of("beta2")
-_MOMENTUM: tl.constexpr = _place_of("momentum")
-_TRUST: tl.constexpr = _place_of("trust_coefficient")
-_BETA: tl.constexpr = _place_of("beta")
-_L1: tl.constexpr = _place_of("l1")
-_L2_PROXIMAL: tl.constexpr = _place_of("l2")
+# Parameter indices in ``hyper``.
+_LR: tl.constexpr = _index_of("lr")
+_STEP: tl.constexpr = _index_of("step")
+_SEED: tl.constexpr = _index_of("seed")
+_ROW_DIM: tl.constexpr = _index_of("row_dim")
+_WEIGHT_DECAY: tl.constexpr = _index_of("weight_decay")
+_EPS: tl.constexpr = _index_of("eps")
+_BETA1: tl.constexpr = _index_of("beta1")
+_BETA2: tl.constexpr = _index_of("beta2")
+_MOMENTUM: tl.constexpr = _index_of("momentum")
+_TRUST: tl.constexpr = _index_of("trust_coefficient")
+_BETA: tl.constexpr = _index_of("beta")
+_L1: tl.constexpr = _index_of("l1")
+_L2_PROXIMAL: tl.constexpr = _index_of("l2")
 _CORRECTION1: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE)
 _CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
 
 
 @triton.jit
 def _random_bits(seed, step, row, columns):
-    """Return 16 random bits for every number of some rows, see ``naive_update.random_bits``. Products wrap
-    like those of uint64.
-    """
+    """Return 16 random bits per element, see ``naive_update.random_bits``. Products wrap like uint64."""
     x = (row * -7046029254386353131)[:, None] + (columns * -4417276706812531889)
     x += seed * 1609587929392839161 + step * 2870177450012600261
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -65,9 +63,7 @@ def _random_bits(seed, step, row, columns):
 
 @triton.jit
 def _rounded(x, bits, STOCHASTIC: tl.constexpr, WEIGHT: tl.constexpr):
-    """Round to nearest, or at random with the probability of the nearness; see
-    ``naive_update.stochastic_round``.
-    """
+    """Round to nearest or stochastically; see ``naive_update.stochastic_round``."""
     raw = x.to(tl.int32, bitcast=True)
     if WEIGHT == tl.bfloat16:
         if not STOCHASTIC:
@@ -81,54 +77,54 @@ def _rounded(x, bits, STOCHASTIC: tl.constexpr, WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _number(hyper, place: tl.constexpr):
-    return tl.load(hyper + place).to(tl.float32)
+def _load_hyper(hyper, index: tl.constexpr):
+    return tl.load(hyper + index).to(tl.float32)
 
 
 @triton.jit
-def _kept(w, hyper, DECAY: tl.constexpr):
+def _decoupled_decay(w, hyper, DECAY: tl.constexpr):
     """Apply decoupled weight decay to the rows."""
     if DECAY == _DECOUPLED:
-        w = w * (1 - _number(hyper, _LR) * _number(hyper, _WEIGHT_DECAY))
+        w = w * (1 - _load_hyper(hyper, _LR) * _load_hyper(hyper, _WEIGHT_DECAY))
     return w
 
 
 @triton.jit
-def _sum_of_squares(x, stats, first, which: tl.constexpr, STATS: tl.constexpr):
-    """Return the sum of squares of each row. For parts of rows, return the sums over the whole rows from
-    ``stats``.
-    """
+def _sum_of_squares(x, stats, first, column: tl.constexpr, STATS: tl.constexpr):
+    """Return the sum of squares per row, or for column shards the whole-row sum from ``stats``."""
     total = tl.sum(x * x, 1)
     if STATS:
-        total = tl.load(stats + which, first, 0.0)
+        total = tl.load(stats + column, first, 0.0)
     return total
 
 
 @triton.jit
 def _mean_square(g, stats, first, hyper, width, STATS: tl.constexpr):
-    whole = _number(hyper, _ROW_DIM)
+    whole = _load_hyper(hyper, _ROW_DIM)
     whole = tl.where(whole == 0, width.to(tl.float32), whole)
     return _sum_of_squares(g, stats, first, _GRADIENT_SUM, STATS) / tl.where(first, whole, 1.0)
 
 
 @triton.jit
 def _sgd(w, g, hyper, DECAY: tl.constexpr):
-    return _kept(w, hyper, DECAY) - _number(hyper, _LR) * g
+    return _decoupled_decay(w, hyper, DECAY) - _load_hyper(hyper, _LR) * g
 
 
 @triton.jit
 def _adagrad(w, g, total_at, inside, hyper, DECAY: tl.constexpr):
     total = tl.load(total_at, inside, 0.0) + g * g
     tl.store(total_at, total, inside)
-    return _kept(w, hyper, DECAY) - _number(hyper, _LR) * g / (tl.sqrt(total) + _number(hyper, _EPS))
+    return _decoupled_decay(w, hyper, DECAY) - _load_hyper(hyper, _LR) * g / (
+        tl.sqrt(total) + _load_hyper(hyper, _EPS)
+    )
 
 
 @triton.jit
 def _rowwise_adagrad(w, g, total_at, first, stats, hyper, width, DECAY: tl.constexpr, STATS: tl.constexpr):
     total = tl.load(total_at, first, 0.0) + _mean_square(g, stats, first, hyper, width, STATS)
     tl.store(total_at, total, first)
-    scale = _number(hyper, _LR) / (tl.sqrt(total) + _number(hyper, _EPS))
-    return _kept(w, hyper, DECAY) - scale[:, None] * g
+    scale = _load_hyper(hyper, _LR) / (tl.sqrt(total) + _load_hyper(hyper, _EPS))
+    return _decoupled_decay(w, hyper, DECAY) - scale[:, None] * g
 
 
 @triton.jit
@@ -136,58 +132,60 @@ def _direction(
     g, m_at, v_at, inside, first, stats, hyper, width, ROW_STATE: tl.constexpr, STATS: tl.constexpr
 ):
     """Return Adam's step before the learning rate."""
-    beta1, beta2 = _number(hyper, _BETA1), _number(hyper, _BETA2)
+    beta1, beta2 = _load_hyper(hyper, _BETA1), _load_hyper(hyper, _BETA2)
     m = beta1 * tl.load(m_at, inside, 0.0) + (1 - beta1) * g
     tl.store(m_at, m, inside)
     if ROW_STATE:
         square = _mean_square(g, stats, first, hyper, width, STATS)
         v = beta2 * tl.load(v_at, first, 0.0) + (1 - beta2) * square
         tl.store(v_at, v, first)
-        scale = (tl.sqrt(v / _number(hyper, _CORRECTION2)) + _number(hyper, _EPS))[:, None]
+        scale = (tl.sqrt(v / _load_hyper(hyper, _CORRECTION2)) + _load_hyper(hyper, _EPS))[:, None]
     else:
         v = beta2 * tl.load(v_at, inside, 0.0) + (1 - beta2) * g * g
         tl.store(v_at, v, inside)
-        scale = tl.sqrt(v / _number(hyper, _CORRECTION2)) + _number(hyper, _EPS)
-    return m / _number(hyper, _CORRECTION1) / scale
+        scale = tl.sqrt(v / _load_hyper(hyper, _CORRECTION2)) + _load_hyper(hyper, _EPS)
+    return m / _load_hyper(hyper, _CORRECTION1) / scale
 
 
 @triton.jit
 def _lamb(w, r, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: tl.constexpr):
     if DECAY == _DECOUPLED:
-        r += _number(hyper, _WEIGHT_DECAY) * w
+        r += _load_hyper(hyper, _WEIGHT_DECAY) * w
     w_square = _sum_of_squares(w, stats, first, _WEIGHT_SUM, STATS)
     r_square = _sum_of_squares(tl.where(inside, r, 0.0), stats, first, _DIRECTION_SUM, STATS)
     both = (w_square > 0) & (r_square > 0)
     ratio = tl.where(both, tl.sqrt(w_square) / tl.sqrt(tl.where(both, r_square, 1.0)), 1.0)
-    return w - (_number(hyper, _LR) * ratio)[:, None] * r
+    return w - (_load_hyper(hyper, _LR) * ratio)[:, None] * r
 
 
 @triton.jit
 def _lars(w, g, m_at, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: tl.constexpr):
     decay = 0.0
     if DECAY == _L2:
-        decay = _number(hyper, _WEIGHT_DECAY)
+        decay = _load_hyper(hyper, _WEIGHT_DECAY)
     w_norm = tl.sqrt(_sum_of_squares(w, stats, first, _WEIGHT_SUM, STATS))
     g_norm = tl.sqrt(_sum_of_squares(g, stats, first, _GRADIENT_SUM, STATS))
     both = (w_norm > 0) & (g_norm > 0)
-    scale = tl.where(both, g_norm + decay * w_norm + _number(hyper, _EPS), 1.0)
-    local = tl.where(both, _number(hyper, _TRUST) * w_norm / scale, 1.0)
-    m = _number(hyper, _MOMENTUM) * tl.load(m_at, inside, 0.0)
-    m += (_number(hyper, _LR) * local)[:, None] * (g + decay * w)
+    scale = tl.where(both, g_norm + decay * w_norm + _load_hyper(hyper, _EPS), 1.0)
+    local = tl.where(both, _load_hyper(hyper, _TRUST) * w_norm / scale, 1.0)
+    m = _load_hyper(hyper, _MOMENTUM) * tl.load(m_at, inside, 0.0)
+    m += (_load_hyper(hyper, _LR) * local)[:, None] * (g + decay * w)
     tl.store(m_at, m, inside)
-    return _kept(w, hyper, DECAY) - m
+    return _decoupled_decay(w, hyper, DECAY) - m
 
 
 @triton.jit
 def _ftrl(w, g, n_at, z_at, inside, hyper):
-    lr, n = _number(hyper, _LR), tl.load(n_at, inside, 0.0)
+    lr, n = _load_hyper(hyper, _LR), tl.load(n_at, inside, 0.0)
     root = tl.sqrt(n + g * g)
     tl.store(n_at, n + g * g, inside)
     z = tl.load(z_at, inside, 0.0) + g - g * g / (root + tl.sqrt(n) + 1e-37) / lr * w
     tl.store(z_at, z, inside)
-    over = tl.abs(z) - _number(hyper, _L1)
-    # If nothing is above the threshold, the root may be 0 as well.
-    scale = tl.where(over > 0, (_number(hyper, _BETA) + root) / lr + _number(hyper, _L2_PROXIMAL), 1.0)
+    over = tl.abs(z) - _load_hyper(hyper, _L1)
+    # Below the threshold, root and beta may both be 0. Avoid the division.
+    scale = tl.where(
+        over > 0, (_load_hyper(hyper, _BETA) + root) / lr + _load_hyper(hyper, _L2_PROXIMAL), 1.0
+    )
     return tl.where(over > 0, tl.where(z > 0, -over, over) / scale, 0.0)
 
 
@@ -219,11 +217,31 @@ def update_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update the rows of the runs that begin among some entries, by the formulas of ``formulas.py``.
+    """Update the rows of runs that start in this program, by the formulas in ``formulas.py``.
 
-    ``hyper`` is float64: the fields of ``Hyper`` in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
+    Args:
+        grad: flat gradient, fp32.
+        rows: row per entry, ascending.
+        order: entry numbers in row order.
+        starts: first gradient element per entry.
+        factors: gradient factor per entry.
+        tables_of: table per entry.
+        tables: ``TABLE_FIELDS`` per table, int64.
+        parts: sums of parts, from ``sum_parts``.
+        row_stats: whole-row sums per entry, fp32 [E, 3], read if STATS.
+        num_entries: number of entries.
+        end_of_rows: row number of padding entries.
+        hyper: float64: ``Hyper`` fields in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
+        OPTIMIZER: optimizer code.
+        DECAY: decay mode.
+        STATS: whether whole-row sums are given.
+        STOCHASTIC: whether to round stochastically.
+        WEIGHT: weight dtype.
+        ALIGN: see ``triton_kernels``.
+        RUNS: entries per program.
+        BLOCK: row width, padded to a power of two.
     """
-    at, row, first = heads(rows, num_entries, end_of_rows, RUNS)
+    at, row, first = run_starts(rows, num_entries, end_of_rows, RUNS)
     if tl.max(first.to(tl.int32), 0) == 0:
         return
     entry = tl.load(order + at, first, 0)
@@ -232,9 +250,9 @@ def update_runs(
     local = row - tl.load(fields + 4, first, 0)
     columns = tl.arange(0, BLOCK)
     inside = first[:, None] & (columns[None, :] < width[:, None])
-    place = (local * width)[:, None] + columns[None, :]
-    target = _pointers(fields, first, WEIGHT, ALIGN)[:, None] + place
-    w = tl.load(target, inside, 0.0).to(tl.float32)  # asked for before the sum, which takes longer
+    element = (local * width)[:, None] + columns[None, :]
+    target = _pointers(fields, first, WEIGHT, ALIGN)[:, None] + element
+    w = tl.load(target, inside, 0.0).to(tl.float32)  # load early, to overlap with the gradient sum
     g = sum_of_runs(
         grad, rows, order, starts, factors, parts, at, row, first, num_entries, width, ALIGN, RUNS, BLOCK
     )
@@ -242,12 +260,12 @@ def update_runs(
         _pointers(fields + 1, first, tl.float32, ALIGN),
         _pointers(fields + 2, first, tl.float32, ALIGN),
     )
-    at0, at1, row0, row1 = slot0[:, None] + place, slot1[:, None] + place, slot0 + local, slot1 + local
+    at0, at1, row0, row1 = slot0[:, None] + element, slot1[:, None] + element, slot0 + local, slot1 + local
     stats = row_stats
     if STATS:
         stats = row_stats + entry * 3
     if (DECAY == _L2) & (OPTIMIZER != _LARS):
-        g += _number(hyper, _WEIGHT_DECAY) * w
+        g += _load_hyper(hyper, _WEIGHT_DECAY) * w
 
     if OPTIMIZER == _SGD:
         w = _sgd(w, g, hyper, DECAY)
@@ -257,10 +275,10 @@ def update_runs(
         w = _rowwise_adagrad(w, g, row0, first, stats, hyper, width, DECAY, STATS)
     elif OPTIMIZER == _ADAM:
         r = _direction(g, at0, at1, inside, first, stats, hyper, width, False, STATS)
-        w = _kept(w, hyper, DECAY) - _number(hyper, _LR) * r
+        w = _decoupled_decay(w, hyper, DECAY) - _load_hyper(hyper, _LR) * r
     elif OPTIMIZER == _PARTIAL_ROWWISE_ADAM:
         r = _direction(g, at0, row1, inside, first, stats, hyper, width, True, STATS)
-        w = _kept(w, hyper, DECAY) - _number(hyper, _LR) * r
+        w = _decoupled_decay(w, hyper, DECAY) - _load_hyper(hyper, _LR) * r
     elif OPTIMIZER == _LAMB:
         r = _direction(g, at0, at1, inside, first, stats, hyper, width, False, STATS)
         w = _lamb(w, r, inside, first, stats, hyper, DECAY, STATS)

@@ -10,7 +10,7 @@ from meshrec.compat.bridge.sparse import regrouping as ways
 from meshrec.compat.bridge.sparse.fbgemm import register_fbgemm_operators, remove_fbgemm_operators
 
 # torch warns of the end of TorchScript; TorchRec's programs use it.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 GROUPS = [["a", "c"], ["b", "a"]]
 

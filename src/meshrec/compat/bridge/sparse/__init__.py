@@ -1,8 +1,7 @@
-"""TorchRec's three sparse types: MeshRec's types, written so that TorchScript compiles and torch.fx traces
-them.
+"""TorchRec's three sparse types: MeshRec's types in a form that TorchScript compiles and torch.fx traces.
 
-TorchScript compiles every method in a class's own body, and no inherited method. So methods in these bodies
-are in TorchScript's language, and methods inherited from MeshRec's types work in Python only.
+TorchScript compiles the methods in a class body, but not inherited methods. So the methods in these class
+bodies stay within TorchScript's subset, and methods inherited from MeshRec's types work in Python only.
 """
 
 from meshrec.compat.bridge.sparse import pytrees  # noqa: F401  registers the types

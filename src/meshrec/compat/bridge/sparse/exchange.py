@@ -1,4 +1,4 @@
-"""The parts of a KeyedJaggedTensor that ranks send each other, in TorchRec's order."""
+"""KeyedJaggedTensor exchange between ranks, in TorchRec's order."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from meshrec.compat.bridge.sparse.rearranging import reordered
 
 
 def sums_of(counts: list[int], groups: list[int]) -> list[int]:
-    """Return the sums of the first ``groups[0]`` counts, of the next ``groups[1]``, and so on."""
+    """Sum consecutive groups of counts. ``groups`` holds the group sizes."""
     ends = running_sum(counts)
     sums: list[int] = []
     first = 0
@@ -27,7 +27,20 @@ def received(
     stride_per_rank: list[int] | None,
     stagger: int,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, int | None]:
-    """Return values, weights, lengths, strides per key and rank, and stride, key by key."""
+    """Rearrange received tensors to key-major order.
+
+    Args:
+        num_keys: keys on this rank.
+        tensors: lengths, values, then strides if ``variable``, then weights if present. Rank-major.
+        variable: whether keys have different batch sizes.
+        num_workers: number of sending ranks.
+        recat: permutation from (rank, key) to (key, rank) order; None: none needed.
+        stride_per_rank: batch size per rank; None if ``variable``.
+        stagger: number of equal rank blocks that ``recat`` interleaves; 1: rank order.
+
+    Returns:
+        Values, weights, lengths, strides per key and rank, and stride.
+    """
     lengths, values = tensors[0], tensors[1]
     has_weights = len(tensors) > (3 if variable else 2)
     weights: Tensor | None = tensors[-1] if has_weights else None
@@ -41,6 +54,7 @@ def received(
     else:
         assert stride_per_rank is not None
         stride = sum(stride_per_rank)
+        # Bags per (rank, key) segment, like the tensor that is sent for variable strides.
         bags = torch.tensor(stride_per_rank, device=lengths.device).repeat_interleave(num_keys)
     if recat is not None and bags.numel() > 0:
         ends = to_offsets(lengths)
@@ -52,5 +66,11 @@ def received(
 
 
 def reordered_or_none(order: Tensor, counts: Tensor, rows: Tensor | None) -> Tensor | None:
-    """Return ``reordered``, or None for None."""
+    """Return ``reordered(order, counts, rows)``; None if ``rows`` is None.
+
+    Args:
+        order: segment permutation.
+        counts: rows per segment.
+        rows: rows, or None.
+    """
     return None if rows is None else reordered(order, counts, rows)

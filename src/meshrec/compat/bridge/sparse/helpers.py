@@ -1,4 +1,4 @@
-"""Helpers of TorchRec's module of sparse types: conversions as modules, and comparisons."""
+"""TorchRec's helpers for sparse types: conversion modules and comparisons."""
 
 from typing import Any
 
@@ -12,11 +12,22 @@ torch.fx.wrap("jt_is_equal")
 torch.fx.wrap("kjt_is_equal")
 
 
+def safe_tolist(tensor: Tensor) -> list[int]:
+    """Return the values as a list."""
+    values: list[int] = tensor.tolist()
+    return values
+
+
+def to_offsets(lengths: Tensor) -> Tensor:
+    """Convert lengths [n] to offsets [n + 1]."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(lengths.dtype)])
+
+
 class ComputeKJTToJTDict(nn.Module):
     """``KeyedJaggedTensor.to_dict`` as a module."""
 
     def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the bags of every key."""
+        """Return the bags by key."""
         return keyed_jagged_tensor.to_dict()
 
 
@@ -24,7 +35,7 @@ class ComputeJTDictToKJT(nn.Module):
     """``KeyedJaggedTensor.from_jt_dict`` as a module."""
 
     def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Return the JaggedTensors one after another as one KeyedJaggedTensor."""
+        """Concatenate JaggedTensors to a KeyedJaggedTensor."""
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
@@ -36,9 +47,7 @@ def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
 
 
 def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
-    """Return whether both are KeyedJaggedTensors with equal keys in order, bags, values and weights, up to
-    rounding.
-    """
+    """Return whether both are KeyedJaggedTensors with equal keys, order and bags, up to rounding."""
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
     if kjt_1.keys() != kjt_2.keys() or not all(map(_is_close, _parts(kjt_1), _parts(kjt_2))):

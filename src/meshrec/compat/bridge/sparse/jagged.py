@@ -1,4 +1,4 @@
-"""JaggedTensor, for TorchScript and torch.fx as well."""
+"""JaggedTensor for eager code, TorchScript and torch.fx."""
 
 import torch
 from torch import Tensor
@@ -13,16 +13,16 @@ torch.fx.wrap("counting")
 
 
 class JaggedTensor(own.JaggedTensor, metaclass=Kind):
-    """A batch of bags of varying length. As in TorchRec, only dtypes are checked at construction.
+    """Batch of variable-length bags. As in TorchRec, the constructor only checks dtypes.
 
     Args:
-        values: [N, ...], the bags one after another.
-        weights: one weight per value [N, ...].
+        values: concatenated bags [N, ...].
+        weights: weight per value [N, ...].
         lengths: values per bag [B].
-        offsets: start of each bag, and N [B+1]. At least one of lengths and offsets is needed.
+        offsets: bag boundaries [B + 1]. Lengths or offsets must be given.
 
     Raises:
-        AssertedError: lengths or offsets are not integers, or neither is given.
+        AssertedError: lengths or offsets are not integers, or both are missing.
     """
 
     _like = own.JaggedTensor
@@ -40,6 +40,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         self._lengths: Tensor | None = lengths
         self._offsets: Tensor | None = offsets
         if not torch.jit.is_scripting():
+            # A separate condition: TorchScript skips a branch only if is_scripting() is all of the condition.
             if not is_traced():
                 if lengths is None and offsets is None:
                     raise AssertedError("JaggedTensor: got neither lengths nor offsets. Pass one of them.")
@@ -49,7 +50,14 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Make a JaggedTensor of parts that are known to fit."""
+        """Construct a JaggedTensor without checks.
+
+        Args:
+            values: concatenated bags [N, ...].
+            weights: weight per value [N, ...], or None.
+            lengths: values per bag [B], or None.
+            offsets: bag boundaries [B + 1], or None.
+        """
         jt = JaggedTensor.__new__(JaggedTensor)
         vars(jt).update(_values=values, _weights=weights, _lengths=lengths, _offsets=offsets)
         return jt
@@ -62,7 +70,15 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
-        """Make a JaggedTensor without bags and values."""
+        """Return a JaggedTensor without bags.
+
+        Args:
+            is_weighted: whether it has weights.
+            device: device.
+            values_dtype: dtype of the values (default: torch's default dtype).
+            weights_dtype: dtype of the weights (default: torch's default dtype).
+            lengths_dtype: dtype of lengths and offsets.
+        """
         weights: Tensor | None = None
         if is_weighted:
             weights = torch.empty(0, dtype=weights_dtype, device=device)
@@ -75,8 +91,9 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
-        """Make a JaggedTensor without bags, with the dtypes of ``jt``. With a device, allocate room for
-        ``jt`` there.
+        """Return a JaggedTensor without bags, with the dtypes of ``jt``.
+
+        With a device, instead allocate uninitialized tensors there with the shapes of ``jt``.
         """
         weights, lengths, offsets = jt.weights_or_none(), jt.lengths_or_none(), jt.offsets_or_none()
         if device is None:
@@ -94,7 +111,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         )
 
     def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
-        """Copy the values of ``jt``, which must have the same parts of the same shapes."""
+        """Copy the values of ``jt``, which must have the same tensors with the same shapes."""
         self._values.copy_(jt._values, non_blocking=non_blocking)
         copy_part(self._weights, jt._weights, non_blocking)
         copy_part(self._lengths, jt._lengths, non_blocking)
@@ -103,8 +120,12 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """Make a JaggedTensor from a padded tensor [B, T, ...]. Of row ``b``, it takes the first
-        ``lengths[b]`` entries.
+        """Construct a JaggedTensor from a padded tensor.
+
+        Args:
+            values: padded values [B, T, ...].
+            lengths: entries to take per row [B].
+            weights: padded weights [B, T, ...], or None.
         """
         counts = counting(values, lengths)
         return JaggedTensor(
@@ -113,7 +134,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
-        """Make a JaggedTensor from one tensor per bag."""
+        """Construct a JaggedTensor from a tensor per bag."""
         lengths = torch.tensor([bag.size(0) for bag in values], dtype=torch.int32, device=values[0].device)
         return JaggedTensor(
             values=torch.cat(values),
@@ -123,12 +144,12 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         )
 
     def to_dense(self) -> list[Tensor]:
-        """Return one view of the values per bag."""
+        """Return a view of the values per bag."""
         sizes: list[int] = self.lengths().tolist()
         return list(torch.split(self._values, sizes)) if len(sizes) > 0 else []
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return one view of the weights per bag; None if there are no weights."""
+        """Return a view of the weights per bag; None without weights."""
         weights = self._weights
         if weights is None:
             return None
@@ -136,56 +157,56 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         return list(torch.split(weights, sizes))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Return the values as [B, T, ...]. Shorter bags are padded, longer ones cut."""
+        """Return the values as [B, T, ...]. Shorter bags are padded, longer bags truncated."""
         return padded(self._values, self.lengths(), self.offsets(), desired_length, padding_value)
 
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """Return the weights as [B, T, ...]; None if there are no weights."""
+        """Return the weights as [B, T, ...]; None without weights."""
         weights = self._weights
         if weights is None:
             return None
         return padded(weights, self.lengths(), self.offsets(), desired_length, padding_value)
 
     def device(self) -> torch.device:
-        """Return the device of the values."""
+        """Return the values' device."""
         return self._values.device
 
     def values(self) -> Tensor:
-        """Return all values [N, ...], bag after bag."""
+        """Return all values [N, ...] in bag order."""
         return self._values
 
     def weights(self) -> Tensor:
-        """Return one weight per value."""
+        """Return the weight per value."""
         return weights_of(self._weights)
 
     def weights_or_none(self) -> Tensor | None:
-        """Return one weight per value; None if there are no weights."""
+        """Return the weight per value; None without weights."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """Return the number of values of each bag [B]."""
+        """Return the bag lengths [B]."""
         lengths = either_lengths(self._lengths, self._offsets)
         self._lengths = lengths
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they were given or computed."""
+        """Return the lengths if given or already computed."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Return the start of each bag, and the number of values at the end [B+1]."""
+        """Return the bag boundaries [B + 1]."""
         offsets = either_offsets(self._lengths, self._offsets)
         self._offsets = offsets
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they were given or computed."""
+        """Return the offsets if given or already computed."""
         return self._offsets
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "JaggedTensor":
-        """Return the tensor on another device."""
+        """Return a copy on another device."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         return JaggedTensor(
             values=self._values.to(device, non_blocking=non_blocking),
@@ -214,7 +235,7 @@ def weights_of(weights: Tensor | None) -> Tensor:
     """Return the weights.
 
     Raises:
-        AssertedError: there are none.
+        AssertedError: the weights are None.
     """
     if weights is None:
         if not torch.jit.is_scripting():
@@ -224,7 +245,7 @@ def weights_of(weights: Tensor | None) -> Tensor:
 
 
 def either_lengths(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Return the lengths, computed from the offsets if necessary."""
+    """Return the lengths, computed from the offsets if missing."""
     if lengths is None:
         assert offsets is not None
         lengths = to_lengths(offsets)
@@ -232,7 +253,7 @@ def either_lengths(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
 
 
 def either_offsets(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Return the offsets, computed from the lengths if necessary."""
+    """Return the offsets, computed from the lengths if missing."""
     if offsets is None:
         assert lengths is not None
         offsets = to_offsets(lengths)
@@ -240,7 +261,13 @@ def either_offsets(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
 
 
 def copy_part(target: Tensor | None, source: Tensor | None, non_blocking: bool) -> None:
-    """Copy ``source`` to ``target`` if both exist."""
+    """Copy ``source`` to ``target`` unless either is None.
+
+    Args:
+        target: tensor to write, or None.
+        source: tensor to read, or None.
+        non_blocking: whether the copy may be asynchronous.
+    """
     if target is not None and source is not None:
         target.copy_(source, non_blocking=non_blocking)
 
@@ -248,24 +275,36 @@ def copy_part(target: Tensor | None, source: Tensor | None, non_blocking: bool) 
 def padded(
     rows: Tensor, lengths: Tensor, offsets: Tensor, desired_length: int | None, padding_value: float
 ) -> Tensor:
-    """Return the bags as [B, T, ...], padded with ``padding_value``."""
+    """Pad bags to a dense tensor [B, T, ...]. Longer bags are truncated.
+
+    Args:
+        rows: concatenated bags [N, ...].
+        lengths: bag lengths [B].
+        offsets: bag boundaries [B + 1].
+        desired_length: T; None: the longest bag.
+        padding_value: fill value.
+    """
     longest = 0
     if desired_length is not None:
         longest = desired_length
     elif lengths.numel() > 0:
-        longest = int(lengths.max().item())
+        longest = lengths.max().item()
+        if not torch.jit.is_scripting():
+            if torch.compiler.is_compiling():
+                # torch.compile cannot bound a size that is read from data otherwise.
+                torch._check(longest >= 0)
     columns = torch.arange(longest, device=rows.device)
-    # One row of padding at the end: every place without a value points at it.
+    # A padding row is appended, and every position without a value reads it: a single gather, no masking.
     sources = torch.where(columns < lengths[:, None], offsets[:-1, None] + columns, rows.size(0))
     padding = torch.full([1] + list(rows.shape[1:]), padding_value, dtype=rows.dtype, device=rows.device)
     return torch.cat([rows, padding])[sources]
 
 
 def counting(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return a mask of a padded tensor, bool [B, T]: true for values, false for padding."""
+    """Return the mask of valid entries in a padded tensor, bool [B, T]."""
     return torch.arange(values.size(1), device=values.device) < lengths[:, None]
 
 
 def masked(rows: Tensor | None, mask: Tensor) -> Tensor | None:
-    """Return the rows that the mask selects; None if there are no rows."""
+    """Select rows by mask; None for None."""
     return None if rows is None else rows[mask]

@@ -1,4 +1,4 @@
-"""KeyedTensor and its regrouping, for TorchScript and torch.fx as well."""
+"""KeyedTensor and regrouping, for eager code, TorchScript and torch.fx."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,10 @@ torch.fx.wrap("regrouped")
 
 
 class KeyedTensor(own.KeyedTensor, metaclass=Kind):
-    """A tensor whose dimension ``key_dim`` is divided into one piece per key; see
-    ``meshrec.sparse.KeyedTensor``.
+    """Tensor with a named slice per key along ``key_dim``; see ``meshrec.sparse.KeyedTensor``.
 
     Raises:
-        AssertedError: The lengths do not match the keys or the tensor.
+        AssertedError: the lengths do not match the keys or the tensor.
     """
 
     _like = own.KeyedTensor
@@ -42,7 +41,14 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
-        """Make a KeyedTensor of parts that are known to fit."""
+        """Construct a KeyedTensor without checks.
+
+        Args:
+            keys: names of the slices.
+            length_per_key: size per slice along ``key_dim``.
+            values: concatenated slices.
+            key_dim: dimension of concatenation.
+        """
         kt = KeyedTensor.__new__(KeyedTensor)
         vars(kt).update(
             _keys=keys,
@@ -58,7 +64,14 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Make a KeyedTensor from one tensor per key, concatenated along ``cat_dim``."""
+        """Construct a KeyedTensor from a tensor per key.
+
+        Args:
+            keys: names of the slices.
+            tensors: slice per key.
+            key_dim: dimension that the keys divide.
+            cat_dim: dimension along which to concatenate.
+        """
         return KeyedTensor(
             keys=keys,
             length_per_key=[tensor.size(key_dim) for tensor in tensors],
@@ -67,27 +80,27 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         )
 
     def keys(self) -> list[str]:
-        """Return the names of the pieces, in order."""
+        """Return the slice names in order."""
         return self._keys
 
     def values(self) -> Tensor:
-        """Return all pieces, concatenated."""
+        """Return the concatenated slices."""
         return self._values
 
     def key_dim(self) -> int:
-        """Return the dimension along which the pieces of the keys are concatenated."""
+        """Return the dimension along which slices are concatenated."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Return the device of the values."""
+        """Return the values' device."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Return the size of each piece along ``key_dim``."""
+        """Return the slice sizes along ``key_dim``."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the start of each piece along ``key_dim``, and the end."""
+        """Return the slice boundaries along ``key_dim``."""
         given = self._offset_per_key
         if given is not None:
             return given
@@ -106,15 +119,16 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         return index
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the piece of ``key``, a view."""
+        """Return a key's slice as a view."""
         index = self._key_indices()[key]
         if not torch.jit.is_scripting():
+            # A separate condition: TorchScript skips a branch only if is_scripting() is all of the condition.
             if not is_traced():
-                return own.KeyedTensor._cut(self)[index]  # all at once: see MeshRec's type
+                return own.KeyedTensor._split(self)[index]  # all at once: see MeshRec's type
         return self._values.narrow(self._key_dim, self.offset_per_key()[index], self._length_per_key[index])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return all pieces by key, as views."""
+        """Return all slices by key, as views."""
         pieces = torch.split(self._values, self._length_per_key, dim=self._key_dim)
         result: dict[str, Tensor] = {}
         for i, key in enumerate(self._keys):
@@ -123,14 +137,20 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
 
     @staticmethod
     def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
-        """Return one tensor per group: the pieces of the group's keys, concatenated. Differentiable."""
+        """Return a tensor per group: the concatenated slices of the group's keys. Differentiable."""
         return regrouped(keyed_tensors, groups)
 
     @staticmethod
     def regroup_as_dict(
         keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """Return the tensors of :meth:`regroup` by the names of the groups."""
+        """Return the tensors from ``regroup`` by group name.
+
+        Args:
+            keyed_tensors: inputs.
+            groups: keys per group.
+            keys: group names.
+        """
         assert len(groups) == len(keys), "each group needs a key"
         tensors = regrouped(keyed_tensors, groups)
         result: dict[str, Tensor] = {}
@@ -139,7 +159,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         return result
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedTensor":
-        """Return the tensor on another device."""
+        """Return a copy on another device."""
         return KeyedTensor(
             keys=self._keys,
             length_per_key=self._length_per_key,
@@ -150,7 +170,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         )
 
     def size_in_bytes(self) -> int:
-        """Return the bytes of the values."""
+        """Return the values' size in bytes."""
         return self._values.numel() * self._values.element_size()
 
     @torch.jit.unused
@@ -175,7 +195,15 @@ def regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list
 def regrouped_values(
     values: list[Tensor], keys: list[list[str]], lengths: list[list[int]], groups: list[list[str]], dim: int
 ) -> list[Tensor]:
-    """Return one tensor per group, from tensors that hold the pieces of ``keys[i]`` along ``dim``."""
+    """Return a tensor per group, concatenated from the inputs' slices.
+
+    Args:
+        values: inputs.
+        keys: slice names per input.
+        lengths: slice sizes per input.
+        groups: keys per group.
+        dim: dimension to split and concatenate along.
+    """
     pieces: dict[str, Tensor] = {}
     for i in range(len(values)):
         cut = torch.split(values[i], lengths[i], dim=dim)

@@ -1,4 +1,4 @@
-"""KeyedJaggedTensor, for TorchScript and torch.fx as well."""
+"""KeyedJaggedTensor for eager code, TorchScript and torch.fx."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ torch.fx.wrap("empty_on")
 
 
 class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
-    """The bags of several features; see ``meshrec.sparse.KeyedJaggedTensor`` for the arguments.
+    """Bags for several features; ``meshrec.sparse.KeyedJaggedTensor`` documents the arguments.
 
-    As in TorchRec, only dtypes are checked at construction. ``validate`` and ``jagged_tensor_validator``
-    check everything.
+    As in TorchRec, the constructor only checks dtypes. ``validate`` and ``jagged_tensor_validator`` check
+    everything.
 
     Raises:
         AssertedError: lengths or offsets are not integers.
@@ -70,6 +70,8 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
                 stride = stride_per_key[0]
         if lengths is not None and lengths.dim() > 1:
             lengths = lengths.flatten()
+        # TorchScript requires every attribute here with its type. Counts are host-side caches, filled on
+        # first use.
         self._keys: list[str] = keys
         self._values: Tensor = values
         self._weights: Tensor | None = weights
@@ -85,6 +87,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         self._jt_dict: dict[str, JaggedTensor] | None = jt_dict
         self._inverse_indices: tuple[list[str], Tensor] | None = inverse_indices
         if not torch.jit.is_scripting():
+            # A separate condition: TorchScript skips a branch only if is_scripting() is all of the condition.
             if not is_traced():
                 check_counts(lengths, offsets)
 
@@ -102,7 +105,15 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
-        """Make a KeyedJaggedTensor without keys, bags and values."""
+        """Return a KeyedJaggedTensor without keys.
+
+        Args:
+            is_weighted: whether it has weights.
+            device: device.
+            values_dtype: dtype of the values (default: torch's default dtype).
+            weights_dtype: dtype of the weights (default: torch's default dtype).
+            lengths_dtype: dtype of the lengths.
+        """
         weights: Tensor | None = None
         if is_weighted:
             weights = torch.empty(0, dtype=weights_dtype, device=device)
@@ -124,7 +135,19 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         length_per_key: list[int] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """Make a KeyedJaggedTensor of parts that are known to fit. ``strides`` is stride_per_key_per_rank."""
+        """Construct a KeyedJaggedTensor without checks.
+
+        Args:
+            keys: feature names.
+            values: values [N, ...], key-major.
+            weights: weight per value, or None.
+            lengths: bag lengths, key-major, or None.
+            offsets: bag boundaries, or None.
+            stride: bags per key.
+            strides: ``stride_per_key_per_rank``, if keys differ in batch size.
+            length_per_key: value count per key, if known on the host.
+            inverse_indices: keys and bag index per key and sample [K, B].
+        """
         kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         if isinstance(strides, list):
             strides = torch.tensor(strides, dtype=torch.int32).view(len(keys), -1)
@@ -186,8 +209,16 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """Make a KeyedJaggedTensor from offsets, and read everything that the host needs at once; see
-        :meth:`sync`.
+        """Construct a KeyedJaggedTensor from offsets, and read all host-side counts at once; see ``sync``.
+
+        Args:
+            keys: feature names.
+            values: values [N, ...], key-major.
+            offsets: bag boundaries, key-major.
+            weights: weight per value.
+            stride: bags per key.
+            stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
+            inverse_indices: keys and bag index per key and sample [K, B].
         """
         strides = stride_per_key_per_rank
         return KeyedJaggedTensor._made(
@@ -204,8 +235,16 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """Make a KeyedJaggedTensor from lengths, and read everything that the host needs at once; see
-        :meth:`sync`.
+        """Construct a KeyedJaggedTensor from lengths, and read all host-side counts at once; see ``sync``.
+
+        Args:
+            keys: feature names.
+            values: values [N, ...], key-major.
+            lengths: bag lengths, key-major.
+            weights: weight per value.
+            stride: bags per key.
+            stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
+            inverse_indices: keys and bag index per key and sample [K, B].
         """
         strides = stride_per_key_per_rank
         return KeyedJaggedTensor._made(
@@ -213,8 +252,13 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         ).sync()
 
     @staticmethod
-    def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """Concatenate JaggedTensors by key. They may have different numbers of bags."""
+    def from_jt_dict(
+        jt_dict: dict[str, JaggedTensor], force_variable_stride: bool = False
+    ) -> "KeyedJaggedTensor":
+        """Concatenate JaggedTensors by key. Batch sizes may differ.
+
+        With ``force_variable_stride``, every key has a separate batch size, even if all are equal.
+        """
         values: list[Tensor] = []
         weights: list[Tensor] = []
         lengths: list[Tensor] = []
@@ -228,7 +272,8 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
                 weights.append(given)
         assert len(weights) in (0, len(values)), "give weights to all keys or none"
         variable: Tensor | None = None
-        if max(strides) > min(strides):
+        if force_variable_stride or max(strides) > min(strides):
+            # A single source rank: [K, 1].
             variable = torch.tensor(strides, dtype=torch.int32)[:, None]
         return KeyedJaggedTensor._made(
             list(jt_dict.keys()),
@@ -249,8 +294,9 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
 
     @staticmethod
     def empty_like(kjt: "KeyedJaggedTensor", device: torch.device | None = None) -> "KeyedJaggedTensor":
-        """Make one without keys, with the dtypes and batch size of ``kjt``. With a device, allocate room for
-        ``kjt`` there.
+        """Return a KeyedJaggedTensor without keys, with the dtypes and batch size of ``kjt``.
+
+        With a device, instead allocate uninitialized tensors there with the shapes of ``kjt``.
         """
         return empty_of_stride(kjt) if device is None else empty_on(kjt, device)
 
@@ -264,8 +310,16 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         stride_per_rank: list[int] | None,
         stagger: int = 1,
     ) -> "KeyedJaggedTensor":
-        """Make a KeyedJaggedTensor from what the ranks sent. ``recat``: the order of (key, rank) among (rank,
-        key).
+        """Construct a KeyedJaggedTensor from tensors received from all ranks.
+
+        Args:
+            keys: keys on this rank.
+            tensors: received tensors, in ``dist_labels`` order.
+            variable_stride_per_key: whether keys differ in batch size.
+            num_workers: number of sending ranks.
+            recat: permutation from (rank, key) to (key, rank) order.
+            stride_per_rank: batch size per rank.
+            stagger: number of equal rank blocks that ``recat`` interleaves; 1: rank order.
         """
         values, weights, lengths, strides, stride = received(
             len(keys), tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
@@ -275,7 +329,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         ).sync()
 
     def copy_(self, kjt: "KeyedJaggedTensor", non_blocking: bool = False) -> "KeyedJaggedTensor":
-        """Copy the values of ``kjt``, which must have the same parts of the same shapes."""
+        """Copy the values of ``kjt``, which must have the same tensors with the same shapes."""
         self._values.copy_(kjt._values, non_blocking=non_blocking)
         copy_part(self._weights, kjt._weights, non_blocking)
         copy_part(self._lengths, kjt._lengths, non_blocking)
@@ -289,26 +343,27 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         self._offset_per_key = kjt._offset_per_key
         self._lengths_offset_per_key = kjt._lengths_offset_per_key
         self._index_per_key = kjt._index_per_key
+        # The cached bags are views of the old values' layout: lengths may have changed.
         self._jt_dict = None
         return self
 
     def sync(self) -> "KeyedJaggedTensor":
-        """Read on the host what ``split``, ``to_dict`` and ``kjt[key]`` need; return this object."""
+        """Read the host-side counts for ``split``, ``to_dict`` and ``kjt[key]``. Return this object."""
         self.offset_per_key()
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Forget what :meth:`sync` read; return this object."""
+        """Discard the counts from ``sync``. Return this object."""
         self._length_per_key = None
         self._offset_per_key = None
         return self
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
-        """Return this object, whose lengths are always flat."""
+        """Return this object; lengths are always flat."""
         return self
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Return groups of neighbouring keys, as views. ``segments`` has the number of keys of each."""
+        """Return groups of adjacent keys, as views. ``segments`` holds the number of keys per group."""
         groups: list[KeyedJaggedTensor] = []
         starts, bags, counts = self.offset_per_key(), self.lengths_offset_per_key(), self.length_per_key()
         weights, strides = self._weights, self._stride_per_key_per_rank
@@ -342,7 +397,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         return groups
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
-        """Return the keys in another order. Keys may be left out or repeated."""
+        """Reorder the keys. Keys may be omitted or repeated."""
         counts, strides = self.length_per_key(), self._stride_per_key_per_rank
         values, weights, lengths = permuted_segments(
             indices, self._values, self._weights, self.lengths(), counts, self.lengths_offset_per_key()
@@ -367,7 +422,13 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> "KeyedJaggedTensor":
-        """Return the tensor on another device. ``dtype`` is that of the weights."""
+        """Return a copy on another device.
+
+        Args:
+            device: target device.
+            non_blocking: whether copies may be asynchronous.
+            dtype: dtype for the weights; None: unchanged.
+        """
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse_indices
         if inverse is not None:
@@ -454,7 +515,7 @@ def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
 
 
 def empty_of_stride(kjt: "KeyedJaggedTensor") -> "KeyedJaggedTensor":
-    """Make one without keys and values, with the dtypes and batch size of ``kjt``."""
+    """Return a KeyedJaggedTensor without keys, with the dtypes and batch size of ``kjt``."""
     weights, strides = kjt.weights_or_none(), kjt._stride_per_key_per_rank
     return KeyedJaggedTensor(
         keys=torch.jit.annotate(list[str], []),
@@ -467,7 +528,7 @@ def empty_of_stride(kjt: "KeyedJaggedTensor") -> "KeyedJaggedTensor":
 
 
 def empty_on(kjt: "KeyedJaggedTensor", device: torch.device) -> "KeyedJaggedTensor":
-    """Allocate room for ``kjt`` on a device."""
+    """Allocate uninitialized tensors on ``device`` with the shapes of ``kjt``."""
     weights, lengths, offsets = kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
     inverse, strides = kjt.inverse_indices_or_none(), kjt._stride_per_key_per_rank
     return KeyedJaggedTensor(

@@ -1,4 +1,4 @@
-"""The parts of a KeyedJaggedTensor, and the figures that are computed from them once."""
+"""KeyedJaggedTensor fields, and host-side counts that are computed once."""
 
 import inspect
 
@@ -13,9 +13,7 @@ from meshrec.sparse.counting import count_per_key
 
 
 class KeyedParts:
-    """The methods of KeyedJaggedTensor that do not name the class. TorchScript compiles them as part of
-    it.
-    """
+    """KeyedJaggedTensor methods that do not refer to the class. TorchScript compiles them into it."""
 
     _keys: list[str]
     _values: Tensor
@@ -33,54 +31,55 @@ class KeyedParts:
     _inverse_indices: tuple[list[str], Tensor] | None
 
     def __init_subclass__(cls) -> None:
-        # TorchScript compiles the methods that a class has itself, and none that it inherits.
+        # TorchScript ignores inherited methods, so they are copied into the subclass.
         for name, method in vars(KeyedParts).items():
             if inspect.isfunction(method) and name not in vars(cls):
                 setattr(cls, name, method)
 
     def device(self) -> torch.device:
-        """Return the device of the values."""
+        """Return the values' device."""
         return self._values.device
 
     def keys(self) -> list[str]:
-        """Return the names of the features, in order."""
+        """Return the feature names in order."""
         return self._keys
 
     def values(self) -> Tensor:
-        """Return all values [N, ...], key after key, bag after bag."""
+        """Return all values [N, ...], key-major, then by bag."""
         return self._values
 
     def weights(self) -> Tensor:
-        """Return one weight per value."""
+        """Return the weight per value."""
         return weights_of(self._weights)
 
     def weights_or_none(self) -> Tensor | None:
-        """Return one weight per value; None if there are no weights."""
+        """Return the weight per value; None without weights."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """Return the number of values of each bag [B]."""
+        """Return the bag lengths, key-major."""
         lengths = either_lengths(self._lengths, self._offsets)
         self._lengths = lengths
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they were given or computed."""
+        """Return the lengths if given or already computed."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Return the start of each bag, and the number of values at the end [B+1]."""
+        """Return the bag boundaries."""
         offsets = either_offsets(self._lengths, self._offsets)
         self._offsets = offsets
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they were given or computed."""
+        """Return the offsets if given or already computed."""
         return self._offsets
 
     def stride(self) -> int:
-        """Return the number of bags per key. If keys differ, return the batch size of ``inverse_indices``, or
-        else the maximum.
+        """Return the number of bags per key.
+
+        If keys differ, return the batch size from ``inverse_indices``, or else the maximum.
         """
         given = self._stride
         if given is not None:
@@ -102,7 +101,7 @@ class KeyedParts:
         return stride
 
     def stride_per_key(self) -> list[int]:
-        """Return the number of bags of each key."""
+        """Return the bag count per key."""
         given = self._stride_per_key
         if given is not None:
             return given
@@ -118,7 +117,7 @@ class KeyedParts:
         return bags
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the number of bags of each key and source rank; empty if all keys have ``stride()`` bags."""
+        """Return the bag count per key and source rank; empty if all keys have ``stride()`` bags."""
         strides = self._stride_per_key_per_rank
         if strides is None:
             return torch.jit.annotate(list[list[int]], [])
@@ -126,25 +125,25 @@ class KeyedParts:
         return rows
 
     def variable_stride_per_key(self) -> bool:
-        """Return whether each key has its own number of bags."""
+        """Return whether keys have separate batch sizes."""
         return self._stride_per_key_per_rank is not None
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """Return the keys, and for each key and sample the bag that the sample uses, [K, B]."""
+        """Return the keys, and the bag index per key and sample, [K, B]."""
         inverse = self._inverse_indices
         if inverse is None:
             raise AssertionError("this KeyedJaggedTensor has no inverse indices")
         return inverse
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Return `inverse_indices`; None if there are none."""
+        """Return the inverse indices, or None."""
         return self._inverse_indices
 
     def _key_indices(self) -> dict[str, int]:
         return self.index_per_key()
 
     def index_per_key(self) -> dict[str, int]:
-        """Return the index of each key."""
+        """Return the index by key."""
         given = self._index_per_key
         if given is not None:
             return given
@@ -155,7 +154,7 @@ class KeyedParts:
         return index
 
     def length_per_key(self) -> list[int]:
-        """Return the number of values of each key. The host reads the lengths once."""
+        """Return the value count per key. The first call synchronizes with the device."""
         given = self._length_per_key
         if given is not None:
             return given
@@ -172,11 +171,11 @@ class KeyedParts:
         return counts_between(self.offsets(), self.lengths_offset_per_key(), self._values.size(0))
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Return the number of values of each key if the host knows it."""
+        """Return the value count per key if known on the host."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the first value of each key, and N. The host reads the lengths once."""
+        """Return the value boundaries between keys. The first call synchronizes with the device."""
         given = self._offset_per_key
         if given is not None:
             return given
@@ -185,11 +184,11 @@ class KeyedParts:
         return starts
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Return the first value of each key, and N, if the host knows them."""
+        """Return the value boundaries between keys if known on the host."""
         return self._offset_per_key
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Return the first bag of each key, and the number of bags."""
+        """Return the bag boundaries between keys."""
         given = self._lengths_offset_per_key
         if given is not None:
             return given
@@ -198,7 +197,7 @@ class KeyedParts:
         return starts
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """Return the bags of one key, as views."""
+        """Return a key's bags as views."""
         index = self.index_per_key()[key]
         starts, bags = self.offset_per_key(), self.lengths_offset_per_key()
         start = starts[index]
@@ -212,9 +211,7 @@ class KeyedParts:
         )
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return the bags of every key, as views. They are cached, unless a gradient flows through the
-        weights.
-        """
+        """Return all bags by key, as views. The dict is cached unless the weights require gradients."""
         known = self._jt_dict
         if known is not None:
             return known
@@ -238,7 +235,7 @@ class KeyedParts:
         return result
 
     def size_in_bytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the total size of all tensors in bytes."""
         size = self._values.numel() * self._values.element_size()
         for part in [self._weights, self._lengths, self._offsets, self._stride_per_key_per_rank]:
             if part is not None:
@@ -246,7 +243,7 @@ class KeyedParts:
         return size
 
     def dist_labels(self) -> list[str]:
-        """Return the names of :meth:`dist_tensors`."""
+        """Return the names of the tensors from ``dist_tensors``."""
         labels = ["lengths", "values"]
         if self.variable_stride_per_key():
             labels.append("strides")
@@ -255,9 +252,7 @@ class KeyedParts:
         return labels
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """Return how many elements of each of :meth:`dist_tensors` go to each rank. Rank i gets
-        ``key_splits[i]`` keys.
-        """
+        """Return the element counts per tensor and target rank. Rank i gets ``key_splits[i]`` keys."""
         bags, counts = sums_of(self.stride_per_key(), key_splits), sums_of(self.length_per_key(), key_splits)
         splits = [bags, counts]
         if self.variable_stride_per_key():
@@ -267,7 +262,7 @@ class KeyedParts:
         return splits
 
     def dist_tensors(self) -> list[Tensor]:
-        """Return the tensors that are sent to other ranks."""
+        """Return the tensors to send to other ranks."""
         tensors = [self.lengths(), self._values]
         if self.variable_stride_per_key():
             tensors.append(torch.tensor(self.stride_per_key(), device=self.device()))
@@ -278,7 +273,7 @@ class KeyedParts:
 
     @torch.jit.unused
     def clear_storage(self) -> int:
-        """Free the memory of all tensors, and return its bytes."""
+        """Free all tensor memory, and return the freed bytes."""
         size = sum(tensor.nbytes for tensor in self._tensors())
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)

@@ -1,4 +1,4 @@
-"""The common part of the three types: construction, comparison with MeshRec's types, and errors."""
+"""Common base for the three types: construction, instance checks against MeshRec's types, and errors."""
 
 from abc import ABCMeta
 from typing import Any
@@ -11,16 +11,15 @@ from torch.fx._symbolic_trace import (
 
 
 class AssertedError(AssertionError, ValueError):
-    """An invalid argument: a ValueError as everywhere in MeshRec, and an AssertionError as in TorchRec."""
+    """Invalid argument. A ValueError, as everywhere in MeshRec, and an AssertionError, as in TorchRec."""
 
 
 class Kind(ABCMeta, ProxyableClassMeta):
-    """A metaclass that records a node if an object is made of proxies, and counts MeshRec's types as
-    instances.
-    """
+    """Metaclass: records constructions from proxies, and accepts MeshRec's types as instances."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an object, or the node that makes one."""
+        """Return an object; under torch.fx tracing, the node that constructs one."""
+        # fx's metaclass searches all arguments for proxies, which eager code should not pay for.
         if is_fx_symbolic_tracing():
             return super().__call__(*args, **kwargs)
         return type.__call__(cls, *args, **kwargs)
@@ -31,5 +30,5 @@ class Kind(ABCMeta, ProxyableClassMeta):
 
 
 def is_traced() -> bool:
-    """Return whether a program is being recorded, so that values and sizes mean nothing yet."""
+    """Return whether torch.compile or torch.jit.trace is recording, so that values are placeholders."""
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The text of the three types exactly as TorchRec prints it, with all digits and all bags."""
+"""Text for the three types, exactly as TorchRec prints it: all digits, all bags."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from meshrec.sparse.printing import is_readable, shape_text
+from meshrec.sparse.printing import format_shapes, is_readable
 
 if TYPE_CHECKING:
     from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 def jagged_text(jt: "JaggedTensor") -> str:
-    """Return the bags, or values and weights in separate lines.
+    """Return the bags, or values and weights on separate lines.
 
     Raises:
         ValueError: values have more than two dimensions.
     """
     if not is_readable(*jt._tensors()):
-        return shape_text("JaggedTensor", values=jt._values, weights=jt._weights, lengths=jt._lengths)
+        return format_shapes("JaggedTensor", values=jt._values, weights=jt._weights, lengths=jt._lengths)
     offsets = jt.offsets().tolist()
     if jt._weights is None:
         return f"JaggedTensor({{\n    {_bags(jt._values, offsets)}\n}})\n"
@@ -30,7 +30,7 @@ def jagged_text(jt: "JaggedTensor") -> str:
 
 
 def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
-    """Return one line per key.
+    """Return a line per key.
 
     Raises:
         ValueError: values have more than two dimensions.
@@ -38,7 +38,7 @@ def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
     if not kjt._keys or (kjt._lengths is None and kjt._offsets is None):
         return "KeyedJaggedTensor()\n"
     if not is_readable(*kjt._tensors()):
-        return shape_text(
+        return format_shapes(
             "KeyedJaggedTensor",
             keys=kjt._keys,
             values=kjt._values,
@@ -58,11 +58,11 @@ def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
 
 
 def keyed_text(kt: "KeyedTensor") -> str:
-    """Return one line per key."""
+    """Return a line per key."""
     if not kt._keys:
         return "KeyedTensor()\n"
     if not is_readable(kt._values):
-        return shape_text("KeyedTensor", keys=kt._keys, values=kt._values)
+        return format_shapes("KeyedTensor", keys=kt._keys, values=kt._values)
     pieces = kt._values.split(kt._length_per_key, dim=kt._key_dim)
     return _keyed("KeyedTensor", kt._keys, [str(piece.tolist()) for piece in pieces])
 

@@ -1,4 +1,4 @@
-"""The three types as torch pytrees. The leaves are the tensors."""
+"""Pytree registration for the three types, with the tensors as leaves."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from meshrec.compat.bridge.sparse.keyed_jagged import KeyedJaggedTensor
 
 
 class KJTContext(NamedTuple):
-    """The parts of a flattened KeyedJaggedTensor that are not tensors."""
+    """Non-tensor fields of a flattened KeyedJaggedTensor."""
 
     keys: list[str]
     inverse_keys: list[str] | None
@@ -22,7 +22,7 @@ class KJTContext(NamedTuple):
 
 
 class KTContext(NamedTuple):
-    """The parts of a flattened KeyedTensor that are not tensors."""
+    """Non-tensor fields of a flattened KeyedTensor."""
 
     keys: list[str]
     length_per_key: list[int]
@@ -75,7 +75,7 @@ def _unflatten_keyed(leaves: Iterable[Any], context: KTContext) -> KeyedTensor:
 
 
 def _flatten_keyed_as(kt: KeyedTensor, spec: pytree.TreeSpec) -> list[Any]:
-    # A program that was exported for one order of keys may be given another.
+    # The export fixes a key order; inputs may have another.
     keys = spec.context.keys
     return [kt._values] if keys == kt._keys else regrouped([kt], [keys])
 
@@ -83,7 +83,7 @@ def _flatten_keyed_as(kt: KeyedTensor, spec: pytree.TreeSpec) -> list[Any]:
 def flatten_kjt_list(
     kjt_arr: Sequence[KeyedJaggedTensor],
 ) -> tuple[list[Tensor | None], list[KJTContext]]:
-    """Return the tensors of all, one after another, and the other parts of each."""
+    """Return all tensors in order, and the non-tensor fields per input."""
     flat = [_flatten_keyed_jagged(kjt) for kjt in kjt_arr]
     return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
 
@@ -91,7 +91,7 @@ def flatten_kjt_list(
 def unflatten_kjt_list(
     values: Sequence[Tensor | None], contexts: Sequence[KJTContext]
 ) -> list[KeyedJaggedTensor]:
-    """Reverse :func:`flatten_kjt_list`."""
+    """Invert ``flatten_kjt_list``."""
     size = len(KeyedJaggedTensor._fields)
     return [
         _unflatten_keyed_jagged(values[i * size : (i + 1) * size], context)
@@ -110,6 +110,7 @@ def _register(
         cls,
         flatten,
         unflatten,
+        # TorchRec's name, so that exported programs load in either library.
         serialized_type_name=f"torchrec.sparse.jagged_tensor.{cls.__name__}",
         to_dumpable_context=None if context is None else list,
         from_dumpable_context=None if context is None else lambda dumped: context(*dumped),

@@ -1,4 +1,4 @@
-"""Reordering of pieces of jagged tensors, in TorchScript's language."""
+"""Segment reordering for jagged tensors, in TorchScript's subset."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,13 @@ from meshrec.compat.bridge.sparse.counts import to_offsets
 
 
 def reordered(order: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """Return the pieces of ``rows``, of ``counts`` rows each, in another order. Differentiable."""
+    """Permute variable-length segments. Differentiable.
+
+    Args:
+        order: segment permutation.
+        counts: rows per segment.
+        rows: concatenated segments.
+    """
     chosen = order.long()
     starts, sizes = to_offsets(counts.long())[:-1][chosen], counts.long()[chosen]
     ends = to_offsets(sizes)
@@ -23,9 +29,15 @@ def permuted_segments(
     counts: list[int],
     bags: list[int],
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return values, weights and lengths of the keys ``indices``.
+    """Return values, weights and lengths for the selected keys.
 
-    Key ``i`` has the bags ``bags[i]`` to ``bags[i + 1]``, and ``counts[i]`` values.
+    Args:
+        indices: keys to select, in order.
+        values: values [N, ...], key-major.
+        weights: weight per value, or None.
+        lengths: bag lengths, key-major.
+        counts: values per key.
+        bags: first bag per key, and the total number of bags.
     """
     if len(indices) == 0:
         return values[:0], None if weights is None else weights[:0], lengths[:0]
@@ -44,7 +56,14 @@ def permuted_segments(
 def split_bags(
     lengths: Tensor, strides: list[int], variable: bool, compute_offsets: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return lengths and offsets of each key. There are no offsets unless ``compute_offsets``."""
+    """Return lengths and offsets per key.
+
+    Args:
+        lengths: bag lengths, key-major.
+        strides: bags per key.
+        variable: whether keys differ in batch size.
+        compute_offsets: whether to compute offsets; otherwise the second list is empty.
+    """
     parts = list(torch.split(lengths, strides))
     offsets: list[Tensor] = []
     if not compute_offsets:
@@ -55,6 +74,7 @@ def split_bags(
         for part in parts:
             offsets.append(to_offsets(part))
         return parts, offsets
+    # With equal strides, a single cumsum serves all keys.
     table = lengths.view(len(strides), strides[0])
     sums = torch.cumsum(table, 1).to(lengths.dtype)
     return parts, list(torch.cat([torch.zeros_like(sums[:, :1]), sums], 1).unbind(0))

@@ -1,4 +1,4 @@
-"""The older functions that regroup KeyedTensors. All of them return the result of ``KeyedTensor.regroup``."""
+"""TorchRec's older regrouping functions. All return the result of ``KeyedTensor.regroup``."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ torch.fx.wrap("permute_multi_embedding")
 torch.fx.wrap("_fbgemm_permute_pooled_embs")
 torch.fx.wrap("_regroup_keyed_tensors")
 
-_WIDTH = 6  # numbers that describe one piece: see kt_regroup_arguments
+_WIDTH = 6  # columns per slice: see kt_regroup_arguments
 
 
 def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
@@ -41,13 +41,19 @@ def _all_keys_used_once(keyed_tensors: list[KeyedTensor], groups: list[list[str]
 def kt_regroup_arguments(
     value: Tensor, keys: list[list[str]], key_lengths: list[list[int]], groups: list[list[str]]
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Return FBGEMM's description of a regrouping.
+    """Return FBGEMM's regroup arguments.
+
+    Args:
+        value: tensor on the target device.
+        keys: slice names per input.
+        key_lengths: slice widths per input.
+        groups: keys per group.
 
     Returns:
-        int32 [P, 6], a row per piece: input, output, start in the input, start in the output, width, and a
-            link to the next piece that reads the same columns (0: none; the first of a chain points ahead,
-            the others are negative, and the last points behind the end). Then the widths of inputs and
-            outputs as tensors, and those of outputs as a list.
+        int32 [P, 6], a row per slice: input, output, start in the input, start in the output, width, and a
+            link to the next slice that reads the same columns. Links are 0 for a single use; the first in a
+            chain is positive, the next ones are negative, and the last is -P. Then input and output widths as
+            tensors, and output widths as a list.
     """
     places: dict[str, tuple[int, int, int]] = {}
     for i in range(len(keys)):
@@ -67,6 +73,7 @@ def kt_regroup_arguments(
                 before = last[key]
                 is_head = pieces[before][5] == 0
                 pieces[before][5] = len(pieces) if is_head else -len(pieces)
+                # The current end of the chain. A later use of the key overwrites it.
                 link = -num_pieces
             last[key] = len(pieces)
             pieces.append([source, output, first, start, width, link])

@@ -1,6 +1,4 @@
-"""The conversion of TensorDicts to KeyedJaggedTensors. The package tensordict is needed only by users of
-TensorDicts.
-"""
+"""TensorDict to KeyedJaggedTensor conversion. Only TensorDict users need the tensordict package."""
 
 import sys
 
@@ -12,14 +10,14 @@ torch.fx.wrap("maybe_td_to_kjt")
 
 
 def maybe_td_to_kjt(features: KeyedJaggedTensor, keys: list[str] | None = None) -> KeyedJaggedTensor:
-    """Convert a TensorDict of jagged nested tensors to a KeyedJaggedTensor. Other objects are returned as
-    they are.
+    """Convert a TensorDict with jagged nested tensors to a KeyedJaggedTensor. Return other objects unchanged.
 
     Args:
-        features: a TensorDict or a KeyedJaggedTensor.
-        keys: the entries of the TensorDict to use, in this order; None: all.
+        features: TensorDict or KeyedJaggedTensor.
+        keys: TensorDict entries to use, in order; None: all.
     """
     if not torch.jit.is_scripting():
+        # Not imported here: an input can only be a TensorDict if the program has imported the package.
         package = sys.modules.get("tensordict")
         if package is not None and isinstance(features, package.TensorDict):
             names = list(features.keys()) if keys is None else keys

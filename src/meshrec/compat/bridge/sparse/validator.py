@@ -1,4 +1,4 @@
-"""TorchRec's validator of KeyedJaggedTensors. Invalid input is an error, doubtful input a warning."""
+"""TorchRec's KeyedJaggedTensor validator. Invalid input raises an error, doubtful input logs a warning."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ _logger = logging.getLogger("torchrec.sparse.jagged_tensor_validator")
 def validate_keyed_jagged_tensor(
     kjt: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig] | None = None
 ) -> bool:
-    """Check bags, keys and weights; with ``configs``, the IDs as well.
+    """Validate bags, keys and weights; with ``configs``, also the IDs.
 
     Returns:
-        Whether all IDs are rows of their tables. The log names those that are not.
+        Whether all IDs are within their tables. A warning names features with other IDs.
 
     Raises:
-        ValueError: lengths, offsets, keys or weights do not fit.
+        ValueError: lengths, offsets, keys or weights are inconsistent.
     """
     lengths, offsets, values = kjt.lengths_or_none(), kjt.offsets_or_none(), kjt.values()
     if lengths is None and offsets is None:

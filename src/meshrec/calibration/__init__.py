@@ -1,1 +1,0 @@
-"""Measures a machine and fits the planner's cost model to it."""

@@ -1,0 +1,95 @@
+"""Decide which files belong to a checkpoint and may be deleted with it.
+
+See [Note: what MeshRec deletes] in ``durable/removal.py``. All files of a save have the save's random ID in
+their names. The ID is known from the save's mark, which exists until the save is complete, and afterwards
+from the manifest, in any version and even if damaged. All other files in the folder belong to the user.
+"""
+
+import logging
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from meshrec.checkpoint.manifest import FORMAT, MANIFEST
+from meshrec.durable import (
+    Mark,
+    mark,
+    marks,
+    open_regular,
+    release,
+    remove_empty,
+    remove_link,
+    remove_named,
+)
+
+KIND = "checkpoint"
+"""Mark kind of saves."""
+_DATA = re.compile(rb'"data-([0-9a-f]{8,64})-\d{5,}\.safetensors"')
+_DATA_NAME = re.compile(r"data-[0-9a-f]{8,64}-\d{5,}\.safetensors")
+# The file names are at the start of a manifest; 64 KiB contain some.
+_HEAD_BYTES = 1 << 16
+_log = logging.getLogger(__name__)
+
+
+def names_of(save: str) -> str:
+    """Return a regular expression for a save's file names, except the manifest."""
+    note = rf"note-{save}-\d{{5,}}"
+    temporary = rf"\.manifest\.json\.{save}|\.{note}\.json\.[0-9a-f]+"
+    return rf"data-{save}-\d{{5,}}\.safetensors|{note}\.(json|failed)|{temporary}"
+
+
+def check_target(folder: Path) -> None:
+    """Check that a checkpoint may be saved to a folder.
+
+    Raises:
+        ValueError: the folder has a ``manifest.json`` from another program, which would be replaced.
+    """
+    head = _head(folder)
+    # Next to data files it is our manifest, but damaged: a resumed run must be able to save here again.
+    has_data = any(_DATA_NAME.fullmatch(path.name) for path in folder.glob("data-*"))
+    if head.strip(b"\0") and FORMAT.encode() not in head and not has_data:
+        raise ValueError(
+            f"{folder / MANIFEST} is not the manifest of a checkpoint, and a save would replace it. Save to "
+            "another folder, or move the file away."
+        )
+
+
+def saves_in(folder: Path) -> set[str]:
+    """Return the save IDs in a folder: the checkpoint's, and those from killed saves."""
+    head = _head(folder)
+    named = {match.decode() for match in _DATA.findall(head)} if FORMAT.encode() in head else set()
+    return named | {save_mark.id for save_mark in marks(folder, KIND, moved=True)}
+
+
+def remove_saves(folder: Path, saves: set[str]) -> None:
+    """Delete files written by saves, except the manifest."""
+    for save in saves:
+        Mark(folder, save, KIND).remove(names_of(save))
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint, finished or not, and the folder if nothing else is in it.
+
+    If ``folder`` is a link, only the link is deleted.
+    """
+    if remove_link(folder):
+        return
+    saves = saves_in(folder)
+    if not saves:
+        return
+    # Mark first, then remove the manifest: if the removal is interrupted, the folder is no longer a
+    # checkpoint, and the next removal identifies the remaining files by the mark.
+    for save in saves:
+        with suppress(OSError):  # already marked, or the disk is full
+            release(mark(folder, KIND, id=save)[1])
+    remove_named(folder, [MANIFEST])
+    remove_saves(folder, saves)
+    if not remove_empty(folder):
+        _log.warning("%s is kept: it has files which do not belong to its checkpoint", folder)
+
+
+def _head(folder: Path) -> bytes:
+    with suppress(OSError, RuntimeError), open_regular(folder / MANIFEST) as descriptor:
+        return os.pread(descriptor, _HEAD_BYTES, 0)
+    return b""

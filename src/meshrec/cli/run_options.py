@@ -1,0 +1,60 @@
+"""Options that the commands which read a run have in common."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from meshrec.train.run_folder import RUNS, SUMMARY, RunFolder, final_of, find_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of commands that read a run."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Name or folder of a run. The weights that it reports are used."""
+    step: int | None = None
+    """Use the checkpoint of this step instead."""
+    last: bool = False
+    """Use the run's last checkpoint instead of its best one."""
+    first: bool = False
+    """Use the first fit, which did not learn from validation and test rows, of a run that was fitted on all
+    rows afterwards (--final all).
+    """
+    trust: bool = False
+    """Execute the recipe's source in the run's folder even if another user trained the run."""
+    runs: Path = RUNS
+    """Folder of all run folders."""
+
+    def folder(self) -> RunFolder:
+        """Find the run, or its fit on all rows, which is told on the standard error."""
+        run = self.first_fit()
+        final = None if self.first or self.last or self.step is not None else final_of(run)
+        if final is None:
+            return run
+        if os.environ.get("RANK", "0") == "0":
+            about = (run.read_json(SUMMARY) or {}).get("final") or {}
+            sys.stderr.write(
+                f"{run.path}: the fit on all {about.get('rows', 0):,} rows is used. It learned from the "
+                "run's validation and test rows, so figures on them are too good: --first takes the fit that "
+                "did not.\n"
+            )
+        return final
+
+    def first_fit(self) -> RunFolder:
+        """Find the run, whatever was fitted after it."""
+        return find_run(self.run, self.runs, trust=self.trust)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """The options of commands that run on several ranks."""
+
+    nproc: int = 1
+    """Number of ranks on this machine; it may differ from the run's."""
+    device: str | None = None
+    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""

@@ -1,0 +1,36 @@
+"""Launch files for Slurm and Kubernetes, and host checks before training."""
+
+from typing import TYPE_CHECKING
+
+from meshrec.cluster.kubernetes import JobOptions, ServeJob, job_set, pytorch_job, serving
+from meshrec.cluster.slurm import SlurmJob, script, submit
+from meshrec.lazy import importer
+
+if TYPE_CHECKING:
+    from meshrec.cluster.doctor import Examination, ExaminationOptions, Wanted, examine
+    from meshrec.cluster.findings import Finding
+
+__all__ = [
+    "Examination",
+    "ExaminationOptions",
+    "Finding",
+    "JobOptions",
+    "ServeJob",
+    "SlurmJob",
+    "Wanted",
+    "examine",
+    "job_set",
+    "pytorch_job",
+    "script",
+    "serving",
+    "submit",
+]
+
+# Lazy: a login node writes scripts without torch, which the checks import.
+__getattr__ = importer(
+    __name__,
+    {
+        "meshrec.cluster.doctor": ["Examination", "ExaminationOptions", "Wanted", "examine"],
+        "meshrec.cluster.findings": ["Finding"],
+    },
+)

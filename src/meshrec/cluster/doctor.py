@@ -1,0 +1,172 @@
+"""Examine all hosts under any launcher, as `meshrec doctor` does."""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshrec.cluster.findings import Finding, Level, merged, worst
+from meshrec.cluster.group import bandwidth, clock, host_link, hosts_of, same_versions, shared_folder
+from meshrec.cluster.host import host_checks, object_store
+from meshrec.cluster.network import network_checks
+from meshrec.comms.joining import form_group
+from meshrec.comms.launchers import launched
+from meshrec.runs.same_start import describe_places
+from meshrec.train.ranks import Ranks, join
+from meshrec.train.recipe import Recipe
+
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExaminationOptions:
+    """Examination options.
+
+    Attributes:
+        folder: run folder shared by all hosts; None: checkpoints are stored elsewhere.
+        runs: folder in which every host writes.
+        store: object store address for checkpoints, if any.
+        recipe: recipe whose data is checked, if any.
+        join_seconds: timeout for meeting the other ranks.
+    """
+
+    folder: Path | None
+    runs: Path
+    store: str | None = None
+    recipe: Recipe | None = None
+    join_seconds: float = 60.0
+
+
+Wanted = ExaminationOptions
+"""Deprecated alias, for one release."""
+
+
+@dataclass
+class Examination:
+    """Examination result, as known to this rank.
+
+    Attributes:
+        rank: this rank.
+        num_ranks: total rank count.
+        has_met: whether the ranks have met. If not, every rank only knows local findings.
+        findings: findings, with the ranks which have them.
+    """
+
+    rank: int
+    num_ranks: int
+    has_met: bool = True
+    findings: list[tuple[Finding, list[int]]] = field(default_factory=list)
+
+    @property
+    def level(self) -> Level:
+        """Worst level in all findings."""
+        return worst([finding for finding, _ in self.findings])
+
+
+def examine(options: ExaminationOptions) -> Examination:
+    """Run local checks and, if a launcher started several ranks, checks across all ranks. Collective."""
+    is_rank = launched()  # first: it sets WORLD_SIZE and RANK from MPI and Slurm variables
+    size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    findings = _caught(
+        "this host", lambda: host_checks(num_ranks=size, local_ranks=local, folder=options.runs)
+    )
+    if options.store is not None:
+        findings.append(object_store(options.store))
+    ranks: Ranks | None = None
+    if is_rank and size > 1:
+        findings += _caught("network", network_checks)
+        if (
+            worst([finding for finding in findings if finding.check in ("address of rank 0", "interface")])
+            != "fail"
+        ):
+            findings.append(_joined(options.join_seconds))
+        # Without a process group, the findings of other ranks are unavailable.
+        if not dist.is_initialized():
+            return Examination(
+                rank, size, has_met=False, findings=[(finding, [rank]) for finding in findings]
+            )
+    ranks = join("cpu")
+    if ranks.size > 1:
+        findings += _together(ranks, options)
+    elif options.recipe is not None:
+        findings += _caught("data", lambda: [_data(ranks, options.recipe)])
+    return Examination(rank, size, findings=merged(ranks.collect(findings)))
+
+
+def _joined(seconds: float) -> Finding:
+    """Join the other ranks, and return a finding on the outcome."""
+    size = os.environ["WORLD_SIZE"]
+    try:
+        form_group("gloo", timedelta(seconds=seconds))
+        dist.monitored_barrier(timeout=timedelta(seconds=seconds))
+    except (RuntimeError, ValueError) as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return Finding(
+            "process group",
+            "fail",
+            f"the {size} ranks did not meet within {seconds:.0f} s: {str(error).splitlines()[0][:200]}",
+            "Check the other ranks' findings first. Open all ports between the hosts, and set "
+            "GLOO_SOCKET_IFNAME.",
+        )
+    return Finding("process group", "ok", f"{size} ranks have met")
+
+
+def _together(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
+    by_host = hosts_of(ranks)
+    firsts = [on_host[0] for on_host in by_host]
+    findings = [
+        Finding(
+            "hosts",
+            "ok",
+            f"{len(by_host)} of {'/'.join(str(len(on_one_host)) for on_one_host in by_host)} ranks",
+        )
+    ]
+    findings += same_versions(ranks)
+    findings += clock(ranks, firsts)
+    if options.folder is not None and len(firsts) > 1:
+        findings += shared_folder(ranks, options.folder)
+    findings += host_link(ranks, by_host)
+    findings += bandwidth(ranks, firsts)
+    if options.recipe is not None:
+        findings.append(_data(ranks, options.recipe))
+    return findings
+
+
+def _data(ranks: Ranks, recipe: Recipe | None) -> Finding:
+    """Read the recipe's data, and compare files between ranks. Collective."""
+    assert recipe is not None
+    error, files = None, {}
+    try:
+        files = describe_places(recipe.data)
+        recipe.data.load()
+    except Exception as refused:
+        error = f"{type(refused).__name__}: {str(refused).splitlines()[0][:200]}"
+    # Before returning an error: all ranks must take part.
+    every: list[dict[str, str]] = ranks.collect(files)
+    if error is not None:
+        return Finding(
+            "data", "fail", error, "Copy or mount the data on this host, where the recipe names it."
+        )
+    names = sorted({name for of_rank in every for name in of_rank})
+    other = [name for name in names if files.get(name) != every[0].get(name)]
+    if other:
+        differences = "; ".join(f"{name}: {files.get(name, 'missing')}" for name in other[:_MOST_NAMED])
+        remedy = "Copy the data from rank 0's host: ranks need files with the same names and content."
+        return Finding("data", "fail", f"differs from rank 0: {differences}", remedy)
+    return Finding("data", "ok", f"{len(files)} files as on rank 0" if files else "can be loaded")
+
+
+def _caught(check: str, function: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return the findings of checks. A check which fails to run also gives a finding."""
+    findings: list[Finding] = []
+    try:
+        findings.extend(function())
+    except OSError as error:
+        remedy = "Check this user's permissions and the system log."
+        findings.append(Finding(check, "warn", f"the check failed: {error}", remedy))
+    return findings

@@ -1,0 +1,175 @@
+"""Collective checks across ranks. All functions return this rank's findings."""
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshrec.cluster.findings import Finding
+from meshrec.comms.host_link import link_or_reason
+from meshrec.durable import Created
+from meshrec.runs.host_folder import ranks_without
+from meshrec.runs.same_start import versions
+from meshrec.train.ranks import Ranks
+
+# Seconds; file time stamps and S3 signatures tolerate more, lock files do not.
+_MOST_SKEW = 1.0
+_PINGS = 8
+_BYTES = 4 << 20
+_SLOW_LINK = 0.5
+"""Fraction of the fastest bandwidth below which a host gets a warning."""
+_SLOW_NETWORK = 100e6
+"""Bytes per second (0.8 Gb/s) below which exchanges take longer than most models compute."""
+
+
+def same_versions(ranks: Ranks) -> Iterator[Finding]:
+    """Check that all ranks have equal versions of the packages which compute a step."""
+    mine = versions()
+    every: list[dict[str, str]] = ranks.collect(mine)
+    for name, value in mine.items():
+        usual = statistics.mode(of_rank[name] for of_rank in every)
+        if value != usual:
+            remedy = f"Install the same {name} on all hosts: other versions do not train together."
+            yield Finding(f"version of {name}", "fail", f"{value}; most ranks have {usual}", remedy)
+    short = ", ".join(f"{name} {mine[name].split()[0]}" for name in ("meshrec", "torch"))
+    yield Finding("versions", "ok", short)
+
+
+def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
+    """Measure the clock offset to rank 0, using the fastest of several round trips.
+
+    Args:
+        ranks: all ranks.
+        firsts: first rank per host.
+    """
+    word = torch.zeros(1, dtype=torch.float64)
+    group = ranks.control
+    for rank in firsts[1:]:
+        offsets = []
+        for _ in range(_PINGS if ranks.rank in (0, rank) else 0):
+            if ranks.is_first:
+                dist.recv(word, rank, group=group)
+                word.fill_(time.time())
+                dist.send(word, rank, group=group)
+            else:
+                sent = time.time()
+                dist.send(word, 0, group=group)
+                dist.recv(word, 0, group=group)
+                arrived = time.time()
+                # As in NTP: rank 0's time is compared with the middle of the round trip.
+                offsets.append((arrived - sent, (sent + arrived) / 2 - float(word)))
+        if offsets:
+            yield skew(min(offsets)[1])
+    if ranks.is_first:
+        yield Finding("clock", "ok", "reference for other hosts")
+
+
+def skew(seconds: float) -> Finding:
+    """Convert a clock offset to rank 0, in seconds, to a finding."""
+    direction = "ahead of" if seconds > 0 else "behind"
+    if abs(seconds) <= _MOST_SKEW:
+        return Finding("clock", "ok", f"within {_MOST_SKEW:.0f} s of rank 0's")
+    return Finding(
+        "clock",
+        "fail",
+        f"{abs(seconds):.1f} s {direction} rank 0's: object stores refuse requests, and logs and "
+        "locks are unreliable",
+        "Run chrony or systemd-timesyncd on every host (`timedatectl set-ntp true`).",
+    )
+
+
+def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
+    """Check that all ranks see the same run folder as rank 0."""
+    created = Created.folders(folder) if ranks.is_first else []
+    blind, error = ranks_without(folder, ranks)
+    for folder_created in created:
+        folder_created.remove()
+    remedy = "Mount one folder on all hosts and give it with --out, or give an object store (--out s3://bucket/runs)."
+    if error is not None:
+        yield Finding("shared folder", "fail", error, remedy)
+    elif ranks.rank in blind:
+        yield Finding("shared folder", "fail", f"{folder.absolute()} is not rank 0's folder", remedy)
+    else:
+        yield Finding("shared folder", "ok", str(folder.absolute()))
+
+
+def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Finding]:
+    """Check whether the ranks of this host can read each other's memory."""
+    for on_host in by_host:
+        group = dist.new_group(list(on_host), backend="gloo") if len(on_host) > 1 else None
+        if ranks.rank not in on_host:
+            continue
+        if group is None:
+            yield Finding("host link", "ok", "not needed: one rank on this host")
+            continue
+        link, reason = link_or_reason(group)
+        if link is not None:
+            link.close()
+            yield Finding("host link", "ok", f"{len(on_host)} ranks read each other's memory")
+            continue
+        yield Finding(
+            "host link",
+            "warn",
+            f"messages between ranks of this host go through sockets ({reason})",
+            "Run the ranks of a host as one user in one PID namespace (one container for all, `docker run "
+            "--pid`, shareProcessNamespace), with the kernels, and without MESHREC_HOST_LINK=0.",
+        )
+
+
+def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
+    """Measure the bytes per second received by each host from the previous host, one pair at a time."""
+    if len(firsts) < 2:
+        yield Finding("bandwidth", "ok", "one host: not measured")
+        return
+    block, group, mine = torch.zeros(_BYTES, dtype=torch.uint8), ranks.control, 0.0
+    for number, receiver in enumerate(firsts):
+        sender = firsts[number - 1]
+        for measured in (False, True):  # the first round opens the connection
+            if ranks.rank == sender:
+                dist.send(block, receiver, group=group)
+                dist.recv(block[:1], receiver, group=group)
+            elif ranks.rank == receiver:
+                began = time.perf_counter()
+                dist.recv(block, sender, group=group)
+                mine = _BYTES / (time.perf_counter() - began) if measured else 0.0
+                dist.send(block[:1], sender, group=group)
+        ranks.wait_for_all()
+    every = [rate for rate in ranks.collect(mine) if rate]
+    if ranks.rank in firsts:
+        before = firsts[firsts.index(ranks.rank) - 1]
+        yield speed(mine, max(every), before)
+
+
+def speed(rate: float, best: float, sender: int) -> Finding:
+    """Convert a bandwidth to a finding.
+
+    Args:
+        rate: received bytes per second.
+        best: bytes per second of the fastest host.
+        sender: rank which sent.
+    """
+    observation = f"{8 * rate / 1e9:.2f} Gb/s from rank {sender}"
+    if rate < _SLOW_LINK * best:
+        remedy = "Check this host's cable, port and shaping (ethtool, tc qdisc): every step waits for it."
+        return Finding(
+            "bandwidth", "warn", f"{observation}, where another host gets {8 * best / 1e9:.2f}", remedy
+        )
+    if rate < _SLOW_NETWORK:
+        remedy = "Choose a faster interface (GLOO_SOCKET_IFNAME), or plan for this one (`meshrec calibrate`)."
+        return Finding("bandwidth", "warn", observation, remedy)
+    return Finding("bandwidth", "ok", observation)
+
+
+def hosts_of(ranks: Ranks) -> list[list[int]]:
+    """Return the ranks per host; a host is identified by name and boot ID."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname(), boot.read_text() if boot.exists() else ""
+    by_host: dict[object, list[int]] = {}
+    for rank, host in enumerate(ranks.collect((*name, os.environ.get("GROUP_RANK")))):
+        by_host.setdefault(host, []).append(rank)
+    return list(by_host.values())

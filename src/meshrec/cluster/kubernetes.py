@@ -1,0 +1,355 @@
+"""Kubernetes manifests: a training job as JobSet or PyTorchJob, and a server with autoscaling.
+
+All ranks of a pod share a PID namespace and a user, being processes of one container. So they can read each
+other's memory (the host link) without capabilities. /dev/shm is a memory volume, because the default is only
+64 MiB.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from meshrec.cluster.kubernetes_values import (
+    check_bytes,
+    check_counts,
+    check_cpus,
+    check_image,
+    check_name,
+    check_variable,
+)
+
+_PORT = 29500
+_SERVE_PORT = 8080
+# Time for a last checkpoint when a pod is evicted.
+_GRACE_SECONDS = 120
+RUNS = "/runs"
+"""The run volume's mount point in every pod."""
+MODELS = "/models"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Training job for Kubernetes.
+
+    Attributes:
+        recipe: recipe, as passed to `meshrec train` inside the image.
+        arguments: additional `meshrec train` arguments.
+        image: container image.
+        replicas: pod count, on different nodes where possible.
+        ranks_per_pod: ranks per pod.
+        name: job name.
+        claim: PersistentVolumeClaim for runs and checkpoints, mounted by all pods (ReadWriteMany).
+        cpus: cores per pod.
+        memory: memory per pod, such as 16Gi, including /dev/shm.
+        shm: /dev/shm size.
+        gpus: GPUs per pod.
+        restarts: maximum restarts after failures, from the last checkpoint.
+        environment: environment variables for the ranks.
+
+    Raises:
+        ValueError: a value which the cluster would refuse or misread.
+    """
+
+    recipe: str
+    arguments: Sequence[str] = ()
+    image: str
+    replicas: int = 2
+    ranks_per_pod: int = 1
+    name: str = "meshrec"
+    claim: str = "meshrec-runs"
+    cpus: str = "4"
+    memory: str = "16Gi"
+    shm: str = "2Gi"
+    gpus: int = 0
+    restarts: int = 10
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.ranks_per_pod < 1:
+            raise ValueError(
+                f"{self.replicas} replicas with {self.ranks_per_pod} ranks each: both must be at least 1."
+            )
+        check_counts(0, gpus=self.gpus, restarts=self.restarts)
+        # The longest derived name, the last pod's, must be a DNS label.
+        check_name("name", self.name, 63 - len(f"-ranks-0-{self.replicas - 1}-xxxxx"))
+        check_name("claim", self.claim, 253, dots=True)
+        check_image("image", self.image)
+        check_cpus("cpus", self.cpus)
+        if check_bytes("shm", self.shm) > check_bytes("memory", self.memory):
+            raise ValueError(
+                f"shm is {self.shm}, which counts towards memory ({self.memory}). Give more memory."
+            )
+        for name in self.environment:
+            check_variable("environment", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeJob:
+    """Server for Kubernetes.
+
+    Attributes:
+        package: package path within the model volume.
+        image: container image.
+        name: server name.
+        replicas: minimum pod count.
+        most_replicas: maximum pod count.
+        claim: PersistentVolumeClaim with the packages.
+        workers: processes per pod.
+        cpus: cores per pod.
+        memory: memory per pod.
+        requests_per_second: requests per second and pod above which pods are added.
+        secret: Secret whose key ``token`` clients must send.
+
+    Raises:
+        ValueError: a value which the cluster would refuse or misread.
+    """
+
+    package: str
+    image: str
+    name: str = "meshrec-serve"
+    replicas: int = 2
+    most_replicas: int = 10
+    claim: str = "meshrec-models"
+    workers: int = 2
+    cpus: str = "2"
+    memory: str = "8Gi"
+    requests_per_second: int = 200
+    secret: str = "meshrec-token"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= self.most_replicas:
+            raise ValueError(
+                f"{self.replicas} to {self.most_replicas} replicas: the first must be at least 1, and the "
+                "second not below it."
+            )
+        check_counts(1, workers=self.workers, requests_per_second=self.requests_per_second)
+        check_name("name", self.name, 63 - len("-0123456789-xxxxx"))
+        check_name("claim", self.claim, 253, dots=True)
+        check_name("secret", self.secret, 253, dots=True)
+        check_image("image", self.image)
+        check_cpus("cpus", self.cpus)
+        check_bytes("memory", self.memory)
+        path = PurePosixPath(self.package)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"package is {self.package!r}; it must be a relative path in the model volume.")
+
+
+def job_set(job: JobOptions) -> dict[str, Any]:
+    """Return the JobSet (jobset.x-k8s.io/v1alpha2) for a training job, with stable pod host names."""
+    first = f"{job.name}-ranks-0-0.{job.name}"
+    pod = _pod(job, _torchrun(job, first, "$(JOB_COMPLETION_INDEX)"))
+    pod["spec"]["restartPolicy"] = "Never"
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": job.name},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": job.name},
+            "failurePolicy": {"maxRestarts": job.restarts},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["ranks"]},
+            "replicatedJobs": [
+                {
+                    "name": "ranks",
+                    "replicas": 1,
+                    "template": {
+                        "spec": {
+                            "parallelism": job.replicas,
+                            "completions": job.replicas,
+                            "completionMode": "Indexed",
+                            "backoffLimit": 0,
+                            "template": pod,
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def pytorch_job(job: JobOptions) -> dict[str, Any]:
+    """Return the PyTorchJob (kubeflow.org/v1) for a training job; the operator names the first pod."""
+
+    def replica(number: int) -> dict[str, Any]:
+        pod = _pod(job, _torchrun(job, "$(MASTER_ADDR)", "$(RANK)"))
+        pod["spec"]["containers"][0]["name"] = "pytorch"  # required by the operator
+        return {"replicas": number, "restartPolicy": "OnFailure", "template": pod}
+
+    replicas = {"Master": replica(1)}
+    if job.replicas > 1:
+        replicas["Worker"] = replica(job.replicas - 1)
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": job.name},
+        "spec": {
+            "runPolicy": {"backoffLimit": job.restarts, "cleanPodPolicy": "None"},
+            "pytorchReplicaSpecs": replicas,
+        },
+    }
+
+
+def serving(job: ServeJob) -> list[dict[str, Any]]:
+    """Return Deployment, Service and HorizontalPodAutoscaler of a server.
+
+    The autoscaling metric is the rate of ``meshrec_requests_total`` per pod, exposed by prometheus-adapter as
+    ``meshrec_requests_per_second``.
+    """
+    labels = {"app": job.name}
+    return [
+        _deployment(job, labels),
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": job.name, "labels": labels},
+            "spec": {
+                "selector": labels,
+                "ports": [{"name": "http", "protocol": "TCP", "port": 80, "targetPort": "http"}],
+            },
+        },
+        {
+            "apiVersion": "autoscaling/v2",
+            "kind": "HorizontalPodAutoscaler",
+            "metadata": {"name": job.name},
+            "spec": {
+                "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": job.name},
+                "minReplicas": job.replicas,
+                "maxReplicas": job.most_replicas,
+                "metrics": [
+                    {
+                        "type": "Pods",
+                        "pods": {
+                            "metric": {"name": "meshrec_requests_per_second"},
+                            "target": {"type": "AverageValue", "averageValue": str(job.requests_per_second)},
+                        },
+                    }
+                ],
+                # A new pod must load tables first, so do not remove pods during a short lull.
+                "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
+            },
+        },
+    ]
+
+
+def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
+    words = ["meshrec", "serve", f"{MODELS}/{job.package}", "--host", "0.0.0.0", "--port", str(_SERVE_PORT)]
+    token = {"secretKeyRef": {"name": job.secret, "key": "token"}}
+    container = {
+        "name": "serve",
+        "image": job.image,
+        "command": [*words, "--workers", str(job.workers)],
+        "env": [{"name": "MESHREC_TOKEN", "valueFrom": token}],
+        "ports": [{"name": "http", "containerPort": _SERVE_PORT, "protocol": "TCP"}],
+        "resources": {"requests": {"cpu": job.cpus, "memory": job.memory}, "limits": {"memory": job.memory}},
+        # Loading tables may take minutes; the other probes start afterwards.
+        "startupProbe": _probe("ready", periodSeconds=5, failureThreshold=120),
+        "readinessProbe": _probe("ready", periodSeconds=5),
+        "livenessProbe": _probe("live", periodSeconds=10, failureThreshold=6),
+        "securityContext": _security(),
+        "volumeMounts": [
+            {"name": "models", "mountPath": MODELS, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    scraped = {"prometheus.io/scrape": "true", "prometheus.io/port": str(_SERVE_PORT)}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": job.name, "labels": labels},
+        "spec": {
+            "replicas": job.replicas,
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": labels, "annotations": {**scraped, "prometheus.io/path": "/metrics"}},
+                "spec": {
+                    "terminationGracePeriodSeconds": 60,
+                    "securityContext": _user(),
+                    "containers": [container],
+                    "volumes": [
+                        {
+                            "name": "models",
+                            "persistentVolumeClaim": {"claimName": job.claim, "readOnly": True},
+                        },
+                        _in_memory("shm", "1Gi"),
+                        {"name": "tmp", "emptyDir": {}},
+                    ],
+                },
+            },
+        },
+    }
+
+
+def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
+    environment = {
+        "MESHREC_LAUNCH": job.name,
+        "XDG_STATE_HOME": f"{RUNS}/.state",  # has the key which seals runs, common to all pods
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",  # `python -m` must not import a torch.py from the working folder
+        **job.environment,
+    }
+    limits: dict[str, Any] = {"memory": job.memory}
+    if job.gpus:
+        limits["nvidia.com/gpu"] = str(job.gpus)
+    container = {
+        "name": "ranks",
+        "image": job.image,
+        "command": words,
+        "env": [{"name": name, "value": value} for name, value in environment.items()],
+        "ports": [{"name": "ranks", "containerPort": _PORT, "protocol": "TCP"}],
+        "resources": {"requests": {"cpu": job.cpus, "memory": job.memory}, "limits": limits},
+        "securityContext": _security(),
+        "volumeMounts": [
+            {"name": "runs", "mountPath": RUNS},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    apart = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {"app": job.name}},
+    }
+    return {
+        "metadata": {"labels": {"app": job.name}},
+        "spec": {
+            # For the last checkpoint, when a pod is evicted.
+            "terminationGracePeriodSeconds": _GRACE_SECONDS,
+            # Needed for the host link if a sidecar starts ranks.
+            "shareProcessNamespace": True,
+            "topologySpreadConstraints": [apart],
+            "securityContext": _user(),
+            "containers": [container],
+            "volumes": [
+                {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
+                _in_memory("shm", job.shm),
+                {"name": "tmp", "emptyDir": {}},
+            ],
+        },
+    }
+
+
+def _torchrun(job: JobOptions, first: str, number: str) -> list[str]:
+    return [
+        *("python", "-m", "torch.distributed.run", "--nnodes", str(job.replicas)),
+        *("--nproc-per-node", str(job.ranks_per_pod), "--node-rank", number),
+        *("--master-addr", first, "--master-port", str(_PORT)),
+        *("-m", "meshrec", "train", job.recipe, "--out", RUNS, "--quiet", *job.arguments),
+    ]
+
+
+def _probe(endpoint: str, **options: int) -> dict[str, Any]:
+    return {"httpGet": {"path": f"/v2/health/{endpoint}", "port": "http"}, **options}
+
+
+def _in_memory(name: str, size: str) -> dict[str, Any]:
+    return {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+
+
+def _user() -> dict[str, Any]:
+    return {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
+
+
+def _security() -> dict[str, Any]:
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

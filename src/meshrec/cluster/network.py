@@ -1,0 +1,79 @@
+"""Network checks before a rank joins the others."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+from meshrec.cluster.findings import Finding
+from meshrec.comms.joining import interface_towards, interfaces, is_one_machine
+
+# Rank 0 may start later than this rank.
+_CONNECT_SECONDS = 20.0
+
+
+def network_checks() -> Iterator[Finding]:
+    """Check the launcher's address and the network interface, before joining."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        one_machine = is_one_machine()
+        towards = interface_towards(host, port)
+    except ValueError as error:
+        yield Finding(
+            "address of rank 0", "fail", str(error).partition(". ")[0], str(error).partition(". ")[2]
+        )
+        return
+    yield reachable(host, port)
+    yield interface(one_machine, towards)
+
+
+def reachable(host: str, port: int) -> Finding:
+    """Check that the rendezvous store answers at rank 0's address."""
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=2.0).close()
+            return Finding("address of rank 0", "ok", f"{host}:{port} answers")
+        except OSError as error:
+            refusal = error.strerror or str(error)
+        if time.monotonic() > deadline or os.environ.get("RANK") == "0":
+            break
+        time.sleep(0.2)
+    if os.environ.get("RANK") == "0":  # this rank will listen there itself
+        return Finding("address of rank 0", "ok", f"{host}:{port}")
+    return Finding(
+        "address of rank 0",
+        "fail",
+        f"{host}:{port} does not answer ({refusal})",
+        f"Start rank 0, open port {port} and the ephemeral ports between the hosts, or name "
+        "another --master-addr.",
+    )
+
+
+def interface(one_machine: bool, towards: str | None) -> Finding:
+    """Check the interface on which gloo listens."""
+    selected = os.environ.get("GLOO_SOCKET_IFNAME")
+    there = {name for _, name in socket.if_nameindex()}
+    addresses = {name: address for address, name in interfaces().items()}
+    available = ", ".join(f"{name} ({addresses[name]})" for name in sorted(addresses)) or "none"
+    if selected is None or one_machine:
+        name = "lo" if one_machine else towards
+        observation = f"{name or 'by the name of this host'}"
+        return Finding(
+            "interface", "ok", observation + (f" ({addresses[name]})" if name in addresses else "")
+        )
+    where = f"Set GLOO_SOCKET_IFNAME={towards}, which leads to rank 0"
+    if towards is None:
+        where = "Set GLOO_SOCKET_IFNAME to the one that leads to the other hosts"
+    advice = f"{where}, or unset it; interfaces: {available}."
+    if selected not in there:
+        return Finding("interface", "fail", f"GLOO_SOCKET_IFNAME is {selected}, which does not exist", advice)
+    if selected not in addresses:
+        return Finding("interface", "fail", f"GLOO_SOCKET_IFNAME is {selected}, which has no address", advice)
+    if addresses[selected].startswith("127."):
+        observation = f"GLOO_SOCKET_IFNAME is {selected}, which other hosts cannot reach"
+        return Finding("interface", "fail", observation, advice)
+    if towards is not None and selected != towards:
+        observation = f"GLOO_SOCKET_IFNAME is {selected} ({addresses[selected]}); {towards} leads to rank 0"
+        return Finding("interface", "warn", observation, advice)
+    return Finding("interface", "ok", f"{selected} ({addresses[selected]})")

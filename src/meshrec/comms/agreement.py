@@ -1,0 +1,96 @@
+"""Collective error handling: if any rank fails, all ranks raise the same error.
+
+[Note: how errors reach every rank]
+
+A rank that raises alone leaves its peers waiting in the next collective until the timeout. An operation that
+may fail on some ranks, such as reading a file or checking a batch, therefore catches every exception, shares
+it in a small collective, and then all ranks raise:
+
+- here, `together` runs a block without collectives, and `raise_as_one` exchanges caught errors;
+- `agreed` exchanges a function's results or errors (checkpoint/agreement.py);
+- a lookup sends its input status together with the sizes, without an extra collective
+  (distributed/input_dist.py);
+- the train pipeline sends a word per batch in the background (pipeline/agreement.py);
+- stages send an error in place of a value (stages/messages.py);
+- resharding agrees on the rows of each round (distributed/reshard.py);
+- the trainer exchanges two flags per step (train/stopping.py), and reports or stores the step only
+  afterwards.
+
+Whether a rank has failed never depends on the exception type, which may differ between torch versions and
+between ranks. The ranks agree on a common type afterwards.
+
+Where an agreement would cost a collective per step, a rank announces its error instead:
+[Note: a rank that fails alone] in comms/failures.py.
+
+A dead rank cannot report. Its peers see closed sockets or a timeout, and the launcher reports the error of
+the first rank to fail (train/launch.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from meshrec.comms.collectives import gather_objects
+from meshrec.comms.failures import KINDS, combined, sendable
+from meshrec.comms.mesh import Axis
+
+
+@contextmanager
+def together(axis: Axis, name: str) -> Iterator[None]:
+    """Run a block on every rank; if it fails anywhere, raise the same error on all ranks. Collective.
+
+    The block must not contain collectives.
+
+    Args:
+        axis: participating ranks.
+        name: operation name, for errors in the exchange.
+
+    Raises:
+        Exception: as `raise_as_one`.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    try:
+        raise_as_one(error, axis, name)
+    finally:
+        del error  # traceback and frame form a reference cycle, which would keep the block's tensors alive
+
+
+def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
+    """Raise an error on all ranks if any rank has an error. Collective.
+
+    Args:
+        error: this rank's error, or None.
+        axis: participating ranks.
+        name: operation name, for errors in the exchange.
+
+    Raises:
+        Exception: the error itself on a single rank; on several ranks, as `combined`.
+    """
+    try:
+        if axis.size > 1:
+            if errors := gather_errors(error, axis, name):
+                raise combined(errors, axis.size) from error
+        elif error is not None:
+            raise error
+    finally:
+        del error  # as in `together`
+
+
+def gather_errors(
+    error: Exception | None, axis: Axis, name: str, kinds: Sequence[type[Exception]] = KINDS
+) -> dict[int, Exception]:
+    """Return the errors by rank, for ranks with an error. Collective.
+
+    Args:
+        error: this rank's error, or None.
+        axis: participating ranks.
+        name: operation name, for errors in the exchange.
+        kinds: exception types to preserve.
+    """
+    # Exceptions of other types may not survive pickling, or have a class that other ranks cannot import.
+    local_error = None if error is None else sendable(error, kinds)
+    errors = gather_objects(local_error, axis, name)
+    return {rank: error for rank, error in enumerate(errors) if error is not None}

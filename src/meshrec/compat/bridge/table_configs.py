@@ -1,0 +1,55 @@
+"""TorchRec's table configs: MeshRec's with mutable attributes."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from meshrec.modules import embedding_configs
+
+
+class SettableConfig:
+    """Mutable table config. Collections keep the values from their construction.
+
+    Raises:
+        ValueError: a new value is not valid.
+    """
+
+    _counterpart: type
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in {field.name for field in fields(self)}:  # type: ignore[arg-type]
+            # Runs the config's own validation on a copy, before the attribute changes.
+            replace(self, **{name: value})  # type: ignore[type-var]
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with a config of either library."""
+        if not isinstance(other, self._counterpart):
+            return NotImplemented
+        names = [field.name for field in fields(self._counterpart) if field.compare]
+        pruned = [getattr(config, "num_embeddings_post_pruning", None) for config in (self, other)]
+        return pruned[0] == pruned[1] and all(getattr(self, name) == getattr(other, name) for name in names)
+
+    # Unhashable, as in TorchRec, because fields can change.
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BagFields(embedding_configs.EmbeddingBagConfig):
+    num_embeddings_post_pruning: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields(embedding_configs.EmbeddingConfig):
+    num_embeddings_post_pruning: int | None = None
+
+
+class EmbeddingBagConfig(SettableConfig, _BagFields):
+    """Table with pooled rows. ``num_embeddings_post_pruning``: rows that quantization kept, or None."""
+
+    _counterpart = embedding_configs.EmbeddingBagConfig
+
+
+class EmbeddingConfig(SettableConfig, _Fields):
+    """Table without pooling. ``num_embeddings_post_pruning``: see `EmbeddingBagConfig`."""
+
+    _counterpart = embedding_configs.EmbeddingConfig

@@ -1,0 +1,70 @@
+"""Table coverage: which rows the values in some data use."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from meshrec.data.features.ids import IdFeature
+from meshrec.data.features.sketches import Distinct
+from meshrec.data.features.values import hashes_of, is_missing
+from meshrec.data.features.vocabulary import Vocabulary
+
+
+class Coverage(NamedTuple):
+    """Table coverage by feature values."""
+
+    name: str
+    """Feature name."""
+    num_ids: int
+    """IDs seen."""
+    missing: float
+    """Share of null or empty IDs."""
+    distinct: int
+    """Estimated distinct values."""
+    rows: int
+    """Table rows."""
+    used_rows: int
+    """Rows used by any value."""
+    colliding: float
+    """Share of distinct values that share a row with another value."""
+    unseen: float | None
+    """Share of IDs outside the vocabulary; None without a vocabulary."""
+
+
+class SeenValues:
+    """Accumulator for `Coverage`."""
+
+    def __init__(self, feature: IdFeature) -> None:
+        self._feature = feature
+        self._num = self._missing = self._unseen = 0
+        self._used = np.zeros(feature.rows, np.bool_)
+        self._distinct = Distinct(np.zeros(0, np.uint64))
+
+    def add(self, table: pa.Table) -> None:
+        array = self._feature.values(table).array
+        rows = self._feature.rows_of(array)
+        self._num += len(rows)
+        # Negative rows are damage, counted elsewhere.
+        self._used[rows[rows >= 0]] = True
+        if pa.types.is_struct(array.type):
+            return
+        missing = is_missing(array)
+        self._missing += 0 if missing is None else int(missing.sum())
+        self._distinct = self._distinct.merged(Distinct.of(array))
+        if isinstance(self._feature, Vocabulary):
+            unseen = self._feature.lookup(hashes_of(array)) < 0
+            self._unseen += int(unseen.sum() if missing is None else (unseen & ~missing).sum())
+
+    def coverage(self) -> Coverage:
+        distinct, rows = self._distinct.count(), self._feature.rows
+        used = int(self._used.sum())
+        # Expected number of values without collision, for n values hashed to m rows: n (1 - 1/m)^(n-1).
+        shared = 0.0
+        if distinct > 1 and not isinstance(self._feature, Vocabulary) and self._feature.is_fitted:
+            shared = 1.0 - (1.0 - 1.0 / rows) ** (distinct - 1)
+        num = max(self._num, 1)
+        unseen = self._unseen / num if isinstance(self._feature, Vocabulary) else None
+        return Coverage(
+            self._feature.name, self._num, self._missing / num, distinct, rows, used, shared, unseen
+        )

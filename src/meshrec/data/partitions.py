@@ -1,0 +1,82 @@
+"""Hive partition columns: ``dt=2024-05-01/part-0.parquet`` has the column ``dt``."""
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from meshrec.data.faults import needs
+from meshrec.data.locations import File, is_address
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+"""int64 integers without leading zeros."""
+
+Keys = Mapping[str, Any]
+"""Arrow scalar per partition column of a file."""
+
+
+def partition_keys(
+    files: Sequence[File], kinds: Mapping[str, str] = MappingProxyType({})
+) -> dict[File, Keys]:
+    """Return the partition columns of files, null where a file lacks the folder.
+
+    A column is int64 if all values are integers without leading zeros, otherwise string.
+
+    Args:
+        files: paths and URIs, as given: parent folders do not count.
+        kinds: known column kinds: "text" columns are strings.
+    """
+    values_by_file = {file: _partition_values(str(file)) for file in files}
+    names = dict.fromkeys(name for values_of_file in values_by_file.values() for name in values_of_file)
+    if not names:
+        return {file: {} for file in files}
+    pa = needs("pyarrow", "data")
+    types = {}
+    for name in names:
+        values = [
+            value
+            for values_of_file in values_by_file.values()
+            if (value := values_of_file.get(name)) is not None
+        ]
+        is_text = kinds.get(name) == "text" or not all(_INTEGER.fullmatch(value) for value in values)
+        types[name] = pa.string() if is_text else pa.int64()
+
+    def scalar(name: str, text: str | None) -> Any:
+        return pa.scalar(text if text is None or types[name] == pa.string() else int(text), types[name])
+
+    return {
+        file: {name: scalar(name, values_of_file.get(name)) for name in names}
+        for file, values_of_file in values_by_file.items()
+    }
+
+
+def with_keys(table: "pa.Table", keys: Keys) -> "pa.Table":
+    """Add partition columns to a table, unless it has them."""
+    for name, value in keys.items():
+        if name not in table.column_names:
+            table = table.append_column(name, repeated(value, table.num_rows))
+    return table
+
+
+def repeated(value: Any, num: int) -> Any:
+    """Return an array that repeats a scalar."""
+    pa = needs("pyarrow", "data")
+    return pa.repeat(value, num)
+
+
+def _partition_values(path: str) -> dict[str, str | None]:
+    """Return the partition values in a path, None for Hive's null."""
+    if is_address(path):
+        path = unquote(path.partition("?")[0])
+    folders = path.replace("\\", "/").split("/")[:-1]
+    pairs = (folder.partition("=") for folder in folders)
+    return {
+        unquote(name): None if value == _NULL else unquote(value)
+        for name, equals, value in pairs
+        if name and equals and value
+    }

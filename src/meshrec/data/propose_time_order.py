@@ -1,0 +1,159 @@
+"""Columns that march with time: their values in the latest rows never occur in the training rows."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from meshrec.data.column_choice import ColumnChoice
+from meshrec.data.features.values import hashes_and_missing, hashes_of, numbers_of, whole
+from meshrec.data.profile import Column, Profile
+
+_TRAINING, _TEST = 0.8, 0.1
+"""Shares of the rows in the proposed split: the earliest are training rows, the latest test rows."""
+_MIN_ROWS = 10
+"""Minimum test rows in the sample. With fewer, no column is said to march with time."""
+_NEW = 0.9
+"""Minimum share of test rows with a new value for a column that marches with time."""
+_BY_CHANCE = 0.5
+"""Maximum new-value share in a random split, relative to the time split. IDs that are rare in the sample are
+new in any split.
+"""
+_FEW_VALUES = 64
+"""Maximum distinct values of calendar-like columns, which may march without rising or falling with time.
+Other columns must rise or fall: user IDs may also occur in a single session of the sample, and yet return.
+"""
+_ORDERED = 0.9
+"""Minimum absolute rank correlation with time of a column that rises or falls."""
+
+Bools = npt.NDArray[np.bool_]
+
+
+class TimeOrder(NamedTuple):
+    """Time ranks of the sampled rows, and training and test masks of a time split and a random split, [n]."""
+
+    ranks: npt.NDArray[np.float64]
+    training: Bools
+    test: Bools
+    chance_training: Bools
+    chance_test: Bools
+
+    @classmethod
+    def of(cls, profile: Profile, time: str) -> "TimeOrder | None":
+        """Rank and split the sampled rows by a time column; None for fewer than ``_MIN_ROWS`` test rows."""
+        times = numbers_of(whole(profile.sample[time]), None, "s")
+        ranks = np.empty(len(times))
+        ranks[np.argsort(times, kind="stable")] = np.arange(len(times))
+        by_time, by_chance = (
+            each / max(len(times), 1)
+            for each in (ranks, np.arange(len(times)))  # sampled in random order
+        )
+        masks = [mask for each in (by_time, by_chance) for mask in (each < _TRAINING, each >= 1 - _TEST)]
+        order = cls(ranks, *masks)
+        return order if order.test.sum() >= _MIN_ROWS else None
+
+    def new_share(self, keys: npt.NDArray[Any], is_present: Bools) -> float:
+        """Return the share of test rows whose key is absent from the training rows.
+
+        Rows are split by time. Returns 0 if a random split has more than ``_BY_CHANCE`` times this share.
+
+        Args:
+            keys: hash or code of the value per sampled row, [n].
+            is_present: whether the row has a value, [n].
+        """
+        by_time = _new_share(keys, self.training & is_present, self.test & is_present)
+        by_chance = _new_share(keys, self.chance_training & is_present, self.chance_test & is_present)
+        return by_time if by_chance <= _BY_CHANCE * by_time else 0.0
+
+    def is_ordered(self, array: Any, is_present: Bools) -> bool:
+        """Return whether a column's values, [n], rise or fall with time, as row numbers do."""
+        values = np.asarray(pc.rank(array, sort_keys="ascending", tiebreaker="dense"))[is_present]
+        if len(values) < 2 or values.min() == values.max():
+            return False
+        return bool(abs(np.corrcoef(values, self.ranks[is_present])[0, 1]) >= _ORDERED)
+
+    def share_outside(self, values: npt.NDArray[np.float64]) -> float:
+        """Return the share of test rows with a number outside the range of all training rows."""
+        finite = np.isfinite(values)
+        training, test = values[self.training & finite], values[self.test & finite]
+        if not len(training) or len(test) < _MIN_ROWS:
+            return 0.0
+        return float(((test < training.min()) | (test > training.max())).mean())
+
+
+def _new_share(keys: npt.NDArray[Any], training: Bools, test: Bools) -> float:
+    if test.sum() < _MIN_ROWS:
+        return 0.0
+    return float((~np.isin(keys[test], np.unique(keys[training]))).mean())
+
+
+def without_marching_columns(
+    profile: Profile, choices: list[ColumnChoice], time: str | None
+) -> list[ColumnChoice]:
+    """Drop the features of columns that march with time, and add a warning to each.
+
+    Such columns are months, days of the year or row numbers. The weights a model learns for their values are
+    useless later, because future rows have other values. If no features would remain, nothing is dropped.
+
+    Args:
+        profile: column statistics.
+        choices: choice per column or cross.
+        time: column that orders the rows; None: the split is random, so nothing is dropped.
+    """
+    order = None if time is None else TimeOrder.of(profile, time)
+    if order is None:
+        return choices
+    kept = [_without(profile, choice, order) for choice in choices]
+    return kept if any(choice.features for choice in kept) else choices
+
+
+def _without(profile: Profile, choice: ColumnChoice, order: TimeOrder) -> ColumnChoice:
+    column = profile.columns.get(choice.column)
+    if choice.role not in ("id", "dense") or column is None or column.kind == "time":
+        return choice
+    share = _marching_share(profile, column, order)
+    if share < _NEW:
+        return choice
+    remark = (
+        f"column {column.name!r} marches with time: {share:.0%} of the latest rows have values that no "
+        "training row has, so nothing learned of them holds later. It is left out; put it back if its values "
+        "come again"
+    )
+    return choice._replace(role="drop", reason="marches with time", features=(), rows=None, warning=remark)
+
+
+def _marching_share(profile: Profile, column: Column, order: TimeOrder) -> float:
+    """Return the share of test rows with new values: unseen IDs, or numbers outside the training range."""
+    array = whole(profile.sample[column.name])
+    shares = []
+    if column.kind in ("integer", "text"):
+        hashes, missing = hashes_and_missing(array)
+        is_present = np.ones(len(hashes), dtype=bool) if missing is None else ~missing
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        if column.distinct <= _FEW_VALUES or order.is_ordered(array, is_present):
+            shares.append(order.new_share(hashes, is_present))
+    if column.kind in ("integer", "number"):
+        shares.append(order.share_outside(numbers_of(array, None, "s")))
+    return max(shares, default=0.0)
+
+
+def marching_pair(profile: Profile, columns: tuple[str, str], time: str | None) -> bool:
+    """Return whether a cross of two columns marches with time, such as year and month.
+
+    Args:
+        profile: column statistics.
+        columns: the two columns.
+        time: column that orders the rows, or None.
+    """
+    order = None if time is None else TimeOrder.of(profile, time)
+    if order is None:
+        return False
+    codes = [
+        np.unique(hashes_of(whole(profile.sample[name])), return_inverse=True)[1].astype(np.int64)
+        for name in columns
+    ]
+    keys = codes[0] * (codes[1].max(initial=0) + 1) + codes[1]
+    return order.new_share(keys, np.ones(len(keys), dtype=bool)) >= _NEW

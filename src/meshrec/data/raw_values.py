@@ -1,0 +1,260 @@
+"""Raw value conversion: from requests to data columns, and from columns to model inputs.
+
+[Note: raw values]
+
+Training, ``meshrec predict``, servers and packages share one conversion, `Features.inputs`. Files provide
+Arrow columns. For requests, `table_of` builds columns from JSON values, by the rules for files.
+``docs/rooms/serve.md`` lists these rules.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from meshrec.data.faults import DataError, Faults, needs, shown
+from meshrec.data.samples import Floats, Ints
+
+if TYPE_CHECKING:
+    from pyarrow import Schema, Table
+
+    from meshrec.data.features import Features
+    from meshrec.data.features.values import Kind
+
+# B samples, D dense columns, N ids
+
+DENSE = "dense"
+"""Name for dense values in requests and in shared-feature lists."""
+FITTED, COLUMNS = "features.json", "columns.arrow"
+_TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "integer": ("a whole number", (int,)),
+    "number": ("a number", (int, float)),
+    "text": ("a text", (str,)),
+    "time": ("a time such as '2030-01-31T12:00:00'", (str, int)),
+}
+"""Description for messages, and Python types of JSON values, per kind."""
+
+
+class Encoded(NamedTuple):
+    """Dense values [B, D]; IDs [N] and lengths [B] per feature.
+
+    ``shared`` features (or `DENSE`) have a single row for all samples.
+    """
+
+    dense: Floats
+    values: dict[str, Ints]
+    lengths: dict[str, Ints]
+    shared: frozenset[str]
+
+
+class RawValues:
+    """Data column conversion to IDs and dense values.
+
+    Args:
+        features: fitted features.
+        types: data columns' Arrow schema.
+    """
+
+    def __init__(self, features: "Features", types: "Schema") -> None:
+        from meshrec.data.features import Vocabulary
+        from meshrec.data.features.values import kind_of
+
+        self._features, self._types = features.unlabelled(), types
+        self.columns: dict[str, Any] = {
+            name: _plain(types.field(name).type) for name in self._features.columns()
+        }
+        """Request columns' Arrow types, by name."""
+        self.kinds: dict[str, Kind] = {name: kind_of(kind) for name, kind in self.columns.items()}
+        """Kinds of column values, such as "integer", regardless of width; by name."""
+        self.optional: dict[str, str] = {
+            feature.source: feature.also
+            for feature in self._features.ids
+            if isinstance(feature, Vocabulary) and feature.also is not None
+        }
+        """Columns that requests may leave out, and the column that completes each; see `Vocabulary.also`."""
+        for join in self._features.joins:
+            join.kinds()  # load the table now, not in the first request
+
+    @property
+    def keys(self) -> list[str]:
+        """ID features, in order."""
+        return list(self._features.keys)
+
+    @property
+    def num_dense(self) -> int:
+        """Dense column count."""
+        return len(self._features.numbers)
+
+    def wrong_columns(self, schema: "Schema") -> list[str]:
+        """Return a message per missing or unreadable column."""
+        return self._features.wrong_columns(schema)
+
+    def of(self, keys: Sequence[str], *, dense: bool) -> "RawValues":
+        """Return the conversion restricted to some ID features, with or without dense values."""
+        features = tuple(
+            feature
+            for feature in self._features.features
+            if (feature.name in keys if feature in self._features.ids else dense)
+        )
+        read = {column for feature in features for column in feature.columns()}
+        joins = tuple(join for join in self._features.joins if read & set(join.columns))
+        return RawValues(replace(self._features, features=features, joins=joins), self._types)
+
+    def encode(self, table: "Table", shared: "Table | None" = None) -> Encoded:
+        """Convert columns, of the kinds in ``kinds``, to IDs and dense values; other columns are ignored.
+
+        Args:
+            table: a row per sample.
+            shared: a single row with columns shared by all samples, and missing from ``table``.
+
+        Raises:
+            DataError: a value would be damage in training, too; the message names column and row.
+        """
+        from meshrec.data.encoding import RowOrigin
+
+        valid = np.ones(table.num_rows, np.bool_)
+        origin, faults = RowOrigin("the request", 0), Faults("raise")
+        table, shared = self._with_optional(table, shared)
+        dense, ids, shared_features, is_dense_shared = self._features.inputs(
+            table, origin, valid, faults, shared
+        )
+        ragged = dict(zip(self.keys, ids, strict=True))
+        return Encoded(
+            dense,
+            {key: ids.values[ids.offsets[0] : ids.offsets[-1]] for key, ids in ragged.items()},
+            {key: np.diff(ids.offsets) for key, ids in ragged.items()},
+            shared_features | {DENSE} if is_dense_shared else shared_features,
+        )
+
+    def _with_optional(self, table: "Table", shared: "Table | None") -> "tuple[Table, Table | None]":
+        """Add nulls for missing columns that requests may leave out."""
+        pa = needs("pyarrow", "data")
+        for name, other in self.optional.items():
+            shared_names = [] if shared is None else shared.column_names
+            if name in table.column_names or name in shared_names:
+                continue
+            # Beside the other list, so that a list shared by all samples is not repeated for them.
+            if shared is not None and other in shared_names:
+                shared = shared.append_column(name, pa.nulls(shared.num_rows, self.columns[name]))
+            elif other in table.column_names:
+                table = table.append_column(name, pa.nulls(table.num_rows, self.columns[name]))
+        return table, shared
+
+    def save(self, folder: Path) -> None:
+        """Write the fitted features and joined tables into a package."""
+        pa = needs("pyarrow", "data")
+        joins = []
+        for number, join in enumerate(self._features.joins):
+            name = f"join{number}-{Path(join.path).name}"
+            # Packages are self-contained: the original table may change or be gone.
+            shutil.copyfile(join.path, folder / name)
+            joins.append(replace(join, path=name))
+        replace(self._features, joins=tuple(joins)).save(folder / FITTED)
+        (folder / COLUMNS).write_bytes(pa.schema(list(self.columns.items())).serialize().to_pybytes())
+
+    @staticmethod
+    def load(folder: Path) -> "RawValues":
+        """Read `save` output."""
+        from meshrec.data.features import Features
+
+        ipc = needs("pyarrow.ipc", "data")
+        pa = needs("pyarrow", "data")
+        features = Features.from_json(json.loads((folder / FITTED).read_text(encoding="utf-8")))
+        joins = tuple(replace(join, path=str(folder / join.path)) for join in features.joins)
+        types = ipc.read_schema(pa.py_buffer((folder / COLUMNS).read_bytes()))
+        return RawValues(replace(features, joins=joins), types)
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type without dictionary encoding."""
+    pa = needs("pyarrow", "data")
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    return kind
+
+
+def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "Table":
+    """Build columns of the data's kinds from JSON values; see [Note: raw values].
+
+    Args:
+        columns: a value, or a list of values, per sample, by column.
+        raw: column types.
+        where: prefix of "sample 3" in messages.
+
+    Raises:
+        DataError: a value is of another kind; the message names the column and sample.
+    """
+    pa = needs("pyarrow", "data")
+    return pa.table(
+        {name: _array(name, values, raw.columns[name], where) for name, values in columns.items()}
+    )
+
+
+def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
+    pa = needs("pyarrow", "data")
+    if not pa.types.is_list(kind):
+        return _flat(name, values, kind, lambda position: f"{where}sample {position}")
+    lengths, flat = [0], []
+    for sample, value in enumerate(values):
+        if value is not None and not isinstance(value, list):
+            raise DataError(f"column {name!r} of {where}sample {sample} must be a list, got {shown(value)}")
+        flat += value or []
+        lengths.append(len(flat))
+    sample_of = [sample for sample, value in enumerate(values) for _ in value or []]
+    inner = _flat(name, flat, kind.value_type, lambda position: f"{where}sample {sample_of[position]}")
+    return pa.ListArray.from_arrays(pa.array(lengths, pa.int32()), inner)
+
+
+def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[int], str]) -> Any:
+    from meshrec.data.features.values import array_of, kind_of
+
+    pa = needs("pyarrow", "data")
+    value_kind = kind_of(kind)
+    description, types = _TAKES.get(value_kind, ("of a known kind", ()))
+    if int in types and value_kind != "time":
+        values = [_convert_number(value, is_whole=value_kind == "integer") for value in values]
+    for position, value in enumerate(values):
+        if value is not None and (type(value) is bool or not isinstance(value, types)):
+            raise DataError(
+                f"column {name!r} of {sample_name(position)} must be {description}, got {shown(value)}"
+            )
+    try:
+        if value_kind == "time" and any(isinstance(value, str) for value in values):
+            return _times(values, kind)
+        if value_kind == "integer" and any(value is not None for value in values):
+            # Files may have wider integers than training data, so do not cast to its width.
+            array = array_of(values)
+            if pa.types.is_decimal(array.type) and not pa.types.is_decimal(kind):
+                raise ValueError("it holds integers beyond 64 bits")
+            return array
+        if pa.types.is_decimal(kind):
+            return pa.array([None if v is None or v != v else Decimal(repr(v)) for v in values], kind)
+        if value_kind == "number":  # JSON writes 1.0 as 1
+            values = [None if value is None else float(value) for value in values]
+        return pa.array(values, kind)
+    except (pa.ArrowException, OverflowError, ValueError) as error:
+        raise DataError(f"column {name!r} must fit {kind}: {error}") from error
+
+
+def _convert_number(value: Any, *, is_whole: bool) -> Any:
+    """Convert booleans to 0 and 1, and for integer columns 1e3 to 1000 and NaN to null."""
+    if isinstance(value, float) and is_whole:
+        return None if value != value else int(value) if value.is_integer() else value
+    return int(value) if isinstance(value, bool) else value
+
+
+def _times(values: Sequence[Any], kind: Any) -> Any:
+    """Parse time strings. An empty string is null, because tensors have no other null."""
+    pa = needs("pyarrow", "data")
+    texts = [None if value == "" else value for value in values]
+    if pa.types.is_time(kind):  # Arrow does not cast strings to times of day
+        texts = [None if text is None else f"1970-01-01T{text}" for text in texts]
+        return pa.array(texts, pa.string()).cast(pa.timestamp(kind.unit)).cast(kind)
+    return pa.array(texts, pa.string()).cast(kind)

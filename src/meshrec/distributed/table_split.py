@@ -1,0 +1,227 @@
+"""Table splits over ranks: split tensors for a ``TableModule``'s state dict."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshrec.comms.collectives import all_reduce
+from meshrec.comms.mesh import Axis
+from meshrec.optim.optimizers import StateSlot
+from meshrec.tables.hashed.admission import parts_of
+from meshrec.tables.hashed.admission_eviction import AdmissionEviction
+from meshrec.tables.hashed.io import WAITING
+from meshrec.tables.hashed.table import IDS
+from meshrec.tables.module import TableModule
+from meshrec.tables.table import Rectangle, Span
+
+
+class FixedSplit:
+    """Split for a table with a fixed number of rows.
+
+    Args:
+        owners: rectangles by rank in ``mesh``.
+        mesh: the ranks.
+    """
+
+    is_split = True
+
+    def __init__(self, owners: Sequence[Sequence[Rectangle]], mesh: DeviceMesh) -> None:
+        self._owners, self._mesh = [list(rectangles) for rectangles in owners], mesh
+
+    def full_parts(self, module: TableModule) -> dict[str, Tensor]:
+        """Return the whole table's row parts by name, without a copy."""
+        column, device = module.storage.part_column, module.weight.device
+        tensors = [table.tensors() for table in module.tables]
+        size = (module.num_rows, column(module.dim))
+        return {
+            part.name: self._joined(
+                module,
+                [parts[part.name] for parts in tensors],
+                torch.empty(0, dtype=part.dtype, device=device),
+                size[:1] if part.per_row else size,
+                column,
+            )
+            for part in module.storage.row_parts
+        }
+
+    def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
+        """Return a table's optimizer state, fp32, without a copy."""
+        # Not detached: pickle deduplicates the same tensor object, but not two tensors that share memory.
+        parts = [table.tensors()[slot.name] for table in module.tables]
+        like = torch.empty(0, device=module.weight.device)
+        return self._joined(module, parts, like, slot.shape(module.num_rows, module.dim), int)
+
+    def any_rank(self, condition: bool) -> bool:
+        """Return the condition: fixed tables load without communication."""
+        return condition
+
+    def rows_loaded(self) -> None:
+        """Do nothing: other ranks need not know."""
+
+    def _joined(
+        self,
+        module: TableModule,
+        parts: Sequence[Tensor],
+        like: Tensor,
+        size: Sequence[int],
+        position: Callable[[int], int],
+    ) -> Tensor:
+        """Join this rank's parts into a split tensor.
+
+        Args:
+            module: supplies this rank's rectangles.
+            parts: a tensor per rectangle.
+            like: supplies dtype and device if the rank holds nothing.
+            size: the whole's size.
+            position: maps a table column to its position in a part.
+        """
+        # Imported here, because torch's DTensor is slow to import.
+        from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
+
+        def in_part(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+            return [r._replace(c0=position(r.c0), c1=position(r.c1)) for r in rectangles]
+
+        local = LocalRectangles(parts, in_part(module.rectangles), like, size)
+        return SplitTensor.of(local, [in_part(rectangles) for rectangles in self._owners], self._mesh)
+
+
+class GrowableSplit:
+    """Split for a hashed table, whose state dict has rows in key order.
+
+    ``weight`` and ``ids`` are split tensors with the table's current rows; see [Note: hashed tables in key
+    order]. ``full_parts`` is collective if IDs waiting for admission are counted; loading always is.
+
+    Args:
+        table: table number.
+        owners: rectangles by rank in ``mesh``.
+        mesh: the ranks; None if every rank has the whole table.
+        admission_eviction: supplies row counts by key interval, over all ranks.
+        axis: the ranks.
+    """
+
+    def __init__(
+        self,
+        table: int,
+        owners: Sequence[Sequence[Rectangle]],
+        mesh: DeviceMesh | None,
+        *,
+        admission_eviction: AdmissionEviction,
+        axis: Axis,
+    ) -> None:
+        self._table, self._owners, self._mesh = table, [list(rectangles) for rectangles in owners], mesh
+        self._admission_eviction, self._axis = admission_eviction, axis
+        self.is_split = mesh is not None
+
+    def full_parts(self, module: TableModule) -> dict[str, Tensor]:
+        """Return the table's row parts by name, in key order, without a copy."""
+        joined = self._key_ordered(module)
+        parts = {part.name: joined(part.name, part.dtype, part.per_row) for part in module.storage.row_parts}
+        parts[IDS] = joined(IDS, torch.int64, True)
+        if self._admission_eviction.storages[self._table].counts:
+            parts |= self._admission_counts(module)
+        return parts
+
+    def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
+        """Return a table's optimizer state in key order, without a copy."""
+        return self._key_ordered(module)(slot.name, torch.float32, slot.per_row)
+
+    def any_rank(self, condition: bool) -> bool:
+        """Return whether a condition holds on some rank. Collective if the table is split."""
+        flag = torch.tensor([int(condition)])
+        if self.is_split:
+            all_reduce(flag, self._axis, "loading a hashed table")
+        return bool(flag)
+
+    def rows_loaded(self) -> None:
+        """Count the rows on all ranks again. Collective."""
+        self._admission_eviction.recount()
+
+    def _key_ordered(self, module: TableModule) -> Callable[[str, torch.dtype, bool], Tensor]:
+        """Return a function that joins a row part over all ranks."""
+        positions = self._positions(self._admission_eviction.live[self._table])
+        tables = [table.key_ordered(positions(table.rectangle)[0]) for table in module.tables]
+        tensors = [table.tensors() for table in tables]
+        for table, r in zip(tables, module.rectangles, strict=True):
+            assert (table.rectangle.r0, table.rectangle.r1) == positions(r), "ranks have lost count"
+
+        def joined(name: str, dtype: torch.dtype, per_row: bool) -> Tensor:
+            """Join a part over all ranks.
+
+            Args:
+                name: part name.
+                dtype: part dtype.
+                per_row: whether the part has a value per row.
+            """
+            parts = [tensor[name] for tensor in tensors]
+            return self._joined(module, parts, positions, dtype, per_row=per_row)
+
+        return joined
+
+    def _admission_counts(self, module: TableModule) -> dict[str, Tensor]:
+        """Return the waiting IDs' counts over all ranks. Collective if the table is split."""
+        intervals = self._admission_eviction.intervals[self._table]
+        sizes = torch.zeros(len(intervals), dtype=torch.int64)
+        counts = [parts_of(table.admission_counts) for table in module.tables]
+        for table, parts in zip(module.tables, counts, strict=True):
+            r = table.rectangle
+            # Column shards count the same IDs, so only the shard with column 0 contributes.
+            if r.c0 == 0:
+                for number, span in enumerate(intervals):
+                    if r.r0 <= span[0] and span[1] <= r.r1:
+                        keys = next(table.admission_counts.stream(span), (parts[WAITING[0]][:0],))[0]
+                        sizes[number] = len(keys)
+        if self.is_split:
+            all_reduce(sizes, self._axis, "waiting IDs")
+        positions = self._positions(sizes.tolist())
+        return {
+            name: self._joined(
+                module, [parts[name] for parts in counts], positions, torch.int64, per_row=True
+            )
+            for name in WAITING
+        }
+
+    def _positions(self, counts: Sequence[int]) -> Callable[[Rectangle], Span]:
+        """Return a function from a rectangle to its first row position and the end."""
+        spans = self._admission_eviction.intervals[self._table]
+        edges = [span[0] for span in spans] + [spans[-1][1]]
+        position = dict(zip(edges, accumulate(counts, initial=0), strict=True))
+        return lambda rectangle: (position[rectangle.r0], position[rectangle.r1])
+
+    def _joined(
+        self,
+        module: TableModule,
+        parts: Sequence[Tensor],
+        positions: Callable[[Rectangle], Span],
+        dtype: torch.dtype,
+        *,
+        per_row: bool,
+    ) -> Tensor:
+        if self._mesh is None:
+            return parts[0]
+        # Imported here, because torch's DTensor is slow to import.
+        from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
+
+        column = module.storage.part_column
+
+        def in_key_order(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+            return [Rectangle(r.table, *positions(r), *map(column, r.columns)) for r in rectangles]
+
+        spans = self._admission_eviction.intervals[self._table]
+        end = positions(Rectangle(0, spans[0][0], spans[-1][1], 0, 0))[1]
+        size = [end] if per_row else [end, column(module.dim)]
+        owners = [in_key_order(rectangles) for rectangles in self._owners]
+        # DCP identifies pieces by their start, which empty pieces share with the next piece.
+        local = [
+            (part, r)
+            for part, r in zip(parts, in_key_order(module.rectangles), strict=True)
+            if len(part) or not end
+        ]
+        if end:
+            owners = [[r for r in rectangles if r.r0 < r.r1] for rectangles in owners]
+        rectangles = LocalRectangles(
+            [part for part, _ in local], [r for _, r in local], torch.empty(0, dtype=dtype), size
+        )
+        return SplitTensor.of(rectangles, owners, self._mesh)

@@ -1,0 +1,158 @@
+"""Ownership marks in folders created by MeshRec; see [Note: what MeshRec deletes] in ``removal.py``."""
+
+import contextlib
+import errno
+import fcntl
+import getpass
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from meshrec.durable.files import DamageError, read_into
+from meshrec.durable.removal import Created, remove_named, remove_tree
+from meshrec.durable.sealed import sealed, unsealed
+
+PREFIX = ".meshrec-"
+"""File name prefix of marks."""
+_NAME = re.compile(r"\.meshrec-([0-9a-f]{8,64})")
+_MAX_BYTES = 1 << 16
+_LOCK_ATTEMPTS = 3
+_SECONDS_BETWEEN = 0.01
+
+
+class Mark(NamedTuple):
+    """Ownership mark of a folder; see [Note: what MeshRec deletes]."""
+
+    folder: Path
+    id: str
+    kind: str
+
+    @property
+    def path(self) -> Path:
+        """The mark's file."""
+        return self.folder / f"{PREFIX}{self.id}"
+
+    def remove(self, names: str) -> None:
+        """Delete files whose full name matches a regular expression, then the mark."""
+        pattern = re.compile(names)
+        remove_named(self.folder, (name for name in _names(self.folder) if pattern.fullmatch(name)))
+        remove_named(self.folder, [self.path.name])
+
+    def remove_all(self) -> None:
+        """Delete the folder and its content."""
+        remove_tree(self.folder, last=self.path.name)
+
+
+def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
+    """Mark a folder as created by this version, and lock the mark.
+
+    Args:
+        folder: folder to mark.
+        kind: folder kind.
+        id: unique hexadecimal digits; random by default.
+
+    Returns:
+        The mark, and the descriptor holding its lock. Forked processes share the lock. A killed process
+            releases it.
+    """
+    new_mark = Mark(folder, id or secrets.token_hex(8), kind)
+    descriptor, created = Created.file(new_mark.path, 0o644)
+    try:
+        # Without file system locks, no process can prove the mark free, so it is never deleted.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        content = {
+            "id": new_mark.id,
+            "kind": kind,
+            "creator": f"{_user()} on {socket.gethostname()}, process {os.getpid()}",
+            "path": os.path.realpath(folder),
+            "inodes": [os.stat(folder).st_ino, os.fstat(descriptor).st_ino],
+        }
+        # Write the content after locking: a mark without content is invalid, so it is never both valid and
+        # free.
+        os.pwrite(descriptor, sealed(content), 0)
+    except BaseException:
+        created.remove()
+        os.close(descriptor)
+        raise
+    return new_mark, descriptor
+
+
+def marks(folder: Path, kind: str, *, moved: bool = False) -> list[Mark]:
+    """Return a folder's valid marks with free locks. A link to a folder has none.
+
+    Args:
+        folder: the folder.
+        kind: folder kind.
+        moved: accept a folder that was moved or restored from a backup, and file systems without locks. The
+            caller must hold another lock on the folder.
+    """
+    if folder.is_symlink():
+        return []
+    names = (_NAME.fullmatch(name) for name in _names(folder))
+    candidates = [Mark(folder, name[1], kind) for name in names if name]
+    return [candidate for candidate in candidates if _is_valid(candidate, moved)]
+
+
+def release(lock: int) -> None:
+    """Release a mark's lock, including for processes forked meanwhile."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
+def _is_valid(candidate: Mark, moved: bool) -> bool:
+    """Return whether a mark belongs to this user and folder, and its lock is free."""
+    try:
+        # NFS grants an exclusive lock only on a file opened for writing.
+        descriptor = os.open(candidate.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if not _is_free(descriptor, without_locks=moved):
+            return False
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_size > _MAX_BYTES:
+            return False
+        raw = bytearray(status.st_size)
+        read_into(descriptor, memoryview(raw), 0, candidate.path.name)
+        content = unsealed(bytes(raw), candidate.path.name, required=True)
+        proofs = (
+            content["path"] == os.path.realpath(candidate.folder),
+            content["inodes"] == [os.stat(candidate.folder).st_ino, status.st_ino],
+        )
+        is_in_place = any(proofs) if moved else all(proofs)
+        return is_in_place and (content["id"], content["kind"]) == (candidate.id, candidate.kind)
+    except (OSError, DamageError, KeyError, TypeError):
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int, *, without_locks: bool) -> bool:
+    for _ in range(_LOCK_ATTEMPTS):  # another process may be checking the same mark
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return without_locks
+        time.sleep(_SECONDS_BETWEEN)
+    return False
+
+
+def _names(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
+def _user() -> str:
+    with contextlib.suppress(KeyError, OSError):
+        return getpass.getuser()
+    return str(os.getuid())

@@ -1,0 +1,779 @@
+"""Estimators for Python programs and notebooks, with the defaults of `meshrec inspect` and `meshrec train`.
+
+`fit` runs the functions behind these two commands in a temporary folder, so that scores are equal to the bit.
+The folder is removed with the estimator.
+"""
+
+import io
+import json
+import logging
+import os
+import random
+import sys
+import tarfile
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from meshrec.cli.inspect import InspectOptions, look, recipe_text
+from meshrec.cli.inspect_log import NextItemModel, recipe_of_log
+from meshrec.data.faults import needs
+from meshrec.data.frames import to_table
+from meshrec.data.locations import is_address
+from meshrec.data.log_columns import LogColumns
+from meshrec.data.nearest import did_you_mean
+from meshrec.data.propose import propose
+from meshrec.data.propose_label import Task
+from meshrec.durable import durable_folder, make_scratch, remove_scratch
+from meshrec.metrics.named import leading_text
+from meshrec.runs.calibrated import CalibrationKind, Curve, curve_of_run
+from meshrec.runs.contributions import contributions
+from meshrec.runs.job import Job
+from meshrec.runs.judging import judge
+from meshrec.runs.recommending import load_recommender, recommendation_tables, recommendations
+from meshrec.runs.saved_recipe import load_recipe
+from meshrec.runs.scoring import Scorer, gathered, load_scorer, open_data
+from meshrec.runs.similar import similar_items
+from meshrec.runs.worker import work
+from meshrec.train.evaluation import Scored
+from meshrec.train.observers import Evaluated, Event, Finished, Said, Started, Stepped
+from meshrec.train.ranks import choose_device, join
+from meshrec.train.recipe import Recipe
+from meshrec.train.run_folder import CONFIG, RunFolder, final_of
+
+_base = needs("sklearn.base", "estimators")
+_checks = needs("sklearn.utils.validation", "estimators")
+_multiclass = needs("sklearn.utils.multiclass", "estimators")
+
+# n rows, C classes, d columns
+
+_DATA, _RUN, _ABOUT = "data.parquet", "run", "estimator.json"
+E = TypeVar("E", bound="_Estimator")
+_logger = logging.getLogger("meshrec")
+
+
+class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
+    """Base class of estimators: trains a run in a temporary folder, and copies it."""
+
+    _folder: Path | None = None
+    """Temporary folder, from `fit` or `load` until the estimator is collected."""
+    _library = "pyarrow"
+    """Library of the data passed to `fit`."""
+
+    @property
+    def run_(self) -> Path:
+        """Folder of the trained run, for commands such as `meshrec export RUN --out model`. With
+        ``final="all"`` it is the folder of the refit on all rows.
+        """
+        _checks.check_is_fitted(self)
+        assert self._folder is not None
+        final = final_of(RunFolder(self._folder / _RUN))
+        return self._folder / _RUN if final is None else final.path
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return self._folder is not None
+
+    def _new_folder(self) -> Path:
+        """Create the temporary folder, and remove the folder of an earlier `fit`."""
+        # Model, recipe, step and features: set by the first prediction, dropped by the next `fit`.
+        before, self._opened = self._folder, list[Any]()
+        folder = make_scratch("meshrec-estimator")
+        weakref.finalize(self, remove_scratch, folder)
+        if before is not None:
+            remove_scratch(before)
+        self._folder = folder
+        return folder
+
+    @contextmanager
+    def _folder_of_fit(self) -> Iterator[Path]:
+        """Create the temporary folder, and remove it if `fit` fails."""
+        folder = self._new_folder()
+        try:
+            yield folder
+        except BaseException:
+            self._folder = None
+            remove_scratch(folder)
+            raise
+
+    def _paths(self, data: Any, folder: Path) -> tuple[str, ...]:
+        """Return the training data files; a table is written to the temporary folder."""
+        if _are_paths(data):
+            return tuple(_absolute(path) for path in ([data] if isinstance(data, str | Path) else data))
+        pq.write_table(to_table(data), folder / _DATA)
+        return (str(folder / _DATA),)
+
+    def _train(self, text: str, folder: Path) -> None:
+        """Train the recipe with Python source ``text`` and this estimator's options."""
+        names: dict[str, Any] = {}
+        # recipe_text or recipe_of_log generated this text.
+        exec(compile(text, "recipe.py", "exec"), names)
+        recipe = _with_options(names["recipe"](), self.options or {})
+        # An estimator trains in this process.
+        recipe.check(1)
+        self.recipe_ = text
+        # A YAML source is not code: the configuration holds all of it, and `load` executes nothing.
+        job = Job(
+            recipe=recipe, source="recipe.yaml", name=_RUN, runs=folder, device=self.device, final=self.final
+        )
+        with _own_random_state():
+            self.summary_ = work(job, lambda _: _Progress() if self.verbose else _silent)
+
+    def _evaluated(self, data: Any) -> dict[str, float]:
+        if (RunFolder(self.run_).read_json(CONFIG) or {}).get("all_rows"):
+            _logger.warning(
+                "%s was fitted on all rows of its data: figures on these rows are too good. summary_ has "
+                "those of rows that the first fit did not learn from.",
+                type(self).__name__,
+            )
+        ranks = join(choose_device(self.device))
+        judged = judge(self._scorer(data, labelled=True), ranks)
+        assert judged is not None
+        return judged.metrics
+
+    def _scorer(self, data: Any, *, labelled: bool) -> Scorer:
+        """Open data for the trained model, which is loaded only once."""
+        run = RunFolder(self.run_)
+        paths = data if _are_paths(data) else to_table(data)
+        if not self._opened:
+            scorer = load_scorer(run, join(choose_device(self.device)), paths, labelled=labelled)
+            self._opened += (scorer.model, scorer.recipe, scorer.step, scorer.features)
+            return scorer
+        model, recipe, step, features = self._opened
+        dataset = open_data(recipe.data, run, paths, labelled=labelled)
+        return Scorer(model, recipe, dataset, step, features)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the trained model to a new folder, for `load`. The training data is not included."""
+        about = {"class": type(self).__name__, "params": self.get_params(), "fitted": self._fitted()}
+        run = self.run_
+        with durable_folder(Path(folder)) as parts:
+            (parts / _ABOUT).write_text(json.dumps(about, default=_plain) + "\n", encoding="utf-8")
+            _unpacked(_packed(run), parts)
+
+    @classmethod
+    def load(cls: type[E], folder: str | Path) -> E:
+        """Load a folder from `save`. No code in the folder is executed.
+
+        Raises:
+            ValueError: another class saved the folder.
+        """
+        about = json.loads((Path(folder) / _ABOUT).read_text(encoding="utf-8"))
+        if about["class"] != cls.__name__:
+            raise ValueError(
+                f"{folder} holds a {about['class']}, not a {cls.__name__}. Call "
+                f"meshrec.{about['class']}.load."
+            )
+        made = cls(**about["params"])
+        _unpacked(_packed(Path(folder) / _RUN), made._new_folder())
+        for name, value in about["fitted"].items():
+            # JSON turns these arrays into lists.
+            setattr(made, name, np.array(value) if name in ("classes_", "feature_names_in_") else value)
+        return made
+
+    def _fitted(self) -> dict[str, Any]:
+        """Return the attributes that `fit` learned in addition to the run."""
+        names = ("_library", "_positive", "_target")
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name in names or (name.endswith("_") and name[0] != "_")
+        }
+
+    def _returned(self, table: pa.Table) -> Any:
+        """Convert a table to the library of the data passed to `fit`."""
+        if self._library == "pandas":
+            return table.to_pandas()
+        return needs("polars", "data").from_arrow(table) if self._library == "polars" else table
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.input_tags.string = tags.input_tags.categorical = True
+        tags.non_deterministic = False
+        return tags
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickles leave out the loaded model: the archive below contains its weights.
+        state = {name: value for name, value in super().__getstate__().items() if name != "_opened"}
+        if self._folder is not None:
+            state["_folder"] = _packed(self.run_)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        packed = state.pop("_folder", None)
+        super().__setstate__(state)
+        if packed is not None:
+            _unpacked(packed, self._new_folder())
+
+
+class _OfTables:
+    """Mixin for estimators that score table rows: a score per row, or a score per class."""
+
+    def _fit(self: Any, X: Any, y: Any, task: Task | None, query: str | None = None) -> Any:
+        """Train on a table with a label; return the estimator.
+
+        Args:
+            X: a table, an array or paths.
+            y: labels [n]; None: they are in ``X``.
+            task: label task for the proposal; None: infer it.
+            query: query column for ranking.
+        """
+        self._target, self._library = self.label, _library_of(X)
+        table = X if y is None else self._with_label(X, y)
+        if self._target is None:
+            raise ValueError(
+                f"{type(self).__name__} requires y to be passed, but the target y is None, and no label is "
+                f"named. Give fit(X, y), or {type(self).__name__}(label=COLUMN)."
+            )
+        with self._folder_of_fit() as folder:
+            options = InspectOptions(
+                data=self._paths(table, folder),
+                label=self._target,
+                time=self.time,
+                task=task,
+                query=query,
+                out=folder / "recipe.py",
+            )
+            found, proposal = look(options)
+            is_classifier = isinstance(self, Classifier)
+            if is_classifier and found.labels is not None and len(found.labels.values) > 2:
+                proposal = propose(found, label=self._target, time=self.time, task="classes")
+            self.remarks_ = proposal.warnings
+            self._train(recipe_text(options, proposal, found.num_rows), folder)
+            if is_classifier:
+                self._classes(found.labels, proposal.features.labels[0])
+                self._calibrate()
+        return self
+
+    def _with_label(self: Any, X: Any, y: Any) -> pa.Table:
+        """Append the labels as a column to a feature table."""
+        if _are_paths(X):
+            raise ValueError(
+                "fit(X, y) takes a table or an array X. Name the column of a file's labels: label=..."
+            )
+        table = self._table(X, reset=True)
+        values = _checks.column_or_1d(y, warn=True)
+        _checks.check_consistent_length(X, values)
+        self._target = self._target or "label"
+        if self._target in table.column_names:
+            raise ValueError(
+                f"the table has a column {self._target!r}, and y has the labels. Leave one of them out, or "
+                "set label."
+            )
+        return table.append_column(
+            self._target, pa.array(values.tolist() if values.dtype == object else values)
+        )
+
+    def _table(self: Any, X: Any, *, reset: bool) -> Any:
+        """Return the data as a table, or paths unchanged. Data that came with y is validated."""
+        is_frame = hasattr(X, "__arrow_c_stream__") or type(X).__module__.split(".")[0] in (
+            "pandas",
+            "datasets",
+        )
+        if _are_paths(X) or (is_frame and not reset and not hasattr(self, "n_features_in_")):
+            return X
+        if is_frame:
+            _checks.validate_data(self, X, reset=reset, skip_check_array=True)
+            return to_table(X)
+        # A fit needs at least two rows.
+        least = 2 if reset else 1
+        array = _checks.validate_data(
+            self, X, reset=reset, dtype=None, ensure_all_finite="allow-nan", ensure_min_samples=least
+        )
+        # Use the column names pandas would give the array: a table's seed depends on its name.
+        names = map(str, range(array.shape[1]))
+        return pa.table({name: _column(array[:, number]) for number, name in enumerate(names)})
+
+    def _scores(self: Any, X: Any) -> npt.NDArray[np.float32]:
+        """Return scores for all rows, [n], or [n, C] for several classes."""
+        _checks.check_is_fitted(self)
+        scorer = self._scorer(self._table(X, reset=False), labelled=False)
+        logits = Scored.joined(list(gathered(scorer, join(choose_device(self.device))))).logits_B
+        # Only Classifier sets curve_, with `calibration`.
+        if getattr(self, "curve_", None) is not None:
+            logits = Curve(*self.curve_).calibrated(logits)
+        scores: npt.NDArray[np.float32] = scorer.recipe.loss.scores(logits).float().numpy()
+        return scores
+
+    def evaluate(self: Any, data: Any, y: Any = None) -> dict[str, float]:
+        """Return the metrics from `meshrec evaluate` on labelled data.
+
+        Args:
+            data: a table with the label, or paths; with ``y``, a table or an array without it.
+            y: labels [n]; None: they are in ``data``.
+        """
+        _checks.check_is_fitted(self)
+        if y is not None:
+            table = to_table(self._table(data, reset=False))
+            data = table.append_column(self._target, pa.array(np.asarray(y).tolist()))
+        metrics: dict[str, float] = self._evaluated(data)
+        return metrics
+
+    def explain(self: Any, X: Any, *, background: Any = None, num_orders: int = 32) -> Any:
+        """Return each column's contribution to the prediction for each row, as Shapley values.
+
+        Args:
+            X: rows to explain: a table, an array or paths. A row costs some hundreds of predictions.
+            background: rows to compare with; None: the training data, which is unavailable after `load`.
+            num_orders: number of random column orders: four times as many halve the error.
+
+        Returns:
+            A table with contributions by column, in logits or in label units, ``(base)`` and ``(output)``,
+            their sum; see `meshrec.runs.contributions`. It has the library of the data passed to ``fit``.
+        """
+        _checks.check_is_fitted(self)
+        rows = self._table(X, reset=False)
+        others = None if background is None else self._table(background, reset=False)
+        if others is None and not _is_there(RunFolder(self.run_)):
+            raise ValueError("the saved model has no training data to compare with. Give background rows.")
+        found = contributions(RunFolder(self.run_), rows, background=others, num_orders=num_orders)
+        return self._returned(found)
+
+
+class Classifier(_base.ClassifierMixin, _OfTables, _Estimator):  # type: ignore[misc, name-defined]
+    """A classifier for rows with IDs, strings, lists, times and numbers.
+
+    It trains the wide & deep model that `meshrec inspect` proposes. Two classes make a binary label, whatever
+    their type. A tenth of the rows is validation data, which selects the weights, and a tenth is test data
+    (``summary_["test"]``): the latest rows with ``time``, and random rows without.
+
+    Args:
+        label: column to learn; None: ``fit`` gets ``y``.
+        time: column that orders the rows; None: rows are held out at random.
+        calibration: calibrate binary probabilities on the validation data, ``isotonic`` for thousands of rows
+            or ``platt``; None: no calibration.
+        options: changes to the proposed recipe, by command-line name, such as ``{"training.epochs": 2}``.
+        device: ``cpu`` or ``cuda``; None: ``cuda`` where torch sees a GPU.
+        verbose: print progress.
+        final: ``all``: refit on all rows, as `meshrec train --final all` does. Metrics in ``summary_`` belong
+            to the first fit.
+
+    Attributes:
+        classes_: classes, ascending, [C].
+        recipe_: recipe as Python source, for `meshrec train`.
+        remarks_: hints about the data.
+        summary_: run summary, with validation and test metrics.
+        run_: run folder, which is removed with the estimator.
+
+    Example::
+
+        import numpy as np
+        import pyarrow as pa
+        import meshrec
+
+        user = np.arange(600) % 30
+        table = pa.table({"user": user, "clicked": np.where(user % 3 == 0, "yes", "no")})
+        model = meshrec.Classifier(label="clicked", options={"training.epochs": 2}).fit(table)
+        print(model.predict_proba(table.drop_columns("clicked"))[:, 1])
+    """
+
+    def __init__(
+        self,
+        label: str | None = None,
+        time: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        verbose: bool = False,
+        *,
+        calibration: CalibrationKind | None = None,
+        final: Literal["all"] | None = None,
+    ) -> None:
+        self.label, self.time, self.options, self.calibration = label, time, options, calibration
+        self.device, self.verbose, self.final = device, verbose, final
+
+    def fit(self, X: Any, y: Any = None) -> "Classifier":
+        """Inspect the data, and train.
+
+        Args:
+            X: a pandas, polars or Arrow table, an array [n, d], or paths to Parquet or CSV files.
+            y: classes [n]; None: they are the column ``label``.
+
+        Raises:
+            ValueError: the data cannot be learned from; the message says why.
+        """
+        if y is not None:
+            _multiclass.check_classification_targets(y)
+        self._fit(X, y, None)
+        return self
+
+    def predict(self, X: Any) -> npt.NDArray[Any]:
+        """Return the most probable class per row, [n]."""
+        best = self.predict_proba(X).argmax(1)
+        classes: npt.NDArray[Any] = self.classes_[best]
+        return classes
+
+    def predict_proba(self, X: Any) -> npt.NDArray[np.float32]:
+        """Return class probabilities in the order of ``classes_``, [n, C]."""
+        scores = self._scores(X)
+        if scores.ndim == 2 and scores.shape[1] > 1:
+            return scores
+        positive = scores.reshape(-1)
+        pair = np.stack([1 - positive, positive], 1)
+        return pair if self._positive else pair[:, ::-1]
+
+    def _calibrate(self) -> None:
+        """Fit the calibration on the run's validation data."""
+        self.curve_ = None
+        if self.calibration is not None:
+            assert self._folder is not None
+            # The first fit did not learn from the validation data.
+            run, ranks = RunFolder(self._folder / _RUN), join(choose_device(self.device))
+            data = load_recipe(run).data.train  # type: ignore[attr-defined]
+            scorer = load_scorer(run, ranks, data, labelled=True)
+            self.curve_ = tuple(curve_of_run(run, scorer, ranks, self.calibration))
+
+    def _classes(self, labels: Any, label: Any) -> None:
+        """Set the classes, and the index of the positive class."""
+        self.classes_ = np.array(sorted(label.classes or labels.values.to_pylist()))
+        self._positive = 1 if not label.classes else int(label.classes[-1] == self.classes_[-1])
+
+
+class Regressor(_base.RegressorMixin, _OfTables, _Estimator):  # type: ignore[misc, name-defined]
+    """A regressor for rows with IDs, strings, lists, times and numbers; see `Classifier` for arguments.
+
+    Args:
+        label: column to learn; None: ``fit`` gets ``y``.
+        time: column that orders the rows.
+        options: changes to the proposed recipe.
+        device: ``cpu`` or ``cuda``.
+        verbose: print progress.
+        final: ``all``: refit on all rows, as `meshrec train --final all` does. Metrics in ``summary_`` belong
+            to the first fit.
+
+    Example::
+
+        import numpy as np
+        import pyarrow as pa
+        import meshrec
+
+        item = np.arange(600) % 20
+        table = pa.table({"item": item, "price": item * 1.5})
+        model = meshrec.Regressor(label="price", options={"training.epochs": 2}).fit(table)
+        print(model.predict(table)[:3])
+    """
+
+    def __init__(
+        self,
+        label: str | None = None,
+        time: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        verbose: bool = False,
+        *,
+        final: Literal["all"] | None = None,
+    ) -> None:
+        self.label, self.time, self.options = label, time, options
+        self.device, self.verbose, self.final = device, verbose, final
+
+    def fit(self, X: Any, y: Any = None) -> "Regressor":
+        """Inspect the data, and train.
+
+        Args:
+            X: a pandas, polars or Arrow table, an array [n, d], or paths to Parquet or CSV files.
+            y: target values [n]; None: they are the column ``label``.
+
+        Raises:
+            ValueError: the data cannot be learned from; the message says why.
+        """
+        if y is not None:
+            y = _checks.check_array(y, ensure_2d=False, dtype="numeric", input_name="y")
+        self._fit(X, y, "number")
+        return self
+
+    def predict(self, X: Any) -> npt.NDArray[np.float32]:
+        """Return a value per row, [n]."""
+        return self._scores(X).reshape(-1)
+
+
+class Ranker(_OfTables, _Estimator):
+    """A model that ranks rows within a query, session or user by grade.
+
+    Args:
+        label: column with the grades.
+        query: column that groups the rows to rank.
+        options: changes to the proposed recipe; see `Classifier`.
+        device: ``cpu`` or ``cuda``.
+        verbose: print progress.
+        final: ``all``: refit on all rows, as `meshrec train --final all` does. Metrics in ``summary_`` belong
+            to the first fit.
+
+    Example::
+
+        import numpy as np
+        import pyarrow as pa
+        import meshrec
+
+        row = np.arange(600)
+        table = pa.table({"query": row // 6, "item": row % 7, "grade": row % 7 % 3})
+        options = {"training.epochs": 2}
+        model = meshrec.Ranker(label="grade", query="query", options=options).fit(table)
+        print(model.predict(table)[:6])
+    """
+
+    time = None
+
+    def __init__(
+        self,
+        label: str,
+        query: str,
+        options: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        verbose: bool = False,
+        *,
+        final: Literal["all"] | None = None,
+    ) -> None:
+        self.label, self.query, self.options = label, query, options
+        self.device, self.verbose, self.final = device, verbose, final
+
+    def fit(self, X: Any, y: None = None) -> "Ranker":
+        """Inspect the table or the files, and train. ``y`` exists only for scikit-learn pipelines."""
+        if y is not None:
+            raise ValueError("Ranker takes its grades from the column `label`. Leave y out.")
+        self._fit(X, None, None, query=self.query)
+        return self
+
+    def predict(self, X: Any) -> npt.NDArray[np.float32]:
+        """Return a score per row, [n]: larger scores come first within a query."""
+        return self._scores(X).reshape(-1)
+
+
+class Recommender(_Estimator):
+    """A next-item model for users, trained on a log with users, items and times.
+
+    Args:
+        user: user column.
+        item: item column.
+        time: time column.
+        model: hstu, sasrec, gru4rec, bert4rec or two_tower.
+        options: changes to the proposed recipe; see `Classifier`.
+        device: ``cpu`` or ``cuda``.
+        verbose: print progress.
+        final: ``all``: refit on all rows, as `meshrec train --final all` does. Metrics in ``summary_`` belong
+            to the first fit.
+
+    Example::
+
+        import numpy as np
+        import pyarrow as pa
+        import meshrec
+
+        row = np.arange(400)
+        log = pa.table({"user": row // 8, "item": (row + row // 8) % 12, "time": row})
+        model = meshrec.Recommender(options={"training.epochs": 1}).fit(log)
+        print(model.recommend([0, 1], k=3))
+        print(model.similar([4], k=3))
+    """
+
+    def __init__(  # noqa: PLR0917 - as scikit-learn's classes
+        self,
+        user: str = "user",
+        item: str = "item",
+        time: str = "time",
+        model: NextItemModel = "hstu",
+        options: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        verbose: bool = False,
+        *,
+        final: Literal["all"] | None = None,
+    ) -> None:
+        self.user, self.item, self.time, self.model = user, item, time, model
+        self.options, self.device, self.verbose, self.final = options, device, verbose, final
+
+    def fit(self, X: Any, y: None = None) -> "Recommender":
+        """Inspect the log, and train.
+
+        Args:
+            X: a pandas, polars or Arrow table, or paths to Parquet or CSV files.
+            y: exists only for scikit-learn pipelines.
+
+        Raises:
+            ValueError: the log cannot be learned from; the message says why.
+        """
+        if y is not None:
+            raise ValueError("Recommender learns from the columns of its log. Leave y out.")
+        with self._folder_of_fit() as folder:
+            columns = LogColumns(user=self.user, item=self.item, time=self.time)
+            paths = self._paths(X, folder)
+            text, _, parts = recipe_of_log(paths, columns, folder / "recipe.py", label=None, model=self.model)
+            self.remarks_ = parts.reasons
+            self._library = _library_of(X)
+            self._train(text, folder)
+        return self
+
+    def recommend(
+        self, users: Any = None, k: int = 10, *, data: Any = None, keep_seen: bool | None = None
+    ) -> Any:
+        """Return the best items for users, as `meshrec recommend` does.
+
+        Args:
+            users: user values; None: all users in the log.
+            k: number of items per user.
+            data: another log with the histories; None: the log passed to `fit`.
+            keep_seen: also recommend items that a user has had; None: unless repeats are rare in the log.
+
+        Returns:
+            A table with user, rank, item and score, in the library of the data passed to ``fit``: pandas,
+                polars or Arrow.
+        """
+        _checks.check_is_fitted(self)
+        ranks = join(choose_device(self.device))
+        wanted = None if users is None else pa.table({self.user: pa.array(_listed(users))})
+        log = data if data is None or _are_paths(data) else self._paths(data, self._folder_of("other"))
+        found = load_recommender(RunFolder(self.run_), ranks, users=wanted, data=log)
+        best = recommendations(found, ranks, k, keep_seen=keep_seen)
+        return self._returned(pa.concat_tables(recommendation_tables(found, best)))
+
+    def similar(self, items: Any, k: int = 10) -> Any:
+        """Return the most similar items for each item, by vector cosine.
+
+        Args:
+            items: item values from the log.
+            k: number of similar items per item.
+
+        Returns:
+            A table with item, rank, similar and score, in the library of the data passed to ``fit``.
+        """
+        _checks.check_is_fitted(self)
+        return self._returned(similar_items(RunFolder(self.run_), pa.array(_listed(items)), k))
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Return metrics on each user's last item in another log, a table or paths."""
+        _checks.check_is_fitted(self)
+        log = data if _are_paths(data) else self._paths(data, self._folder_of("other"))
+        return self._evaluated(log)
+
+    def _folder_of(self, name: str) -> Path:
+        """Return a folder for another log, inside the temporary folder."""
+        assert self._folder is not None
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+
+class _Progress:
+    """Progress on a single standard error line, which terminals and notebooks overwrite."""
+
+    def __init__(self) -> None:
+        # Steps in total, last validation metric, and last shown percentage.
+        self._num_steps, self._quality, self._shown = 0, "", -1
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._num_steps = event.num_steps
+            case Evaluated(line, _):
+                self._quality = f"  {leading_text(line)}"
+            case Said(text):
+                print(f"\r{text}", file=sys.stderr)
+            case Stepped(step, _) if 100 * step // self._num_steps != self._shown:
+                self._shown = 100 * step // self._num_steps
+                text = f"\rstep {step:,} of {self._num_steps:,}{self._quality}   "
+                print(text, end="", file=sys.stderr, flush=True)
+            case Finished(summary):
+                found = "  ".join(
+                    f"{data} {leading_text(summary[data])}"
+                    for data in ("validation", "test")
+                    if summary[data]
+                )
+                print(f"\rfinished at step {summary['step']:,}: {found}   ", file=sys.stderr)
+            case _:
+                pass
+
+
+def _silent(event: Event) -> None:
+    """Show nothing."""
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Preserve the program's random state: training seeds Python, NumPy and torch."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _with_options(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
+    """Replace recipe fields by option name, such as ``training.epochs``.
+
+    Raises:
+        ValueError: the recipe has no such field.
+    """
+    for name, value in options.items():
+        part, _, field = name.partition(".")
+        inner: Any = getattr(recipe, part, None)
+        if not field or not hasattr(inner, field):
+            known = [] if inner is None else [f"{part}.{each}" for each in vars(inner)]
+            raise ValueError(
+                f"options[{name!r}]: the recipe has no such option; {part!r} has {known}."
+                f"{did_you_mean(name, known)}"
+            )
+        parts: dict[str, Any] = {part: replace(inner, **{field: value})}
+        recipe = replace(recipe, **parts)
+    return recipe
+
+
+def _are_paths(data: Any) -> bool:
+    if isinstance(data, str | Path):
+        return True
+    return (
+        isinstance(data, list | tuple)
+        and len(data) > 0
+        and all(isinstance(each, str | Path) for each in data)
+    )
+
+
+def _absolute(path: str | Path) -> str:
+    return str(path) if is_address(str(path)) else os.path.abspath(path)
+
+
+def _library_of(data: Any) -> str:
+    return type(data).__module__.partition(".")[0]
+
+
+def _is_there(run: RunFolder) -> bool:
+    """Return whether a run's training data still exists."""
+    paths = load_recipe(run).data.train  # type: ignore[attr-defined]
+    return all(is_address(path) or os.path.exists(path) or "*" in path for path in paths)
+
+
+def _listed(values: Any) -> Any:
+    """Return users or items as a list, from an array, a column, a list, or a single value."""
+    if isinstance(values, str | bytes | int):
+        return [values]
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _column(values: npt.NDArray[Any]) -> Any:
+    return pa.array(values.tolist()) if values.dtype == object else pa.array(np.ascontiguousarray(values))
+
+
+def _plain(value: Any) -> Any:
+    """Convert arrays and paths to JSON types."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _packed(run: Path) -> bytes:
+    """Return a run folder as a tar archive."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(run, _RUN)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes, folder: Path) -> None:
+    """Extract an archived run into a folder."""
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")

@@ -1,0 +1,185 @@
+"""ONNX files of dense models: plain operators, with tables and layers as initializers.
+
+[Note: ONNX]
+
+A file takes ``dense`` [B, D], and per feature ``NAME.values``, int64 [N], and ``NAME.lengths``, int64 [B]. It
+returns ``scores`` [B], or ``vectors`` [B, V]. Requests with raw values are for packages: encode values with
+`meshrec.data.raw_values.RawValues`.
+
+ONNX has no operator for jagged bags. A bag's sum is a ``ScatterElements`` of gathered rows, so a file is
+slower than a package. ONNX also counts negative IDs from the end of a table, where a package refuses them.
+What would need other operators of MeshRec is refused: hashed and quantised tables, and models of histories.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.data.faults import needs
+from meshrec.export.whole_tables import with_whole_tables
+from meshrec.modules import DataType, EmbeddingBagCollection, PoolingType
+from meshrec.modules.embedding_modules import TableCollection
+from meshrec.ops.interaction.naive import dot_interaction
+from meshrec.quant.quantize import copied_but_for
+from meshrec.sparse import KeyedJaggedTensor, KeyedTensor
+
+# B samples, N ids of a feature, D width, V width of vectors
+
+DENSE, VALUES, LENGTHS = "dense", ".values", ".lengths"
+_MOST_BYTES = 1 << 30
+"""Larger initializers are written beside the file: protobuf messages end at 2 GiB."""
+_REMEDY = "Export a package instead (`meshrec export` without --format onnx)."
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    features: Sequence[str],
+    num_dense: int,
+    scores: Callable[[Tensor], Tensor] | None = torch.sigmoid,
+) -> Path:
+    """Write a model as an ONNX file; see [Note: ONNX].
+
+    Args:
+        model: called as ``model(dense [B, num_dense], sparse)`` it gives logits, [B] or [B, 1].
+        path: the new file, ending in .onnx, which must not exist yet. Initializers above 1 GiB go into a file
+            beside it.
+        features: the keys of ``sparse``.
+        num_dense: columns of the dense input.
+        scores: maps logits [B] to scores; None: the model gives vectors [B, V].
+
+    Returns: the path.
+
+    Raises:
+        ValueError: the file exists, or ONNX cannot hold the model.
+        ModuleNotFoundError: onnxscript is missing.
+    """
+    path = Path(path)
+    if path.suffix != ".onnx":
+        raise ValueError(f"{path} must end in .onnx. Name such a file.")
+    if path.exists():
+        raise ValueError(f"{path} exists already. Name another file, or remove it.")
+    needs("onnxscript", "onnx")
+    program = OnnxModel(with_whole_tables(model), features, scores).eval()
+    num_bytes = sum(tensor.nbytes for tensor in (*program.parameters(), *program.buffers()))
+    batch = 5
+    any_size = {0: torch.export.Dim.DYNAMIC}
+    dense = torch.zeros(batch, num_dense)
+    values, lengths = [], []
+    # All sizes differ, since torch.export would unify equal ones.
+    for num_ids, _ in enumerate(features, start=batch + 2):
+        lengths.append(torch.tensor([num_ids - batch + 1] + [1] * (batch - 1)))
+        values.append(torch.zeros(num_ids, dtype=torch.int64))
+    inputs = (dense, values, lengths)
+    each = [any_size for _ in features]
+    with torch.no_grad(), warnings.catch_warnings():
+        # Torch's exporter copies tree specs, whose class warns of its own deprecation.
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        exported = torch.export.export(
+            program, inputs, dynamic_shapes=(any_size, each, list(each)), strict=False
+        )
+        exported = exported.run_decompositions({torch.ops.meshrec.dot_interaction.default: dot_interaction})
+        targets = {str(node.target) for node in exported.graph.nodes}
+        if unknown := sorted(target for target in targets if target.startswith("meshrec.")):
+            raise ValueError(f"ONNX has no operators for {unknown} of this model. {_REMEDY}")
+        written = torch.onnx.export(
+            exported,
+            dynamo=True,
+            input_names=[DENSE] + [name + part for part in (VALUES, LENGTHS) for name in features],
+            output_names=["vectors" if scores is None else "scores"],
+            verbose=False,
+        )
+    assert written is not None
+    written.save(path, external_data=num_bytes > _MOST_BYTES)
+    return path
+
+
+class OnnxModel(nn.Module):
+    """A model as a function of plain tensors, of operators that ONNX has.
+
+    Args:
+        model: see `export_onnx`.
+        features: the keys of its input.
+        scores: see `export_onnx`.
+
+    Raises:
+        ValueError: ONNX cannot hold a table of the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, features: Sequence[str], scores: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        super().__init__()
+        collections = {
+            id(child): _PlainBags(child) for child in model.modules() if isinstance(child, TableCollection)
+        }
+        self._bags = list(collections.values())
+        self.model = collections.get(id(model)) or copied_but_for(model, collections)
+        self._features, self._scores = list(features), scores
+
+    def forward(self, dense: Tensor, values: list[Tensor], lengths: list[Tensor]) -> Tensor:
+        """Return scores [B], or vectors [B, V]; see `export_onnx`."""
+        bags = dict(zip(self._features, zip(values, lengths, strict=True), strict=True))
+        for collection in self._bags:
+            collection.bags = bags
+        sparse = KeyedJaggedTensor(
+            self._features, torch.cat(values), lengths=torch.cat(lengths), stride=dense.shape[0]
+        )
+        outputs: Tensor = self.model(dense, sparse)
+        if self._scores is None:
+            return outputs.float()
+        return self._scores(outputs.reshape(-1).float())
+
+
+class _PlainBags(nn.Module):
+    """An EmbeddingBagCollection without MeshRec's operators."""
+
+    bags: Mapping[str, tuple[Tensor, Tensor]]
+    """IDs [N] and lengths [B] per feature, which `OnnxModel` sets before every call: ONNX can only slice the
+    concatenated IDs of a KeyedJaggedTensor at sizes that it does not know.
+    """
+
+    def __init__(self, collection: TableCollection) -> None:
+        super().__init__()
+        if not isinstance(collection, EmbeddingBagCollection):
+            raise ValueError(
+                f"ONNX has no operators for histories, which {type(collection).__name__} looks up. {_REMEDY}"
+            )
+        if collection.is_weighted():
+            raise ValueError(f"ONNX files take no weights of IDs, and this model has some. {_REMEDY}")
+        readers = [name for config in collection.embedding_bag_configs() for name in config.feature_names]
+        self._lookups: list[tuple[str, str, str, bool]] = []
+        weights = {config.name: weight for config, weight in collection.tables().values()}
+        for number, config in enumerate(collection.embedding_bag_configs()):
+            if config.keys is not None or config.data_type is not DataType.FP32:
+                kind = "hashed keys" if config.keys is not None else f"{config.data_type.value} rows"
+                raise ValueError(f"ONNX has no operators for table {config.name!r} with {kind}. {_REMEDY}")
+            self.register_parameter(
+                f"table{number}", nn.Parameter(weights[config.name].detach(), requires_grad=False)
+            )
+            for feature in config.feature_names:
+                name = feature if readers.count(feature) == 1 else f"{feature}@{config.name}"
+                is_mean = config.pooling is PoolingType.MEAN
+                self._lookups.append((name, feature, f"table{number}", is_mean))
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the pooled rows; ``features`` gives the batch size."""
+        pooled = []
+        for _, feature, table, is_mean in self._lookups:
+            values_N, lengths_B = self.bags[feature]
+            rows_ND = getattr(self, table).index_select(0, values_N)
+            # The bag of each ID: the number of bags that end at or before it.
+            ends_B = lengths_B.cumsum(0)
+            marks = values_N.new_zeros(values_N.shape[0] + 1).scatter_add(0, ends_B, torch.ones_like(ends_B))
+            bag_N = marks.cumsum(0)[: values_N.shape[0]]
+            sums_BD = rows_ND.new_zeros(lengths_B.shape[0], rows_ND.shape[1])
+            sums_BD = sums_BD.scatter_add(0, bag_N[:, None].expand_as(rows_ND), rows_ND)
+            if is_mean:
+                sums_BD = sums_BD / lengths_B.clamp(min=1)[:, None]
+            pooled.append(sums_BD)
+        names = [name for name, *_ in self._lookups]
+        return KeyedTensor.unchecked(names, [each.shape[1] for each in pooled], torch.cat(pooled, dim=1), 1)

@@ -1,0 +1,3 @@
+"""The old name of `meshrec.cluster`, for one release."""
+
+from meshrec.cluster import *  # noqa: F403

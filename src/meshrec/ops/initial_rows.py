@@ -1,0 +1,103 @@
+"""Initial row values as a function of (seed, ID, column), for hashed tables.
+
+Any rank or server can compute a row again, in any order, without storing the values.
+"""
+
+import torch
+from torch import Tensor
+
+from meshrec.ops import operators
+from meshrec.ops.index.naive import mix
+from meshrec.ops.library import implement
+
+# N ids, D columns
+
+_WORD = (1 << 32) - 1
+
+
+def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int) -> Tensor:
+    """Return uniform values in ``[low, low + 2^24 step)``, fp32 [N, c1 - c0]. Reference for the kernel.
+
+    Args:
+        ids: int64 [N].
+        seed: any int64.
+        low: minimum value.
+        step: distance between adjacent values. Must be an fp32 value, so that the product with 24 random bits
+            is exact in fp64.
+        c0: first column to compute.
+        c1: end column, exclusive.
+    """
+    bits_N = mix(ids, seed)
+    lower_N, upper_N = bits_N & _WORD, (bits_N >> 32) & _WORD
+    columns_D = torch.arange(c0, c1, device=ids.device) * 0x9E3779B9
+    x_ND = ((lower_N[:, None] + columns_D) & _WORD) ^ upper_N[:, None]
+    # The 32-bit finalizer "lowbias32", which csrc/first_rows.cpp vectorizes with 32-bit products. Here the
+    # products are int64, so mask to 32 bits.
+    x_ND = ((x_ND ^ (x_ND >> 16)) * 0x7FEB352D) & _WORD
+    x_ND = ((x_ND ^ (x_ND >> 15)) * 0x846CA68B) & _WORD
+    x_ND = x_ND ^ (x_ND >> 16)
+    return (low + (x_ND >> 8).double() * step).float()
+
+
+def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tuple[int, int]) -> Tensor:
+    """Return initial rows, uniform in [low, high), fp32 [N, columns].
+
+    Args:
+        ids: int64 [N].
+        seed: any int64.
+        low: minimum value.
+        high: upper bound, exclusive.
+        columns: first and end column, so that a column shard computes only local values.
+    """
+    rows: Tensor = operators.first_rows(ids, seed, low, step_of(low, high), *columns)
+    return rows
+
+
+def write_uniform_rows(
+    rows: Tensor, slots: Tensor, ids: Tensor, *, seed: int, low: float, high: float, column: int
+) -> None:
+    """Write initial rows, uniform in [low, high), to their slots.
+
+    Args:
+        rows: fp32 [S, D], contiguous, starting at column ``column``. Modified in place.
+        slots: slot per ID, int64 [N].
+        ids: int64 [N].
+        seed: any int64.
+        low: minimum value.
+        high: upper bound, exclusive.
+        column: first column in ``rows``.
+    """
+    operators.begin_rows(rows, slots, ids, seed, low, step_of(low, high), column)
+
+
+def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, step: float, c0: int) -> None:
+    """Write initial rows to their slots; see ``first_rows``. Reference for the kernel.
+
+    Args:
+        rows: fp32 [S, D], starting at column ``c0``. Modified in place.
+        slots: slot per ID, int64 [N].
+        ids: int64 [N].
+        seed: any int64.
+        low: minimum value.
+        step: distance between adjacent values, an fp32 value.
+        c0: first column in ``rows``.
+    """
+    rows[slots] = first_rows(ids, seed, low, step, c0, c0 + rows.shape[1])
+
+
+def step_of(low: float, high: float) -> float:
+    """Return the distance between adjacent values in [low, high), rounded to fp32."""
+    return torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
+
+
+implement([first_rows, begin_rows])
+
+
+def _fake(
+    ids: Tensor, seed: int, low: float, step: float, c0: int | torch.SymInt, c1: int | torch.SymInt
+) -> Tensor:
+    return ids.new_empty([ids.shape[0], c1 - c0], dtype=torch.float32)
+
+
+torch.library.register_fake("meshrec::first_rows", _fake)
+torch.library.register_fake("meshrec::begin_rows", lambda *arguments: None)

@@ -1,0 +1,78 @@
+"""Operators as Python functions, with translated errors.
+
+[Note: errors of operators]
+
+Every attribute of this module is the operator ``torch.ops.meshrec.<name>`` wrapped by `checked`. torch
+chooses the Python type for a C++ exception: up to 2.14, ``std::invalid_argument`` becomes a ValueError; from
+2.15, a RuntimeError, as for memory errors. Kernels therefore start messages about invalid input with
+`INVALID`, and a call raises `InputError` or `OutOfMemoryError` with any torch version.
+
+Compiled and exported graphs, TorchScript and AOTInductor call the operators directly. Code running such a
+program passes exceptions to `translated`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshrec.ops import library  # noqa: F401 - loads the operators
+
+INVALID = "invalid input: "
+"""Prefix of kernel messages about invalid input, as in csrc/stable_abi.h."""
+_NO_MEMORY = "not enough memory: "
+_BAD_ALLOC = "std::bad_alloc"
+_TORCH = "DefaultCPUAllocator: can't allocate memory"
+
+
+class InputError(ValueError):
+    """Invalid input to an operator."""
+
+
+class OutOfMemoryError(MemoryError, RuntimeError):
+    """Failed memory allocation in an operator. Also a RuntimeError, like torch's error."""
+
+
+def translated(error: Exception) -> Exception:
+    """Return an operator's exception as an `InputError` or `OutOfMemoryError`, and other exceptions
+    unchanged.
+    """
+    if isinstance(error, InputError | OutOfMemoryError):
+        return error
+    text = str(error)
+    _, prefix, message = text.partition(INVALID)
+    if prefix:
+        return InputError(message)
+    if isinstance(error, ValueError):  # of an operator in plain torch
+        return InputError(text)
+    if isinstance(error, MemoryError) or text.startswith((_NO_MEMORY, _BAD_ALLOC)) or _TORCH in text:
+        return OutOfMemoryError(text)
+    return error
+
+
+def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operator to raise `translated` errors."""
+
+    @functools.wraps(operator, assigned=("__doc__",), updated=())
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return operator(*arguments, **options)
+        except (ValueError, MemoryError, RuntimeError) as error:
+            error_to_raise = translated(error)
+            try:
+                if error_to_raise is error:
+                    raise
+                raise error_to_raise from None
+            finally:
+                del error_to_raise  # a cycle of its traceback and this frame would keep the tensors alive
+
+    return call
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    # Cached, because every training step calls a dozen operators.
+    call = globals()[name] = checked(getattr(torch.ops.meshrec, name).default)
+    return call

@@ -1,0 +1,131 @@
+"""Bag ranges and output positions of lookups, for the Triton kernels."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.device_copies import cached_on_device, copy_to_device, stream_of
+from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
+
+# F features, K keys, R blocks, L = R * F lookups
+
+
+class PositionedLookups(NamedTuple):
+    """Lookups of a batch with a table, R per feature."""
+
+    fields: Tensor
+    """int64 [L, 7] on the device: ``triton_kernels.LOOKUP_FIELDS``."""
+    features: list[int]
+    """[L]: feature per lookup."""
+    tables: list[int]
+    """[L]: table per lookup."""
+    max_bags: int
+    shape: list[int]
+    """Output shape."""
+
+    def of_tables(self, selected: set[int]) -> "PositionedLookups":
+        """Return only the lookups in some tables."""
+        positions = [at for at, table in enumerate(self.tables) if table in selected]
+        if len(positions) == len(self.tables):
+            return self
+        return self._replace(
+            fields=self.fields[cached_on_device(self.fields.device, positions)],
+            features=[self.features[at] for at in positions],
+            tables=[self.tables[at] for at in positions],
+        )
+
+    def grid(self, bags: int) -> tuple[int, int]:
+        """Return the launch grid: a program per lookup and group of ``bags`` bags."""
+        return -(-self.max_bags // bags), len(self.tables)
+
+
+def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLookups:
+    """Compute every lookup's bag range and output position, without synchronizing with the device.
+
+    Args:
+        batch: the lookups.
+        size: elements in a flat output, which depends on the IDs without pooling.
+    """
+    offsets, segments, device = batch.offsets, batch.segments, batch.offsets.device
+    positioned, bounds = _positions(
+        offsets.numel() - 1,
+        None if segments is None else tuple(segments.tolist()),
+        batch.num_keys,
+        *map(tuple, (batch.keys, batch.tables, batch.pooling, batch.dims)),
+        flat=batch.flat,
+        device=device,
+        stream=stream_of(device),
+    )
+    if NONE in batch.pooling:
+        fields = positioned.fields.clone()
+        # On the device, because reading the offsets would synchronize.
+        fields[:, 4] = _first_elements(batch, bounds, fields)
+        positioned = positioned._replace(fields=fields, shape=positioned.shape if size is None else [size])
+    with_table = [at for at, table in enumerate(positioned.tables) if table >= 0]
+    return (
+        positioned
+        if len(with_table) == len(positioned.tables)
+        else positioned.of_tables(set(batch.tables) - {-1})
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(
+    num_bags: int,
+    segments: tuple[int, ...] | None,
+    num_keys: int,
+    keys: tuple[int, ...],
+    tables: tuple[int, ...],
+    pooling: tuple[int, ...],
+    dims: tuple[int, ...],
+    *,
+    flat: bool,
+    device: torch.device,
+    stream: int,
+) -> tuple[PositionedLookups, Tensor]:
+    """Return all lookups, and the first bag per segment on the device.
+
+    Cached, because the batches in a run have few different shapes. Without pooling, output positions depend
+    on the IDs, and the caller sets them.
+    """
+    if NONE in pooling and not flat:
+        raise ValueError("lookups that are not pooled have a flat output.")
+    bounds = torch.tensor(
+        segment_bounds(num_bags, None if segments is None else torch.tensor(segments), num_keys)
+    )
+    feature_keys = list(keys)
+    first_RF, end_RF = (
+        bounds[:-1].view(-1, num_keys)[:, feature_keys],
+        bounds[1:].view(-1, num_keys)[:, feature_keys],
+    )
+    bags_RF, width_F, pooling_F = end_RF - first_RF, torch.tensor(dims), torch.tensor(pooling)
+    if flat:
+        sizes = (bags_RF * width_F).flatten()
+        out_RF = (sizes.cumsum(0) - sizes).view_as(bags_RF)
+        shape, stride_F = [int(sizes.sum())], width_F
+    else:
+        block_R = bounds.diff().view(-1, num_keys)[:, 0]
+        if bool((bags_RF != block_R[:, None]).any()):
+            raise ValueError(
+                "features have different batch sizes; one output matrix needs one. Ask for a flat output."
+            )
+        shape = [int(block_R.sum()), sum(dims)]
+        out_RF = (block_R.cumsum(0) - block_R)[:, None] * shape[1] + (width_F.cumsum(0) - width_F)
+        stride_F = torch.full_like(width_F, shape[1])
+    columns = (torch.tensor(tables), width_F, first_RF, bags_RF, out_RF, stride_F, pooling_F)
+    fields = torch.stack([column.expand(bags_RF.shape).flatten() for column in columns], 1)
+    features = list(range(len(keys))) * len(bags_RF)
+    max_bags = int(bags_RF.max()) if bags_RF.numel() else 0
+    table_of_lookup = [tables[feature] for feature in features]
+    positioned = PositionedLookups(copy_to_device(fields, device), features, table_of_lookup, max_bags, shape)
+    return positioned, copy_to_device(bounds, device)
+
+
+def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
+    """Return the first output element per lookup. Without pooling, a lookup has a row per ID."""
+    starts, keys = batch.offsets[bounds].long(), cached_on_device(bounds.device, batch.keys)
+    num_ids = starts.diff().view(-1, batch.num_keys)[:, keys].flatten()
+    sizes = torch.where(fields[:, 6] == NONE, num_ids, fields[:, 3]) * fields[:, 1]
+    return sizes.cumsum(0) - sizes

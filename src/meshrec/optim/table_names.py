@@ -1,0 +1,85 @@
+"""Table names unique in a whole model: the config's name, prefixed by the module path if modules share it."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def full_names(tables: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str]:
+    """Return unique table names by (module path, config name).
+
+    A name used in a single module is returned as is, otherwise as ``path.name``.
+
+    Args:
+        tables: Table names by module path.
+    """
+    owners = _owners(tables)
+    return {
+        (path, name): name if len(owners[name]) == 1 else _joined(path, name)
+        for path, names in tables.items()
+        for name in names
+    }
+
+
+def by_full_name(options: Mapping[str, T], tables: Mapping[str, Sequence[str]], subject: str) -> dict[str, T]:
+    """Resolve per-table options to unique table names; see ``full_names``.
+
+    Args:
+        options: Options by config name or ``path.name``.
+        tables: Table names by module path.
+        subject: Start of error messages, such as "constraints name".
+
+    Raises:
+        ValueError: A name matches none or several tables, or a table is named twice.
+    """
+    # Both the unique name and the full path are accepted.
+    names, owners = full_names(tables), _owners(tables)
+    matches = {full: full for full in names.values()} | {_joined(*path): full for path, full in names.items()}
+    for name in options:
+        if name not in matches and name in owners:
+            paths = [_joined(path, name) for path in owners[name]]
+            raise ValueError(f"{subject} {name!r}, which several modules have. Name one of {paths}.")
+        if name not in matches:
+            raise ValueError(
+                f"{subject} {name!r}, which is not a table of the model; it has {sorted(names.values())}."
+            )
+    duplicates = [name for name in options if matches[name] != name and matches[name] in options]
+    if duplicates:
+        raise ValueError(
+            f"{subject} one table twice, as {duplicates[0]!r} and {matches[duplicates[0]]!r}. Name it once."
+        )
+    return {matches[name]: value for name, value in options.items()}
+
+
+def by_module(
+    options: Mapping[str, T], tables: Mapping[str, Sequence[str]], subject: str
+) -> dict[str, dict[str, T]]:
+    """Resolve per-table options to module paths and config names; see ``by_full_name``.
+
+    Args:
+        options: Options by config name or ``path.name``.
+        tables: Table names by module path.
+        subject: Start of error messages.
+
+    Raises:
+        ValueError: A name matches none or several tables, or a table is named twice.
+    """
+    names, resolved = full_names(tables), by_full_name(options, tables, subject)
+    return {
+        path: {name: resolved[names[path, name]] for name in table_names if names[path, name] in resolved}
+        for path, table_names in tables.items()
+    }
+
+
+def _owners(tables: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the module paths that have a table with a given name, by table name."""
+    owners: dict[str, list[str]] = {}
+    for path, names in tables.items():
+        for name in names:
+            owners.setdefault(name, []).append(path)
+    return owners
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,126 @@
+"""Alternative table placements, and how they change the step time."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from meshrec.plan.sharding_plan import ShardingType
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel, Usage
+from meshrec.planner.evaluate import evaluate_placements, from_plan, sharding_type
+from meshrec.planner.plan_file import PlannedShardingPlan
+from meshrec.planner.problem import Problem
+from meshrec.planner.state import State
+from meshrec.planner.types import Bools, Floats, ParameterConstraints, Placements
+
+# Of the norm over ranks: high, so that the slowest rank dominates.
+_EXPONENT = 32
+
+
+class Alternative(NamedTuple):
+    """Another table placement, with everything else unchanged.
+
+    Attributes:
+        sharding_type: sharding type.
+        num_parts: rectangle count.
+        change: step time change in seconds. Includes the latency of collectives which only this table
+            would need, as the first split or the first data-parallel table.
+    """
+
+    sharding_type: str
+    num_parts: int
+    change: float
+
+
+def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[str, list[Alternative]]:
+    """Return the best placement per sharding type for the `most_tables` largest tables."""
+    inputs = plan.required_inputs()
+    model = CostModel(inputs.tables, inputs.topology, batch_size=inputs.batch_size, replicas=plan.replicas)
+    problem = build_problem(model, inputs.constraints)
+    placements = from_plan(plan, inputs.tables)
+    estimate = evaluate_placements(placements, model)
+    state = State(problem, np.ones(problem.load_PK.shape[1]))
+    load_RK = estimate.load_RF @ problem.merge_FK
+    unmerged = estimate.load_RF[:, ~problem.merge_FK.any(axis=1)].max(axis=0).sum()
+    order = sorted(range(len(inputs.tables)), key=lambda index: -inputs.tables[index].num_bytes)[:most_tables]
+    by_table = {}
+    for index in order:
+        only_table = evaluate_placements(_only(placements, index), model)
+        before = float(load_RK.max(axis=0).sum() + unmerged)
+        # The state holds the plan without this table, for the search for its cheapest placement.
+        state.load_RK = load_RK - only_table.load_RF @ problem.merge_FK
+        state.bytes_R = estimate.bytes_R - only_table.bytes_R
+        state.set_exponent(_EXPONENT)
+        table_unmerged = only_table.load_RF[:, ~problem.merge_FK.any(axis=1)].max(axis=0).sum()
+        remaining = float(unmerged - table_unmerged)
+        table = inputs.tables[index]
+        present_sharding = plan.plan[table.module_path][table.name]
+        latency = _Latency(model, np.delete(placements.replicated_T, index))
+        before += latency.seconds(bool(placements.replicated_T[index])) - remaining
+        best = _best_per_type(
+            state, problem, model, index, constraints=inputs.constraints, before=before, latency=latency
+        )
+        # Candidates are split evenly, so an uneven split in the plan may beat all of them.
+        present = Alternative(present_sharding.sharding_type.value, max(1, len(present_sharding.shards)), 0.0)
+        if best.get(present.sharding_type, present).change >= 0:
+            best[present.sharding_type] = present
+        by_table[table.name] = sorted(best.values(), key=lambda alternative: alternative.change)
+    return by_table
+
+
+class _Latency:
+    """Latency of collectives, which the first table of a kind adds to the step."""
+
+    def __init__(self, model: CostModel, replicated_T: Bools) -> None:
+        self._model = model
+        self._sharded, self._replicated = bool((~replicated_T).any()), bool(replicated_T.any())
+
+    def seconds(self, replicated: bool) -> float:
+        """Return the latency with an additional data-parallel or split table."""
+        usage = Usage(self._sharded or not replicated, False, self._replicated or replicated)
+        return float(self._model.fixed_seconds(usage).sum())
+
+
+def _best_per_type(
+    state: State,
+    problem: Problem,
+    model: CostModel,
+    index: int,
+    *,
+    constraints: Mapping[str, ParameterConstraints],
+    before: float,
+    latency: "_Latency",
+) -> dict[str, Alternative]:
+    weight_K = state.weights()
+    best: dict[str, Alternative] = {}
+    table = model.tables[index]
+    for candidate in np.flatnonzero(problem.type_C == problem.type_T[index]):
+        placed = state.cheapest_placement(index, int(candidate), weight_K)
+        if placed is None:
+            continue
+        load_RK: Floats = state.load_RK.copy()
+        load_RK[placed.parts.rank_N] += state.loads(placed.parts)
+        after = float(load_RK.max(axis=0).sum() + problem.common_C[candidate])
+        name = sharding_type(problem.layouts_C[candidate], constraints.get(table.name)).value
+        after += latency.seconds(name == ShardingType.DATA_PARALLEL.value)
+        alternative = Alternative(name, max(1, len(placed.parts.rank_N)), after - before)
+        if name not in best or alternative.change < best[name].change:
+            best[name] = alternative
+    return best
+
+
+def _only(placements: Placements, index: int) -> Placements:
+    """Return a single table's rectangles."""
+    mine_N = placements.table_N == index
+    replicated_T = np.zeros_like(placements.replicated_T)
+    replicated_T[index] = placements.replicated_T[index]
+    return Placements(
+        placements.table_N[mine_N],
+        placements.row_start_N[mine_N],
+        placements.row_end_N[mine_N],
+        placements.column_start_N[mine_N],
+        placements.column_end_N[mine_N],
+        placements.rank_N[mine_N],
+        replicated_T,
+    )

@@ -1,0 +1,1 @@
+"""Measure a machine, and fit the planner's cost model."""

@@ -1,0 +1,208 @@
+"""Fit machine figures to measured phases of training steps.
+
+Every phase of the cost model is a sum over profile figures (seconds, or inverse bandwidths), each times an
+amount which depends only on the plan. The model itself provides the amounts: it is evaluated on machines
+where all figures but one are zero. The fit selects the figures whose sums are closest to the measurements.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from meshrec.planner.calibration.trials import Trial
+from meshrec.planner.estimators import PHASES
+from meshrec.planner.evaluate import evaluate
+from meshrec.planner.hardware import HardwareProfile, Link
+from meshrec.planner.types import Floats, Topology
+
+_SECONDS = (
+    "read_row_seconds",
+    "update_row_seconds",
+    "update_id_seconds",
+    "route_id_seconds",
+    "split_id_seconds",
+    "scan_id_seconds",
+    "scan_bag_seconds",
+    "statistics_seconds",
+    "kernel_seconds",
+)
+_BANDWIDTHS = ("read_bandwidth", "update_bandwidth", "stream_bandwidth")
+_LINK = ("latency", "all_to_all", "reduce_scatter")  # factors on the separately measured links
+_LEAST = 1e-30  # seconds; not 0, because the model skips work without cost
+_NOTHING = 1e-20  # above any sum of such seconds, below any real amount
+_LEAST_SHARE = 0.01
+_LEAST_OF_LINK = 0.1
+_FITS, _SWEEPS = 20, 300
+
+
+def fit(
+    base: HardwareProfile,
+    trials: Sequence[Trial],
+    measured: Sequence[Mapping[str, float]],
+    topology: Topology,
+) -> HardwareProfile:
+    """Return a profile with the figures which best explain measured phase seconds.
+
+    Links are corrected by a factor per kind of collective, if there are several ranks. The device description
+    and the all-reduce figure are kept. A figure which the trials do not determine (less than a hundredth of
+    every phase, or a link ten times faster than measured alone) is also kept, or reduced to the limit set by
+    a whole measured phase; other figures are fitted around it. `sources` of the result names exactly these
+    figures.
+
+    Args:
+        base: profile with initial figures and separately measured links.
+        trials: measured trials.
+        measured: seconds by phase, per trial.
+        topology: the trials' machine.
+
+    Raises:
+        ValueError: the trials determine no figure.
+    """
+    names = [*_SECONDS, *_BANDWIDTHS, *(_LINK if topology.world_size > 1 else ())]
+    amounts = np.stack([_seconds(_machine_of(base, name), trials, topology) for name in names], axis=-1)
+    # The other figures are tiny instead of 0 and leave traces in the sums.
+    amounts[amounts < _NOTHING] = 0.0
+    seconds = np.array([[times.get(phase, 0.0) for phase in PHASES] for times in measured])
+    some = (seconds > 0) & amounts.any(axis=-1)
+    share = np.broadcast_to(seconds / np.maximum(seconds.sum(axis=1, keepdims=True), _LEAST), seconds.shape)
+    before = np.array([_cost_of(base, name) for name in names])
+    least = np.array([_LEAST_OF_LINK if name in _LINK else 0.0 for name in names])
+    used = amounts[some]
+    most = np.divide(seconds[some][:, None], used, where=used > 0, out=np.full_like(used, np.inf))
+    fallback = np.minimum(before, most.min(axis=0, initial=np.inf))
+    values, dropped = _determined(used, seconds[some], share[some], fallback, least)
+    if len(dropped) == len(names):
+        raise ValueError(
+            f"the {len(trials)} trials determine none of the figures {names}: measured were the seconds "
+            f"{list(map(dict, measured))}; a profile takes at least one. Run again on a machine that does "
+            "nothing else, and without --quick."
+        )
+    figures_by_name = dict(zip(names, values.tolist(), strict=True))
+    link = {name: figures_by_name.pop(name, 1.0) for name in _LINK}
+    rates = {name: 1 / figures_by_name.pop(name) for name in _BANDWIDTHS}
+    figures: dict[str, Any] = figures_by_name | rates
+    sources = {
+        names[i]: _fallback_reason(base, names[i], gave, fallback[i] / before[i] if before[i] else 1.0)
+        for i, gave in sorted(dropped.items())
+    }
+    intra, inter = _corrected(base.intra, link), _corrected(base.inter, link)
+    return replace(base, intra=intra, inter=inter, sources=sources, **figures)
+
+
+def _fallback_reason(base: HardwareProfile, name: str, gave: float | None, part: float) -> str:
+    """Explain why a figure was kept.
+
+    ``gave``: value suggested by the trials, if any; ``part``: fraction of the base time used.
+    """
+    fallback = "what was measured of the link alone"
+    if name not in _LINK:
+        fallback = f"{getattr(base, name):.4g} of the built-in profile {base.name!r}"
+    if part < 1:
+        fallback += f", cut to {part:.2g} times the time: a whole phase took no more"
+    if gave is None:
+        why, again = "no phase measured uses it", "under torchrun, on all ranks"
+    else:
+        unit = "times what the link takes alone" if name in _LINK else "s"
+        unit = "s per byte" if name in _BANDWIDTHS else unit
+        why = f"the measured phases fit best with {gave:.2g} {unit}, next to nothing in all of them"
+        again = "on a machine that does nothing else, and without --quick"
+    return f"not determined: {why}; kept is {fallback}. Run again {again}."
+
+
+def _cost_of(base: HardwareProfile, name: str) -> float:
+    """Return the fitted quantity: seconds, seconds per byte, or a link factor."""
+    if name in _LINK:
+        return 1.0
+    figure: float = getattr(base, name)
+    return 1 / figure if name in _BANDWIDTHS else figure
+
+
+def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
+    return replace(
+        link,
+        latency=link.latency * factors["latency"],
+        all_to_all=link.all_to_all / factors["all_to_all"],
+        reduce_scatter=link.reduce_scatter / factors["reduce_scatter"],
+    )
+
+
+def _machine_of(base: HardwareProfile, name: str) -> HardwareProfile:
+    """Return a machine on which only the figure `name` takes time. Dense gradients are never summed there."""
+    none = Link(latency=0.0, all_to_all=np.inf, reduce_scatter=np.inf, all_reduce=_LEAST)
+    figures: dict[str, Any] = dict.fromkeys(_SECONDS, _LEAST) | dict.fromkeys(_BANDWIDTHS, np.inf)
+    figures |= {"intra": none, "inter": none}
+    if name in _LINK:
+        for link in ("intra", "inter"):
+            figures[link] = replace(none, **{name: getattr(getattr(base, link), name)})
+    else:
+        figures[name] = 1.0
+    return replace(base, **figures)
+
+
+def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topology) -> Floats:
+    """Return the seconds [trials, phases] on a machine."""
+    topology = replace(topology, hardware=machine)
+    return np.stack(
+        [
+            evaluate(
+                {"": trial.plan(topology.world_size)}, trial.tables(), topology, batch_size=trial.batch_size
+            ).phase_seconds_F
+            for trial in trials
+        ]
+    )
+
+
+def _determined(
+    amounts: Floats, seconds: Floats, share: Floats, before: Floats, least: Floats
+) -> tuple[Floats, dict[int, float | None]]:
+    """Fit by `_closest`, using the values `before` [X] for undetermined figures.
+
+    These are returned with their fitted value, or None if nothing was measured. They are removed one at a
+    time, smallest part first, because a removal may determine another figure.
+    """
+    dropped: dict[int, float | None] = dict.fromkeys(np.flatnonzero(~amounts.any(axis=0)).tolist())
+    while True:
+        free = np.array([i for i in range(len(before)) if i not in dropped], np.int64)
+        values = before.copy()
+        fixed_seconds = amounts @ np.where(np.isin(np.arange(len(before)), free), 0.0, before)
+        values[free] = _closest(amounts[:, free], seconds, share, fixed_seconds)
+        parts = (amounts * values / seconds[:, None]).max(axis=0, initial=0.0)
+        unclear = [i for i in free.tolist() if parts[i] < _LEAST_SHARE or values[i] < least[i]]
+        if not unclear:
+            return values, dropped
+        worst = min(unclear, key=lambda i: parts[i])
+        dropped[worst] = float(values[worst])
+
+
+def _closest(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Floats) -> Floats:
+    """Return non-negative factors of `amounts` [N, X] whose sum with `fixed_seconds` [N] is closest to
+    `seconds` [N].
+
+    The distance is relative and symmetric: squares of ``predicted - measured`` are divided by both, and
+    weighted by the `share` of their step.
+    """
+    values = np.zeros(amounts.shape[1])
+    predicted = seconds
+    for _ in range(_FITS):
+        # Iteratively reweighted least squares: the weight uses the last prediction. The floor bounds the
+        # weight of a phase predicted near 0.
+        weights = np.sqrt(share / (seconds * np.maximum(predicted, seconds / 10)))
+        scaled = amounts * weights[:, None]
+        size = np.maximum(np.linalg.norm(scaled, axis=0), np.finfo(float).tiny)
+        gram = (scaled / size).T @ (scaled / size)
+        values = (
+            _minimum(gram, (scaled / size).T @ ((seconds - fixed_seconds) * weights), values * size) / size
+        )
+        predicted = amounts @ values + fixed_seconds
+    return values
+
+
+def _minimum(gram: Floats, right: Floats, start: Floats) -> Floats:
+    """Return the non-negative x which minimizes x gram x / 2 - right x, by coordinate descent."""
+    x = start.copy()
+    for _ in range(_SWEEPS):
+        for i in np.flatnonzero(np.diag(gram) > 0):
+            x[i] = max(0.0, x[i] + (right[i] - gram[i] @ x) / gram[i, i])
+    return x

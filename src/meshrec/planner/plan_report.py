@@ -1,0 +1,281 @@
+"""Plan report as data: ranks, tables and warnings; rendered by `plan_text` and `plan_html`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshrec.plan.sharding_plan import ParameterSharding, ShardingPlan, ShardingType
+from meshrec.planner.alternatives import Alternative, alternatives
+from meshrec.planner.estimators import PHASES
+from meshrec.planner.plan_file import PlannedShardingPlan
+from meshrec.planner.planners import plan_tables
+from meshrec.planner.search import Effort
+from meshrec.planner.types import OptimizerKind
+
+_TIGHT_MEMORY = 0.95
+_LARGE_GAP = 0.05
+_SLOW_RANK = 1.25
+
+
+class RankReport(NamedTuple):
+    """A rank's bytes, seconds per phase (without latencies), and tables held at least in part."""
+
+    rank: int
+    num_bytes: float
+    phases: dict[str, float]
+    tables: list[str]
+
+
+class TableReport(NamedTuple):
+    """A table's rectangles ([first row, first column, rows, columns, rank]), and the cost of alternatives."""
+
+    name: str
+    module_path: str
+    num_embeddings: int
+    embedding_dim: int
+    num_bytes: int
+    sharding_type: str
+    rectangles: list[tuple[int, int, int, int, int]]
+    alternatives: list[Alternative]
+
+
+class PlanReport(NamedTuple):
+    """Content of a plan report. Times are in seconds, memory in bytes.
+
+    Attributes:
+        seconds: step time without the dense part.
+        pipelined_seconds: step time with a train pipeline, which hides the ID exchange behind lookups and
+            updates.
+        lower_bound: seconds which no plan can beat.
+        gap: proven distance to the best plan, as a fraction.
+        hardware: profile name.
+        wire: wire formats, such as ``"fp16/bf16"`` (embeddings, then gradients).
+        sent_bytes: bytes sent per step over all ranks, by exchange.
+        world_size: rank count.
+        replicas: ``replicate`` axis size.
+        batch_size: samples per rank.
+        memory_cap: maximum bytes per rank.
+        phases: seconds per phase.
+        ranks: report per rank.
+        tables: report per table.
+        replicated: data-parallel tables.
+        warnings: warnings.
+        inputs: planner inputs as JSON types.
+    """
+
+    seconds: float
+    pipelined_seconds: float
+    lower_bound: float
+    gap: float
+    hardware: str
+    wire: list[str]
+    sent_bytes: dict[str, float]
+    world_size: int
+    replicas: int
+    batch_size: int
+    memory_cap: float
+    phases: dict[str, float]
+    ranks: list[RankReport]
+    tables: list[TableReport]
+    replicated: list[str]
+    warnings: list[str]
+    inputs: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        values = self._asdict()
+        values["ranks"] = [rank._asdict() for rank in self.ranks]
+        values["tables"] = [
+            table._asdict() | {"alternatives": [choice._asdict() for choice in table.alternatives]}
+            for table in self.tables
+        ]
+        return values
+
+
+def make_report(plan: PlannedShardingPlan) -> PlanReport:
+    """Create the report of a plan.
+
+    Raises:
+        ValueError: the plan has no inputs.
+    """
+    inputs = plan.required_inputs()
+    estimate = plan.estimate()
+    reasons = alternatives(plan)
+    on_rank: list[list[str]] = [[] for _ in estimate.bytes_R]
+    tables, replicated = [], []
+    for table in inputs.tables:
+        sharding = plan.plan[table.module_path][table.own_name]
+        if sharding.sharding_type is ShardingType.DATA_PARALLEL:
+            replicated.append(table.name)
+        for rank in sorted({shard.placement.rank for shard in sharding.shards}):
+            on_rank[rank].append(table.name)
+        tables.append(
+            TableReport(
+                name=table.name,
+                module_path=table.module_path,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                num_bytes=table.num_bytes,
+                sharding_type=sharding.sharding_type.value,
+                rectangles=_rectangles(sharding),
+                alternatives=reasons.get(table.name, []),
+            )
+        )
+    ranks = [
+        RankReport(rank, float(num_bytes), dict(zip(PHASES, map(float, load_F), strict=True)), on_rank[rank])
+        for rank, (num_bytes, load_F) in enumerate(zip(estimate.bytes_R, estimate.load_RF, strict=True))
+    ]
+    return PlanReport(
+        seconds=plan.seconds,
+        pipelined_seconds=estimate.pipelined_seconds(),
+        lower_bound=plan.lower_bound,
+        gap=plan.gap,
+        hardware=inputs.topology.profile.name,
+        wire=sorted({str(table.wire) for table in inputs.tables}),
+        sent_bytes=estimate.sent_bytes,
+        world_size=inputs.topology.world_size,
+        replicas=plan.replicas,
+        batch_size=inputs.batch_size,
+        memory_cap=estimate.memory_cap,
+        phases=estimate.phases,
+        ranks=ranks,
+        tables=tables,
+        replicated=replicated,
+        warnings=_warnings(plan, ranks, estimate.memory_cap),
+        inputs=inputs.to_json(),
+    )
+
+
+def what_if(
+    plan: PlannedShardingPlan, world_sizes: Sequence[int], effort: Effort
+) -> list[tuple[int, PlannedShardingPlan | str]]:
+    """Plan the same tables and global batch for other world sizes.
+
+    Args:
+        plan: plan with the tables and global batch.
+        world_sizes: world sizes to try.
+        effort: limits per search.
+
+    Returns:
+        Pairs of world size and plan, or error message if there is no plan.
+    """
+    inputs = plan.required_inputs()
+    samples = inputs.batch_size * inputs.topology.world_size
+    plans: list[tuple[int, PlannedShardingPlan | str]] = []
+    for world_size in world_sizes:
+        local = min(inputs.topology.local_size, world_size)
+        try:
+            topology = replace(inputs.topology, world_size=world_size, local_world_size=local, replicate=(1,))
+            other = plan_tables(
+                inputs.tables,
+                topology,
+                batch_size=max(1, samples // world_size),
+                constraints=inputs.constraints,
+                effort=effort,
+            )
+            plans.append((world_size, other))
+        except ValueError as error:
+            plans.append((world_size, str(error)))
+    return plans
+
+
+class Move(NamedTuple):
+    """A table's change between two plans: types, and bytes newly received by ranks."""
+
+    table: str
+    old_type: str | None
+    new_type: str | None
+    num_bytes: int
+
+
+def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
+    """Return tables placed differently by two plans, largest move first. Bytes include optimizer state."""
+    moves = []
+    before = {(path, name): sharding for path, name, sharding in old.tables()}
+    for table in new.required_inputs().tables:
+        key = (table.module_path, table.own_name)
+        now = new.plan[table.module_path][table.own_name]
+        then = before.pop(key, None)
+        if then is not None and then.digest() == now.digest():
+            continue
+        bytes_per_element = table.num_bytes / (table.num_embeddings * table.embedding_dim)
+        elements = _new_elements(then, now, table.num_embeddings, table.embedding_dim, new)
+        moves.append(
+            Move(
+                table.name,
+                None if then is None else then.sharding_type.value,
+                now.sharding_type.value,
+                round(elements * bytes_per_element),
+            )
+        )
+    moves += [Move(name, sharding.sharding_type.value, None, 0) for (_, name), sharding in before.items()]
+    return sorted(moves, key=lambda move: (-move.num_bytes, move.table))
+
+
+def _new_elements(
+    then: ParameterSharding | None, now: ParameterSharding, rows: int, columns: int, new: PlannedShardingPlan
+) -> int:
+    """Count the elements which ranks hold in the new plan but not in the old."""
+    ranks = range(new.required_inputs().topology.world_size // new.replicas)
+    target = _by_rank(now, rows, columns, ranks)
+    held = {} if then is None else _by_rank(then, rows, columns, ranks)
+    missing = 0
+    for rank, rectangles in target.items():
+        for rectangle in rectangles:
+            already_held = sum(_overlap(rectangle, other) for other in held.get(rank, ()))
+            missing += (rectangle[1] - rectangle[0]) * (rectangle[3] - rectangle[2]) - already_held
+    return missing
+
+
+_Rectangle = tuple[int, int, int, int]
+
+
+def _by_rank(
+    sharding: ParameterSharding, rows: int, columns: int, ranks: range
+) -> dict[int, list[_Rectangle]]:
+    if sharding.sharding_type is ShardingType.DATA_PARALLEL:
+        return {rank: [(0, rows, 0, columns)] for rank in ranks}
+    rectangles: dict[int, list[_Rectangle]] = {}
+    for shard in sharding.shards:
+        rectangles.setdefault(shard.placement.rank, []).append((*shard.rows, *shard.columns))
+    return rectangles
+
+
+def _overlap(a: _Rectangle, b: _Rectangle) -> int:
+    rows = min(a[1], b[1]) - max(a[0], b[0])
+    columns = min(a[3], b[3]) - max(a[2], b[2])
+    return max(rows, 0) * max(columns, 0)
+
+
+def _rectangles(sharding: ParameterSharding) -> list[tuple[int, int, int, int, int]]:
+    return [(*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank) for shard in sharding.shards]
+
+
+def _warnings(plan: PlannedShardingPlan, ranks: Sequence[RankReport], memory_cap: float) -> list[str]:
+    inputs = plan.required_inputs()
+    warnings = []
+    fullest = max(ranks, key=lambda rank: rank.num_bytes)
+    if fullest.num_bytes > _TIGHT_MEMORY * memory_cap:
+        warnings.append(f"rank {fullest.rank} uses {fullest.num_bytes / memory_cap:.0%} of its memory limit")
+    if plan.gap > _LARGE_GAP:
+        warnings.append(
+            f"a plan up to {plan.gap:.1%} faster could exist: the search stopped, or the bound is loose"
+        )
+    totals = np.array([sum(rank.phases.values()) for rank in ranks])
+    if totals.mean() > 0 and totals.max() > _SLOW_RANK * totals.mean():
+        slowest = int(totals.argmax())
+        warnings.append(
+            f"rank {slowest} works {totals.max() / totals.mean():.2f} times as long as the mean rank"
+        )
+    assumed = [table.name for table in inputs.tables if set(table.pooling_factors) == {1.0}]
+    if assumed and len(assumed) == len(inputs.tables):
+        warnings.append(
+            "every pooling factor is 1: measure them with estimate_from_batches, or set pooling_factors"
+        )
+    if any(table.optimizer is OptimizerKind.NONE for table in inputs.tables):
+        warnings.append(
+            "tables without a fused optimizer: their optimizer state and dense gradients are not counted"
+        )
+    return warnings

@@ -1,0 +1,109 @@
+"""Calibration of a run's probabilities after training, on validation data."""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from meshrec.data.faults import needs
+from meshrec.runs.fitting import data_of_run
+from meshrec.runs.scoring import Scorer
+from meshrec.train.evaluation import joined_weights, outputs_of
+from meshrec.train.losses import BinaryCrossEntropy
+from meshrec.train.ranks import Ranks
+from meshrec.train.run_folder import RunFolder
+
+# n validation samples
+
+CalibrationKind = Literal["isotonic", "platt"]
+
+
+class Curve(NamedTuple):
+    """Calibration curve from logits to probabilities: piecewise linear for ``isotonic``, logistic for
+    ``platt``.
+    """
+
+    kind: CalibrationKind
+    logits: list[float]
+    """Ascending logits at the points; for ``platt``, the slope."""
+    probabilities: list[float]
+    """Probabilities at the points; for ``platt``, the intercept."""
+
+    def __call__(self, logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return probabilities in the shape of the logits."""
+        if self.kind == "isotonic":
+            return np.interp(logits, self.logits, self.probabilities)
+        return 1 / (1 + np.exp(-(self.logits[0] * logits + self.probabilities[0])))
+
+    def calibrated(self, logits: Tensor) -> Tensor:
+        """Return the logits of the calibrated probabilities, float64."""
+        # Isotonic curves reach 0 and 1, whose logits are infinite; a sigmoid maps them back.
+        return torch.logit(torch.from_numpy(self(logits.double().numpy())))
+
+
+def fit_curve(
+    kind: CalibrationKind,
+    logits: npt.NDArray[np.float64],
+    labels: npt.NDArray[np.float64],
+    weights: npt.NDArray[np.float64] | None = None,
+) -> Curve:
+    """Fit a calibration curve with scikit-learn.
+
+    Args:
+        kind: ``isotonic``: Zadrozny and Elkan, "Transforming classifier scores into accurate multiclass
+            probability estimates" (2002), for thousands of samples; ``platt``: logistic regression on the
+            logit, Platt, "Probabilistic outputs for support vector machines" (1999), for fewer.
+        logits: logits of held-out samples, float64 [n].
+        labels: labels in [0, 1], float64 [n].
+        weights: sample weights, float64 [n]; None: 1.
+
+    Raises:
+        ValueError: all labels are the same.
+    """
+    weights = np.ones_like(logits) if weights is None else weights
+    if labels.min() == labels.max():
+        raise ValueError(
+            f"all {len(labels):,} validation labels are {labels[0]:g}: nothing can be calibrated. Give more."
+        )
+    if kind == "isotonic":
+        isotonic = needs("sklearn.isotonic", "estimators").IsotonicRegression(y_min=0, y_max=1)
+        isotonic.fit(logits, labels, sample_weight=weights)
+        return Curve(kind, isotonic.X_thresholds_.tolist(), isotonic.y_thresholds_.tolist())
+    # A fractional label counts as a weighted sample of both classes.
+    both, ones = np.concatenate([logits, logits]), np.repeat([1, 0], len(logits))
+    parts = np.concatenate([weights * labels, weights * (1 - labels)])
+    kept = parts > 0
+    # Practically unregularized: the curve has only two parameters.
+    regression = needs("sklearn.linear_model", "estimators").LogisticRegression(C=1e10)
+    regression.fit(both[kept, None], ones[kept], sample_weight=parts[kept])
+    return Curve(kind, regression.coef_[0].tolist(), regression.intercept_.tolist())
+
+
+def curve_of_run(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: CalibrationKind) -> Curve:
+    """Fit a calibration curve to a run's validation data. Collective.
+
+    Args:
+        run: the run.
+        scorer: the run's model.
+        ranks: the ranks, from `join`.
+        kind: ``isotonic`` or ``platt``, see `fit_curve`.
+
+    Raises:
+        ValueError: the run's loss is not `BinaryCrossEntropy`, or there is no validation data.
+    """
+    if not isinstance(scorer.recipe.loss, BinaryCrossEntropy):
+        raise ValueError(
+            f"the run's loss is {type(scorer.recipe.loss).__name__}, and probabilities of binary labels are "
+            "calibrated. Leave the calibration out."
+        )
+    reader = data_of_run(scorer.recipe.data, run).validation
+    if reader is None:
+        raise ValueError(f"{run.path} has no validation data to calibrate on. Leave the calibration out.")
+    mine = outputs_of(scorer.model, reader, ranks)
+    # The curve needs all validation samples; every rank fits the same curve.
+    every = ranks.collect(mine)
+    logits, labels = (torch.cat([part[index] for part in every]).double().numpy() for index in (0, 1))
+    weights = joined_weights([(part[2], len(part[1])) for part in every])
+    return fit_curve(kind, logits, labels, None if weights is None else weights.double().numpy())

@@ -1,0 +1,122 @@
+"""Column contributions to single predictions: sampled Shapley values.
+
+Štrumbelj and Kononenko, "Explaining prediction models and individual predictions with feature contributions"
+(2014), algorithm 1. A column's contribution is the mean output change when the row's value replaces a
+background value, over random column orders. Gradients are not an option: trees in a wide & deep model have
+none.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from meshrec.data.exact_columns import plain_table
+from meshrec.data.frames import read_columns
+from meshrec.runs.fitting import features_of
+from meshrec.runs.saved_recipe import load_recipe
+from meshrec.runs.scoring import gathered, load_scorer, open_data
+from meshrec.train.evaluation import Scored
+from meshrec.train.losses import NextItem
+from meshrec.train.ranks import join
+from meshrec.train.recipe import TableSource
+from meshrec.train.run_folder import RunFolder
+
+# n rows to explain, d columns, m orders of columns
+
+BASE, OUTPUT = "(base)", "(output)"
+# Background rows are drawn from this many rows at the start of the background data.
+_MOST_ROWS = 10_000
+_LONG_SECONDS = 10.0
+
+
+def contributions(
+    run: RunFolder,
+    data: Any,
+    *,
+    background: Any = None,
+    num_orders: int = 32,
+    seed: int = 0,
+    step: int | None = None,
+    last: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> pa.Table:
+    """Return each column's contribution to each row's output, in logits or in label units.
+
+    Args:
+        run: a run trained on a table with features.
+        data: rows to explain: a table, or paths.
+        background: rows to compare with, a table or paths; None: the run's training data.
+        num_orders: number of random column orders, m. The error falls with 1 / sqrt(m).
+        seed: seed for orders and background rows.
+        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
+        tell: called once with the estimated time, if all rows take longer than ten seconds.
+
+    Returns:
+        float64 [n]: a column per model input, ``(base)`` with the mean background output, and ``(output)``,
+        the sum of all other columns. For classes, the output is the logit of the row's most probable class.
+
+    Raises:
+        ValueError: the run has no columns to explain, or there are no background rows.
+    """
+    if num_orders < 1:
+        raise ValueError(f"the number of orders is {num_orders}; it must be at least 1.")
+    recipe, ranks = load_recipe(run), join("cpu")
+    source = recipe.data
+    if not isinstance(source, TableSource) or isinstance(recipe.loss, NextItem):
+        raise ValueError(
+            f"{run.path} was trained on {type(source).__name__}, whose rows have no columns of their own to "
+            "explain. Explain a run of Parquet, Csv or Frame."
+        )
+    features = features_of(run).unlabelled()
+    names, kinds = features.columns(), features.fitted_kinds()
+    rows = plain_table(read_columns(data, names, kinds, source.csv_format)).select(names)
+    background = source.parts()[0] if background is None else background
+    others = read_columns(background, names, kinds, source.csv_format)
+    others = plain_table(others.slice(0, _MOST_ROWS))
+    if not len(others):
+        raise ValueError("there are no background rows to compare with. Give some.")
+    scorer = load_scorer(run, ranks, rows, labelled=False, step=step, last=last)
+
+    def outputs(table: pa.Table) -> npt.NDArray[np.float64]:
+        dataset = open_data(source, run, table, labelled=False)
+        scored = Scored.joined(list(gathered(scorer._replace(dataset=dataset), ranks)))
+        found: npt.NDArray[np.float64] = scored.logits_B.double().numpy()
+        return found.reshape(len(found), -1)
+
+    draws = np.random.default_rng(seed)
+    found = np.empty((len(rows), len(names) + 2))
+    start = time.monotonic()
+    for number in range(len(rows)):
+        found[number] = _of_row(rows.slice(number, 1), others, outputs, num_orders, draws)
+        if number == 1 and tell is not None:  # the first row also warms up
+            seconds = (time.monotonic() - start) / 2 * len(rows)
+            if seconds > _LONG_SECONDS:
+                tell(f"{len(rows):,} rows take about {seconds:,.0f} seconds; fewer rows or orders take less")
+    return pa.table({name: found[:, at] for at, name in enumerate([*names, BASE, OUTPUT])})
+
+
+def _of_row(
+    row: pa.Table, others: pa.Table, outputs: Any, num: int, draws: np.random.Generator
+) -> npt.NDArray[np.float64]:
+    """Return a row's contributions, followed by base and output, [d + 2]."""
+    names = row.column_names
+    both = pa.concat_tables([row, others.select(names)], promote_options="permissive")
+    # Position p in an order holds the column that changes from the background value to the row's at step p.
+    orders = np.array([draws.permutation(len(names)) for _ in range(num)])
+    chosen = 1 + draws.integers(0, len(others), num)
+    steps = np.arange(len(names) + 1)
+    columns = {}
+    for column, name in enumerate(names):
+        place = (orders == column).argmax(1)
+        index = np.where(place[:, None] < steps, 0, chosen[:, None])  # [m, d + 1]
+        columns[name] = both[name].combine_chunks().take(pa.array(index.reshape(-1)))
+    scores = outputs(pa.table(columns)).reshape(num, len(names) + 1, -1)
+    # Explain the most probable class, from the row's unchanged values.
+    scores = scores[:, :, scores[0, -1].argmax()]
+    changes = np.zeros((num, len(names)))
+    np.put_along_axis(changes, orders, np.diff(scores, axis=1), axis=1)
+    return np.concatenate([changes.mean(0), [scores[:, 0].mean(), scores[0, -1]]])

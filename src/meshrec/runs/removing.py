@@ -1,0 +1,93 @@
+"""Removal of a run folder, limited to MeshRec's files: see [Note: what MeshRec deletes]."""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from meshrec.checkpoint.finding import BEST, CHECKPOINTS
+from meshrec.checkpoint.removing import remove_checkpoint
+from meshrec.durable import is_below, remove_empty, remove_link, remove_named
+from meshrec.runs.source import COPY
+from meshrec.train.run_folder import CONFIG, DELTAS, FILES, FINAL, RunFolder, is_made, is_run, marks_of
+
+_MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")  # also of the run that this one was copied from
+_DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")
+
+
+def remove_run(folder: RunFolder) -> list[str]:
+    """Delete a run's files, and the folder unless other files remain. For a link to a run, delete only the
+    link.
+
+    Returns:
+        The names of remaining files, which MeshRec did not write.
+
+    Raises:
+        ValueError: the run is still running, or the folder is not a run.
+    """
+    path = folder.path
+    if remove_link(path):
+        return []
+    if not is_run(path):
+        raise ValueError(f"{path} is not a run: its {CONFIG} is of another program. Nothing was removed.")
+    if folder.state().name == "running":
+        raise ValueError(f"{path} is running; stop it first, then remove it.")
+    # The refit is a run inside the run: it has checkpoints and marks too.
+    final = RunFolder(path / FINAL)
+    if not final.path.is_symlink() and is_run(final.path):
+        remove_run(final)
+    for name in (CHECKPOINTS, BEST):
+        for checkpoint in _entries(path / name, "step-*"):
+            remove_checkpoint(checkpoint)
+        remove_empty(path / name)
+    _remove_files(
+        path / DELTAS, [each.name for each in _entries(path / DELTAS) if _DELTA.fullmatch(each.name)]
+    )
+    _remove_files(path / COPY, _sources(folder))
+    files = [each.name for each in _entries(path) if FILES.fullmatch(each.name) and each.name != CONFIG]
+    remove_named(path, files)
+    # The configuration proves that this is a run. Delete it last, so that an interrupted removal can be
+    # repeated.
+    remove_named(path, [CONFIG, *(each.name for each in _entries(path) if _MARK.fullmatch(each.name))])
+    return [] if remove_empty(path) else sorted(os.listdir(path))
+
+
+def drop_unstarted(folder: RunFolder) -> None:
+    """Delete a run folder after an end before the first step, if it was created for the run."""
+    path = folder.path.resolve()
+    # Retry for up to 0.4 seconds.
+    for _ in range(20):
+        marks = marks_of(path)
+        if not marks or (path / CONFIG).exists():
+            return
+        remove_named(path, (each.name for each in _entries(path) if FILES.fullmatch(each.name)))
+        if {each.name for each in _entries(path)} <= {mark.path.name for mark in marks}:
+            remove_named(path, [mark.path.name for mark in marks])
+            if any(map(is_made, marks)):
+                remove_empty(path)
+            return
+        time.sleep(0.02)  # other ranks of this host write their failures
+
+
+def _sources(folder: RunFolder) -> list[str]:
+    """Return the file names in the run's recipe copy."""
+    code = (folder.read_json(CONFIG) or {}).get("code") or {}
+    return list(code.get("files", ()))
+
+
+def _remove_files(folder: Path, names: list[str]) -> None:
+    """Delete files in a folder and in subfolders, and then empty folders."""
+    if remove_link(folder):
+        return
+    remove_named(folder, names)
+    # Deepest folders first, so that parents are empty when their turn comes.
+    parents = {parent for name in names for parent in PurePosixPath(name).parents}
+    for parent in sorted(parents, key=lambda each: len(each.parts), reverse=True):
+        if parent == PurePosixPath() or is_below(folder, str(parent)):
+            remove_empty(folder / parent)
+
+
+def _entries(folder: Path, pattern: str = "*") -> Iterator[Path]:
+    """List a folder's entries; a link to a folder has none."""
+    return iter(()) if folder.is_symlink() else iter(sorted(folder.glob(pattern)))

@@ -1,0 +1,202 @@
+"""LRU cache of attention keys and values for user histories, limited in bytes.
+
+Cached tensors depend only on the history's items, their times and the weights. So entries are looked up by
+history, and requests do not name users.
+"""
+
+from collections import Counter, OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshrec.data.samples import Ints
+from meshrec.export import Predictor
+from meshrec.models import KeptTokens
+from meshrec.serve.requests import Floats, Request
+
+# N items per history, F values per item
+
+_OVERHEAD = 512
+"""Bytes per entry in addition to rows and history."""
+
+
+class CacheCounts(NamedTuple):
+    """Cache results of a batch.
+
+    Attributes:
+        hits: histories with a cached prefix.
+        misses: nonempty histories without a cached prefix.
+        num_bytes: cache size after the batch.
+    """
+
+    hits: int
+    misses: int
+    num_bytes: int
+
+
+class CachedPrefix(NamedTuple):
+    """Cached prefix of a history.
+
+    Attributes:
+        num_items: length of the prefix.
+        rows: token keys and values, possibly with spare room at the end; see `KeptTokens`.
+    """
+
+    num_items: int
+    rows: Tensor
+
+
+class HistoryCache:
+    """LRU cache of token keys and values by history.
+
+    A history is an array [N, F] of item values: IDs, and times if the model uses times.
+
+    Args:
+        max_bytes: total size limit; larger histories are not cached.
+
+    Raises:
+        ValueError: negative limit.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must be at least 0 (0: no cache), got {max_bytes}.")
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._entries: OrderedDict[bytes, Tensor] = OrderedDict()
+        # Number of entries by first item and length: lets `find` skip lengths without entries.
+        self._lengths: Counter[tuple[bytes, int]] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Current cache size in bytes."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, values_NF: Ints) -> CachedPrefix | None:
+        """Return the longest cached prefix of a history, or None."""
+        values, width = values_NF.tobytes(), values_NF[:1].nbytes
+        for num_items in range(len(values_NF), 0, -1):
+            if (values[:width], num_items) in self._lengths:
+                rows = self._entries.get(values[: num_items * width])
+                if rows is not None:
+                    self._entries.move_to_end(values[: num_items * width])
+                    return CachedPrefix(num_items, rows)
+        return None
+
+    def put(self, values_NF: Ints, rows: Tensor, prefix: CachedPrefix | None = None) -> None:
+        """Cache a history's rows; the caller must not change them afterwards.
+
+        Args:
+            values_NF: nonempty history.
+            rows: token keys and values.
+            prefix: `find` result for this history; that entry is replaced.
+        """
+        values, width = values_NF.tobytes(), values_NF[:1].nbytes
+        if prefix is not None:
+            self._drop(values[: prefix.num_items * width], width)
+        self._drop(values, width)
+        if _size(values, rows) > self._max_bytes:
+            return
+        self._entries[values] = rows
+        self._lengths[values[:width], len(values_NF)] += 1
+        self._num_bytes += _size(values, rows)
+        while self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)), width)
+
+    def clear(self) -> None:
+        """Remove all entries, for example after weights changed."""
+        self._entries.clear()
+        self._lengths.clear()
+        self._num_bytes = 0
+
+    def _drop(self, values: bytes, width: int) -> None:
+        rows = self._entries.pop(values, None)
+        if rows is None:
+            return
+        self._num_bytes -= _size(values, rows)
+        kind = values[:width], len(values) // width
+        self._lengths[kind] -= 1
+        if not self._lengths[kind]:
+            del self._lengths[kind]
+
+
+class IncrementalScores:
+    """Computes queries, reusing cached history prefixes of earlier requests. Single-threaded.
+
+    Args:
+        predictor: predictor with `Predictor.incremental`.
+        max_bytes: cache size limit.
+    """
+
+    def __init__(self, predictor: Predictor, max_bytes: int) -> None:
+        assert predictor.incremental is not None
+        self._advance, self._cache = predictor.advance, HistoryCache(max_bytes)
+        self._cache_shape = predictor.incremental.kept_shape
+        self._feature_indices = [
+            predictor.features.index(feature) for feature in predictor.incremental.features
+        ]
+
+    def clear(self) -> None:
+        """Clear the cache, for example after weights changed."""
+        self._cache.clear()
+
+    def __call__(self, request: Request) -> tuple[Floats, CacheCounts]:
+        """Compute queries [B, V] of a request, and count cache hits.
+
+        Raises:
+            ValueError: a history is too long, times do not match items, or an ID is outside the table.
+            PackageError: the weights file was truncated.
+        """
+        values, lengths = (
+            [of[at] for at in self._feature_indices] for of in (request.values, request.lengths)
+        )
+        histories = self._histories(values, lengths)
+        prefixes = [self._cache.find(history) for history in histories]
+        advanced = self._advance(
+            [torch.tensor(history) for history in values],
+            [torch.tensor(history) for history in lengths],
+            self._rows_of(prefixes),
+        )
+        is_single, lengths_B = len(histories) == 1, advanced.kept.lengths_B.tolist()
+        rows_by_history = [advanced.kept.rows] if is_single else advanced.kept.rows.split(lengths_B, dim=1)
+        for history, beginning, rows in zip(histories, prefixes, rows_by_history, strict=True):
+            if len(history):
+                self._cache.put(history, rows if is_single else rows.clone(), beginning)
+        hits = sum(history is not None for history in prefixes)
+        misses = sum(len(history) > 0 for history in histories) - hits
+        return advanced.query_BV.numpy(), CacheCounts(hits, misses, self._cache.num_bytes)
+
+    def _rows_of(self, prefixes: list[CachedPrefix | None]) -> KeptTokens:
+        """Concatenate the cached rows. A single history is not copied, so that its spare room is kept."""
+        num_cached = torch.tensor(
+            [0 if cached is None else cached.num_items for cached in prefixes], dtype=torch.int64
+        )
+        rows = [cached.rows for cached in prefixes if cached is not None]
+        if len(prefixes) > 1 or not rows:
+            nothing = KeptTokens.none(self._cache_shape, len(prefixes)).rows
+            cached_lengths = num_cached[num_cached > 0].tolist()
+            rows = [
+                torch.cat(
+                    [nothing, *(cached[:, :n] for cached, n in zip(rows, cached_lengths, strict=True))], dim=1
+                )
+            ]
+        return KeptTokens(rows[0], num_cached)
+
+    @staticmethod
+    def _histories(values: list[Ints], lengths: list[Ints]) -> list[Ints]:
+        """Return the item values [N, F] per history."""
+        if any(not np.array_equal(feature_lengths, lengths[0]) for feature_lengths in lengths):
+            at = int((lengths[1] != lengths[0]).argmax())
+            raise ValueError(
+                f"sample {at} has a history with {lengths[0][at]} items but {lengths[1][at]} times. Give one "
+                "time per item."
+            )
+        return np.split(np.stack(values, axis=1), lengths[0].cumsum()[:-1])
+
+
+def _size(values: bytes, rows: Tensor) -> int:
+    return _OVERHEAD + len(values) + rows.untyped_storage().nbytes()

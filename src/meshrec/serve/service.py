@@ -1,0 +1,191 @@
+"""Transport-independent scoring: model selection, limits, batches, recommendations.
+
+An endpoint (HTTP here, gRPC elsewhere) converts a request to a `ScoreRequest` and an `InferRequest`, calls
+`ScoringService`, and serializes the resulting `Scored`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from meshrec.export.next_items import Recommended
+from meshrec.serve.metrics import Metrics
+from meshrec.serve.models import Repository, Served
+from meshrec.serve.open_inference import SCORES, InferRequest
+from meshrec.serve.reading import size_of
+from meshrec.serve.recommending import ItemOptions
+from meshrec.serve.requests import Floats, RequestError, Signature
+
+_OUTCOMES = {
+    401: "unauthorized",
+    404: "unknown",
+    413: "too_large",
+    503: "overloaded",
+    504: "expired",
+}
+_ASK_FOR = {SCORES: "predict", "vectors": "embed"}
+
+
+class ScoreRequest(NamedTuple):
+    """Model, version and outputs named by a request.
+
+    Attributes:
+        model: model name; None: the server's only model.
+        version: required version; None: any.
+        outputs: ``scores`` or ``vectors``; None (Open Inference Protocol): the model's output.
+        recommends: whether to return items instead of vectors.
+        items: options for these items.
+    """
+
+    model: str | None
+    version: str | None
+    outputs: str | None
+    recommends: bool = False
+    items: ItemOptions = ItemOptions()
+
+
+ScoresWanted = ScoreRequest
+"""Deprecated alias, for one release."""
+
+
+class Scored(NamedTuple):
+    """Result of a request.
+
+    Attributes:
+        infer: parsed request.
+        model: model name.
+        version: model version.
+        outputs: ``scores`` or ``vectors``.
+        scores: float32 [B] or [B, V].
+        best: recommended items, if requested.
+    """
+
+    infer: InferRequest
+    model: str
+    version: str
+    outputs: str
+    scores: Floats
+    best: Recommended | None
+
+
+class WaitingBytes(Protocol):
+    """Memory limit for waiting requests, such as `Connections`."""
+
+    def reserve(self, num_bytes: int, /) -> str | None:
+        """Reserve memory; return None, or why there is not enough."""
+
+    def release(self, num_bytes: int, /) -> None:
+        """Release reserved memory."""
+
+
+class ScoringService:
+    """Scores requests from any transport.
+
+    A request which cannot be answered in time is refused before the body is read.
+
+    Args:
+        repository: models.
+        metrics: counts requests by outcome.
+        waiting: counts bytes of waiting requests.
+    """
+
+    def __init__(self, repository: Repository, metrics: Metrics, waiting: WaitingBytes) -> None:
+        self._repository, self._metrics, self._waiting = repository, metrics, waiting
+
+    @contextmanager
+    def counted(self, requested: ScoreRequest) -> Iterator[float]:
+        """Count a request by model and outcome; yield the ``time.monotonic`` start time.
+
+        Raises:
+            RequestError: unknown model.
+        """
+        began, name, outcome = time.monotonic(), "", "error"
+        try:
+            name = self._served(requested).name
+            yield began
+            outcome = "ok"
+        except RequestError as error:
+            outcome = _OUTCOMES.get(error.status, "bad_request")
+            raise
+        finally:
+            self._metrics.finished(name, outcome, time.monotonic() - began)
+
+    def check(self, requested: ScoreRequest, deadline: float) -> Served:
+        """Check that a request can be answered, before the body is read; return the model.
+
+        Args:
+            requested: model and outputs of the request.
+            deadline: ``time.monotonic`` time after which the answer is useless.
+
+        Raises:
+            RequestError: the model has other outputs, or cannot answer in time.
+        """
+        served = self._served(requested)
+        if requested.outputs not in (None, served.signature.outputs):
+            raise RequestError(
+                f"model {served.name!r} returns {served.signature.outputs}, not {requested.outputs}. "
+                f"Ask /{_ASK_FOR[served.signature.outputs]}/{served.name}."
+            )
+        if requested.recommends and not served.recommends:
+            raise RequestError(
+                f"model {served.name!r} has no item list. Export a next-item run trained from a log."
+            )
+        served.batcher.check(deadline)
+        return served
+
+    async def score(
+        self,
+        requested: ScoreRequest,
+        read: Callable[[Signature], Awaitable[InferRequest]],
+        num_bytes: int,
+        *,
+        began: float,
+        deadline: float,
+    ) -> Scored:
+        """Score a request whose body has arrived.
+
+        Args:
+            requested: model and outputs of the request.
+            read: parses the body for a model signature.
+            num_bytes: body size, already counted as waiting by the transport.
+            began: ``time.monotonic`` start time of the request.
+            deadline: ``time.monotonic`` time after which the answer is useless.
+
+        Raises:
+            RequestError: invalid request, or no answer in time.
+        """
+        # Look up again: versions are not pinned while a client sends its body.
+        served = self.check(requested, deadline)
+        with served.batcher:
+            infer = await read(served.signature)
+            repeated = max(
+                0, size_of(infer.request) - num_bytes
+            )  # repeated shared values take more than the body
+            if (refused := self._waiting.reserve(repeated)) is not None:
+                raise RequestError(refused, 503, {"Retry-After": "1"})
+            try:
+                scored = await served.batcher(infer.request, min(deadline, began + infer.timeout))
+            finally:
+                self._waiting.release(repeated)
+        scores = _finite(scored.scores)
+        best = None
+        if requested.recommends:
+            best = await asyncio.to_thread(served.recommend, scores, infer.request, requested.items)
+        return Scored(infer, served.name, scored.version, served.signature.outputs, scores, best)
+
+    def _served(self, requested: ScoreRequest) -> Served:
+        if requested.model is None:
+            return self._repository.only()
+        return self._repository.get(requested.model, requested.version)
+
+
+def _finite(scores: Floats) -> Floats:
+    finite = np.isfinite(scores)
+    if not finite.all():
+        sample = int(finite.reshape(len(scores), -1).all(1).argmin())
+        raise RequestError(f"the score of sample {sample} is not finite. Check for huge dense values.", 422)
+    return scores

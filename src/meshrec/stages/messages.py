@@ -1,0 +1,239 @@
+"""Messages between stages on different ranks: split values, gradients, and failures."""
+
+import copyreg
+import io
+import pickle
+from collections import ChainMap
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from meshrec.stages.programs import StageFlow
+from meshrec.stages.values import Exchange, Gradients
+
+_HEADER_BYTES = 2048
+"""Header size. Holds shapes and dtypes of about twenty tensors; longer headers need a second message."""
+
+
+class Message(NamedTuple):
+    """Split value or gradients. ``source`` computed the value, ``destination`` uses it."""
+
+    kind: Literal["value", "gradient"]
+    name: str
+    k: int
+    source: int
+    destination: int
+
+
+class _Header(NamedTuple):
+    """Message header.
+
+    Attributes:
+        error: the sender's failure, sent instead of a value.
+        spec: tree structure.
+        leaves: shape, dtype and requires_grad of tensors; other leaves as they are.
+    """
+
+    error: str | None
+    spec: Any
+    leaves: list[Any]
+
+
+class _TensorForm(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_gradient: bool
+
+
+def _reduced_leaf(spec: pytree.TreeSpec) -> Any:
+    return (pytree.tree_structure, (0,)) if spec.type is None else spec.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+# Torch's pickle of a leaf spec triggers a deprecation warning when loaded.
+_REDUCERS = ChainMap[type, Any]({type(pytree.tree_structure(0)): _reduced_leaf}, copyreg.dispatch_table)
+
+
+class ElsewhereError(RuntimeError):
+    """Another stage failed; the message names the stage and the reason."""
+
+
+class RankExchange(Exchange):
+    """Point-to-point messages in a process group whose ranks are the stages.
+
+    Every scheduled message is sent in any case: after a failure, it has the error instead of a value. So no
+    rank waits forever, and no stale message reaches the next batch.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, names: Iterable[str]) -> None:
+        self._group = group
+        # Sorted, so that all ranks number the values alike.
+        self._tags = {name: index for index, name in enumerate(sorted(names))}
+        # Pending sends with their buffers, until `finish`.
+        self._sends: list[tuple[dist.Work | None, Tensor]] = []
+        # Messages of this batch already sent or received.
+        self._settled: set[Message] = set()
+        # First failure in this batch, on this rank or received. From then on, put() sends it instead of
+        # values.
+        self.error: str | None = None
+
+    def start(self) -> None:
+        """Start a new batch."""
+        self._settled.clear()
+        self.error = None
+
+    def finish(self) -> None:
+        """Wait until all messages have been sent."""
+        for work, _ in self._sends:
+            if work is not None:
+                work.wait()
+        self._sends.clear()
+
+    @override
+    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
+        self._put(Message("value", name, k, source, destination), value)
+
+    @override
+    def get(self, name: str, k: int, source: int, destination: int) -> Any:
+        return self._get(Message("value", name, k, source, destination))
+
+    @override
+    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
+        self._put(Message("gradient", name, k, source, destination), gradients)
+
+    @override
+    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
+        gradients: Gradients = self._get(Message("gradient", name, k, source, destination))
+        return gradients
+
+    def settle(self, messages: Iterable[tuple[Message, bool]]) -> None:
+        """Send and receive the remaining scheduled messages after a failure.
+
+        Sends ``error`` in every outgoing message, and receives every incoming one. Entries of ``messages``
+        tell whether this rank is the sender.
+        """
+        for message, is_sender in messages:
+            if message in self._settled:
+                continue
+            if is_sender:
+                self._put(message, None)
+            else:
+                try:
+                    self._get(message)
+                except ElsewhereError as error:
+                    self.error = self.error or str(error)
+
+    def _put(self, message: Message, value: Any) -> None:
+        self._settled.add(message)
+        # Gradients travel from the user of a value back to its source.
+        peer = message.destination if message.kind == "value" else message.source
+        if self.error is not None:
+            self._send_header(_Header(self.error, None, []), peer, message)
+            return
+        flat, spec = pytree.tree_flatten(value)
+        tensors = [leaf.detach().contiguous() for leaf in flat if isinstance(leaf, Tensor)]
+        forms = [
+            _TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in flat
+        ]
+        self._send_header(_Header(None, spec, forms), peer, message)
+        for tensor in tensors:
+            if tensor.numel():
+                self._send(tensor, peer, message)
+
+    def _get(self, message: Message) -> Any:
+        self._settled.add(message)
+        peer = message.source if message.kind == "value" else message.destination
+        header = self._receive_header(peer, message)
+        if header.error is not None:
+            raise ElsewhereError(header.error)
+        flat = []
+        for leaf in header.leaves:
+            if isinstance(leaf, _TensorForm):
+                tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+                if tensor.numel():
+                    self._receive(tensor, peer, message)
+                flat.append(tensor.requires_grad_(leaf.wants_gradient))
+            else:
+                flat.append(leaf)
+        return pytree.tree_unflatten(flat, header.spec)
+
+    def _send_header(self, header: _Header, peer: int, message: Message) -> None:
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file)
+        pickler.dispatch_table = _REDUCERS
+        pickler.dump(tuple(header))
+        data = file.getvalue()
+        # A fixed size, because the receiver must post a buffer before it knows the length.
+        first = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        fits = len(data) <= _HEADER_BYTES - 8
+        first[:8] = torch.tensor([len(data)]).view(torch.uint8)
+        if fits:
+            first[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._send(first, peer, message)
+        if not fits:
+            self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, message)
+
+    def _receive_header(self, peer: int, message: Message) -> _Header:
+        first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self._receive(first, peer, message)
+        length = int(first[:8].view(torch.int64))
+        if length <= _HEADER_BYTES - 8:
+            return _Header(*pickle.loads(bytes(first[8 : 8 + length].tolist())))
+        second = torch.empty(length, dtype=torch.uint8)
+        self._receive(second, peer, message)
+        return _Header(*pickle.loads(bytes(second.tolist())))
+
+    def _send(self, tensor: Tensor, peer: int, message: Message) -> None:
+        destination = dist.get_global_rank(self._group, peer)
+        work = dist.isend(tensor, destination, group=self._group, tag=self._tag(message))
+        # The buffer must outlive the send.
+        self._sends.append((work, tensor))
+
+    def _receive(self, tensor: Tensor, peer: int, message: Message) -> None:
+        dist.recv(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=self._tag(message))
+
+    def _tag(self, message: Message) -> int:
+        return 2 * (message.k * len(self._tags) + self._tags[message.name]) + (message.kind == "gradient")
+
+
+def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) -> list[tuple[Message, bool]]:
+    """Return a stage action's messages, each with whether this stage sends it.
+
+    Args:
+        flow: values exchanged by this stage.
+        action: "tables", "forward", "backward" or "collect".
+        k: split index, or number of splits for whole-batch actions.
+        generator: random generator value name; None: not sent.
+    """
+    stage, makers, users, index = flow.stage, flow.makers, flow.users, flow.stage.index
+    if action in ("tables", "collect"):
+        kind: Literal["value", "gradient"] = "value" if action == "tables" else "gradient"
+        whole = stage.whole.gives if stage.whole is not None else []
+        return [
+            (Message(kind, n, i, index, u), action == "tables")
+            for n in whole
+            for i in range(k)
+            for u in users.get(n, ())
+        ]
+    kind = "value" if action == "forward" else "gradient"
+    takes = [name for name in flow.takes if makers.get(name, index) != index]
+    messages = [(Message(kind, n, k, makers[n], index), action == "backward") for n in takes]
+    messages += [
+        (Message(kind, n, k, index, u), action == "forward")
+        for n in stage.split.gives
+        for u in users.get(n, ())
+    ]
+    if generator is not None and action == "forward":
+        if index > 0:
+            messages.append((Message("value", generator, k, index - 1, index), False))
+        if not flow.is_last:
+            messages.append((Message("value", generator, k, index, index + 1), True))
+    # Receive first, as the action does.
+    return sorted(messages, key=lambda entry: entry[1])

@@ -1,0 +1,297 @@
+"""Measure a model's units at several split sizes, and select cuts and split size."""
+
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from meshrec.distributed.awaitable import LazyAwaitable
+from meshrec.stages.choosing import StageChoice, StageCut, UnitCost, best_cut, bound
+from meshrec.stages.programs import Staging, program, shared_parameters, stage_programs
+from meshrec.stages.running import entered
+from meshrec.stages.samples import split, split_sizes
+from meshrec.stages.tracing import PartProgram, Traced
+
+CANDIDATES = (2, 4, 8, 16, 32, 64)
+"""Numbers of splits to try. More than 64 would save less than a 64th of the step, below the noise."""
+_REPEATS = 3
+_IN_FLIGHT = 4
+"""Splits whose results are kept during stage measurement, so that the next split does not reuse their memory.
+"""
+EXCHANGE_SECONDS = 1e-4
+"""Overhead of a split per stage in seconds, besides operations (futures, detached tensors); measured on
+several machines. Only matters if splits take about as long.
+"""
+
+
+def choose_for(
+    traced: Traced,
+    taken: Mapping[str, Any],
+    batch: int,
+    *,
+    num_stages: int,
+    staging: Staging | None,
+    split_size: int | Literal["auto"],
+    num_threads: int,
+) -> StageChoice:
+    """Measure the units on a batch, and select stages or number of splits, whichever is not given.
+
+    The model's buffers and torch's random generator are restored. Tables are looked up, but not updated.
+
+    Args:
+        traced: traced model.
+        taken: batch values by name.
+        batch: batch size.
+        num_stages: stage count.
+        staging: fixed stages; None: select.
+        split_size: fixed split size, or "auto".
+        num_threads: torch threads per stage.
+    """
+    fixed = None if staging is None else staging.stage_of
+    if split_size == "auto":
+        counts = [k for k in CANDIDATES if k <= batch] or [1]
+    else:
+        counts = [len(split_sizes(batch, split_size))]
+    final = set(traced.output.all_input_nodes)
+    programs = [program(traced, unit.nodes, final) for unit in traced.units]
+    needs, shared = [unit.needs for unit in traced.units], shared_parameters(traced)
+    before = [buffer.clone() for buffer in traced.model.buffers()]
+    threads = torch.get_num_threads()
+    choices: dict[int, _Measured] = {}
+    try:
+        torch.set_num_threads(num_threads)
+        # Measuring must not change the training run: RNG, buffers and thread count are restored.
+        with torch.random.fork_rng(devices=[]):
+            for count in counts:
+                costs = measured(traced, programs, taken, batch, num_splits=count, num_workers=num_stages)
+                cut = best_cut(costs, needs, num_stages, count, shared=shared)
+                least = bound(cut, costs, num_stages, count)
+                if fixed is not None:
+                    cut = StageCut(fixed, seconds_of(costs, fixed, count), False)
+                # Measure whole stages: unit times only rank the cuts.
+                stages = measured_stages(stage_programs(traced, cut.stage_of), taken, batch, count)
+                seconds = seconds_of(stages, range(num_stages), count)
+                choices[count] = _Measured(cut.stage_of, seconds, least * seconds / cut.seconds)
+    finally:
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            for buffer, value in zip(traced.model.buffers(), before, strict=True):
+                buffer.copy_(value)
+    count = min(choices, key=lambda k: choices[k].seconds)
+    predicted = {k: choice.seconds for k, choice in choices.items()}
+    return StageChoice(choices[count].stage_of, count, predicted[count], choices[count].bound, predicted)
+
+
+class _Measured(NamedTuple):
+    """Best cut for a number of splits, and a lower bound over all cuts."""
+
+    stage_of: list[int]
+    seconds: float
+    bound: float
+
+
+def measured(
+    traced: Traced,
+    programs: Sequence[PartProgram],
+    taken: Mapping[str, Any],
+    batch: int,
+    *,
+    num_splits: int,
+    num_workers: int,
+) -> list[UnitCost]:
+    """Measure seconds per unit for a split.
+
+    All workers measure at the same time, because they will share memory bandwidth later. The cost of a
+    whole-batch unit is divided by the number of splits.
+
+    Args:
+        traced: traced model.
+        programs: program per unit.
+        taken: batch values by name.
+        batch: batch size.
+        num_splits: split count.
+        num_workers: concurrent measurements.
+    """
+    sizes = split_sizes(batch, -(-batch // num_splits))
+
+    def rounds() -> list[list[UnitCost]]:
+        """Return the costs of all units, measured ``_REPEATS`` times after a warm-up round."""
+        return [_measure(traced, programs, taken, sizes) for _ in range(_REPEATS + 1)][1:]
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        rounds_of_all = [
+            result for job in [pool.submit(rounds) for _ in range(num_workers)] for result in job.result()
+        ]
+    return [
+        UnitCost(*(statistics.median(seconds) for seconds in zip(*unit, strict=True)))
+        for unit in zip(*rounds_of_all, strict=True)
+    ]
+
+
+def measured_stages(
+    staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int
+) -> list[UnitCost]:
+    """Measure seconds per stage for a split, with all stages running.
+
+    Args:
+        staging: stages.
+        taken: batch values by name.
+        batch: batch size.
+        num_splits: split count.
+    """
+    sizes = split_sizes(batch, -(-batch // num_splits))
+    values: dict[str, Any] = {}
+    whole = [UnitCost(0.0, 0.0)] * len(staging.stages)
+    arguments = []
+    for stage in staging.stages:
+        if stage.whole is not None:
+            whole[stage.index] = _measure_whole(stage.whole, taken, sizes, values)
+        stage_arguments = _arguments(stage.split, taken, sizes, values)
+        arguments.append(stage_arguments)
+        with torch.enable_grad():
+            values.update(
+                zip(stage.split.gives, stage.split.module(*entered(_inputs(stage_arguments))), strict=True)
+            )
+    # All stages start at once, because they share memory bandwidth.
+    together = threading.Barrier(len(arguments))
+
+    def rounds(index: int) -> UnitCost:
+        """Return the median cost of a split in stage ``index``, over ``_REPEATS`` rounds after a warm-up."""
+        # All stages start together, because they will share memory bandwidth in training.
+        together.wait()
+        program, depth = staging.stages[index].split, min(num_splits, _IN_FLIGHT)
+        costs = [_measure_part(program, arguments[index], depth) for _ in range(_REPEATS + 1)][1:]
+        return UnitCost(*(statistics.median(seconds) for seconds in zip(*costs, strict=True)))
+
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        split_costs = list(pool.map(rounds, range(len(arguments))))
+    return [
+        UnitCost(*(a + b + EXCHANGE_SECONDS for a, b in zip(one, other, strict=True)))
+        for one, other in zip(whole, split_costs, strict=True)
+    ]
+
+
+def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) -> UnitCost:
+    """Return a part's mean forward and backward seconds per split.
+
+    Runs ``depth`` forward passes, then the backward passes in reverse order, as `ThreadedBatch` does.
+    """
+    pending = []
+    forward = backward = 0.0
+    for _ in range(depth):
+        inputs = _inputs(arguments)
+        with torch.enable_grad():
+            results, seconds = _timed(program.module, *entered(inputs))
+        forward += seconds
+        pending.append((inputs, results))
+    while pending:
+        backward += _measure_backward(program, *pending.pop())
+    return UnitCost(forward / depth, backward / depth)
+
+
+def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequence[Any]) -> float:
+    ends = [e for e in pytree.tree_leaves(results) if isinstance(e, Tensor) and e.requires_grad]
+    leaves = [e for e in pytree.tree_leaves(inputs) if isinstance(e, Tensor) and e.requires_grad]
+    parameters = [p for p in program.module.parameters() if p.requires_grad]
+    if not ends or not (leaves or parameters):
+        return 0.0
+    ones = [torch.ones_like(end) for end in ends]
+    targets = [*leaves, *parameters]
+    gradients, seconds = _timed(torch.autograd.grad, ends, targets, ones, allow_unused=True)
+    # Splits accumulate parameter gradients, which a single backward pass does not show.
+    return seconds + _timed(_add, gradients[len(leaves) :]).seconds
+
+
+def _arguments(
+    program: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: Mapping[str, Any]
+) -> list[Any]:
+    """Return the first split's arguments, from the batch or from earlier parts' results."""
+    return [
+        values[name] if name in values else split(taken[name], sizes, f"the input {name!r}")[0]
+        for name in program.takes
+    ]
+
+
+def _inputs(arguments: Sequence[Any]) -> list[Any]:
+    """Copy the arguments of a part. Tensors are detached, with unchanged ``requires_grad``."""
+    return [pytree.tree_map(_as_input, argument) for argument in arguments]
+
+
+class _TimedResult(NamedTuple):
+    result: Any
+    seconds: float
+
+
+def _measure(
+    traced: Traced, programs: Sequence[PartProgram], taken: Mapping[str, Any], sizes: Sequence[int]
+) -> list[UnitCost]:
+    values: dict[str, Any] = {}
+    costs = []
+    for unit, part in zip(traced.units, programs, strict=True):
+        if unit.whole:
+            costs.append(_measure_whole(part, taken, sizes, values))
+            continue
+        inputs = _inputs(_arguments(part, taken, sizes, values))
+        with torch.enable_grad():
+            results, forward = _timed(part.module, *entered(inputs))
+        values.update(zip(part.gives, results, strict=True))
+        costs.append(UnitCost(forward, _measure_backward(part, inputs, results)))
+    share = EXCHANGE_SECONDS / len(costs)
+    return [UnitCost(c.forward + share, c.backward + share) for c in costs]
+
+
+def _add(gradients: Sequence[Tensor | None]) -> None:
+    """Add each gradient to itself, which costs as much as accumulating gradients of splits."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient += gradient
+
+
+def _measure_whole(
+    part: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
+) -> UnitCost:
+    with torch.no_grad():
+        results, seconds = _timed(part.module, *(taken[name] for name in part.takes))
+        for name, value in zip(part.gives, results, strict=True):
+            value = value.wait() if isinstance(value, LazyAwaitable) else value
+            first = split(value, sizes, f"the value {name!r}")[0]
+            values[name] = pytree.tree_map(_floats_want_gradients, first)
+    # Estimated: the table update reads and writes the rows which were read.
+    return UnitCost(seconds / len(sizes), 2 * seconds / len(sizes))
+
+
+def _floats_want_gradients(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _as_input(leaf: Any) -> Any:
+    # Copied, because values are measured repeatedly and a unit may change them in place.
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:
+    start = time.perf_counter()
+    result = function(*args, **kwargs)
+    return _TimedResult(result, time.perf_counter() - start)
+
+
+def seconds_of(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits: int) -> float:
+    """Return the step seconds for given stages; the formula is in `choosing`.
+
+    Args:
+        costs: unit costs.
+        stage_of: stage per unit.
+        num_splits: split count.
+    """
+    stages = range(max(stage_of) + 1)
+    forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]
+    backward = [
+        sum(c.backward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages
+    ]
+    return sum(forward) + sum(backward) + (num_splits - 1) * (max(forward) + max(backward))

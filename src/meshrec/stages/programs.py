@@ -1,0 +1,229 @@
+"""Unit assignment to stages, and the program of each stage."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, fx, nn
+
+from meshrec.stages.tracing import PartProgram, Traced, path_of
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A stage's program.
+
+    Attributes:
+        index: stage index.
+        name: description.
+        whole: runs once per batch, before the splits; None without tables.
+        split: runs for every split.
+    """
+
+    index: int
+    name: str
+    whole: PartProgram | None
+    split: PartProgram
+
+
+class Staging(NamedTuple):
+    """A model's stages.
+
+    Attributes:
+        stages: program per stage.
+        stage_of: stage per unit.
+        output: node returned by the model.
+    """
+
+    stages: list[StageProgram]
+    stage_of: list[int]
+    output: fx.Node
+
+    def makers(self) -> dict[str, int]:
+        """Return the stage which computes each value, excluding batch values."""
+        programs = [(stage.index, p) for stage in self.stages for p in (stage.whole, stage.split) if p]
+        return {name: index for index, program in programs for name in program.gives}
+
+    def users(self) -> dict[str, list[int]]:
+        """Return, per value, the other stages which read it."""
+        makers = self.makers()
+        users: dict[str, list[int]] = {}
+        for stage in self.stages:
+            for name in stage.split.takes:
+                if makers.get(name, stage.index) != stage.index:
+                    users.setdefault(name, []).append(stage.index)
+        return users
+
+
+class StageFlow:
+    """Values exchanged by a stage with other stages.
+
+    Args:
+        staging: all stages.
+        index: this stage.
+        carried: values of earlier stages which the last stage receives only to return them.
+
+    Attributes:
+        stage: this stage's program.
+        last: last stage index.
+        makers: stage which computes each value, excluding batch values.
+        users: other stages which read each value.
+        takes: values read by ``forward``, program arguments first.
+        output: node returned by the model.
+    """
+
+    def __init__(self, staging: Staging, index: int, carried: Sequence[str] = ()) -> None:
+        self.stage, self.output = staging.stages[index], staging.output
+        self.last = len(staging.stages) - 1
+        self.makers, self.users = staging.makers(), staging.users()
+        for name in carried:
+            self.users.setdefault(name, []).append(self.last)
+        self.takes = [*self.stage.split.takes, *(name for name in carried if index == self.last)]
+
+    @property
+    def returned(self) -> list[str]:
+        """Value names returned by the model."""
+        return [node.name for node in self.output.all_input_nodes]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.stage.index == self.last
+
+
+def at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
+    """Return the stage per unit, where a new stage starts at the first unit of each submodule in ``cuts``.
+
+    Raises:
+        ValueError: a name is not a submodule, has no executed part, or would give an empty stage; or names
+            are not in execution order.
+    """
+    firsts = []
+    for cut in cuts:
+        indices = [
+            unit.index
+            for unit in traced.units
+            if any(path == cut or path.startswith(f"{cut}.") for path in map(path_of, unit.nodes))
+        ]
+        if not indices:
+            names = ", ".join(dict(traced.model.named_modules()))
+            raise ValueError(
+                f"cuts has {cut!r}, but no executed part of the model has that name. Submodules: "
+                f"{names.lstrip(', ')}."
+            )
+        firsts.append(indices[0])
+    order = [0, *firsts]
+    for (before, after), cut in zip(itertools.pairwise(order), cuts, strict=True):
+        if after <= before:
+            raise ValueError(
+                f"a stage would start at {cut!r}, which runs first or not after the previous cut: a stage "
+                "would be empty. Pass the cuts in execution order."
+            )
+    bounds = [*firsts, len(traced.units)]
+    return [next(s for s, bound in enumerate(bounds) if unit.index < bound) for unit in traced.units]
+
+
+def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
+    """Invert `at_cuts`; return an empty list if no submodule names give these stages."""
+    firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
+    cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]
+    try:
+        return cuts if at_cuts(traced, cuts) == list(stage_of) else []
+    except ValueError:
+        return []
+
+
+def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
+    """Build the programs of an assignment of units to stages. No unit may read a later stage's values.
+
+    Raises:
+        ValueError: stages share a module with parameters.
+    """
+    num_stages = max(stage_of) + 1
+    for unit in traced.units:
+        assert all(stage_of[needed] <= stage_of[unit.index] for needed in unit.needs)
+    _check_not_shared(traced, stage_of)
+    names = [
+        [unit.name for unit in traced.units if stage_of[unit.index] == stage] for stage in range(num_stages)
+    ]
+    final = set(traced.output.all_input_nodes)
+    stages = []
+    for stage in range(num_stages):
+        members = [unit for unit in traced.units if stage_of[unit.index] == stage]
+        whole = [node for unit in members if unit.whole for node in unit.nodes]
+        split = [node for unit in members if not unit.whole for node in unit.nodes]
+        title = f"{names[stage][0]} to {names[stage][-1]}" if len(names[stage]) > 1 else "".join(names[stage])
+        stages.append(
+            StageProgram(
+                stage,
+                title,
+                program(traced, whole, final) if whole else None,
+                program(traced, split, final),
+            )
+        )
+    return Staging(stages, list(stage_of), traced.output)
+
+
+def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> PartProgram:
+    """Build a program from nodes.
+
+    Args:
+        traced: traced model.
+        nodes: nodes in execution order.
+        final: nodes returned by the model.
+    """
+    members = set(nodes)
+    graph = fx.Graph()
+    # Values from other programs become placeholders. get_attr nodes are copied, as all programs share the
+    # model.
+    copies: dict[fx.Node, fx.Node] = {}
+    takes: list[str] = []
+    for node in nodes:
+        for needed in node.all_input_nodes:
+            if needed not in members and needed not in copies and needed.op != "get_attr":
+                copies[needed] = graph.placeholder(needed.name)
+                takes.append(needed.name)
+    for node in nodes:
+        for needed in node.all_input_nodes:
+            if needed.op == "get_attr" and needed not in copies:
+                copies[needed] = graph.node_copy(needed)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    gives = [node for node in nodes if node in final or any(user not in members for user in node.users)]
+    graph.output(tuple(copies[node] for node in gives))
+    return PartProgram(fx.GraphModule(traced.model, graph), takes, [node.name for node in gives])
+
+
+def shared_parameters(traced: Traced) -> dict[str, list[int]]:
+    """Return parameters used by several units, by name, with the unit indices."""
+    # Keyed by the tensor, because tied weights have several names. The inner dict is an ordered set.
+    users: dict[Tensor, tuple[str, dict[int, None]]] = {}
+    for unit in traced.units:
+        for node in unit.nodes:
+            for name, parameter in _parameters_of(traced.model, node):
+                users.setdefault(parameter, (name, {}))[1][unit.index] = None
+    return {name: list(units) for name, units in users.values() if len(units) > 1}
+
+
+def _check_not_shared(traced: Traced, stage_of: Sequence[int]) -> None:
+    for name, units in shared_parameters(traced).items():
+        stages = sorted({stage_of[unit] for unit in units})
+        if len(stages) > 1:
+            raise ValueError(
+                f"{name!r} is used in stage {' and in stage '.join(map(str, stages))}, but a parameter must "
+                "be in one stage. Move the cut so that one stage has all uses, or use separate parameters."
+            )
+
+
+def _parameters_of(model: nn.Module, node: fx.Node) -> list[tuple[str, nn.Parameter]]:
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        return [(f"{node.target}.{name}", p) for name, p in module.named_parameters()]
+    parameters = []
+    for needed in node.all_input_nodes:
+        if needed.op == "get_attr":
+            path, _, name = str(needed.target).rpartition(".")
+            value = getattr(model.get_submodule(path), name)
+            if isinstance(value, nn.Parameter):
+                parameters.append((str(needed.target), value))
+    return parameters

@@ -1,0 +1,267 @@
+"""A lane's batch on a rank: schedule of splits, loss, and failures."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from meshrec.stages.messages import ElsewhereError, RankExchange, messages_of
+from meshrec.stages.programs import StageFlow
+from meshrec.stages.running import GENERATOR, StageError, StageRun
+from meshrec.stages.samples import join
+from meshrec.stages.values import Gradients, Inputs
+
+Criterion = Callable[[Any, Any], Tensor]
+
+
+class Lane:
+    """A rank's process groups: its lane (all stages), the ranks with the same stage in other lanes, and all
+    ranks.
+
+    All methods are collective.
+    """
+
+    def __init__(
+        self, stages: dist.ProcessGroup, replicas: dist.ProcessGroup | None, all_ranks: dist.ProcessGroup
+    ) -> None:
+        self.stages, self.replicas, self.all_ranks = stages, replicas, all_ranks
+
+    def shared_seed(self) -> int:
+        """Draw a common seed for all lane stages."""
+        seed = torch.empty((), dtype=torch.int64).random_()
+        dist.broadcast(seed, dist.get_global_rank(self.stages, 0), group=self.stages)
+        return int(seed)
+
+    def shared_loss(self, loss: Tensor | None) -> Tensor:
+        """Return the last stage's loss on all lane stages."""
+        value = torch.zeros(()) if loss is None else loss.detach().float().clone()
+        # Only the last stage computes the loss.
+        source = dist.get_global_rank(self.stages, self.stages.size() - 1)
+        dist.broadcast(value, source, group=self.stages)
+        return value
+
+    def raise_together(self, error: str | None, cause: BaseException | None) -> None:
+        """Raise StageError on all ranks if any has an ``error``; ``cause`` is set on the rank where it
+        occurred.
+        """
+        if not any_of(error is not None, self.all_ranks):
+            return
+        texts: list[Any] = [None] * self.all_ranks.size()
+        dist.all_gather_object(texts, (error, cause is not None), group=self.all_ranks)
+        first = next((text for text, is_cause in texts if is_cause), None)
+        raise StageError(first or next(text for text, _ in texts if text)) from cause
+
+
+class SplitLosses:
+    """Model outputs and losses of the splits, on the last stage.
+
+    Args:
+        output: node returned by the model.
+        inputs: batch.
+        targets: target per split; empty without targets.
+        criterion: see `StagedOverRanks`.
+        train: whether to compute gradients.
+
+    Attributes:
+        gradients: gradients of returned values, by split and name; removed by the split's backward pass.
+    """
+
+    def __init__(
+        self,
+        output: fx.Node,
+        inputs: Inputs,
+        targets: Sequence[Any],
+        criterion: Criterion | None,
+        *,
+        train: bool,
+    ) -> None:
+        self._output, self._inputs, self._targets = output, inputs, targets
+        self._criterion, self._train = criterion, train
+        # Losses and outputs in split order, detached, until the batch ends.
+        self._losses: list[Tensor] = []
+        self._outputs: list[Any] = []
+        self.gradients: dict[int, dict[str, Gradients]] = {}
+
+    def loss(self) -> Tensor | None:
+        """Return the batch's mean loss; None except on the last stage."""
+        if not self._losses:
+            return None
+        sizes = self._inputs.sizes
+        return torch.stack(
+            [loss * (n / sum(sizes)) for loss, n in zip(self._losses, sizes, strict=True)]
+        ).sum()
+
+    def output(self) -> Any:
+        """Return the model's output for the whole batch."""
+        return join(self._outputs, self._inputs.sizes) if self._outputs else None
+
+    def add(self, k: int, results: dict[tuple[str, int], Any]) -> None:
+        """Compute a split's loss, and the gradients with respect to the returned values."""
+        computed = {n.name for n in self._output.all_input_nodes if (n.name, k) in results}
+        leaves: dict[str, list[Any]] = {}
+        values: dict[str, Any] = {}
+        for name in computed:
+            flat, spec = pytree.tree_flatten(results.pop((name, k)))
+            leaves[name] = [
+                leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+                for leaf in flat
+            ]
+            values[name] = pytree.tree_unflatten(leaves[name], spec)
+
+        def value(node: fx.Node) -> Any:
+            return values[node.name] if node.name in computed else self._inputs.splits[node.name][k]
+
+        output = fx.node.map_arg(self._output.args[0], value)
+        self._outputs.append(
+            pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+        )
+        loss = self._loss_of(output, k)
+        if loss is None:
+            return
+        self._losses.append(loss.detach())
+        if self._train:
+            # Split losses are means over splits that may have different sizes.
+            share = self._inputs.sizes[k] / sum(self._inputs.sizes)
+            targets = [
+                e
+                for value_leaves in leaves.values()
+                for e in value_leaves
+                if isinstance(e, Tensor) and e.requires_grad
+            ]
+            gradients = iter(torch.autograd.grad(loss * share, targets, allow_unused=True))
+            self.gradients[k] = {
+                name: [
+                    next(gradients) if isinstance(e, Tensor) and e.requires_grad else None
+                    for e in value_leaves
+                ]
+                for name, value_leaves in leaves.items()
+            }
+
+    def _loss_of(self, output: Any, k: int) -> Tensor | None:
+        criterion = self._criterion
+        if criterion is not None:
+            if not self._targets:
+                if not self._train:
+                    return None
+                raise ValueError("the criterion needs a target: call step(..., target=...).")
+            loss: Any = criterion(output, self._targets[k])
+        else:
+            loss = output[0] if isinstance(output, tuple) else output
+        if not isinstance(loss, Tensor) or loss.dim():
+            if not self._train and criterion is None:
+                return None
+            description = (
+                f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+            )
+            raise ValueError(f"the loss is {description}; it must be a scalar tensor, the mean over samples.")
+        return loss
+
+
+class RankStep:
+    """A batch on a rank.
+
+    Args:
+        flow: values exchanged by this rank's stage.
+        exchange: exchange with other stages.
+        lane: process groups.
+        run: the batch in this rank's stage.
+        losses: split losses.
+        train: whether there is a backward pass.
+        draws: whether splits carry a random generator.
+    """
+
+    def __init__(
+        self,
+        flow: StageFlow,
+        exchange: RankExchange,
+        lane: Lane,
+        *,
+        run: StageRun,
+        losses: SplitLosses,
+        train: bool,
+        draws: bool,
+    ) -> None:
+        self._flow, self._exchange, self._lane, self._run, self._losses = flow, exchange, lane, run, losses
+        self._train, self._generator = train, GENERATOR if draws else None
+
+    def __call__(self) -> None:
+        """Run the whole schedule. Raises StageError on every rank if any rank fails."""
+        flow, exchange, stage = self._flow, self._exchange, self._flow.stage
+        exchange.start()
+        cause: BaseException | None = None
+        for action, k in schedule(stage.index, flow.last + 1, self._run.num_splits, train=self._train):
+            messages = messages_of(flow, action, k, generator=self._generator)
+            if action == "agree":
+                # Before gradients are exchanged with other lanes and tables updated: all lanes do so, or
+                # none.
+                group = self._lane.replicas if k else None
+                if any_of(exchange.error is not None, group) and exchange.error is None:
+                    exchange.error = "another lane failed"
+                continue
+            if exchange.error is None:
+                try:
+                    self._do(action, k)
+                except ElsewhereError as error:
+                    exchange.error = str(error)
+                except Exception as error:
+                    cause, where = error, self._run.where
+                    exchange.error = (
+                        f"stage {stage.index} ({stage.name}), {where}: {type(error).__name__}: {error}"
+                    )
+            if exchange.error is not None:
+                # Peers wait for the messages of this action, with or without a failure.
+                exchange.settle(messages)
+        exchange.finish()
+        # Before the tables are updated, so that a failed step leaves them unchanged on all ranks.
+        self._lane.raise_together(exchange.error, cause)
+        if self._train:
+            self._run.tables_backward()
+
+    def _do(self, action: str, k: int) -> None:
+        run = self._run
+        if action == "tables":
+            run.tables()
+        elif action == "forward":
+            run.forward(k)
+            if self._flow.is_last:
+                self._losses.add(k, run.values.results)
+        elif action == "backward":
+            run.backward(k, self._losses.gradients.pop(k, {}))
+        elif action == "collect":
+            run.values.collect()
+
+
+def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> list[tuple[str, int]]:
+    """Return a stage's actions in order, each with its split, or with the number of splits for whole-batch
+    actions.
+
+    "agree" precedes the last backward pass, in which gradients are exchanged with other lanes.
+
+    Args:
+        index: stage index.
+        num_stages: stage count.
+        num_splits: split count.
+        train: whether there is a backward pass.
+    """
+    if not train:
+        return [("tables", num_splits), *(("forward", k) for k in range(num_splits))]
+    # Warm-up: as many forward passes as there are later stages. Then each backward pass frees a split's
+    # memory.
+    ahead = min(num_stages - 1 - index, num_splits)
+    order = [("forward", k) for k in range(ahead)]
+    for k in range(num_splits - ahead):
+        order += [("forward", ahead + k), ("backward", k)]
+    order += [("backward", k) for k in range(num_splits - ahead, num_splits)]
+    return [("tables", num_splits), *order[:-1], ("agree", 1), order[-1], ("collect", num_splits)]
+
+
+def any_of(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Return whether the flag is set on any rank of the group. Collective."""
+    if group is None:
+        return flag
+    tensor = torch.tensor(int(flag))
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return bool(tensor)

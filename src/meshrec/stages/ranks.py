@@ -1,0 +1,307 @@
+"""Stages over ranks: the ``stage`` axis of a mesh, next to ``replicate`` and ``shard``."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshrec.comms.mesh import ShardingEnv
+from meshrec.model_parallel import DistributedModelParallel, Sharder
+from meshrec.plan.sharding_plan import ShardingPlan
+from meshrec.stages.batch_norm import batch_norms, deferred_statistics
+from meshrec.stages.messages import RankExchange
+from meshrec.stages.programs import StageFlow, StageProgram, Staging, at_cuts, stage_programs
+from meshrec.stages.rank_step import Criterion, Lane, RankStep, SplitLosses, any_of
+from meshrec.stages.running import GENERATOR, Caller, Mode, StageRun
+from meshrec.stages.samples import num_samples, split, split_sizes
+from meshrec.stages.staged import take_apart
+from meshrec.stages.timeline import Timeline
+from meshrec.stages.tracing import PartProgram, trace
+from meshrec.stages.values import Inputs, StageValues
+
+
+class StepResult(NamedTuple):
+    """Step result.
+
+    Attributes:
+        loss: loss of the lane's batch, on all lane stages.
+        output: detached model output, on the last stage only.
+    """
+
+    loss: Tensor
+    output: Any
+
+
+class StagedOverRanks(nn.Module):
+    """A model whose stages are on different ranks. Each stage may itself be sharded and replicated.
+
+    Ranks of the ``stage`` axis with equal other coordinates form a lane. A lane shares a batch: every rank of
+    it gets the whole batch, and reads what its stage needs. ``step`` runs a batch with one forward and one
+    backward split in turn (1F1B: Narayanan et al., "PipeDream", 2019). Afterwards the parameters have the
+    gradients of the mean loss over all lanes, and the tables are updated::
+
+        staged = StagedOverRanks(model, mesh=mesh, cuts=["over_arch"], split_size=512, criterion=loss)
+        optimizer = torch.optim.Adam(staged.dense_param_groups())
+        for batch, target in loader:
+            optimizer.zero_grad()
+            loss, _ = staged.step(batch, target=target)
+            optimizer.step()
+
+    A rank holds the parameters of its stage, under the names of the model.
+
+    Args:
+        model: the model, built alike on all ranks (same seed).
+        mesh: mesh with an axis ``stage``. Its other axes are those of `ShardingEnv.from_mesh`, and apply to
+            each stage as in DistributedModelParallel: ``shard`` splits the stage's tables, ``replicate``
+            replicates them.
+        cuts: names of the submodules at which a new stage begins: one fewer than the ``stage`` axis has
+            ranks.
+        split_size: samples per split; the last split has the rest.
+        criterion: maps (result, target) to the mean loss over samples. None: the model returns the loss,
+            alone or first in a tuple.
+        plan, sharders, dense, dense_options: as for DistributedModelParallel. A stage uses the part of the
+            plan that is about its tables.
+        deferred_batch_norm: see `Staged`.
+
+    Raises:
+        ValueError: as for `Staged`, or the number of cuts does not fit the mesh.
+    """
+
+    holds_part = True  # each rank has some of the model's names; checkpoints merge them
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        cuts: Sequence[str],
+        split_size: int,
+        criterion: Criterion | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: Sequence[Sharder] | None = None,
+        dense: Literal["ddp", "fsdp2"] = "ddp",
+        dense_options: Mapping[str, Any] | None = None,
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        names = mesh.mesh_dim_names or ()
+        if "stage" not in names:
+            raise ValueError(f"the mesh has the axes {names}; stages need one called 'stage'.")
+        group = mesh.get_group("stage")
+        num_stages = group.size()
+        if len(cuts) + 1 != num_stages:
+            raise ValueError(
+                f"{len(cuts)} cuts make {len(cuts) + 1} stages, but the mesh's 'stage' axis has {num_stages} "
+                f"ranks. Give {num_stages - 1} cuts."
+            )
+        if split_size < 1:
+            raise ValueError(f"split_size is {split_size}; it must be at least 1.")
+        traced = trace(model)
+        self._taking = traced.taking
+        staging = stage_programs(traced, at_cuts(traced, cuts))
+        self._split_size, self._criterion, self._deferred = split_size, criterion, deferred_batch_norm
+        self._flow = StageFlow(staging, group.rank(), _carried(staging))
+        other_axes = tuple(name for name in names if name != "stage")
+        env = ShardingEnv.from_mesh(mesh[other_axes]) if other_axes else ShardingEnv.single_process()
+        # Collective, so all ranks must build the groups in this order.
+        all_ranks = mesh._flatten("everyone").get_group() if other_axes else group
+        self._lane = Lane(group, env.world.group, all_ranks)
+        part = StagePart(model, self._flow.stage)
+        tables = [path for path in (plan.plan if plan is not None else ()) if _has(part, path)]
+        local_plan = ShardingPlan({path: plan.plan[path] for path in tables}) if plan is not None else None
+        # An empty plan, because None would start the planner on a part without tables.
+        if not part.holds_tables:
+            local_plan = ShardingPlan({})
+        self.part = DistributedModelParallel(
+            part, env=env, plan=local_plan, sharders=sharders, dense=dense, dense_options=dense_options
+        )
+        self._caller = _PartCaller(self.part)
+        # All ranks pass the same names, because tags are numbered by them.
+        self._exchange = RankExchange(group, [*self._flow.makers, GENERATOR])
+        # Whether any stage draws random numbers; None until the first training batch has shown it.
+        self._draws: bool | None = None
+        self.timeline = Timeline()
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Run a batch of this lane forward and backward. Collective over the mesh.
+
+        Raises:
+            ValueError: the batch cannot be split by samples; raised before anything runs.
+            StageError: a stage of some lane failed; raised on every rank, with stage and split. Tables are
+                unchanged. Clear the gradients, and the next step works.
+        """
+        return self._run(args, kwargs, target, train=True)
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Run a batch forward only, without gradients. Collective over the mesh."""
+        return self._run(args, kwargs, target, train=False)
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage index."""
+        return self._flow.stage.index
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """Fused optimizer for this stage's tables, see DistributedModelParallel."""
+        return self.part.fused_optimizer
+
+    def dense_param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter group for this rank's dense optimizer: all parameters except tables.
+
+        The group is empty on a stage with only tables.
+        """
+        tables = {p for module in self.part.sharded_modules.values() for p in module.parameters()}
+        return [{"params": [p for p in self.part.parameters() if p not in tables]}]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return this stage's parameters under the model's names; see ``nn.Module``.
+
+        Args:
+            prefix: name prefix.
+            recurse: whether to include submodules.
+            remove_duplicate: whether to list shared parameters once.
+        """
+        return self.part.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return this stage's buffers under the model's names; see ``nn.Module``.
+
+        Args:
+            prefix: name prefix.
+            recurse: whether to include submodules.
+            remove_duplicate: whether to list shared buffers once.
+        """
+        return self.part.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return this stage's state under the model's names. Together, the stages' states are the model's."""
+        return self.part.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load this stage's part of a state dict, which may be the whole model's."""
+        local = self.part.state_dict()
+        return self.part.load_state_dict({k: v for k, v in state_dict.items() if k in local}, *args, **kwargs)
+
+    def _run(self, args: Any, kwargs: Mapping[str, Any], target: Any, *, train: bool) -> StepResult:
+        batch = num_samples([args, kwargs])
+        if batch is None:
+            raise ValueError(
+                "the batch has no tensor with samples in its first dimension. Pass at least one."
+            )
+        sizes = split_sizes(batch, self._split_size)
+        taken = take_apart(self._taking, args, kwargs)
+        flow, draws = self._flow, train and self.training and self._draws is not False
+        needed = {*flow.stage.split.takes, *flow.returned}
+        splits = {n: split(v, sizes, f"the input {n!r}") for n, v in taken.items() if n in needed}
+        targets = split(target, sizes, "the target") if flow.is_last and target is not None else []
+        norms = batch_norms(self.part.module) if self._deferred and train else None
+        inputs = Inputs(taken, splits, sizes)
+        mode = Mode.now(grad=train, seed=self._lane.shared_seed() if draws else None)
+        self.timeline = Timeline()
+        run = StageRun(
+            flow,
+            self._caller,
+            StageValues(flow, inputs, self._exchange),
+            mode=mode,
+            timeline=self.timeline,
+        )
+        losses = SplitLosses(flow.output, inputs, targets, self._criterion, train=train)
+        step = RankStep(flow, self._exchange, self._lane, run=run, losses=losses, train=train, draws=draws)
+        with deferred_statistics(norms) if norms is not None else nullcontext():
+            step()
+        if self._draws is None and train and self.training:
+            # Agreed on by the lane: a stage which expects a generator would otherwise wait for it forever.
+            self._draws = any_of(run.drew, self._lane.stages)
+        return StepResult(self._lane.shared_loss(losses.loss()), losses.output())
+
+
+def _carried(staging: Staging) -> list[str]:
+    """Return values of earlier stages which the last stage receives only to return them."""
+    makers, last = staging.makers(), len(staging.stages) - 1
+    given = set(staging.stages[last].split.takes)
+    returned = [node.name for node in staging.output.all_input_nodes]
+    return [name for name in returned if makers.get(name, last) != last and name not in given]
+
+
+class StagePart(nn.Module):
+    """Submodules of a stage, at their paths in the model; runs the program "whole" or "split"."""
+
+    def __init__(self, model: nn.Module, stage: StageProgram) -> None:
+        super().__init__()
+        self._programs: dict[str, PartProgram] = {"split": stage.split}
+        if stage.whole is not None:
+            self._programs["whole"] = stage.whole
+        self.holds_tables = stage.whole is not None
+        for program in self._programs.values():
+            for node in program.module.graph.nodes:
+                if node.op in ("call_module", "get_attr"):
+                    _adopt(self, model, str(node.target))
+
+    def forward(self, which: str, *arguments: Any) -> Any:
+        """Run a program, and return the values."""
+        # The generated code looks up submodules by name, which resolves to the modules adopted here.
+        return type(self._programs[which].module).forward(self, *arguments)
+
+
+def _adopt(part: nn.Module, model: nn.Module, target: str) -> None:
+    *path, last = target.split(".")
+    for name in path:
+        if not hasattr(part, name):
+            part.add_module(name, nn.Module())
+        part, model = getattr(part, name), getattr(model, name)
+    value = getattr(model, last)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        part.register_buffer(last, value, persistent=last not in model._non_persistent_buffers_set)
+    else:
+        setattr(part, last, value)
+
+
+def _has(part: nn.Module, path: str) -> bool:
+    try:
+        part.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+class _PartCaller(Caller):
+    """Runs a stage's part, whose dense parameters are replicated over lanes. Gradients are exchanged only in
+    the last split's backward pass.
+    """
+
+    direct = True
+
+    def __init__(self, part: DistributedModelParallel) -> None:
+        self._part = part
+
+    def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Run a program, and return the values."""
+        wrapped = self._part._dmp_wrapped_module
+        with wrapped.no_sync() if isinstance(wrapped, nn.parallel.DistributedDataParallel) else nullcontext():
+            results: Sequence[Any] = self._part(which, *arguments)
+        return results
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return no parameters: backward passes accumulate gradients directly."""
+        return []
+
+    def before_backward(self, *, last: bool) -> None:
+        """Enable the gradient exchange for the last split."""
+        wrapped: Any = self._part._dmp_wrapped_module
+        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            if last:
+                # Only the last split reduces. Its gradients are accumulated on top of the earlier splits'
+                # gradients.
+                wrapped.reducer.prepare_for_backward([])
+        elif hasattr(wrapped, "set_requires_gradient_sync"):
+            wrapped.set_requires_gradient_sync(last)
+            wrapped.set_is_last_backward(last)

@@ -1,0 +1,295 @@
+"""A stage's work on a batch: forward and backward per split, and for tables.
+
+The autograd graph is cut between stages: a stage receives detached values, and later sends back their
+gradients. Transport and scheduling are in `threads` (one process) and `ranks`.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshrec.distributed.awaitable import LazyAwaitable
+from meshrec.stages.programs import StageFlow, StageProgram
+from meshrec.stages.randomness import SplitRandomness
+from meshrec.stages.samples import split
+from meshrec.stages.timeline import Kind, Timeline
+from meshrec.stages.values import Gradients, GradientSums, StageValues
+
+GENERATOR = "random numbers"
+
+
+class StageError(RuntimeError):
+    """A stage failed. The message names stage and split; ``__cause__`` is the original error."""
+
+
+class Mode(NamedTuple):
+    """How to run a batch.
+
+    Attributes:
+        grad: whether to save state for a backward pass.
+        seed: random seed; None: nothing is drawn.
+        autocast: autocast dtype by device kind.
+    """
+
+    grad: bool
+    seed: int | None
+    autocast: dict[str, torch.dtype]
+
+    @classmethod
+    def now(cls, *, grad: bool, seed: int | None) -> "Mode":
+        """Return a mode with the caller's autocast state, which worker threads do not inherit."""
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return cls(grad, seed, {kind: torch.get_autocast_dtype(kind) for kind in kinds})
+
+
+class _SavedSplit(NamedTuple):
+    """State saved for a split's backward pass.
+
+    Attributes:
+        leaves: detached leaves per input value; None for leaves without gradient.
+        outputs: output leaves with their graph, by name.
+    """
+
+    leaves: dict[str, Gradients]
+    outputs: dict[str, list[Any]]
+
+
+class StageRun:
+    """A batch in a stage.
+
+    Call ``tables``, then ``forward`` for each split; later ``backward`` for each split in any order, then
+    ``deliver``, ``values.collect`` and ``tables_backward``.
+
+    Args:
+        flow: values exchanged by this stage.
+        call: runs a program of the stage, "whole" or "split".
+        values: batch, and values of other stages.
+        mode: how to run the batch.
+        timeline: records events.
+
+    Attributes:
+        values: values of the batch in this stage.
+        where: current action, for messages.
+        drew: whether the stage drew random numbers; valid if ``mode.seed`` is given.
+    """
+
+    def __init__(
+        self, flow: StageFlow, call: "Caller", values: StageValues, *, mode: Mode, timeline: Timeline
+    ) -> None:
+        self._flow, self._call, self.values, self._mode, self._timeline = flow, call, values, mode, timeline
+        self.where = "before its first split"
+        self.drew = False
+        # By split, from its forward until its backward pass.
+        self._saved: dict[int, _SavedSplit] = {}
+        # Sums over splits, until deliver() adds them to the parameters' grad. Without parameters if backward
+        # accumulates directly; then it only counts the splits.
+        self._sums = GradientSums([] if call.direct else [p for p in call.parameters() if p.requires_grad])
+
+    @property
+    def stage(self) -> StageProgram:
+        """The stage's program."""
+        return self._flow.stage
+
+    @property
+    def num_splits(self) -> int:
+        """Split count."""
+        return len(self.values.inputs.sizes)
+
+    def tables(self) -> None:
+        """Look up the stage's tables, if any, for the whole batch."""
+        whole, inputs = self.stage.whole, self.values.inputs
+        if whole is None:
+            return
+        pieces: dict[str, list[Any]] = {}
+        with self._recorded("tables", -1), torch.set_grad_enabled(self._mode.grad):
+            results = self._call("whole", [inputs.whole[name] for name in whole.takes])
+            for name, value in zip(whole.gives, results, strict=True):
+                value = value.wait() if isinstance(value, LazyAwaitable) else value
+                # The lookup covers the whole batch, so tables are read and updated once.
+                pieces[name] = split(value, inputs.sizes, f"the value {name!r}")
+        self.values.publish_pieces(pieces)
+
+    def forward(self, k: int) -> None:
+        """Run split ``k`` once the inputs have arrived."""
+        program, takes, values = self.stage.split, self._flow.takes, self.values
+        taken = {name: values.take(name, k) for name in takes}
+        with self._recorded("forward", k):
+            leaves: dict[str, Gradients] = {}
+            arguments = []
+            for name, value in taken.items():
+                argument, leaves[name] = _detached(value, self._mode.grad)
+                arguments.append(entered(argument) if self._mode.grad else argument)
+            num_arguments = len(program.takes)
+            tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+            with self._context(k, tensors[0].device if tensors else torch.device("cpu")):
+                given = dict(zip(program.gives, self._call("split", arguments[:num_arguments]), strict=True))
+            carried = dict(zip(takes[num_arguments:], arguments[num_arguments:], strict=True))
+            values.results.update({(name, k): value for name, value in carried.items()})
+            if self._mode.grad:
+                outputs = {
+                    name: pytree.tree_leaves(value) for name, value in (*given.items(), *carried.items())
+                }
+                self._saved[k] = _SavedSplit(leaves, outputs)
+        for name, value in given.items():
+            values.publish(name, k, value)
+
+    def backward(self, k: int, result_gradients: Mapping[str, Gradients]) -> None:
+        """Run the backward pass of split ``k``, from gradients of returned values and of values used by other
+        stages.
+        """
+        if k not in self._saved:
+            raise RuntimeError(
+                "this batch already had its backward pass, and its saved state is freed. Run the model again "
+                "(retain_graph is not supported by stages)."
+            )
+        arrived = self.values.arrived(k, result_gradients)
+        saved = self._saved.pop(k)
+        with self._recorded("backward", k):
+            leaves = [
+                leaf for value_leaves in saved.leaves.values() for leaf in value_leaves if leaf is not None
+            ]
+            ends, given = _ends(saved.outputs, arrived)
+            if self._call.direct:
+                self._call.before_backward(last=self._sums.num_added == self.num_splits - 1)
+                if ends:
+                    torch.autograd.backward(ends, given)
+                gradients: Sequence[Tensor | None] = [leaf.grad for leaf in leaves]
+            else:
+                gradients = _gradients(ends, given, [*leaves, *self._sums.parameters])
+            self._sums.add(gradients[len(leaves) :])
+        by_leaf = iter(gradients[: len(leaves)])
+        for name, value_leaves in saved.leaves.items():
+            self.values.give_back(name, k, [None if leaf is None else next(by_leaf) for leaf in value_leaves])
+
+    def deliver(self) -> None:
+        """Add all split gradients to the parameters' ``grad``."""
+        self._sums.deliver()
+
+    def tables_backward(self) -> None:
+        """Run the tables' backward pass, which updates tables with a fused optimizer."""
+        ends, gradients = self.values.take_table_ends()
+        if ends:
+            with self._recorded("tables", -1):
+                torch.autograd.backward(ends, gradients)
+
+    @contextmanager
+    def _context(self, k: int, device: torch.device) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._mode.grad))
+            for kind, dtype in self._mode.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if self._mode.seed is None:
+                yield
+                return
+            # The split's generator state travels with its values.
+            index, generator, exchange = self.stage.index, torch.Generator(device), self.values.exchange
+            generator.manual_seed(split_seed(self._mode.seed, k))
+            if index > 0:
+                kind, state = exchange.get(GENERATOR, k, index - 1, index)
+                if kind == device.type:  # generators of other device kinds have other states
+                    generator.set_state(state)
+            randomness = stack.enter_context(SplitRandomness(generator))
+            yield
+            self.drew |= randomness.drew
+            if not self._flow.is_last:
+                exchange.put(GENERATOR, k, (device.type, generator.get_state()), index, index + 1)
+
+    @contextmanager
+    def _recorded(self, kind: Kind, k: int) -> Iterator[None]:
+        self.where = "tables" if k < 0 else f"{kind} of split {k} of {self.num_splits}"
+        start = time.perf_counter()
+        yield
+        self._timeline.add(self.stage.index, kind, k, start)
+
+
+class Caller(ABC):
+    """Runs a stage's programs with the stage's modules.
+
+    If ``direct``, backward passes accumulate into the parameters' ``grad``, split by split. Otherwise
+    gradients are summed separately and added by `StageRun.deliver`.
+    """
+
+    direct = False
+
+    @abstractmethod
+    def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Run the program "whole" or "split", and return the values."""
+
+    @abstractmethod
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters in the program "split", without tables."""
+
+    @abstractmethod
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for a split's backward pass, if ``direct``.
+
+        Args:
+            last: whether it is the last split of the batch to run backward.
+        """
+
+
+def split_seed(seed: int, k: int) -> int:
+    """Return the generator seed of split ``k``, for a batch seed."""
+    return (seed + k) % (1 << 63)
+
+
+class _Entry(torch.autograd.Function):
+    """Lets a stage write in place to received values, which autograd forbids for leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def entered(value: Any) -> Any:
+    """Return ``value`` with leaves replaced by tensors which operations may change in place."""
+    with torch.enable_grad():
+        return pytree.tree_map(
+            lambda leaf: (
+                _Entry.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+            ),
+            value,
+        )
+
+
+def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
+    """Return ``value`` with detached tensors, and the leaves which require a gradient."""
+    flat, spec = pytree.tree_flatten(value)
+    leaves: Gradients = []
+    for index, leaf in enumerate(flat):
+        needs_gradient = grad and isinstance(leaf, Tensor) and leaf.requires_grad
+        if isinstance(leaf, Tensor):
+            flat[index] = leaf.detach().requires_grad_(needs_gradient)
+        leaves.append(flat[index] if needs_gradient else None)
+    return (pytree.tree_unflatten(flat, spec) if any(leaf is not None for leaf in leaves) else value), leaves
+
+
+def _ends(
+    outputs: Mapping[str, Sequence[Any]], gradients: Mapping[str, Sequence[Tensor | None] | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs with gradients, and these gradients: the start of a backward pass."""
+    pairs = [
+        (leaf, gradient)
+        for name, leaves in outputs.items()
+        for leaf, gradient in zip(leaves, gradients.get(name) or [None] * len(leaves), strict=True)
+        if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    return [end for end, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _gradients(
+    ends: Sequence[Tensor], given: Sequence[Tensor], targets: Sequence[Tensor | nn.Parameter]
+) -> Sequence[Tensor | None]:
+    if not ends or not targets:
+        return [None] * len(targets)
+    return torch.autograd.grad(ends, targets, given, allow_unused=True)

@@ -1,0 +1,405 @@
+"""``Staged``: a model cut into stages which run concurrently in one process."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from meshrec.stages.batch_norm import batch_norms, deferred_statistics
+from meshrec.stages.choosing import StageChoice, most_stages
+from meshrec.stages.links import DeviceLink, StageLink
+from meshrec.stages.profiling import choose_for
+from meshrec.stages.programs import Staging, at_cuts, shared_parameters, stage_programs
+from meshrec.stages.running import Mode
+from meshrec.stages.samples import join_leaves, num_samples, split, split_sizes
+from meshrec.stages.threads import ThreadedBatch, Workers
+from meshrec.stages.timeline import Timeline
+from meshrec.stages.tracing import PartProgram, Traced, trace
+from meshrec.stages.values import Inputs
+
+
+class _Machine(NamedTuple):
+    """Devices, links and threads for the stages."""
+
+    devices: list[torch.device]
+    link: StageLink | None
+    num_workers: int
+    num_threads: int
+
+
+class Staged(nn.Module):
+    """Model in stages: while a stage works on a split of the batch, other stages work on other splits.
+
+    Use it like the model: ``loss = criterion(staged(x), y); loss.backward(); optimizer.step()``. Results and
+    gradients equal the unsplit model's, except for batch norm, whose statistics are per split. Parameter
+    names are unchanged. ``backward`` adds to ``parameter.grad``; ``torch.autograd.grad`` with respect to
+    parameters is not supported.
+
+    Embedding tables are looked up and updated once per batch. A 0-d result, such as a loss inside the model,
+    is assumed to be a mean over samples. Dropout and other random numbers are drawn per split, from a
+    generator which travels with the split: they equal ``model``'s draws on the split's samples after
+    ``torch.manual_seed(split_seed(seed, k))``.
+
+    Args:
+        model: model which torch.fx can trace. A submodule which cannot be traced becomes a single unit.
+        cuts: submodules at which a new stage starts, in execution order; or "auto", to select by measuring
+            the first training batch.
+        num_stages: number of stages for ``cuts="auto"``; default: one per device, or 2.
+        split_size: samples per split (the last may be smaller), or "auto", to select by measuring.
+        devices: device per stage. On the CPU, each stage is a thread with ``num_threads`` torch threads.
+        link: carries values between stages. Default: copies on a separate stream if devices differ.
+        deferred_batch_norm: whether running statistics move once per batch, by the whole batch's statistics.
+        num_workers: threads which run the stages: one per stage, or 1, which runs splits in sequence with
+            equal results.
+        num_threads: torch threads per worker.
+
+    Attributes:
+        timeline: the last batch's events.
+        choice: selection by measurement, with predicted step and bound; None if nothing was selected.
+        seed: the last batch's random seed; None if it drew nothing.
+
+    Raises:
+        ValueError: invalid cuts, an empty stage, a parameter used by two stages, or more stages than units or
+            devices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        cuts: Sequence[str] | Literal["auto"] = "auto",
+        num_stages: int | None = None,
+        split_size: int | Literal["auto"] = "auto",
+        devices: Sequence[torch.device | str] | None = None,
+        link: StageLink | None = None,
+        deferred_batch_norm: bool = False,
+        num_workers: int | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        super().__init__()
+        self._traced: Traced = trace(model)
+        self._num_stages = _checked_num_stages(self._traced, cuts, num_stages, devices)
+        if isinstance(split_size, int) and split_size < 1:
+            raise ValueError(f"split_size is {split_size}; it must be at least 1, or 'auto'.")
+        if num_workers not in (None, 1, self._num_stages):
+            raise ValueError(
+                f"num_workers is {num_workers}; it must be 1, or {self._num_stages} (one per stage)."
+            )
+        self.module = model
+        self._split_size: int | Literal["auto"] = split_size
+        stage_devices = [torch.device(d) for d in devices or ["cpu"] * self._num_stages]
+        differ = any(device != stage_devices[0] for device in stage_devices)
+        self._machine = _Machine(
+            stage_devices,
+            link or (DeviceLink() if differ else None),
+            num_workers or self._num_stages,
+            num_threads,
+        )
+        self._deferred = deferred_batch_norm
+        # Threads, from the first batch on. Copies and pickles drop them.
+        self._workers: Workers | None = None
+        # Set here for given cuts, otherwise by the first training batch.
+        self._staging: Staging | None = None
+        self._draws: bool | None = None  # whether the model draws random numbers; None before the first batch
+        self.timeline = Timeline()
+        self.choice: StageChoice | None = None
+        self.seed: int | None = None
+        if cuts != "auto":
+            self._stage(at_cuts(self._traced, cuts))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. The first training call measures, if cuts or split size are "auto".
+
+        Args:
+            args: the model's arguments.
+            kwargs: the model's keyword arguments.
+
+        Raises:
+            ValueError: the batch cannot be split by samples, or ``split_size`` does not fit.
+            StageError: a stage failed; the message names stage and split.
+        """
+        batch = num_samples([args, kwargs])
+        if batch is None:
+            raise ValueError("the batch has no tensor with samples in its first dimension: give one.")
+        taken = take_apart(self._traced.taking, args, kwargs)
+        sizes = split_sizes(batch, self._settled(batch, taken))
+        assert self._staging is not None
+        splits = {name: split(value, sizes, f"the input {name!r}") for name, value in taken.items()}
+        run = self._batch(Inputs(taken, splits, sizes))
+        deferred = deferred_statistics(batch_norms(self.module)) if self._deferred and self.training else None
+        with deferred or nullcontext():
+            outputs = self._run(run, splits)
+        if self.seed is not None:
+            self._draws = any(stage.drew for stage in run.runs)
+        self.timeline = run.timeline
+        return self._joined(outputs, taken, sizes)
+
+    @property
+    def stages(self) -> list[str]:
+        """Contents of each stage; empty until the cuts are chosen."""
+        return [] if self._staging is None else [stage.name for stage in self._staging.stages]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the model's parameters under the model's names; see ``nn.Module``.
+
+        Args:
+            prefix: name prefix.
+            recurse: whether to include submodules.
+            remove_duplicate: whether to list shared parameters once.
+        """
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return the model's buffers under the model's names; see ``nn.Module``.
+
+        Args:
+            prefix: name prefix.
+            recurse: whether to include submodules.
+            remove_duplicate: whether to list shared buffers once.
+        """
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's state dict."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the model, independent of cuts."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _stage(self, stage_of: Sequence[int]) -> None:
+        self._staging = stage_programs(self._traced, stage_of)
+        for stage, device in zip(self._staging.stages, self._machine.devices, strict=True):
+            for program in (stage.whole, stage.split):
+                if program is not None and device.type != "cpu":
+                    program.module.to(device)
+
+    def _settled(self, batch: int, taken: Mapping[str, Any]) -> int:
+        """Return the samples per split for a batch.
+
+        If the cuts or the split size are "auto", the first call selects them by measuring on this batch.
+
+        Args:
+            batch: samples in the batch.
+            taken: batch values by name.
+        """
+        if self._staging is None or (self._split_size == "auto" and self.choice is None):
+            self.choice = choose_for(
+                self._traced,
+                taken,
+                batch,
+                num_stages=self._num_stages,
+                staging=self._staging,
+                split_size=self._split_size,
+                num_threads=self._machine.num_threads,
+            )
+            if self._staging is None:
+                self._stage(self.choice.stage_of)
+        if self._split_size != "auto":
+            return self._split_size
+        assert self.choice is not None
+        # A batch of another size, such as the last of an epoch, has the same number of splits.
+        return max(1, -(-batch // self.choice.num_splits))
+
+    def _batch(self, inputs: Inputs) -> ThreadedBatch:
+        assert self._staging is not None
+        if self._workers is None:
+            self._workers = Workers(self._machine.num_workers, self._machine.num_threads)
+        draws = self.training and self._draws is not False
+        self.seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else None
+        mode = Mode.now(grad=torch.is_grad_enabled(), seed=self.seed)
+        return ThreadedBatch(
+            self._staging,
+            self._workers,
+            inputs,
+            mode=mode,
+            devices=self._machine.devices,
+            link=self._machine.link,
+        )
+
+    def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":
+        """Run all stages, and return a function from (value name, split index) to a value in the model's
+        output.
+
+        With gradients enabled, autograd can differentiate these values with respect to the batch.
+        """
+        assert self._staging is not None
+        names = [n.name for n in self._staging.output.all_input_nodes if n.name in self._staging.makers()]
+        inputs = [
+            (name, k, i, leaf)
+            for name, parts in splits.items()
+            for k, part in enumerate(parts)
+            for i, leaf in enumerate(pytree.tree_leaves(part))
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        if not torch.is_grad_enabled():
+            run.forward()
+            return run.result
+        form = _Form(names, [entry[:3] for entry in inputs])
+        # Autograd calls backward only if some input requires a gradient, and the batch's tensors usually do
+        # not.
+        anchor = torch.empty(0, requires_grad=True)
+        tensors = _Through.apply(run, form, anchor, *(entry[3] for entry in inputs))  # type: ignore[no-untyped-call]
+        form.give(list(tensors))
+        return form.result
+
+    def _joined(
+        self, result: "Callable[[str, int], Any]", taken: Mapping[str, Any], sizes: Sequence[int]
+    ) -> Any:
+        assert self._staging is not None
+        makers = self._staging.makers()
+
+        def value(node: torch.fx.Node) -> Any:
+            if node.name not in makers:
+                return taken[node.name]
+            parts = [result(node.name, k) for k in range(len(sizes))]
+            flat, specs = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
+            return pytree.tree_unflatten(
+                [join_leaves(leaves, sizes) for leaves in zip(*flat, strict=True)], specs[0]
+            )
+
+        return torch.fx.node.map_arg(self._staging.output.args[0], value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy the object without threads, which the copy starts again."""
+        return {**self.__dict__, "_workers": None}
+
+
+def take_apart(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values which stages read from the model's arguments, by name.
+
+    Args:
+        taking: program which extracts the values.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+
+    Raises:
+        ValueError: arguments which the model does not accept.
+    """
+    given = dict(zip(taking.takes, args, strict=False))
+    if len(args) > len(taking.takes) or set(kwargs) - set(taking.takes) or given.keys() & kwargs.keys():
+        raise ValueError(
+            f"the model takes {taking.takes}; got {len(args)} by position, and {sorted(kwargs)} by name."
+        )
+    return dict(zip(taking.gives, taking.module(**given, **kwargs), strict=True))
+
+
+class _Form:
+    """Layout of the model's results in the flat tensor tuple that `_Through` returns to autograd.
+
+    Args:
+        names: values in the model's output that stages compute.
+        inputs: batch leaves that require a gradient, as (value name, split index, leaf index).
+
+    Attributes:
+        positions: (value name, split index, leaf index) per tensor in the tuple; set by `take`.
+    """
+
+    def __init__(self, names: Sequence[str], inputs: Sequence[tuple[str, int, int]]) -> None:
+        self.names, self.inputs = names, inputs
+        # By value name and split. `take` stores leaves from the stages, `give` replaces the tensors in them.
+        self._specs: dict[tuple[str, int], Any] = {}
+        self._leaves: dict[tuple[str, int], list[Any]] = {}
+        self.positions: list[tuple[str, int, int]] = []
+
+    def take(self, run: ThreadedBatch, num_splits: int) -> list[Tensor]:
+        """Flatten the results of all splits, and return the tensors, detached."""
+        tensors = []
+        for name in self.names:
+            for k in range(num_splits):
+                leaves, self._specs[name, k] = pytree.tree_flatten(run.result(name, k))
+                self._leaves[name, k] = leaves
+                for i, leaf in enumerate(leaves):
+                    if isinstance(leaf, Tensor):
+                        self.positions.append((name, k, i))
+                        tensors.append(leaf.detach())
+        return tensors
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Store the tensors that `_Through` returned, which have an autograd graph back to the batch."""
+        for (name, k, i), tensor in zip(self.positions, tensors, strict=True):
+            self._leaves[name, k][i] = tensor
+
+    def result(self, name: str, k: int) -> Any:
+        return pytree.tree_unflatten(self._leaves[name, k], self._specs[name, k])
+
+    def by_value(self, grads: Sequence[Tensor | None]) -> dict[tuple[str, int], list[Tensor | None]]:
+        """Group the gradients of the flat tuple by value name and split, with a gradient per leaf."""
+        grouped: dict[tuple[str, int], list[Tensor | None]] = {
+            key: [None] * len(leaves) for key, leaves in self._leaves.items()
+        }
+        for (name, k, i), gradient in zip(self.positions, grads, strict=True):
+            grouped[name, k][i] = gradient
+        return grouped
+
+
+class _Through(torch.autograd.Function):
+    """All stages as a single autograd operation: from batch leaves to result leaves of all splits."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, run: ThreadedBatch, form: _Form, anchor: Tensor, *leaves: Tensor) -> Any:
+        with torch.enable_grad():
+            run.forward()
+        ctx.run, ctx.form, ctx.num_leaves = run, form, len(leaves)
+        # Results without a gradient stay None, instead of zeros which every stage would process.
+        ctx.set_materialize_grads(False)
+        tensors = form.take(run, run.num_splits)
+        ctx.mark_non_differentiable(*(t for t in tensors if not t.is_floating_point()))
+        return tuple(tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        input_gradients = ctx.run.backward(ctx.form.by_value(grads))
+        given = [(input_gradients.get((name, k)) or {}) for name, k, _ in ctx.form.inputs]
+        leaves = [g[i] if g else None for g, (_, _, i) in zip(given, ctx.form.inputs, strict=True)]
+        return None, None, None, *leaves
+
+
+def _checked_num_stages(
+    traced: Traced,
+    cuts: Sequence[str] | Literal["auto"],
+    num_stages: int | None,
+    devices: Sequence[torch.device | str] | None,
+) -> int:
+    if isinstance(cuts, str) and cuts != "auto":
+        raise ValueError(f"cuts must be 'auto' or a sequence of submodules' names, got {cuts!r}.")
+    requested = num_stages
+    if cuts != "auto":
+        requested = len(cuts) + 1
+        if num_stages not in (None, requested):
+            raise ValueError(
+                f"{len(cuts)} cuts make {requested} stages, but num_stages is {num_stages}. Leave it out."
+            )
+    if requested is None:
+        requested = len(devices) if devices is not None else 2
+    if requested < 1:
+        raise ValueError(f"num_stages is {requested}; it must be at least 1.")
+    if devices is not None and len(devices) != requested:
+        raise ValueError(
+            f"there are {requested} stages and {len(devices)} devices. Give one device per stage."
+        )
+    if requested > len(traced.units):
+        raise ValueError(
+            f"the model has {len(traced.units)} parts that could be stages, fewer than {requested} stages: "
+            f"{[unit.name for unit in traced.units]}. Take fewer stages."
+        )
+    shared = shared_parameters(traced)
+    if cuts == "auto" and shared:
+        most = most_stages([unit.needs for unit in traced.units], shared)
+        if requested > most:
+            raise ValueError(
+                f"several parts of the model use {', '.join(map(repr, shared))}, but a parameter must be in "
+                f"one stage: the model can have at most {most}, fewer than {requested} stages. Take fewer "
+                "stages, or use separate parameters."
+            )
+    return requested

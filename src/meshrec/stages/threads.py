@@ -1,0 +1,318 @@
+"""Stages in one process: a worker thread per stage, and carrier threads between devices.
+
+Every stage processes splits in order. Backward passes run from the last split to the first, so that results
+equal sequential execution, for any worker speed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from meshrec.stages.links import StageLink
+from meshrec.stages.programs import StageFlow, StageProgram, Staging
+from meshrec.stages.running import GENERATOR, Caller, Mode, StageError, StageRun
+from meshrec.stages.timeline import Timeline
+from meshrec.stages.values import Exchange, Gradients, Inputs, StageValues, added
+
+
+class Workers:
+    """Worker threads with ``num_threads`` torch threads each. A single worker runs all stages in turn."""
+
+    def __init__(self, num_workers: int, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._pools = [ThreadPoolExecutor(1, f"meshrec-stage-{s}") for s in range(num_workers)]
+        # A thread per (source, destination), created on first use and kept for later batches.
+        self._carriers: dict[tuple[int, int], ThreadPoolExecutor] = {}
+        for pool in self._pools:
+            pool.submit(torch.set_num_threads, num_threads).result()
+
+    def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None], *, here: bool) -> None:
+        """Run jobs in the stages' threads, or in sequence in this thread. Raises the first error after
+        calling ``failed``.
+
+        Args:
+            jobs: job per stage.
+            failed: called when a job fails.
+            here: whether to run in this thread.
+        """
+        if here:
+            try:
+                for job in jobs.values():
+                    job()
+            except BaseException:
+                failed()
+                raise
+            return
+        errors: list[BaseException] = []
+
+        def guarded(job: Callable[[], None]) -> None:
+            try:
+                job()
+            except BaseException as error:
+                errors.append(error)
+                failed()
+
+        before = torch.get_num_threads()
+        # MKL's thread count is per process, so set the workers' count while they run.
+        if before != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        try:
+            futures = [
+                self._pools[min(stage, len(self._pools) - 1)].submit(guarded, job)
+                for stage, job in jobs.items()
+            ]
+            for future in futures:
+                future.result()
+        finally:
+            if before != self.num_threads:
+                torch.set_num_threads(before)
+        if errors:
+            raise errors[0]
+
+    def carrier(self, source: int, destination: int) -> ThreadPoolExecutor:
+        """Return the carrier thread between two stages."""
+        if (source, destination) not in self._carriers:
+            name = f"meshrec-link-{source}-{destination}"
+            self._carriers[source, destination] = ThreadPoolExecutor(1, name)
+        return self._carriers[source, destination]
+
+
+class ThreadExchange(Exchange):
+    """Exchange between stage threads through futures, for a single batch.
+
+    Args:
+        workers: owner of the carrier threads.
+        devices: device per stage.
+        link: carries tensors to the receiving stage's device, in a carrier thread. None: the receiving stage
+            gets the same tensors.
+        timeline: records copies.
+    """
+
+    def __init__(
+        self, workers: Workers, devices: Sequence[torch.device], link: StageLink | None, timeline: Timeline
+    ) -> None:
+        self._workers, self._devices, self._link, self._timeline = workers, devices, link, timeline
+        # By value name, split, source, destination, and "value" or "gradient". Created by whichever of sender
+        # and receiver comes first.
+        self._futures: dict[tuple[str, int, int, int, str], Future[Callable[[], Any]]] = {}
+        self._lock = threading.Lock()
+        # Set by `stop`; from then on, every wait is cancelled.
+        self._broken = False
+
+    @override
+    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
+        future = self._future(name, k, source, destination, "value")
+        if name == GENERATOR:  # generator state is always on the host
+            if not future.cancelled():
+                future.set_result(lambda: value)
+            return
+        self._send(future, value, source, destination, k)
+
+    @override
+    def get(self, name: str, k: int, source: int, destination: int) -> Any:
+        return self._future(name, k, source, destination, "value").result()()
+
+    @override
+    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
+        self._send(self._future(name, k, source, destination, "gradient"), gradients, destination, source, k)
+
+    @override
+    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
+        gradients: Gradients = self._future(name, k, source, destination, "gradient").result()()
+        return gradients
+
+    def stop(self) -> None:
+        """Cancel all current and future waits."""
+        with self._lock:
+            self._broken = True
+            for future in self._futures.values():
+                future.cancel()
+
+    def _future(self, *key: Any) -> "Future[Callable[[], Any]]":
+        with self._lock:
+            future = self._futures.setdefault(key, Future())
+            if self._broken:
+                future.cancel()
+            return future
+
+    def _send(self, future: "Future[Any]", value: Any, source: int, destination: int, k: int) -> None:
+        link = self._link
+        if link is None or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+            if not future.cancelled():
+                future.set_result(lambda: value)
+            return
+        # The link carries detached data; the receiving stage restores requires_grad.
+        flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)]
+        plain = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+        ready = link.ready(plain)
+
+        def carry() -> None:
+            start = time.perf_counter()
+            try:
+                arrive = link.carry(plain, ready, self._devices[destination])
+            except BaseException as error:
+                future.set_exception(error)
+                return
+            self._timeline.add(source, "copy", k, start)
+            if not future.cancelled():
+                future.set_result(lambda: _flagged(arrive(), flags))
+
+        self._workers.carrier(source, destination).submit(carry)
+
+
+class ProgramCaller(Caller):
+    """Runs a stage's programs directly."""
+
+    def __init__(self, stage: StageProgram) -> None:
+        self._stage = stage
+
+    def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Run a program, and return the values."""
+        program = self._stage.whole if which == "whole" else self._stage.split
+        assert program is not None
+        results: Sequence[Any] = program.module(*arguments)
+        return results
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the split program's parameters."""
+        return list(self._stage.split.module.parameters())
+
+    def before_backward(self, *, last: bool) -> None:
+        """Do nothing: `StageRun.deliver` adds the gradients."""
+
+
+class ThreadedBatch:
+    """Forward and backward passes of a single batch through all stages.
+
+    Args:
+        staging: the model's stages.
+        workers: threads that run the stages.
+        inputs: batch, whole and split.
+        mode: gradients, random seed and autocast.
+        devices: device per stage.
+        link: carries values between devices; None: stages share tensors.
+
+    Attributes:
+        timeline: the batch's events.
+        runs: the batch in each stage, by stage index.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        workers: Workers,
+        inputs: Inputs,
+        *,
+        mode: Mode,
+        devices: Sequence[torch.device],
+        link: StageLink | None,
+    ) -> None:
+        self._workers, self._sizes, self._devices = workers, inputs.sizes, devices
+        self.timeline = Timeline()
+        self._exchange = ThreadExchange(workers, devices, link, self.timeline)
+        flows = [StageFlow(staging, stage.index) for stage in staging.stages]
+        self.runs = [
+            StageRun(
+                flow,
+                ProgramCaller(flow.stage),
+                StageValues(flow, inputs, self._exchange),
+                mode=mode,
+                timeline=self.timeline,
+            )
+            for flow in flows
+        ]
+
+    @property
+    def num_splits(self) -> int:
+        """Split count."""
+        return len(self._sizes)
+
+    def forward(self) -> None:
+        """Run the forward passes of all splits. Raises StageError if a stage fails."""
+
+        def job(run: StageRun) -> None:
+            run.tables()
+            for k in range(self.num_splits):
+                run.forward(k)
+
+        self._all(job, self.runs, here=False)
+
+    def result(self, name: str, k: int) -> Any:
+        """Return the value ``name`` in the model's output, for split ``k``.
+
+        If the batch runs with gradients, the value is attached to the autograd graph of the stage that
+        computed it. The graph ends at the inputs of this stage.
+        """
+        by_stage = [run.values.results for run in self.runs]
+        return next(results[name, k] for results in by_stage if (name, k) in results)
+
+    def backward(self, gradients: Mapping[tuple[str, int], Gradients]) -> dict[tuple[str, int], Gradients]:
+        """Run the backward passes of all splits, then of the tables.
+
+        Parameter gradients are added to ``grad``.
+
+        Args:
+            gradients: gradients of values in the model's output, by value name and split.
+
+        Returns:
+            Gradients of batch values, by value name and split.
+
+        Raises:
+            StageError: a stage failed.
+        """
+        by_split: list[dict[str, Gradients]] = [{} for _ in self._sizes]
+        for (name, k), given in gradients.items():
+            by_split[k][name] = given
+
+        def job(run: StageRun) -> None:
+            for k in reversed(range(self.num_splits)):
+                run.backward(k, by_split[k])
+            run.deliver()
+            run.values.collect()
+
+        here = autograd_uses_threads(self._devices)
+        self._all(job, self.runs[::-1], here=here)
+        # Last, so that a failure leaves the tables unchanged.
+        self._all(lambda run: run.tables_backward(), self.runs, here=here)
+        input_gradients: dict[tuple[str, int], Gradients] = {}
+        for run in self.runs:
+            for key, stage_gradients in run.values.input_gradients.items():
+                input_gradients[key] = added(input_gradients.get(key), stage_gradients) or []
+        return input_gradients
+
+    def _all(self, job: Callable[[StageRun], None], runs: Sequence[StageRun], *, here: bool) -> None:
+        def named(run: StageRun) -> None:
+            try:
+                job(run)
+            except Exception as error:
+                stage = run.stage
+                raise StageError(
+                    f"stage {stage.index} ({stage.name}), {run.where}: {type(error).__name__}: {error}"
+                ) from error
+
+        jobs = {run.stage.index: lambda r=run: named(r) for run in runs}
+        self._workers.run(jobs, self._exchange.stop, here=here)
+
+
+def autograd_uses_threads(devices: Sequence[torch.device]) -> bool:
+    """Return whether autograd runs backward passes in separate threads, as for every GPU.
+
+    Such a thread calls `ThreadedBatch.backward`. Stages in other threads would wait for it, and it for them.
+    It can run their passes itself: it only launches kernels, and devices run concurrently.
+    """
+    return any(device.type == "cuda" for device in devices)
+
+
+def _flagged(value: Any, flags: Sequence[bool]) -> Any:
+    flat, spec = pytree.tree_flatten(value)
+    for leaf, flag in zip(flat, flags, strict=True):
+        if flag:
+            leaf.requires_grad_()
+    return pytree.tree_unflatten(flat, spec)

@@ -1,0 +1,110 @@
+"""Record when each stage computed in a batch, and draw it."""
+
+import time
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward", "tables", "copy"]
+
+
+class Event(NamedTuple):
+    """Stage action, in seconds since the batch started; ``split`` is -1 for whole-batch work."""
+
+    stage: int
+    kind: Kind
+    split: int
+    start: float
+    end: float
+
+
+class Timeline:
+    """The last batch's events, unordered."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.start = time.perf_counter()
+
+    def add(self, stage: int, kind: Kind, split: int, start: float) -> None:
+        """Add an event which ends now.
+
+        Args:
+            stage: stage index.
+            kind: work kind.
+            split: split index; -1 for the whole batch.
+            start: ``time.perf_counter`` time at which it started.
+        """
+        now = time.perf_counter()
+        self.events.append(Event(stage, kind, split, start - self.start, now - self.start))
+
+    def busy(self) -> list[float]:
+        """Return the busy fraction per stage."""
+        if not self.events:
+            return []
+        first, last = min(e.start for e in self.events), max(e.end for e in self.events)
+        stages = range(max(e.stage for e in self.events) + 1)
+        sums = [
+            sum(e.end - e.start for e in self.events if e.stage == s and e.kind != "copy") for s in stages
+        ]
+        return [seconds / (last - first) for seconds in sums]
+
+    def svg(self, names: Sequence[str] = ()) -> str:
+        """Draw an SVG: a row per stage, time to the right, waiting in grey."""
+        return picture(self.events, names)
+
+
+_COLORS = {"forward": "#3b82c4", "backward": "#2f9e6e", "tables": "#c98a1b", "copy": "#8f6fc0"}
+_WIDTH, _ROW, _LEFT = 960, 34, 150
+
+
+def picture(events: Sequence[Event], names: Sequence[str] = ()) -> str:
+    """Draw events as an SVG, with stage names or else numbers."""
+    if not events:
+        return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
+    first, last = min(e.start for e in events), max(e.end for e in events)
+    scale = (_WIDTH - _LEFT - 10) / max(last - first, 1e-9)
+    num_stages = max(e.stage for e in events) + 1
+    height = num_stages * (_ROW + 8) + 44
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        "<title>What each stage computed when; grey is waiting</title>",
+    ]
+    for stage in range(num_stages):
+        y = 6 + stage * (_ROW + 8)
+        name = names[stage] if stage < len(names) else f"stage {stage}"
+        label = name if len(name) <= 22 else f"{name[:10]}…{name[-11:]}"
+        parts += [
+            f'<text x="4" y="{y + _ROW / 2 + 4}" fill="currentColor">{_escaped(label)}</text>',
+            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - 10}" height="{_ROW}" fill="#8884"/>',
+        ]
+        for event in (e for e in events if e.stage == stage):
+            x, width = _LEFT + (event.start - first) * scale, max((event.end - event.start) * scale, 0.5)
+            thin = event.kind == "copy"
+            tip = f"{event.kind}, split {event.split}" if event.split >= 0 else event.kind
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y + (_ROW - 6 if thin else 0)}" width="{width:.1f}" '
+                f'height="{6 if thin else _ROW}" fill="{_COLORS[event.kind]}" stroke="#fff8" '
+                f'stroke-width="0.5"><title>{tip}: {(event.end - event.start) * 1e3:.2f} ms</title></rect>'
+            )
+            if not thin and width > 16 and event.split >= 0:
+                parts.append(
+                    f'<text x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 4}" fill="#fff" '
+                    f'text-anchor="middle">{event.split}</text>'
+                )
+    y = height - 14
+    parts += [
+        f'<text x="{_LEFT}" y="{y}" fill="currentColor">0</text>',
+        f'<text x="{_WIDTH - 10}" y="{y}" fill="currentColor" text-anchor="end">'
+        f"{(last - first) * 1e3:.1f} ms</text>",
+    ]
+    for index, (kind, color) in enumerate(_COLORS.items()):
+        x = _LEFT + 60 + index * 110
+        parts += [
+            f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{color}"/>',
+            f'<text x="{x + 18}" y="{y}" fill="currentColor">{kind}</text>',
+        ]
+    return "".join([*parts, "</svg>"])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

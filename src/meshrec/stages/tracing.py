@@ -1,0 +1,260 @@
+"""Model as a graph of units, from which stages are built, and the values between units.
+
+The model is traced with torch.fx. A submodule which cannot be traced, for example because it branches on
+data, becomes a single unit. Tables work on the whole batch, so that they are looked up and updated once per
+batch; a table and everything which computes the input are a single unit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from meshrec.distributed import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.linear import LogitLinear
+
+_TABLES = (TableCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+
+
+@dataclass(eq=False)
+class Unit:
+    """Nodes which stay in a stage together.
+
+    Attributes:
+        index: unit index.
+        name: description.
+        nodes: nodes in execution order.
+        whole: whether the unit works on the whole batch.
+        needs: units whose results it reads.
+    """
+
+    index: int
+    name: str
+    nodes: list[fx.Node]
+    whole: bool
+    needs: set[int] = field(default_factory=set)
+
+
+class PartProgram(NamedTuple):
+    """Part of the model. Called with the values of ``takes``, it returns a tuple with the values of
+    ``gives``.
+    """
+
+    module: fx.GraphModule
+    takes: list[str]
+    gives: list[str]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Traced model.
+
+    Attributes:
+        model: model.
+        taking: program which extracts batch values from the model's arguments.
+        units: units in an executable order.
+        output: node returned by the model.
+    """
+
+    model: nn.Module
+    taking: PartProgram
+    units: list[Unit]
+    output: fx.Node
+
+
+def holds_tables(module: nn.Module) -> bool:
+    """Return whether the module contains embedding tables."""
+    return any(isinstance(child, _TABLES) for child in module.modules())
+
+
+def trace(model: nn.Module) -> Traced:
+    """Trace ``model`` and group it into units.
+
+    Raises:
+        ValueError: the forward method of ``model`` itself cannot be traced.
+    """
+    tracer = _Tracer()
+    try:
+        graph = fx.GraphModule(model, tracer.trace(model)).graph
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__}.forward cannot be traced into stages: {error}. Move data-dependent "
+            "branches into a submodule (it then stays whole), or pass nn.Sequential of the stages."
+        ) from error
+    graph.eliminate_dead_code()
+    inputs = _inputs(graph)
+    output = next(node for node in graph.nodes if node.op == "output")
+    taken = {*inputs, output}
+    nodes = [node for node in graph.nodes if node not in taken and node.op != "get_attr"]
+    return Traced(model, _taking(model, inputs, output), _units(model, nodes, set(inputs)), output)
+
+
+class _Tracer(fx.Tracer):
+    """Tracer which enters submodules as far as possible."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # The last layer is a unit, as nn.Linear is: a stage may start at it.
+        return isinstance(m, (*_TABLES, LogitLinear)) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Trace into a submodule; if that fails, keep it as a single node.
+
+        Args:
+            m: submodule.
+            forward: the submodule's forward.
+            args: arguments.
+            kwargs: keyword arguments.
+        """
+        # Attribute proxies become nodes on first use: create them now, outside the part which may be rolled
+        # back.
+        fx.node.map_aggregate(
+            (args, kwargs), lambda argument: argument.node if isinstance(argument, fx.Proxy) else argument
+        )
+        before, stack = len(self.graph.nodes), self.module_stack.copy()
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            # Roll back the nodes it created, last first, and keep the module as a single node.
+            for node in reversed(list(self.graph.nodes)[before:]):
+                self.graph.erase_node(node)
+            self.module_stack = stack
+            return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
+
+
+def _inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Return the model's arguments, and their attributes and items."""
+    inputs: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        takes_apart = node.op == "call_function" and getattr(node.target, "__name__", "") in (
+            "getattr",
+            "getitem",
+        )
+        if node.op == "placeholder" or (
+            takes_apart and node.all_input_nodes and all(source in inputs for source in node.all_input_nodes)
+        ):
+            inputs[node] = None
+    return list(inputs)
+
+
+def _taking(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> PartProgram:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    # Only values which stages read: a batch may contain values without samples.
+    needed = [node for node in inputs if any(user is output or user not in copies for user in node.users)]
+    graph.output(tuple(copies[node] for node in needed))
+    arguments = [str(node.target) for node in inputs if node.op == "placeholder"]
+    return PartProgram(fx.GraphModule(model, graph), arguments, [node.name for node in needed])
+
+
+def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> list[Unit]:
+    group = _Groups(nodes)
+    whole: set[fx.Node] = set()
+    for node in nodes:
+        if node.op == "call_module" and holds_tables(model.get_submodule(str(node.target))):
+            for needed in [*_ancestors(node, inputs), node]:
+                whole.add(needed)
+                group.merge(needed, node)
+    for node in nodes:
+        # A node without parameters stays with the producer of its input: a cut between them gains nothing,
+        # and in-place operations and views must not be separated from their input.
+        makers = [
+            neighbor for neighbor in node.all_input_nodes if neighbor in group.root and neighbor not in whole
+        ]
+        users = [neighbor for neighbor in node.users if neighbor in group.root and neighbor not in whole]
+        if node in whole or (node.op == "call_module" and not _is_in_place(model, node)):
+            continue
+        if len(makers) == 1:
+            group.merge(makers[0], node)
+        elif not [neighbor for neighbor in node.all_input_nodes if neighbor in group.root] and users:
+            group.merge(users[0], node)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        members.setdefault(group.find(node), []).append(node)
+    units = [
+        Unit(i, _name(members_of_unit), members_of_unit, members_of_unit[0] in whole)
+        for i, members_of_unit in enumerate(_in_order(members, group))
+    ]
+    of_node = {node: unit.index for unit in units for node in unit.nodes}
+    for unit in units:
+        unit.needs = {
+            of_node[neighbor]
+            for node in unit.nodes
+            for neighbor in node.all_input_nodes
+            if neighbor in of_node
+        } - {unit.index}
+    return units
+
+
+class _Groups:
+    """Union-find of nodes in the same unit."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.root: dict[fx.Node, fx.Node] = {node: node for node in nodes}
+
+    def find(self, node: fx.Node) -> fx.Node:
+        while self.root[node] is not node:
+            node = self.root[node]
+        return node
+
+    def merge(self, one: fx.Node, other: fx.Node) -> None:
+        self.root[self.find(other)] = self.find(one)
+
+
+def _in_order(members: Mapping[fx.Node, list[fx.Node]], group: _Groups) -> list[list[fx.Node]]:
+    """Return the groups, each after the groups it reads, otherwise in graph order."""
+    emitted: set[fx.Node] = set()
+    waiting = dict(members)
+    ordered: list[list[fx.Node]] = []
+    while waiting:
+        for root, members_of_group in waiting.items():
+            needed = {
+                group.find(source)
+                for node in members_of_group
+                for source in node.all_input_nodes
+                if source in group.root
+            }
+            if needed - {root} <= emitted:
+                break
+        else:
+            # Groups which read each other form a cycle: merge them.
+            root = next(iter(waiting))
+            members_of_group = [node for source in waiting.values() for node in source]
+            for other in waiting:
+                group.merge(root, other)
+            waiting = {root: members_of_group}
+            continue
+        emitted.add(root)
+        ordered.append(waiting.pop(root))
+    return ordered
+
+
+def _ancestors(node: fx.Node, inputs: set[fx.Node]) -> list[fx.Node]:
+    ancestors: dict[fx.Node, None] = {}
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        needed = waiting.pop()
+        if needed not in ancestors and needed not in inputs and needed.op != "get_attr":
+            ancestors[needed] = None
+            waiting += needed.all_input_nodes
+    return list(ancestors)
+
+
+def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
+    return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
+
+
+def _name(nodes: Sequence[fx.Node]) -> str:
+    modules = [str(node.target) for node in nodes if node.op == "call_module"]
+    return modules[-1] if modules else nodes[0].name
+
+
+def path_of(node: fx.Node) -> str:
+    """Return a node's submodule path; "" for the model itself."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack") or {"": None}
+    return str(list(stack)[-1])

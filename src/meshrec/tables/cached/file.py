@@ -1,0 +1,230 @@
+"""File for a table larger than memory: rows and optimizer state in fixed-width records.
+
+[Note: what the file of a table is worth]
+
+The file belongs to a single process, in a scratch folder inside the folder that FileRows names. A resumed run
+writes a new file from its checkpoint, which has separate files. So the file is never the only copy of
+anything a checkpoint promises, and need not survive a crash. When the table's next file is created in that
+folder, the scratch folders left by killed processes are removed.
+
+Rows lie in regions. A region is written whole before any record in it is read: with initial values, which are
+a function of the seed, the table and the row, or with loaded values. So a record that does not match its
+checksum is damaged, including a record with only zeros.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshrec.durable import make_scratch, remove_scratch
+from meshrec.ops import records
+from meshrec.ops.library import has_kernels
+from meshrec.tables.table import RowPart
+
+_SECTOR = 512
+_NAME = "rows"
+IN_FLIGHT = 128
+"""Concurrent disk requests. More requests did not increase throughput on the disks that were measured."""
+
+
+class RowFileError(RuntimeError):
+    """A table's file could not be read or written."""
+
+
+class RowFile:
+    """A file with the records for keys [first_key, first_key + num_rows).
+
+    Args:
+        path: a new file, from `file_in`.
+        what: table name in messages.
+        part_bytes: bytes per row, by part.
+        first_key: the first key.
+        num_rows: number of rows.
+    """
+
+    def __init__(
+        self, path: Path, what: str, part_bytes: Sequence[int], *, first_key: int, num_rows: int
+    ) -> None:
+        self.path, self._what = path, what
+        record = sum(part_bytes) + 4
+        # Blocks are whole sectors, as O_DIRECT requires, and hold as many records as fit in a sector.
+        per_block = max(1, _SECTOR // record)
+        block = -(-per_block * record // _SECTOR) * _SECTOR
+        self.layout = records.RecordLayout(first_key, per_block, block, record, secrets.randbits(32))
+        self.num_bytes = -(-num_rows // per_block) * block
+        self._owner = os.getpid()
+        try:
+            self._file, self.is_direct = _created(path, self.num_bytes)
+        except OSError as error:
+            raise self._error(error.errno or 0, 0, "make") from error
+        # Removes the file when the table is dropped, in the owner process only.
+        self._close = weakref.finalize(self, _remove, self._file, path.parent, self._owner)
+
+    def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
+        """Read rows to their slots in ``parts``.
+
+        Args:
+            keys: int64 [N], ascending.
+            parts: memory by part, indexed by slot.
+            slots: int64 [N].
+
+        Raises:
+            RowFileError: a record is damaged, or the disk fails.
+        """
+        with self._opened() as (file, in_flight):
+            failures = records.read(file, self.layout, keys, parts, slots, in_flight=in_flight)
+        self._check(failures, keys, "read")
+
+    def write(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
+        """Write rows from their slots in ``parts``.
+
+        Args:
+            keys: int64 [N], ascending.
+            parts: memory by part, indexed by slot.
+            slots: int64 [N].
+
+        Raises:
+            RowFileError: the disk is full, or fails. Some rows may have been written.
+        """
+        with self._opened() as (file, in_flight):
+            failures = records.write(file, self.layout, keys, parts, slots, in_flight=in_flight)
+        self._check(failures, keys, "write")
+
+    def close(self) -> None:
+        """Remove the file and its folder."""
+        self._close()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[int, int]]:
+        # A forked child has neither the threads nor, in a background checkpoint, the open file.
+        if os.getpid() == self._owner:
+            yield self._file, IN_FLIGHT
+            return
+        file = os.open(self.path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if self.is_direct else 0))
+        try:
+            yield file, 0
+        finally:
+            os.close(file)
+
+    def _check(self, failures: Tensor, keys: Tensor, verb: str) -> None:
+        if len(failures):
+            number, cause = failures[0].tolist()
+            raise self._error(cause, int(keys[number]), verb)
+
+    def _error(self, cause: int, key: int, verb: str) -> RowFileError:
+        if verb == "make":
+            return RowFileError(
+                f"{self._what}: its file {self.path} cannot be made: {os.strerror(cause)}. Give FileRows a "
+                "folder of a disk with room that this process may write to."
+            )
+        position = self.layout.position(key)
+        if cause in (records.DAMAGED, records.END_OF_FILE):
+            found = (
+                "the checksum of its record differs" if cause == records.DAMAGED else "the file is shorter"
+            )
+            return RowFileError(
+                f"{self._what}: row {key} is damaged: {found} in the block at byte {position:,} of "
+                f"{self.path}. "
+                "Check the disk, and resume from the last checkpoint, which writes the file anew."
+            )
+        reason = "no space is left on the disk" if cause == errno.ENOSPC else os.strerror(cause)
+        what = f"{self._what}: cannot {verb} row {key} at byte {position:,} of {self.path}: {reason}."
+        if verb == "read":
+            return RowFileError(f"{what} Check the disk, and resume from the last checkpoint.")
+        return RowFileError(
+            f"{what} No row is lost: what could not be written stays in memory. Free space on that disk and "
+            f"go "
+            "on, or resume from the last checkpoint with another path in FileRows."
+        )
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """Return a new path for a table's rows, in a scratch folder.
+
+    Raises:
+        RowFileError: the folder cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return make_scratch(name, folder) / _NAME
+    except OSError as error:
+        raise RowFileError(
+            f"the folder {folder} for rows of {name} cannot be used: {error.strerror}. Give FileRows a "
+            f"folder "
+            "that this process may write to."
+        ) from error
+
+
+def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
+    """Return bytes per row by part, for rows with ``width`` columns."""
+    return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
+
+
+def places_in(keys: Tensor, wanted: Tensor) -> Tensor:
+    """Return the index of each requested key among ascending keys, int64 [N]; -1 if it is missing."""
+    if len(keys) == 0:
+        return torch.full_like(wanted, -1)
+    places = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return torch.where(keys[places] == wanted, places, -1)
+
+
+def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tensor]:
+    """Allocate uninitialized row memory, a tensor per part.
+
+    Args:
+        parts: row parts.
+        num_rows: rows.
+        width: columns.
+    """
+    return [
+        torch.empty((num_rows,) if part.per_row else (num_rows, width), dtype=part.dtype) for part in parts
+    ]
+
+
+def _created(path: Path, num_bytes: int) -> tuple[int, bool]:
+    """Create a sparse file. Return it, and whether it bypasses the system's page cache."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.ftruncate(file, num_bytes)
+    except BaseException:
+        remove_scratch(path.parent)
+        raise
+    direct = _direct(path)
+    if direct is None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        return file, False
+    os.close(file)
+    return direct, True
+
+
+def _direct(path: Path) -> int | None:
+    """Open a file for sector-sized I/O past the page cache; None if that is impossible."""
+    if not hasattr(os, "O_DIRECT") or not has_kernels:
+        return None  # plain Python cannot allocate sector-aligned memory
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return None
+    # Probe with a write: a successful open does not prove that direct I/O works.
+    parts = [torch.zeros(1, 1, dtype=torch.int8)]
+    probe = records.RecordLayout(0, 1, _SECTOR, 5, 0)
+    one = torch.ones(1, dtype=torch.int64)
+    if len(records.write(file, probe, one, parts, one - 1)):
+        os.close(file)
+        return None
+    return file
+
+
+def _remove(file: int, folder: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        remove_scratch(folder)
+        with contextlib.suppress(OSError):
+            os.close(file)

@@ -1,0 +1,116 @@
+"""``meshrec.FileRows``: tables larger than memory, with rows in a file and a cache in memory."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.cached.cache import slot_bytes
+from meshrec.tables.cached.file import RowFile, file_in, part_bytes
+from meshrec.tables.cached.regions import RowRegions
+from meshrec.tables.cached.table import FileTable, RowPartStart
+from meshrec.tables.dense.rows import DenseRows
+from meshrec.tables.dense.table import parts_of
+from meshrec.tables.initial import block_rows
+from meshrec.tables.storage import ExternalRows
+from meshrec.tables.table import Rectangle, RowPart, Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRows:
+    """A table's rows and optimizer state in a file, with a row cache in memory.
+
+    Give the cache size in rows or bytes, for the whole table: a table split over ranks has a proportional
+    share on every rank. Training gives the same bits as with the table in memory.
+
+    The files are scratch: they are created when the module is sharded, removed with it, and rewritten from a
+    checkpoint. Use a local disk.
+
+    Args:
+        path: a folder; it is created if it does not exist.
+        cache_rows: rows in memory. It must hold the distinct rows in two batches.
+        cache_bytes: cache memory in bytes, including optimizer state and bookkeeping.
+
+    Raises:
+        ValueError: neither size is given, or both are, or a size is below 1.
+    """
+
+    path: str | Path
+    cache_rows: int | None = None
+    cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cache_rows is None) == (self.cache_bytes is None):
+            raise ValueError(
+                f"FileRows takes cache_rows or cache_bytes, got cache_rows={self.cache_rows} and "
+                f"cache_bytes={self.cache_bytes}. Give one of the two."
+            )
+        for name in ("cache_rows", "cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"FileRows: {name} must be an integer >= 1, got {value!r}.")
+
+    def num_cached(self, row_bytes: int) -> int:
+        """Return the number of cached rows; ``row_bytes``: bytes per whole row with its state."""
+        if self.cache_rows is not None:
+            return self.cache_rows
+        assert self.cache_bytes is not None
+        return self.cache_bytes // slot_bytes(row_bytes)
+
+
+@dataclass(frozen=True)
+class FileBackedRows(ExternalRows, DenseRows):
+    """Floating-point rows, as in `DenseRows`, for a table in a file.
+
+    ``size``: rows and columns in the whole table.
+    """
+
+    options: FileRows
+    name: str
+    size: Span
+
+    may_fail = True  # a disk may fail
+    needs_whole_rows = False
+
+    def table(
+        self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
+    ) -> FileTable:
+        """Create a rectangle and its file.
+
+        Args:
+            rectangle: keys and columns.
+            spec: the rows' optimizer; None: no state.
+            device: the module's device, which must be the CPU.
+
+        Raises:
+            ValueError: the device is not the CPU.
+        """
+        if device is not None and device.type != "cpu":
+            raise ValueError(
+                f"table {self.name!r}: rows in a file are for the CPU, and the module is on {device}. Leave "
+                "out storage=FileRows(...), or shard the module over CPUs."
+            )
+        _, r0, r1, c0, c1 = rectangle
+        parts = parts_of(self, spec)
+        name = re.sub(r"\W", "_", self.name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
+        what = f"table {self.name!r}"
+        path = file_in(Path(self.options.path), name)
+        file = RowFile(path, what, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
+        # Regions match the blocks of ``initial_rows``, so a region draws only its own block.
+        starts = _starts(parts, spec)
+        stored = RowRegions(file, starts, rectangle, block_rows(*self.size))
+        return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=what)
+
+    def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
+        num_rows, dim = self.size
+        height = rectangle.r1 - rectangle.r0
+        cached = self.options.num_cached(sum(part_bytes(parts, dim)))
+        # Proportional share of the whole table's cache, at least a row.
+        return max(1, min(height, -(-cached * height // num_rows)))
+
+
+def _starts(parts: list[RowPart], spec: OptimizerSpec | None) -> list[RowPartStart]:
+    values = {slot.name: slot.initial_value for slot in spec.state_slots()} if spec is not None else {}
+    return [RowPartStart(part, float(values.get(part.name, 0.0))) for part in parts]

@@ -1,0 +1,142 @@
+"""Fixed-table row formats: floating-point rows, and codes with a scale and a bias."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshrec.ops import nbit
+from meshrec.ops.memory import empty_pages
+from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.index import Index
+from meshrec.tables.table import RowPart
+
+
+@dataclass(frozen=True)
+class DenseRows:
+    """Floating-point rows: fp32, fp16 or bf16, ``dim`` elements per row, with separate fp32 state."""
+
+    dtype: torch.dtype
+    is_trainable = True
+    bits = 0
+    rows_in_parameter = True
+    collects_gradients = True
+    is_growable = may_fail = needs_whole_rows = False
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return (RowPart("weight", self.dtype, False),)
+
+    def columns(self, dim: int) -> int:
+        return dim
+
+    def part_column(self, column: int) -> int:
+        return column
+
+    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
+        """Allocate uninitialized memory.
+
+        Args:
+            num_rows: rows.
+            columns: elements per row.
+            device: memory device.
+        """
+        return empty_pages((num_rows, columns), self.dtype, device)
+
+    def index(self, first_row: int, num_rows: int) -> Index | None:
+        return None
+
+    def num_bytes(self, num_rows: int, dim: int) -> int:
+        return num_rows * dim * self.dtype.itemsize
+
+    def new_state(
+        self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
+    ) -> list[Tensor]:
+        """Create fp32 state, a tensor ``[num_rows]`` or ``[num_rows, dim]`` per slot in the spec.
+
+        Args:
+            spec: the optimizer; None: no state.
+            num_rows: rows.
+            dim: values per row.
+            device: memory device.
+        """
+        return [
+            empty_pages(slot.shape(num_rows, dim), torch.float32, device).fill_(slot.initial_value)
+            for slot in (spec.state_slots() if spec is not None else ())
+        ]
+
+    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
+        return [rows]
+
+    def encode(self, numbers: Tensor) -> Tensor:
+        return numbers.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Read-only rows with 8-, 4- or 2-bit codes, and a scale and a bias per row.
+
+    A column shard has the whole row's scale and bias, so its values equal the whole table's values. See
+    ``ops.nbit``.
+    """
+
+    bits: int
+    dtype = torch.uint8
+    is_trainable = False
+    rows_in_parameter = True
+    collects_gradients = True
+    is_growable = may_fail = needs_whole_rows = False
+    row_parts = (
+        RowPart("weight", torch.uint8, False),
+        RowPart("weight_qscale", torch.float16, True),
+        RowPart("weight_qbias", torch.float16, True),
+    )
+
+    def columns(self, dim: int) -> int:
+        """Return the bytes for scale, bias and codes, a multiple of 4."""
+        return nbit.row_bytes(dim, self.bits)
+
+    def part_column(self, column: int) -> int:
+        """Return the byte with the column's code. Columns may be cut at byte boundaries."""
+        return nbit.code_bytes(column, self.bits)
+
+    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
+        """Allocate uninitialized memory.
+
+        Args:
+            num_rows: rows.
+            columns: bytes per row.
+            device: memory device.
+        """
+        return empty_pages((num_rows, columns), self.dtype, device)
+
+    def index(self, first_row: int, num_rows: int) -> Index | None:
+        return None
+
+    def num_bytes(self, num_rows: int, dim: int) -> int:
+        """Return the bytes for the rows, including padding."""
+        return num_rows * self.columns(dim)
+
+    def new_state(
+        self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
+    ) -> list[Tensor]:
+        """Return no state: quantised rows are read-only.
+
+        Args:
+            spec: must be None.
+            num_rows: unused.
+            dim: unused.
+            device: unused.
+        """
+        assert spec is None
+        return []
+
+    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
+        """Return codes, scales and biases."""
+        params = rows.view(torch.float16)
+        codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]
+        return [codes, params[:, 0], params[:, 1]]
+
+    def encode(self, numbers: Tensor) -> Tensor:
+        """Convert the rows to codes with FBGEMM's rounding."""
+        return nbit.quantize(numbers, self.bits)

@@ -1,0 +1,476 @@
+"""Victims in a full table, selected by all ranks together.
+
+[Note: the order of eviction]
+
+A search for the rows with the lowest scores reads all rows' scores. Under ``LRU`` and ``TTL`` a score changes
+only when its row is used, and then exceeds the scores of all rows unused since. So the next victims are known
+in advance, except for rows used in the meantime. A search therefore finds several times as many rows as it
+must
+evict: all rows up to some (score, key), in this order. Later evictions take the first rows with unchanged
+scores, and search again when too few are left.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.index import (
+    first_left,
+    marked_between,
+    marked_histogram,
+    marked_range,
+    order,
+)
+from meshrec.tables.hashed.keys import FIRST_KEY, Clock, RowsToJudge
+from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable
+
+# N: rows, S: slots
+
+_NONE = torch.empty(0, dtype=torch.int64)
+_DIGIT_BITS = 12
+_LAST_KEY = (1 << 63) - 1
+_MOST_SCORE_BITS = 32
+_FEW = 8  # below 1/8 of the live rows, look keys up one by one; also the tolerated share of surplus ties
+_AT_ONCE = 16  # evictions per search: a quarter of the table, at 12 to 16 bytes per row
+
+
+class RankGroup(Protocol):
+    """Ranks with parts of the same tables."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks, int64. Collective."""
+
+    def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return values by local row, summed over the ranks with the row's other columns. Collective."""
+
+
+class SingleRank:
+    """A single rank with whole tables."""
+
+    rank, size = 0, 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the values."""
+        return values
+
+    def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the values."""
+        return list(values)
+
+
+class SlotScores(NamedTuple):
+    """A rectangle's row scores, by slot."""
+
+    scores: Tensor
+    """int32 or int64 [S]."""
+    marks: Tensor
+    """Whether the row may be evicted, bool [S]."""
+
+
+class ValueRange(NamedTuple):
+    """Minimum, maximum, and number of values."""
+
+    least: int
+    greatest: int
+    number: int
+
+
+class Nth(NamedTuple):
+    """The n-th smallest value, from 1 on."""
+
+    value: int
+    below: int
+    """Number of smaller values."""
+    equal: int
+    """Number of equal values, including this value."""
+
+
+class InUpdate(NamedTuple):
+    """A rectangle's rows that this eviction leaves alone."""
+
+    slots: Tensor
+    """Slots for all IDs in the update, possibly repeated."""
+    gone: Tensor
+    """Slots evicted anyway."""
+
+
+class EvictionRequest(NamedTuple):
+    """Number of rows to evict from a single table."""
+
+    update: Mapping[int, InUpdate]
+    """Rows that stay, by rectangle."""
+    clock: Clock
+    """Update time."""
+    least: int
+    """Minimum number of rows to evict."""
+    wanted: int
+    """Number of rows to evict if enough candidates exist."""
+
+
+class NextRows(NamedTuple):
+    """A rectangle's rows in (score, key) order."""
+
+    scores: Tensor
+    """int32 or int64 [N]."""
+    slots: Tensor
+    """int64 [N]."""
+
+    def at(self, positions: Tensor) -> "NextRows":
+        """Return the rows at some positions."""
+        return NextRows(*(each.index_select(0, positions) for each in self))
+
+
+class FoundRows(NamedTuple):
+    """A table's first victims."""
+
+    rows: Mapping[int, NextRows]
+    """Rows by rectangle."""
+    number: int
+    """Number of rows over all ranks."""
+
+
+class KeptRows(NamedTuple):
+    """A table's next victims, cached from a search."""
+
+    rows: Mapping[int, NextRows]
+    """Rows by rectangle."""
+    time: int
+    """Score for rows used at search time; all cached rows have lower scores."""
+    loads: Mapping[int, int]
+    """Load counter by rectangle at search time; another value invalidates the cache."""
+
+
+class Evictions:
+    """Victim selection for the hashed tables looked up together on a rank.
+
+    Args:
+        tables: local hashed-table rectangles, by number.
+        storages: storage for all hashed tables, by table.
+        ranks: the ranks.
+    """
+
+    def __init__(
+        self, tables: Mapping[int, HashedTable], storages: Mapping[int, HashedRows], ranks: RankGroup
+    ) -> None:
+        self._tables, self._storages, self._ranks = tables, storages, ranks
+        self._passed: dict[int, tuple[int, int]] = {}
+        """Score and key of the last evicted row, by table."""
+        # From a search until the cached rows run out, rows are loaded, or ``forget``.
+        self._kept: dict[int, KeptRows] = {}
+
+    def forget(self) -> None:
+        """Forget the rows from earlier searches."""
+        self._passed, self._kept = {}, {}
+
+    def choose(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
+        """Select rows to evict. Collective.
+
+        Returns:
+            Slots by table and rectangle, or by table the number of candidates if they are too few.
+        """
+        chosen: dict[int, dict[int, Tensor] | int] = {}
+        found = self._left(requests)
+        for number, request in requests.items():
+            own = found[number]
+            if own.number < request.wanted:
+                own = self._searched(number, request)
+            is_enough = own.number >= request.least
+            chosen[number] = self._first(number, own, request.wanted) if is_enough else own.number
+        return chosen
+
+    def _left(self, requests: Mapping[int, EvictionRequest]) -> dict[int, FoundRows]:
+        """Return cached rows that may still be evicted. Collective."""
+        kept = {}
+        for number, request in requests.items():
+            time = self._time(number, request)
+            own = self._kept.pop(number, None)
+            # Cached scores are valid only if time has not gone back.
+            if own is not None and time is not None and time >= own.time:
+                kept[number] = own
+        places = [(number, i) for number, own in kept.items() for i in own.rows]
+        updates = [requests[number].update[i] for number, i in places]
+        rows = [kept[number].rows[i] for number, i in places]
+        *positions, skipped = first_left(
+            [each.scores for each in rows],
+            [each.slots for each in rows],
+            [self._scores(i, requests[number].clock) for number, i in places],
+            [self._tables[i].memory[ALIVE] for _, i in places],
+            [each.slots for each in updates],
+            [each.gone for each in updates],
+            [requests[number].wanted for number, _ in places],
+        )
+        left: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
+        found: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
+        for (number, i), each, own, num in zip(places, rows, positions, skipped.tolist(), strict=True):
+            found[number][i] = each.at(own)
+            left[number][i] = NextRows(each.scores[num:], each.slots[num:])
+        counts = torch.zeros(2, len(requests), dtype=torch.int64)
+        for place, (number, chosen) in enumerate(found.items()):
+            counts[0, place] = self._count(chosen)
+            if number in kept:
+                # Stale on any rank means stale on all ranks, which must search together.
+                counts[1, place] = kept[number].loads != self._loads(chosen)
+        totals, num_stale = self._ranks.sum(counts.view(-1)).view(2, -1).tolist()
+        result = {}
+        for number, total, is_stale in zip(requests, totals, num_stale, strict=True):
+            result[number] = FoundRows(found[number], 0 if is_stale else total)
+            if number in kept and not is_stale:
+                self._kept[number] = kept[number]._replace(rows=left[number])
+        return result
+
+    def _searched(self, number: int, request: EvictionRequest) -> FoundRows:
+        """Find candidates: at least the requested number, or all. Cache the rows for later evictions.
+        Collective.
+        """
+        time, wanted = self._time(number, request), request.wanted
+        judged = self._judged(number, request, with_update=time is not None)
+        owned = [each for i, each in judged.items() if self._counts(i)]
+        spread = range_of(owned, self._ranks)
+        if time is not None:
+            # Stagger the tables: first searches serve different numbers of evictions, so later
+            # searches do not coincide.
+            num_times = _AT_ONCE if number in self._passed else 1 + number % _AT_ONCE
+            if spread.least >= time:
+                num_times = 1  # none may be cached
+            num_staying = sum(
+                len(each.slots) + len(each.gone) for i, each in request.update.items() if self._counts(i)
+            )
+            wanted = num_times * wanted + int(self._ranks.sum(torch.tensor([num_staying])))
+        wanted = min(wanted, spread.number)
+        if wanted == 0:
+            return FoundRows(dict.fromkeys(judged, NextRows(_NONE, _NONE)), 0)
+        last = nth(owned, wanted, spread, self._ranks)
+        rows = self._up_to(number, judged, last, wanted - last.below)
+        if time is None:
+            return FoundRows(rows, int(self._ranks.sum(torch.tensor([self._count(rows)]))))
+        self._kept[number] = KeptRows(rows, time, self._loads(rows))
+        found = self._left({number: request})[number]
+        if last.value >= time:
+            self._kept.pop(number, None)
+        return found
+
+    def _time(self, number: int, request: EvictionRequest) -> int | None:
+        """Return the score for rows used now, if a search may also serve later evictions."""
+        policy = self._storages[number].keys.evict
+        assert policy is not None
+        return policy.score_of_use(request.clock)
+
+    def _loads(self, rectangles: Iterable[int]) -> dict[int, int]:
+        """Return load counters by rectangle."""
+        return {i: self._tables[i].accounting.loads for i in rectangles}
+
+    def _counts(self, rectangle: int) -> bool:
+        """Return whether a rectangle's rows are counted; other column shards follow."""
+        return self._tables[rectangle].rectangle.c0 == 0
+
+    def _count(self, rows: Mapping[int, NextRows]) -> int:
+        """Return the number of local rows that are counted."""
+        return sum(len(own.slots) for i, own in rows.items() if self._counts(i))
+
+    def _scores(self, rectangle: int, clock: Clock) -> Tensor:
+        """Return scores by slot, for a policy without row reads."""
+        table = self._tables[rectangle]
+        policy = table.storage.keys.evict
+        assert policy is not None
+        num = table.slots.num_slots
+        parts = {part.name: table.memory[part.name][:num] for part in policy.parts}
+        return policy.scores(RowsToJudge(_NONE, parts), clock)
+
+    def _judged(self, number: int, request: EvictionRequest, *, with_update: bool) -> dict[int, SlotScores]:
+        """Return a table's row scores; ``with_update``: including rows that stay.
+
+        Collective if a score reads whole rows.
+        """
+        policy = self._storages[number].keys.evict
+        assert policy is not None
+        marks = {
+            i: self._tables[i].memory[ALIVE][: self._tables[i].slots.num_slots]
+            if with_update
+            else _candidates(self._tables[i], each)
+            for i, each in request.update.items()
+        }
+        if not policy.needs_rows:
+            return {i: SlotScores(self._scores(i, request.clock), own) for i, own in marks.items()}
+        slots = {i: own.nonzero()[:, 0] for i, own in marks.items()}
+        sums = []
+        for i, candidates in slots.items():
+            table, scores = self._tables[i], [_NONE]
+            # Whole rows may exceed memory.
+            for some in candidates.split(table.block_rows):
+                rows = RowsToJudge(
+                    table.ids_of(table.keys_of(some)), table.gathered(some, table.rectangle.columns)
+                )
+                scores.append(policy.scores(rows, request.clock))
+            sums.append(torch.cat(scores))
+        found = {}
+        for (i, own), own_sums in zip(marks.items(), self._ranks.row_sums(number, sums), strict=True):
+            by_slot = torch.zeros(len(own), dtype=torch.int64).index_copy_(0, slots[i], own_sums)
+            found[i] = SlotScores(by_slot, own)
+        return found
+
+    def _up_to(
+        self, number: int, judged: Mapping[int, SlotScores], last: Nth, num_tied: int
+    ) -> dict[int, NextRows]:
+        """Return all rows below the score ``last``, and at least ``num_tied`` tied rows, by smallest keys.
+
+        Collective.
+        """
+        bounds = [_LAST_KEY]
+        if last.equal - num_tied > (last.below + num_tied) // _FEW:
+            bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
+        # With many ties, first try a key bound that saves sorting them all.
+        for bound in bounds:
+            found = {i: _rows_up_to(self._tables[i], each, last, bound) for i, each in judged.items()}
+            if bound == _LAST_KEY:
+                break
+            own = torch.tensor([self._count(found)])
+            if int(self._ranks.sum(own)) >= last.below + num_tied:
+                break
+        return found
+
+    def _likely_bound(self, number: int, last: Nth, num_tied: int) -> int:
+        """Return a key with probably at least ``num_tied`` tied rows at or below it, but not many more.
+
+        Keys are spread evenly; among equal scores, rows up to a known key may already be evicted.
+        """
+        score, key = self._passed.get(number, (last.value, FIRST_KEY))
+        first = key if score == last.value else FIRST_KEY
+        # About eight standard deviations above the mean, so a second pass is rare.
+        wanted = num_tied + 8 * math.isqrt(num_tied) + 64
+        return min(_LAST_KEY, first + (_LAST_KEY - first) * wanted // last.equal)
+
+    def _first(self, number: int, found: FoundRows, wanted: int) -> dict[int, Tensor]:
+        """Return the slots with the smallest (score, key), at most ``wanted``. Collective."""
+        rows, num_going = found.rows, min(wanted, found.number)
+        # A single rectangle holds all rows in order already.
+        if self._ranks.size == len(rows) == 1:
+            ((i, own),) = rows.items()
+            going = own.slots[:num_going]
+            self._passed[number] = int(own.scores[num_going - 1]), int(self._tables[i].keys_of(going[-1:]))
+            return {i: going}
+        counted: list[tuple[Tensor, Tensor | None]] = [
+            (own.scores, None) for i, own in rows.items() if self._counts(i)
+        ]
+        last = nth(counted, num_going, range_of(counted, self._ranks), self._ranks)
+        keys = {i: self._tables[i].keys_of(own.slots) for i, own in rows.items()}
+        tied = {i: own.scores == last.value for i, own in rows.items()}
+        counted = [(keys[i], tied[i]) for i in rows if self._counts(i)]
+        spread_of_keys = range_of(counted, self._ranks)
+        key = nth(counted, num_going - last.below, spread_of_keys, self._ranks).value
+        self._passed[number] = last.value, key
+        return {
+            i: own.slots[(keys[i] <= key).logical_and_(tied[i]).logical_or_(own.scores < last.value)]
+            for i, own in rows.items()
+        }
+
+
+def _candidates(table: HashedTable, update: InUpdate) -> Tensor:
+    """Return which rows may be evicted, bool by slot: all except the update's rows."""
+    free = table.memory[ALIVE][: table.slots.num_slots].clone()
+    for slots in (update.gone, update.slots):
+        free.index_fill_(0, slots, False)
+    return free
+
+
+def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) -> NextRows:
+    """Return the rows below the score ``last``, and tied rows with keys up to ``most``."""
+    marks = (judged.scores <= last.value).logical_and_(judged.marks)
+    if int(marks.count_nonzero()) * _FEW >= table.slots.num_live:
+        keys, slots = table.slots.marked(marks, _LAST_KEY if last.below else most)
+    else:
+        slots = marks.nonzero()[:, 0]
+        keys = table.keys_of(slots)
+    if last.below:
+        scores = judged.scores.index_select(0, slots)
+    else:
+        scores = judged.scores.new_full((1,), last.value).expand(len(slots))
+    is_inside = (scores < last.value).logical_or_(keys <= most)
+    if not bool(is_inside.all()):
+        scores, keys, slots = (each[is_inside] for each in (scores, keys, slots))
+    return NextRows(scores, slots).at(order_of_rows(scores, keys))
+
+
+def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
+    """Return row positions in (score, key) order, int64.
+
+    Args:
+        scores: int32 or int64.
+        keys: int64, distinct.
+    """
+    if len(keys) == 0:
+        return keys
+    least, greatest = (int(each) for each in scores.aminmax())
+    bits = (greatest - least).bit_length()
+    if bits == 0:
+        return order(keys)
+    if bits <= _MOST_SCORE_BITS:
+        # Score above the key's highest bits, in a single word. These bits nearly always distinguish the keys.
+        ranks = (scores.long() - least) << (64 - bits)
+        words = (ranks | (keys >> bits) + (1 << (63 - bits))) ^ FIRST_KEY
+        positions = order(words)
+        words = words.index_select(0, positions)
+        if not bool((words[1:] == words[:-1]).any()):
+            return positions
+    by_key = order(keys)
+    return by_key[scores[by_key].argsort(stable=True)]
+
+
+def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) -> ValueRange:
+    """Return minimum, maximum and number of marked values over all ranks. Collective.
+
+    Args:
+        parts: this rank's values and marks, as ``marked_range`` takes them.
+        ranks: the ranks.
+    """
+    own = torch.zeros(ranks.size, 3, dtype=torch.int64)
+    found = [marked_range(*part) for part in parts]
+    if found:
+        least, greatest, numbers = torch.stack(found).unbind(1)
+        own[ranks.rank] = torch.stack([least.min(), greatest.max(), numbers.sum()])
+    rows = [row for row in ranks.sum(own.view(-1)).view(-1, 3).tolist() if row[2]]
+    if not rows:
+        return ValueRange(0, 0, 0)
+    least_of, greatest_of, number_of = zip(*rows, strict=True)
+    return ValueRange(min(least_of), max(greatest_of), sum(number_of))
+
+
+def nth(parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: ValueRange, ranks: RankGroup) -> Nth:
+    """Return the n-th smallest marked value over all ranks. Collective.
+
+    Args:
+        parts: this rank's values and marks.
+        n: from 1 on, at most ``spread.number``.
+        spread: the ``range_of`` result for the same values.
+        ranks: the ranks.
+    """
+    size, shift = 1 << _DIGIT_BITS, 0
+    while (spread.greatest >> shift) - (spread.least >> shift) >= size:
+        shift += 1
+    base, below = spread.least, 0
+    while True:
+        own = torch.zeros(size, dtype=torch.int64)
+        for part in parts:
+            own += marked_histogram(*part, base, shift, size)
+        # A round fixes the next 12 bits, so ranks exchange histograms and never the values.
+        counts = ranks.sum(own)
+        ends = counts.cumsum(0)
+        digit = int(torch.searchsorted(ends, n - below))
+        equal = int(counts[digit])
+        below += int(ends[digit]) - equal
+        base = ((base >> shift) + digit) << shift
+        if shift == 0:
+            return Nth(base, below, equal)
+        greatest = min(_LAST_KEY, base + (1 << shift) - 1)
+        parts = [(part[0][marked_between(*part, base, greatest)], None) for part in parts]
+        shift = max(0, shift - _DIGIT_BITS)

@@ -1,0 +1,134 @@
+"""Hashed-table rows in a file, with a cache in memory.
+
+[Note: hashed rows in a file]
+
+Two steps find a row. The table's hash index maps the key to a slot, as in memory; the slot is the record
+number in the file, and the cache's key. Per-row values for the index, admission and eviction (liveness,
+policy parts) stay in memory by slot, a few bytes per row; weights and optimizer state are in the file. A row
+starts in the cache, and reaches the file when it leaves the cache dirty. So no record is read before it was
+written, and a slot may get another row without a change to the file.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from meshrec.tables.cached.file import RowFile, file_in, memory_for, part_bytes
+from meshrec.tables.cached.regions import StoredRows
+from meshrec.tables.cached.rows import FileRows
+from meshrec.tables.cached.table import FileTable, RowLog, RowPartStart, RowsInFlight
+from meshrec.tables.hashed.keys import ALL_KEYS
+from meshrec.tables.index import Resolved
+from meshrec.tables.table import Rectangle, RowBlock, Span
+
+
+@final
+class HashedFile:
+    """Weights and optimizer state for a hashed-table rectangle, by index slot.
+
+    Args:
+        rectangle: keys and columns.
+        starts: the weight and the optimizer slots.
+        options: file folder, and cache size for the whole table.
+        name: table name.
+        dim: whole-row width.
+        max_rows: maximum rows in the rectangle's index.
+    """
+
+    def __init__(
+        self,
+        rectangle: Rectangle,
+        starts: Sequence[RowPartStart],
+        options: FileRows,
+        *,
+        name: str,
+        dim: int,
+        max_rows: int,
+    ) -> None:
+        table, r0, r1, c0, c1 = rectangle
+        parts = [start.part for start in starts]
+        self._starts, self._rectangle = starts, rectangle
+        file_name = re.sub(r"\W", "_", name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
+        what = f"table {name!r}"
+        path = file_in(Path(options.path), file_name)
+        file = RowFile(path, what, part_bytes(parts, c1 - c0), first_key=0, num_rows=max_rows)
+        cached = options.num_cached(sum(part_bytes(parts, dim)))
+        share = -(-cached * (r1 - r0) // (ALL_KEYS[1] - ALL_KEYS[0]))
+        self.table = FileTable(
+            Rectangle(table, 0, max_rows, c0, c1),
+            starts,
+            StoredRows(file),
+            num_slots=max(1, min(share, max_rows)),
+            name=what,
+        )
+        """The file and its cache, keyed by index slot."""
+        self.slot_keys = torch.zeros(len(self.table.slot_keys), dtype=torch.int64)
+        """Key by cache slot."""
+
+    def resolve(self, slots: Tensor, keys: Tensor, *, train: bool) -> tuple[Tensor, RowsInFlight]:
+        """Return the rows' cache slots and pin, and start bringing the rows there.
+
+        Args:
+            slots: index slots, int64 [N].
+            keys: keys with these slots, int64 [N].
+            train: whether the rows will be updated.
+        """
+        found = self.table.resolve(slots, train=train)
+        here = self.table.slot_keys[found.slots] == slots  # false for rows without room
+        self.slot_keys[found.slots[here]] = keys[here]
+        assert isinstance(found.pin, RowsInFlight)
+        found.pin.band = self._rectangle[:3]
+        return found.slots, found.pin
+
+    def begin(self, slots: Tensor, weights: Tensor) -> None:
+        """Give slots new rows with initial optimizer state."""
+        slots, order = slots.sort()
+        rows = memory_for(self.table.parts, len(slots), weights.shape[1])
+        rows[0].copy_(weights[order])
+        for start, part in zip(self._starts[1:], rows[1:], strict=True):
+            part.fill_(start.value)
+        self.table.begin(slots, rows)
+
+    def read(self, slots: Tensor, frozen: RowLog | None = None) -> dict[str, Tensor]:
+        """Read rows by slot, either current or from a snapshot."""
+        ascending, order = slots.sort()
+        source = self.table if frozen is None else frozen
+        found = {}
+        for part, rows in zip(self.table.parts, source.rows_at(ascending), strict=True):
+            found[part.name] = torch.empty_like(rows)
+            found[part.name][order] = rows
+        return found
+
+    def load(self, slots: Tensor, columns: Span, parts: Mapping[str, Tensor]) -> None:
+        """Replace columns in the given parts, for slots that are all in use.
+
+        Args:
+            slots: index slots, int64 [N].
+            columns: table columns.
+            parts: new values by part name.
+        """
+        slots, order = slots.sort()
+        chosen = {part.name: parts[part.name][order] for part in self.table.parts if part.name in parts}
+        if chosen:
+            self.table.load([RowBlock(slots, columns, chosen)])
+
+
+@final
+class CachedKeys:
+    """Index for a hashed table in a file, which maps keys to cache slots.
+
+    Args:
+        resolve: see ``tables.index.Index``.
+        slot_keys: key by cache slot.
+    """
+
+    def __init__(self, resolve: Callable[..., Resolved], slot_keys: Tensor) -> None:
+        self.resolve, self.slot_keys = resolve, slot_keys
+
+    def keys_of(self, slots: Tensor) -> Tensor:
+        """Return the keys with rows in these cache slots."""
+        return self.slot_keys[slots]

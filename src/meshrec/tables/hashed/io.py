@@ -1,0 +1,178 @@
+"""Load hashed tables from whole tensors: state dicts with hashed or fixed tables, and files."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.index import mix
+from meshrec.tables.hashed.admission import in_span, parts_of
+from meshrec.tables.hashed.table import IDS, HashedRows, HashedTable
+from meshrec.tables.storage import check_loadable
+from meshrec.tables.streamed import StreamedPart, values_of
+from meshrec.tables.table import RowBlock
+
+WAITING = ("waiting_ids", "waiting")
+"""Part names for the counts of IDs waiting for admission."""
+_BLOCK_ROWS = 1 << 16
+
+
+def state_dict_names(storage: HashedRows) -> list[str]:
+    """Return the names of all state dict tensors for a table."""
+    counted = WAITING if storage.counts else ()
+    return [*(part.name for part in storage.row_parts), IDS, *counted]
+
+
+def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor], prefix: str) -> None:
+    """Replace the rectangles' rows with a whole table's rows: everything, or nothing.
+
+    Without ``ids``, row i belongs to ID i, as in a fixed table. Missing policy parts restart.
+
+    Args:
+        tables: local rectangles in a single table.
+        values: whole-table parts by name.
+        prefix: name prefix for messages.
+
+    Raises:
+        ValueError: a part does not fit, or there are too many rows.
+    """
+    whole = {name: _plain(value) for name, value in values.items()}
+    if not tables:
+        return
+    storage = tables[0].storage
+    ids = checked(whole, storage, prefix)
+    names = [part.name for part in storage.row_parts if part.name in whole]
+    for table in tables:
+        table.clear()
+        for first in range(0, len(ids), _BLOCK_ROWS):
+            rows = slice(first, first + _BLOCK_ROWS)
+            table.load(rows_in_rectangle(table, ids[rows], {name: whole[name][rows] for name in names}))
+        if storage.counts and WAITING[0] in whole and len(whole[WAITING[0]]):
+            table.load(counts_in_rectangle(table, whole[WAITING[0]], whole[WAITING[1]]))
+
+
+def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterator[RowBlock]:
+    """Yield a block with the rectangle's rows, if there are any.
+
+    Args:
+        table: the rectangle.
+        ids: row IDs, int64 [n].
+        parts: row parts by name.
+    """
+    r = table.rectangle
+    keys = mix(ids, table.storage.keys.seed)
+    inside = in_span(keys, (r.r0, r.r1)).nonzero()[:, 0]
+    if len(inside):
+        keys, order = keys[inside].sort()
+        chosen = inside[order]
+        first, end = table.places(r.columns)
+        cut = {name: v[chosen] if v.dim() == 1 else v[chosen, first:end] for name, v in parts.items()}
+        yield RowBlock(keys, r.columns, cut)
+
+
+def counts_in_rectangle(table: HashedTable, keys: Tensor, counts: Tensor) -> Iterator[RowBlock]:
+    """Yield the rectangle's waiting-ID counts.
+
+    Args:
+        table: the rectangle.
+        keys: mixed IDs, int64 [n].
+        counts: int64 [n].
+    """
+    inside = in_span(keys, (table.rectangle.r0, table.rectangle.r1))
+    yield RowBlock(keys[inside], table.rectangle.columns, {"waiting": counts[inside]})
+
+
+def checked(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
+    """Return the IDs for a whole table's rows.
+
+    Args:
+        whole: whole-table parts by name.
+        storage: the table's row format.
+        prefix: name prefix for messages.
+
+    Raises:
+        ValueError: something does not fit the table.
+    """
+    weight, dim, most = whole["weight"], storage.part_column(storage.dim), storage.max_rows
+    check_loadable(weight, f"{prefix}weight", storage)
+    if missing := [part.name for part in storage.form.row_parts if part.name not in whole]:
+        raise ValueError(f"{prefix}{missing[0]} is missing. Load what the quantised model's state_dict gave.")
+    if weight.dim() != 2 or weight.shape[1] != dim:
+        raise ValueError(
+            f"{prefix}weight: the state dict has shape {list(weight.shape)}, and the table {dim} columns. "
+            "Load it into a model with the same tables."
+        )
+    if len(weight) > most:
+        raise ValueError(
+            f"{prefix}weight: the state dict has {len(weight):,} rows, and max_rows is {most:,}. Nothing was "
+            "changed. Raise max_rows of the table's keys."
+        )
+    ids = whole.get(IDS)
+    if ids is None:
+        return torch.arange(len(weight))
+    for name, value in whole.items():
+        if name not in WAITING and len(value) != len(weight):
+            raise ValueError(
+                f"{prefix}{name} has {len(value)} rows, and {prefix}weight has {len(weight)}. Load what one "
+                "state_dict gave."
+            )
+    if ids.dtype != torch.int64 or len(torch.unique(ids)) != len(ids):
+        raise ValueError(f"{prefix}{IDS} must be distinct int64 IDs, got {len(ids)} of {ids.dtype}.")
+    return ids
+
+
+def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTable]) -> bool:
+    """Return whether a state dict's values are the tables' own current rows."""
+    if not tables:
+        return True
+    ids = values.get(IDS)
+    local = getattr(ids, "local", None)
+    parts = local.local_shards() if local is not None else [ids]
+    if not parts:  # a split tensor omits empty parts
+        return not any(table.num_alive for table in tables)
+    return all(
+        isinstance(part, StreamedPart)
+        and any(getattr(part.table, "is_of", lambda _: False)(table) for table in tables)
+        for part in parts
+    )
+
+
+def key_ordered_parts(table: HashedTable) -> dict[str, Tensor]:
+    """Return a whole table's parts for a state dict, in key order, without a copy."""
+    tensors, counts = table.tensors(), parts_of(table.admission_counts)
+    names = state_dict_names(table.storage)
+    return {name: tensors[name] if name in tensors else counts[name] for name in names}
+
+
+def joined_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str, Tensor]:
+    """Return the parts of a table with only local rectangles, in key order: a copy."""
+    first = [table for table in tables if table.rectangle.c0 == 0]
+    empty = torch.empty(0, dtype=torch.int64)
+    keys = torch.cat([empty, *(table.listed()[0] for table in first)]).sort().values
+    columns = storage.part_column(storage.dim)
+    parts = {
+        part.name: torch.empty([len(keys)] if part.per_row else [len(keys), columns], dtype=part.dtype)
+        for part in storage.row_parts
+    }
+    for table in tables:
+        start, end = table.places(table.rectangle.columns)
+        for block in table.stream():
+            assert isinstance(block.keys, Tensor)
+            for name, values in block.parts.items():
+                if name in parts:
+                    rows = torch.searchsorted(keys, block.keys)
+                    target = parts[name]
+                    (target if values.dim() == 1 else target[:, start:end])[rows] = values
+    parts[IDS] = tables[0].ids_of(keys)
+    if storage.counts:
+        counts = [parts_of(table.admission_counts) for table in first]
+        order = torch.cat([count[WAITING[0]] for count in counts]).argsort()
+        parts |= {name: torch.cat([count[name] for count in counts])[order] for name in WAITING}
+    return parts
+
+
+def _plain(value: Tensor) -> Tensor:
+    full = value.full_tensor() if hasattr(value, "full_tensor") else value
+    found = values_of(full.detach())
+    assert isinstance(found, Tensor)
+    return found

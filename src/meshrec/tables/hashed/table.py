@@ -1,0 +1,905 @@
+"""Tables with any int64 as ID: rows in growing memory, found by a hash index.
+
+[Note: the life of a row]
+
+A slot is *free*, *pending* or *alive*. ``resolve`` assigns free slots to a batch's unseen IDs and writes
+their initial rows there: these slots are pending, and pinned to the batch. At the batch's update
+(``admission_eviction.py``) an admitted ID's slot becomes alive with its present row. A rejected ID's slot
+stays pending until no batch in flight uses it, and then becomes free. A row evicted while a batch in flight
+uses it becomes pending and restarts from its initial row. So no batch reads or updates another ID's row, and
+the rows that a batch reads do not depend on how far ahead it was resolved.
+
+New keys get slots in sorted order, so column shards, here and on other ranks, have equal slots.
+
+[Note: hashed tables in key order]
+
+In key order, a table with n rows looks like a fixed table with n rows and an additional part, ``ids``:
+position p holds the row for the ID with the p-th key. So split tensors, checkpoints and safetensors need
+nothing else. Counts for IDs waiting for admission are a second list, ``waiting_ids`` and ``waiting``.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard, final
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.index import (
+    AssignedSlots,
+    Fills,
+    HashIndex,
+    UnassignedIds,
+    assign_slots,
+    free_slots,
+    mix,
+    release_slots,
+    unique,
+    unmix,
+)
+from meshrec.ops.initial_rows import uniform_rows, write_uniform_rows
+from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.cached.rows import FileRows
+from meshrec.tables.cached.table import RowLog, RowPartStart, RowsInFlight
+from meshrec.tables.dense.rows import DenseRows, QuantisedRows
+from meshrec.tables.hashed.admission import AdmissionCounts, admission_counts_for, in_span
+from meshrec.tables.hashed.file import CachedKeys, HashedFile
+from meshrec.tables.hashed.keys import Hashed
+from meshrec.tables.hashed.memory import GrowingRows
+from meshrec.tables.index import Index, Pin, Resolved
+from meshrec.tables.initial import drawn_rows, seed_of_rows
+from meshrec.tables.storage import ExternalRows, RowStorage
+from meshrec.tables.streamed import streamed
+from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span, Table, TableSnapshot
+
+# N: IDs or slots
+
+_NONE = torch.empty(0, dtype=torch.int64)
+_BLOCK_BYTES = 1 << 23
+ALIVE = "is_alive"
+"""Name of the part in ``HashedTable.memory`` that tells which slots are alive, bool by slot."""
+_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1
+IDS = "ids"
+
+
+class PinnedRows(Pin):
+    """A batch's rows in a single table, as a ``Pin``; ``parts`` has their slots."""
+
+    def __init__(
+        self,
+        table: "HashedTable",
+        parts: Sequence[Tensor],
+        pending: Tensor,
+        *,
+        fresh: AssignedSlots | None = None,
+    ) -> None:
+        self.table, self.pending, self._fresh = table, pending, fresh
+        self.changes = table.accounting.changes
+        """The table's ``RowAccounting.changes`` when the batch was resolved."""
+        self._parts = parts
+        self.arriving: RowsInFlight | None = None
+        """Pin on the rows in a file's cache. Set by ``resolve``, None for rows in memory."""
+
+    @property
+    def slots(self) -> Tensor:
+        """Slots, possibly repeated."""
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
+
+    def fresh(self) -> AssignedSlots | None:
+        """Return the pending rows, if they were created for this batch and no others have joined."""
+        return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
+
+    def release(self) -> None:
+        """Queue the pending rows, which the table frees at its next lookup."""
+        if not self.is_released:
+            self.is_released = True
+            self.table.in_flight.discard(self)
+            self.table.released.append(self.pending)
+            if self.arriving is not None:
+                self.arriving.release()
+
+    def __del__(self) -> None:
+        # For a batch dropped without an update. This may run in any thread, so it only queues.
+        if not self.is_released:
+            self.table.released.append(self.pending)
+
+
+@dataclass
+class TableCounts:
+    """ID counters for a table since its creation, on this rank.
+
+    Attributes:
+        live: IDs with a row now.
+        new: admitted IDs.
+        refused: new IDs in updates that were not admitted, counted once per update.
+        evicted: IDs with evicted rows.
+        read: looked-up IDs.
+        hits: looked-up IDs with a row.
+        early: estimated fraction of new IDs that a sketch admits early.
+    """
+
+    live: int = 0
+    new: int = 0
+    refused: int = 0
+    evicted: int = 0
+    read: int = 0
+    hits: int = 0
+    early: float = 0.0
+
+
+@dataclass
+class RowAccounting:
+    """ID counters, evicted keys, and the key-ordered rows held by a caller."""
+
+    report: TableCounts = field(default_factory=TableCounts)
+    evicted: list[Tensor] = field(default_factory=list)
+    """Evicted rows' keys, for the delta publisher; recorded if ``is_watched``."""
+    is_watched: bool = False
+    changes: int = 0
+    """Number of admissions and evictions."""
+    loads: int = 0
+    """Number of row loads."""
+    key_ordered_ref: "ReferenceType[KeyOrderedRows] | None" = None
+    """Key-ordered rows, as long as a caller holds them."""
+
+    def note_reads(self, num_read: int, num_absent: int) -> None:
+        """Count a batch's IDs, of which ``num_absent`` had no row."""
+        self.report.read += num_read
+        self.report.hits += num_read - num_absent
+
+
+@final
+class HashedTable:
+    """A rectangle's rows with live keys; see [Note: the life of a row].
+
+    Args:
+        rectangle: keys (see [Note: the keys of hashed tables]) and columns.
+        storage: row format and table options.
+        spec: the optimizer; None: no state.
+        device: the CPU.
+    """
+
+    is_growable = True
+
+    def __init__(
+        self,
+        rectangle: Rectangle,
+        storage: "HashedRows",
+        spec: OptimizerSpec | None,
+        device: torch.device | None,
+    ) -> None:
+        width = rectangle.c1 - rectangle.c0
+        self.rectangle, self.storage, self.spec = rectangle, storage, spec
+        slots = spec.state_slots() if spec is not None else ()
+        self.parts: Sequence[RowPart] = [
+            *storage.row_parts,
+            *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots),
+        ]
+        # A row's tensors in memory, by name. With a file, weight and state move there.
+        row = {"weight": torch.zeros(1, storage.columns(width), dtype=storage.dtype)}
+        row |= dict(
+            zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True)
+        )
+        # Pending rows come in addition to ``max_rows`` live rows.
+        most = min(_MAX_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
+        self.file: HashedFile | None = None
+        """Weights and optimizer state, if they are in a file; see [Note: hashed rows in a file]."""
+        if storage.file is not None:
+            starts = [
+                RowPartStart(part, float(row.pop(part.name).max())) for part in self.parts if part.name in row
+            ]
+            self.file = HashedFile(
+                rectangle, starts, storage.file, name=storage.name, dim=storage.dim, max_rows=most
+            )
+        elif storage.dtype.itemsize == 2:
+            row["key"] = torch.zeros(1, dtype=torch.int64)
+        row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.kept_parts}
+        row |= {ALIVE: torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
+        label = f"table {storage.name!r}"
+        self.slots = HashIndex(most, seed=storage.keys.seed, name=label)
+        self._grown = GrowingRows(list(row.values()), max_rows=most, name=label, beside=self.slots.parts)
+        self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
+        """In-memory parts by name, indexed by slot. ``ALIVE`` tells which slots are alive, ``pins`` how many
+        batches in flight use a pending slot. 16-bit rows have a ``key``, by which they are rounded.
+        """
+        self.admission_counts = self._new_waiting()
+        # Batches between ``resolve`` and ``release``. Weak, so a dropped batch leaves by itself.
+        self.in_flight: WeakSet[PinnedRows] = WeakSet()
+        # Pending slots from finished batches, until the next lookup frees them.
+        self.released: deque[Tensor] = deque()
+        self.accounting = RowAccounting()
+        _attach_memory(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_in_memory()
+        # A block's keys may be a view into all keys, which a pickle would repeat.
+        blocks = [
+            block._replace(keys=block.keys.clone() if isinstance(block.keys, Tensor) else block.keys)
+            for block in self.stream()
+        ]
+        return _restored, ((self.rectangle, self.storage, self.spec, None), blocks, self.report)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._check_in_memory()
+        copied = _restored((self.rectangle, self.storage, self.spec, None), self.stream(), self.report)
+        memo[id(self)] = copied
+        return copied
+
+    def _check_in_memory(self) -> None:
+        """Raise ValueError if the rows are in a file, which is not copied along with a model."""
+        if self.file is not None:
+            self.file.table.__reduce__()
+
+    @property
+    def rows(self) -> Tensor:
+        """Kernel-visible memory: all rows, or a file's cache."""
+        return self.memory["weight"] if self.file is None else self.file.table.rows
+
+    @property
+    def state(self) -> Sequence[Tensor]:
+        """Optimizer state, by optimizer slot."""
+        if self.file is not None:
+            return self.file.table.state
+        return [self.memory[part.name] for part in self.parts[len(self.storage.row_parts) :]]
+
+    @property
+    def slot_keys(self) -> Tensor | None:
+        """Key by slot, for 16-bit rows in memory."""
+        return self.memory.get("key")
+
+    @property
+    def index(self) -> Index:
+        """The table itself, or the index into a file's cache."""
+        return self if self.file is None else CachedKeys(self.resolve, self.file.slot_keys)
+
+    @property
+    def num_alive(self) -> int:
+        """Number of rows."""
+        return self.accounting.report.live
+
+    @property
+    def num_changes(self) -> int:
+        """Number of admissions and evictions."""
+        return self.accounting.changes
+
+    @property
+    def report(self) -> TableCounts:
+        """ID counters since the table's creation, on this rank."""
+        self.accounting.report.early = self.admission_counts.early()
+        return self.accounting.report
+
+    # ---- slots ------------------------------------------------------------------------------------
+
+    def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
+        """Return slots by key; unseen keys get pending slots with initial rows."""
+        self.release()
+        slots = self.slots.find(keys)
+        fresh, num_absent = None, int((slots < 0).sum())
+        if num_absent:
+            fresh = assign_slots([UnassignedIds(self.slots, keys.contiguous(), slots, num_absent)])[0]
+        with Fills() as fills:
+            pin = self.hold([slots], train=train, fills=fills, fresh=fresh, num_absent=num_absent)
+        if self.file is None:
+            return Resolved(slots, pin)
+        cached, pin.arriving = self.file.resolve(slots, keys, train=train)
+        return Resolved(cached, pin)
+
+    def hold(
+        self,
+        parts: Sequence[Tensor],
+        *,
+        train: bool,
+        fills: Fills,
+        fresh: AssignedSlots | None = None,
+        num_absent: int = 0,
+    ) -> PinnedRows:
+        """Pin a batch's slots, and write initial rows to ``fresh`` slots.
+
+        Args:
+            parts: the slots.
+            train: whether the rows will be updated.
+            fills: collects the writes.
+            fresh: keys with newly assigned slots.
+            num_absent: entries in ``parts`` with new keys.
+        """
+        if fresh is not None:
+            self._begin(fresh.slots, fresh.ids, fills)
+        if train and self.storage.is_trainable:
+            self.accounting.note_reads(sum(map(len, parts)), num_absent)
+        pending, num_pending = _NONE, self.slots.num_live - self.num_alive
+        if fresh is not None and len(fresh.slots) == num_pending:
+            pending = fresh.slots
+            fills.add(self.memory["pins"], pending, 1)
+        elif num_pending:
+            # Older batches also have pending rows, so read the flags, which the fills may still change.
+            fills.run()
+            fresh = None
+            slots = torch.cat(list(parts))
+            pending = unique(slots[~self.memory[ALIVE][slots]])[0]
+            self.memory["pins"][pending] += 1
+        pin = PinnedRows(self, parts, pending, fresh=fresh)
+        self.in_flight.add(pin)
+        return pin
+
+    def keys_of(self, slots: Tensor) -> Tensor:
+        """Return the keys with these slots."""
+        return self.slots.ids_of(slots)
+
+    def ids_of(self, keys: Tensor) -> Tensor:
+        """Return the IDs with these keys."""
+        return unmix(keys, self.storage.keys.seed)
+
+    def release(self, *others: "HashedTable") -> None:
+        """Free the pending slots, here and in other tables, that no batch in flight uses any more."""
+        release_rows((self, *others))
+
+    def revive(self, slots: Tensor, fills: Fills) -> None:
+        """Mark pending rows as alive, with their present values."""
+        if len(slots):
+            fills.add(self.memory[ALIVE], slots, 1)
+            self.accounting.report.live += len(slots)
+            self.accounting.changes += 1
+
+    def reset(self, slots: Tensor, fills: Fills) -> None:
+        """Reset pending rows to their initial values."""
+        self._begin(slots, self.keys_of(slots), fills)
+
+    def _begin(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
+        """Write initial rows and optimizer state. Grow the memory if necessary."""
+        if len(slots) == 0:
+            return
+        # A free or unused slot is not alive and has no pins.
+        kept = [each for each, name in enumerate(self.memory) if name in ("weight", "key", "pins", ALIVE)]
+        num_written = int("weight" in self.memory)
+        self._grown.begin(slots, self.slots.num_slots, fills, num_written=num_written, kept=kept)
+        ids, columns = self.ids_of(keys), self.rectangle.columns
+        if self.file is None:
+            self.storage.begin_at(self.memory["weight"].data, slots, ids, columns)
+        else:
+            self.file.begin(slots, self.storage.begin(ids, columns))
+        if self.slot_keys is not None:
+            self.slot_keys.data.index_copy_(0, slots, keys)
+
+    # ---- streams ----------------------------------------------------------------------------------
+
+    def listed(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
+        """Return the live keys, ascending, and their slots."""
+        found, slots = self.slots.items()
+        chosen = self.memory[ALIVE][slots] if self.slots.num_live > self.num_alive else None
+        if keys is not None:
+            inside = in_span(found, keys)
+            chosen = inside if chosen is None else inside & chosen
+        return (found, slots) if chosen is None else (found[chosen], slots[chosen])
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the row parts in key order; see [Note: hashed tables in key order]."""
+        return self.key_ordered().tensors()
+
+    def key_ordered(self, first: int = 0) -> "KeyOrderedRows":
+        """Return the current rows in key order, starting at position ``first``.
+
+        While nothing changes and a caller holds the result, further calls return the same object.
+        """
+        found = self.accounting.key_ordered_ref() if self.accounting.key_ordered_ref is not None else None
+        if found is None or found.rectangle.r0 != first or not found.is_of(self):
+            found = KeyOrderedRows(self, first)
+            # Weak, so the listing lives only as long as a caller holds it.
+            self.accounting.key_ordered_ref = ref(found)
+        return found
+
+    def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
+        """Yield the live rows in blocks, followed by the waiting IDs' counts."""
+        found, slots = self.listed(keys)
+        columns = columns or self.rectangle.columns
+        step = self.block_rows
+        for first in range(0, len(found), step):
+            here = slots[first : first + step]
+            yield RowBlock(found[first : first + step], columns, self.gathered(here, columns))
+        for waiting, counts in self.admission_counts.stream(keys):
+            for first in range(0, len(waiting), 1 << 18):
+                piece = slice(first, first + (1 << 18))
+                yield RowBlock(waiting[piece], columns, {"waiting": counts[piece]})
+
+    def _new_waiting(self) -> AdmissionCounts:
+        span, storage = (self.rectangle.r0, self.rectangle.r1), self.storage
+        keys = storage.keys if storage.is_trainable else replace(storage.keys, admit=None)
+        return admission_counts_for(keys, storage.max_rows, span, storage.name)
+
+    def places(self, columns: Span) -> Span:
+        """Return the position of columns in the whole table's ``weight`` part."""
+        return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
+
+    def columns_at(self, places: Span) -> Span:
+        """Return the table columns at a position in ``weight``: the inverse of ``places``."""
+        if places == self.places(self.rectangle.columns):
+            return self.rectangle.columns
+        bits = self.storage.bits or 8
+        return places[0] * 8 // bits, places[1] * 8 // bits
+
+    @property
+    def block_rows(self) -> int:
+        """Number of rows in a block."""
+        return max(1, _BLOCK_BYTES // max(1, self.rows[:1].nbytes))
+
+    def gathered(
+        self,
+        slots: Tensor,
+        columns: Span,
+        names: Iterable[str] | None = None,
+        frozen: RowLog | None = None,
+    ) -> dict[str, Tensor]:
+        """Return row parts by name.
+
+        Args:
+            slots: int64 [N].
+            columns: table columns.
+            names: requested parts; None: all.
+            frozen: file snapshot to read from; None: current rows.
+        """
+        r, storage = self.rectangle, self.storage
+        names = [part.name for part in self.parts] if names is None else list(names)
+        if storage.bits:
+            rows = self.memory["weight"].detach()[slots]
+            coded = zip(storage.row_parts, storage.parts(rows, r.c1 - r.c0), strict=True)
+            parts = {part.name: values for part, values in coded}
+        else:
+            parts = {name: self.memory[name].detach()[slots] for name in names if name in self.memory}
+        if self.file is not None and len(parts) < len(names):
+            parts |= self.file.read(slots, frozen)
+        first, end = (storage.part_column(column - r.c0) for column in columns)
+        return {name: parts[name] if parts[name].dim() == 1 else parts[name][:, first:end] for name in names}
+
+    def freeze(self) -> RowLog | None:
+        """Return a snapshot of the rows in the file; None if a fork freezes all rows."""
+        return None if self.file is None else self.file.table.snapshot()
+
+    @torch.no_grad()
+    def load(self, blocks: Iterable[RowBlock]) -> None:
+        """Replace rows, or row parts; missing keys come alive.
+
+        Raises:
+            ValueError: there would be too many rows.
+        """
+        self.release()
+        self.accounting.loads += 1
+        for block in blocks:
+            keys = block.keys if isinstance(block.keys, Tensor) else torch.tensor(list(block.keys))
+            if "waiting" in block.parts:
+                self.admission_counts.load(keys, block.parts["waiting"])
+                continue
+            slots = self.slots.find(keys)
+            absent = slots < 0
+            if bool(absent.any()):
+                slots[absent] = self.slots.insert(keys[absent])
+            self._grown.grow(1 + int(slots.max()) if len(slots) else 0)
+            new = ~self.memory[ALIVE][slots]
+            with Fills() as fills:
+                self._begin(slots[new], keys[new], fills)
+                self.revive(slots[new], fills)
+            if self.file is not None:
+                self.file.load(slots, block.columns, block.parts)
+            self._write(slots, block)
+
+    def _write(self, slots: Tensor, block: RowBlock) -> None:
+        """Write a row block's in-memory parts."""
+        r, storage = self.rectangle, self.storage
+        targets = {name: tensor.detach() for name, tensor in self.memory.items()}
+        if storage.bits:
+            views = storage.parts(targets["weight"], r.c1 - r.c0)
+            targets = {part.name: view for part, view in zip(storage.row_parts, views, strict=True)}
+        first, end = (storage.part_column(column - r.c0) for column in block.columns)
+        for name, values in block.parts.items():
+            if (target := targets.get(name)) is not None:
+                local = target if target.dim() == 1 else target[:, first:end]
+                local[slots] = values.to(target.dtype)
+
+    def reserve(self, keys: Tensor) -> None:
+        """Assign slots to ascending keys without a slot, for rows to be loaded later."""
+        self.release()
+        self.slots.insert(keys)
+
+    def clear(self) -> None:
+        """Forget all rows and all waiting IDs."""
+        forget_rows([(self, self.listed()[1], ())])
+        self.admission_counts = self._new_waiting()
+
+    def items(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return live IDs and copies of their rows.
+
+        Returns:
+            IDs in key order, int64 [n]; rows, [n, columns]; optimizer state and policy parts, by name.
+        """
+        keys, slots = self.listed()
+        parts = self.gathered(slots, self.rectangle.columns)
+        return self.ids_of(keys), parts.pop("weight"), parts
+
+    def snapshot(self) -> TableSnapshot:
+        """Return the current rows as a snapshot, for the forked process that writes a checkpoint."""
+        return self.key_ordered().snapshot()
+
+
+class _Parts(Mapping[str, Tensor]):
+    """Row parts, read on access."""
+
+    def __init__(
+        self, table: HashedTable, keys: Tensor, slots: Tensor, columns: Span, frozen: RowLog | None
+    ) -> None:
+        self._table, self._keys, self._slots, self._columns = table, keys, slots, columns
+        self._frozen = frozen
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == IDS:
+            return self._table.ids_of(self._keys)
+        columns = self._table.columns_at(self._columns)
+        return self._table.gathered(self._slots, columns, [name], self._frozen)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([part.name for part in self._table.parts] + [IDS])
+
+    def __len__(self) -> int:
+        return len(self._table.parts) + 1
+
+
+class KeyOrderedRows:
+    """A table's rows by position; see [Note: hashed tables in key order].
+
+    Valid until an ID is admitted or evicted.
+
+    Args:
+        table: the table.
+        first: position of the first row in the whole table.
+    """
+
+    is_growable = True
+
+    def __init__(self, table: HashedTable, first: int = 0) -> None:
+        self._table, self._first = table, first
+        self._keys, self._slots = table.listed()
+        r = table.rectangle
+        # Columns refer to the part: state dicts show codes as they lie in bytes.
+        self.rectangle = Rectangle(r.table, first, first + len(self._keys), *table.places(r.columns))
+        self.parts = [*table.parts, RowPart(IDS, torch.int64, True)]
+        self.index = None
+        self.rows, self.state = table.rows, ()
+        self._changes = table.num_changes
+        self._frozen: RowLog | None = None
+
+    def is_of(self, table: object) -> bool:
+        """Return whether this shows the current rows in ``table``."""
+        return table is self._table and self._changes == self._table.num_changes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parts by name, as streaming tensors."""
+        return streamed(self)
+
+    def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
+        """Stream the rows by position."""
+        r = self.rectangle
+        first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
+        columns = columns or r.columns
+        for begin in range(first, end, self._table.block_rows):
+            here = range(begin, min(begin + self._table.block_rows, end))
+            own = slice(here.start - self._first, here.stop - self._first)
+            parts = _Parts(self._table, self._keys[own], self._slots[own], columns, self._frozen)
+            yield RowBlock(here, columns, parts)
+
+    def load(self, blocks: Iterable[RowBlock]) -> None:
+        """Write rows by position. The IDs stay as they are."""
+
+        def by_key() -> Iterator[RowBlock]:
+            for block in blocks:
+                assert isinstance(block.keys, range)
+                keys = self._keys[block.keys.start - self._first : block.keys.stop - self._first]
+                parts = {name: values for name, values in block.parts.items() if name != IDS}
+                if parts:
+                    yield RowBlock(keys, self._table.columns_at(block.columns), parts)
+
+        self._table.load(by_key())
+
+    def snapshot(self) -> TableSnapshot:
+        """Return the current rows as a snapshot. A fork freezes memory, and a log freezes a file."""
+        made = copy.copy(self)
+        made._frozen = self._table.freeze()
+        return made
+
+    def close(self) -> None:
+        """Close the snapshot."""
+        if self._frozen is not None:
+            self._frozen.close()
+
+
+@dataclass(frozen=True)
+class HashedRows(ExternalRows):
+    """Floating-point or quantised rows found by an index.
+
+    Initial rows are a function of (seed, table, ID); quantised initial rows are rounded by their minimum and
+    maximum.
+
+    Args:
+        dtype: row dtype; uint8 for codes.
+        keys: limits and policies for the table's keys.
+        name: table name.
+        dim: whole-row width.
+        max_rows: maximum number of rows.
+        bounds: range for uniform initial values.
+        init_fn: draws initial rows instead, a row ``[1, dim]`` at a time, from torch's default generator.
+        bits: bits per code; 0 for floating-point values.
+        file: file options for weights and optimizer state; None: in memory.
+        seed_name: name that seeds the initial rows; None: ``name``.
+    """
+
+    dtype: torch.dtype
+    keys: Hashed
+    name: str
+    dim: int
+    max_rows: int
+    bounds: tuple[float, float]
+    init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
+    bits: int = 0
+    file: FileRows | None = None
+    seed_name: str | None = None
+    is_growable = True
+    collects_gradients = True
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether rows are in a file."""
+        return self.file is not None
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether the eviction policy reads rows."""
+        return self.keys.evict is not None and self.keys.evict.needs_rows
+
+    @property
+    def form(self) -> DenseRows | QuantisedRows:
+        """Storage for the row values, without keys."""
+        return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the rows are floating-point values."""
+        return self.bits == 0
+
+    @property
+    def kept_parts(self) -> tuple[RowPart, ...]:
+        """Per-row values for the eviction policy."""
+        policy = self.keys.evict
+        return policy.parts if policy is not None and self.is_trainable else ()
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """Row values, followed by the eviction policy's values."""
+        return (*self.form.row_parts, *self.kept_parts)
+
+    @property
+    def counts(self) -> bool:
+        """Whether IDs waiting for admission are counted."""
+        return self.keys.counts and self.is_trainable
+
+    def columns(self, dim: int) -> int:
+        return self.form.columns(dim)
+
+    def part_column(self, column: int) -> int:
+        return self.form.part_column(column)
+
+    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
+        """Return the parameter's memory, without rows: an index finds them elsewhere.
+
+        Args:
+            num_rows: unused.
+            columns: elements per row.
+            device: memory device.
+        """
+        return torch.empty((0, columns), dtype=self.dtype, device=device)
+
+    def index(self, first_row: int, num_rows: int) -> Index | None:
+        """Return None: a ``HashedTable`` is its own index."""
+        return None
+
+    def num_bytes(self, num_rows: int, dim: int) -> int:
+        """Return the bytes for rows, including per-row values for the eviction policy."""
+        own = sum(part.dtype.itemsize for part in self.kept_parts)
+        return self.form.num_bytes(num_rows, dim) + num_rows * own
+
+    def new_state(
+        self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
+    ) -> list[Tensor]:
+        """Create optimizer state, as for ``form``.
+
+        Args:
+            spec: the optimizer; None: no state.
+            num_rows: rows.
+            dim: values per row.
+            device: memory device.
+        """
+        return self.form.new_state(spec, num_rows, dim, device)
+
+    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
+        return self.form.parts(rows, dim)
+
+    def encode(self, numbers: Tensor) -> Tensor:
+        return self.form.encode(numbers)
+
+    def table(
+        self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
+    ) -> HashedTable:
+        """Create a table for a rectangle.
+
+        Args:
+            rectangle: keys and columns.
+            spec: the optimizer; None: no state.
+            device: the module's device, CPU or ``meta``.
+
+        Raises:
+            ValueError: the device is a GPU.
+        """
+        if device is not None and device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"table {self.name!r} has hashed keys, whose index is on the CPU; it cannot be on {device}. "
+                "Put the module on the CPU, or give the table num_embeddings."
+            )
+        return HashedTable(rectangle, self, spec, torch.device("cpu"))
+
+    @property
+    def row_seed(self) -> int:
+        """Initial-row seed, from the table's name and seed."""
+        return seed_of_rows(self.seed_name or self.name, self.keys.seed)
+
+    def begin_at(self, rows: Tensor, slots: Tensor, ids: Tensor, columns: Span) -> None:
+        """Write initial rows for IDs to their slots.
+
+        Args:
+            rows: memory indexed by slot.
+            slots: int64 [N].
+            ids: int64 [N].
+            columns: table columns in ``rows``.
+        """
+        if self.dtype == torch.float32 and self.init_fn is None:
+            low, high = self.bounds
+            write_uniform_rows(rows, slots, ids, seed=self.row_seed, low=low, high=high, column=columns[0])
+            return
+        rows.index_copy_(0, slots, self.begin(ids, columns))
+
+    def begin(self, ids: Tensor, columns: Span) -> Tensor:
+        """Return initial rows in memory format; codes have the whole row's scale and bias."""
+        if not self.bits or columns == (0, self.dim):
+            return self.encode(self.first_rows(ids, columns))
+        rows = self.encode(self.first_rows(ids))
+        codes = rows.new_zeros(len(rows), self.columns(columns[1] - columns[0]))
+        first, end = map(self.part_column, columns)
+        parts = zip(self.parts(codes, columns[1] - columns[0]), self.parts(rows, self.dim), strict=True)
+        for target, part in parts:
+            target.copy_(part if part.dim() == 1 else part[:, first:end])
+        return codes
+
+    def first_rows(self, ids: Tensor, columns: Span | None = None) -> Tensor:
+        """Return initial row values, fp32 [N, columns]."""
+        first, end = columns or (0, self.dim)
+        if self.init_fn is None:
+            low, high = self.bounds
+            return uniform_rows(ids, seed=self.row_seed, low=low, high=high, columns=(first, end))
+        return drawn_rows(mix(ids, self.row_seed), self.init_fn, self.dim, (first, end))
+
+
+def is_growable(storage: RowStorage) -> TypeGuard[HashedRows]:
+    """Return whether a storage's tables are hashed."""
+    return storage.is_growable
+
+
+def has_growable_rows(table: Table) -> TypeGuard[HashedTable]:
+    """Return whether a table is hashed."""
+    return table.is_growable
+
+
+def release_rows(tables: Iterable[HashedTable]) -> None:
+    """Free the pending slots unused by batches in flight."""
+    left = [(table, own) for table in tables if table.released and len(own := _released(table))]
+    if left:
+        memories, slots = [table.memory for table, _ in left], [own for _, own in left]
+        free, counts = release_slots(
+            [own["pins"] for own in memories], [own[ALIVE] for own in memories], slots
+        )
+        if len(free):
+            listed = zip(left, free.split(counts.tolist()), strict=True)
+            _free([(table, own) for (table, _), own in listed if len(own)])
+
+
+def forget_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
+    """Evict rows. Rows held by a batch in flight become pending, with initial values.
+
+    Args:
+        going: (table, slots to evict, pins for batches without any of these slots).
+    """
+    with Fills() as fills:
+        left = [(each[0], *_leave(*each, fills)) for each in going if len(each[1])]
+    freed = _free([(table, slots) for table, _, slots in left])
+    for (table, held, _), keys in zip(left, freed, strict=True):
+        if table.accounting.is_watched:
+            table.accounting.evicted.append(torch.cat([table.keys_of(held), keys]))
+
+
+def _released(table: HashedTable) -> Tensor:
+    """Return finished batches' pending slots; a slot from two batches appears twice."""
+    found = [_NONE]
+    while table.released:
+        found.append(table.released.popleft())
+    found = [slots for slots in found if len(slots)]
+    return found[0] if len(found) == 1 else torch.cat([_NONE, *found])
+
+
+def _leave(
+    table: HashedTable, slots: Tensor, besides: Collection[object], fills: Fills
+) -> tuple[Tensor, Tensor]:
+    """Mark rows as evicted. Return the slots held by a batch in flight, and the slots to free."""
+    fills.add(table.memory[ALIVE], slots, 0)
+    table.accounting.report.live -= len(slots)
+    table.accounting.changes += 1
+    if table.file is not None:
+        table.file.table.log(slots.sort().values)
+    # The updating batches' own rows are never victims, so only other batches may hold these.
+    others = [pin for pin in table.in_flight if pin not in besides]
+    if not others and not table.released:
+        return _NONE, slots
+    pins = table.memory["pins"]
+    gone = torch.zeros_like(table.memory[ALIVE]).index_fill_(0, slots, True)
+    for pin in others:
+        held = unique(pin.slots[gone[pin.slots]])[0]
+        pin.pending = torch.cat([pin.pending, held])
+        pins[held] += 1
+    is_held = pins.index_select(0, slots) > 0
+    if not bool(is_held.any()):
+        return _NONE, slots
+    held = slots[is_held]
+    table.reset(held, fills)
+    return held, slots[~is_held]
+
+
+def _free(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
+    """Remove some slots' IDs from their indexes, and return the keys by table."""
+    keys = free_slots([(table.slots, slots) for table, slots in rows])
+    for table, slots in rows:
+        if table.file is not None and len(slots):
+            table.file.table.drop(slots.sort().values)
+    return keys
+
+
+def _attach_memory(table: HashedTable) -> None:
+    """Redirect copies and pickles of a table's memory to the copied table's memory.
+
+    Updates and lookups hold these tensors, whose reserved room must not be copied.
+    """
+    owner = ref(table)
+    for name, tensor in table.memory.items():
+        copied = _CopiedMemory(owner, name)
+        tensor.__deepcopy__ = copied.deep_copied  # type: ignore[method-assign]
+        tensor.__reduce_ex__ = copied.reduced  # type: ignore[method-assign]
+
+
+class _CopiedMemory:
+    """Copy and pickle hooks for a table's memory tensor: they return the copied table's tensor."""
+
+    def __init__(self, owner: Callable[[], HashedTable | None], name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def deep_copied(self, memo: dict[int, Any]) -> Tensor:
+        return _memory_of(copy.deepcopy(self._owner(), memo), self._name)
+
+    def reduced(self, protocol: Any) -> tuple[Any, ...]:
+        return _memory_of, (self._owner(), self._name)
+
+
+def _memory_of(table: HashedTable | None, name: str) -> Tensor:
+    assert table is not None, "whoever keeps the memory of a table keeps the table"
+    return table.memory[name]
+
+
+def _restored(arguments: tuple[Any, ...], blocks: Iterable[RowBlock], report: TableCounts) -> HashedTable:
+    """Create a table from its constructor arguments and fill it with rows."""
+    table = HashedTable(*arguments)
+    table.load(blocks)
+    table.accounting.report = replace(report)
+    return table

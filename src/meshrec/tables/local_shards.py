@@ -1,0 +1,245 @@
+"""Local shards: a parameter per table, for any number of rectangles."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.dense.table import FixedTable
+from meshrec.tables.packing import Packing, RowGradients, sum_of_rows
+from meshrec.tables.placeholder import placeholder
+from meshrec.tables.storage import ExternalRows, RowStorage
+from meshrec.tables.table import Rectangle, Table
+
+
+class GradientBuffer:
+    """Collected gradient for a rectangle whose rows are outside the parameter.
+
+    A gradient has its parameter's shape, and such a table's parameter has no rows. The values are therefore
+    the ``grad`` of another parameter, ``[U, D]``, in the optimizer's group: a GradScaler unscales it and
+    ``zero_grad`` drops it, like any other gradient. Slots are stored here, with the pins that keep them
+    valid.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.parameter = nn.Parameter(torch.empty(0, width))
+        self._rows = torch.empty(0, dtype=torch.int64)
+        self.pins: list[object] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch copies a parameter without ``grad``, so copied slots and pins would have no values.
+        return {**vars(self), "_rows": self._rows[:0], "pins": []}
+
+    def collect(self, new: RowGradients, pins: Sequence[object]) -> bool:
+        """Add a gradient; return whether the accumulated gradient is finite."""
+        rows, grads = new
+        if self.parameter.grad is not None:
+            both = torch.cat([self._rows, rows])
+            rows, inverse = torch.unique(both, return_inverse=True)
+            values = torch.cat([self.parameter.grad, grads])
+            grads = torch.zeros(len(rows), values.shape[1]).index_add_(0, inverse, values)
+            pins = [*self.pins, *pins]
+        self._rows, self.pins = rows, list(pins)
+        # ``grad`` must match the parameter's shape, so the parameter is resized first.
+        self.parameter.grad = None
+        self.parameter.data = torch.empty_like(grads)
+        self.parameter.grad = grads
+        return bool(grads.isfinite().all())
+
+    def collected(self) -> RowGradients | None:
+        """Return the gradient collected since ``zero_grad``."""
+        grad = self.parameter.grad
+        return None if grad is None else RowGradients(self._rows, grad)
+
+
+class LocalShard(NamedTuple):
+    """A table on this rank: the parameter and the rectangles."""
+
+    parameter: nn.Parameter
+    packing: Packing
+    tables: Sequence[Table]
+    """Table by rectangle."""
+    gradient_buffers: Sequence[GradientBuffer] = ()
+    """Gradient buffer by rectangle, for rows outside the parameter."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the rows are in the parameter."""
+        return isinstance(self.tables[0], FixedTable)
+
+    def rows(self) -> Sequence[Tensor]:
+        """Return the kernel-visible memory by rectangle."""
+        if self.is_fixed:
+            return self.packing.views(self.parameter.detach())
+        return [table.rows for table in self.tables]
+
+
+class LocalShards:
+    """Tables looked up together on a rank.
+
+    Every table has a parameter and a packing; every rectangle has a ``Table``. Rectangles are numbered across
+    all tables.
+    """
+
+    def __init__(self, held: Sequence[LocalShard]) -> None:
+        self.held = list(held)
+        self.parameters = [each.parameter for each in held]
+        self.packings = [each.packing for each in held]
+        self.rectangles = [rectangle for packing in self.packings for rectangle in packing.rectangles]
+        self._owners = [place for place, each in enumerate(held) for _ in each.tables]
+
+        tables = [table for each in held for table in each.tables]
+        self.state = [table.state for table in tables]
+        self.is_packed = len(tables) > len(self.held)
+        """Whether some parameter holds several rectangles."""
+        self._rows = [table.rows for table in tables]
+        self.indexes = {i: table.index for i, table in enumerate(tables) if table.index is not None}
+        """Indexes by rectangle number, for rectangles with an index."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Row memory belongs to the tables, so a copy takes the copied tables' memory and not a second copy.
+        return LocalShards, (self.held,)
+
+    @property
+    def storages(self) -> list[RowStorage]:
+        """Storage by rectangle."""
+        return [packing.storage for packing in self.packings for _ in packing.rectangles]
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """Memory by rectangle. Packed parameters return new views, because their memory may change."""
+        if not self.is_packed:
+            return self._rows
+        return [rows for each in self.held for rows in each.rows()]
+
+    def of_table(self, table: int) -> "LocalShard | None":
+        """Return a table's local shard; None if there is none."""
+        return next((each for each in self.held if each.packing.table == table), None)
+
+    def gradient(self, rectangle: int) -> Tensor | None:
+        """Return ``grad`` on the parameter that holds the rectangle."""
+        return self.parameters[self._owners[rectangle]].grad
+
+    def is_trained(self, rectangle: int) -> bool:
+        """Return whether the rectangle's table requires a gradient now."""
+        return self.parameters[self._owners[rectangle]].requires_grad
+
+    def gradients(self, parts: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """Merge rectangle gradients by parameter; None for a parameter without any."""
+        return [
+            packing.pack([parts[i] for i in own]) if own[0] in parts else None
+            for own, packing in zip(self._rectangles(), self.packings, strict=True)
+        ]
+
+    def collect(self, parts: Mapping[int, RowGradients]) -> bool:
+        """Add sparse gradients to ``parameter.grad``; return whether all gradients are finite."""
+        finite = True
+        for own, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
+            if own[0] in parts:
+                new = packing.pack_rows([parts[i] for i in own], parameter.dtype)
+                parameter.grad = new if parameter.grad is None else sum_of_rows(parameter.grad, new)
+                finite &= bool(parameter.grad._values().isfinite().all())
+        return finite
+
+    def collected(self, names: Mapping[int, str]) -> dict[int, RowGradients]:
+        """Return the sparse gradients gathered by ``collect``, by rectangle.
+
+        Args:
+            names: requested tables, with names for messages.
+
+        Raises:
+            ValueError: a collected gradient was replaced by a dense gradient.
+        """
+        found: dict[int, RowGradients] = {}
+        for own, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
+            if parameter.grad is not None and packing.table in names:
+                if not parameter.grad.is_sparse:
+                    raise ValueError(
+                        f"the gradient of {names[packing.table]} is dense; a fused optimizer applies the "
+                        "sparse gradients that its backward pass collected. Leave parameter.grad to it."
+                    )
+                found.update(zip(own, packing.unpack_rows(parameter.grad.coalesce()), strict=True))
+        return found
+
+    def gradient_buffers(self) -> dict[int, GradientBuffer]:
+        """Return gradient buffers by rectangle number, for rows outside a parameter."""
+        return {
+            i: gradient_buffer
+            for own, held in zip(self._rectangles(), self.held, strict=True)
+            for i, gradient_buffer in zip(own, held.gradient_buffers, strict=False)
+        }
+
+    def _rectangles(self) -> list[list[int]]:
+        """Return rectangle numbers by parameter."""
+        ends = list(accumulate((len(packing.rectangles) for packing in self.packings), initial=0))
+        return [list(range(begin, end)) for begin, end in pairwise(ends)]
+
+
+def parameter_shard(
+    parameter: nn.Parameter,
+    packing: Packing,
+    state: Sequence[Sequence[Tensor]],
+    spec: OptimizerSpec | None,
+) -> LocalShard:
+    """Create rectangles with rows in a parameter.
+
+    Args:
+        parameter: holds all rectangles.
+        packing: the rectangle layout.
+        state: optimizer slots by rectangle.
+        spec: the fused optimizer; None: ordinary gradients.
+    """
+    tables = [FixedTable(parameter, packing, i, each, spec) for i, each in enumerate(state)]
+    return LocalShard(parameter, packing, tables)
+
+
+def table_shard(parameter: nn.Parameter, packing: Packing, tables: Sequence[Table]) -> LocalShard:
+    """Create a shard whose tables keep their rows outside the parameter.
+
+    Args:
+        parameter: the placeholder.
+        packing: the rectangle layout.
+        tables: table by rectangle.
+    """
+    gradient_buffers = [GradientBuffer(table.rectangle.c1 - table.rectangle.c0) for table in tables]
+    return LocalShard(parameter, packing, tables, gradient_buffers)
+
+
+def allocate(
+    rectangles: Sequence[Rectangle],
+    names: Sequence[str],
+    storages: Sequence[RowStorage],
+    specs: Sequence[OptimizerSpec | None],
+    trained: Sequence[bool],
+    *,
+    device: torch.device,
+) -> LocalShards:
+    """Allocate rectangles, table by table, with initial optimizer state.
+
+    Args:
+        rectangles: the rectangles, grouped by table.
+        names: table names by table number.
+        storages: storage by table number.
+        specs: fused optimizer by table number; None: ordinary gradients.
+        trained: whether the parameter requires a gradient, by table number.
+        device: memory device.
+    """
+    held = []
+    for table, group in groupby(rectangles, key=lambda rectangle: rectangle.table):
+        own, storage, spec = list(group), storages[table], specs[table]
+        packing = Packing(own, storage)
+        height, width = packing.shape
+        side = storage if isinstance(storage, ExternalRows) else None
+        # External rows get an empty parameter, with only columns and dtype.
+        rows = storage.allocate(height if side is None else 0, width, device)
+        if side is not None:
+            parameter = placeholder(rows, names[table], trained[table])
+            held.append(table_shard(parameter, packing, [side.table(r, spec, device) for r in own]))
+            continue
+        parameter = nn.Parameter(rows, trained[table])
+        state = [storage.new_state(spec, r.r1 - r.r0, r.c1 - r.c0, device) for r in own]
+        held.append(parameter_shard(parameter, packing, state, spec))
+    return LocalShards(held)

@@ -1,0 +1,366 @@
+"""Module for a single table: whole or partial, any storage, trained or not."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from typing_extensions import Self
+
+from meshrec.optim.optimizers import OptimizerSpec, StateSlot
+from meshrec.tables.dense.table import FixedTable
+from meshrec.tables.hashed.io import (
+    joined_by_key,
+    key_ordered_parts,
+    load_full_table,
+    shows_current_rows,
+    state_dict_names,
+)
+from meshrec.tables.hashed.keys import ALL_KEYS
+from meshrec.tables.hashed.table import is_growable
+from meshrec.tables.local_shards import LocalShard
+from meshrec.tables.packing import Packing
+from meshrec.tables.placeholder import placeholder
+from meshrec.tables.storage import RowStorage, check_loadable, cut
+from meshrec.tables.streamed import is_same
+from meshrec.tables.table import Rectangle, RowBlock, Table
+
+
+class TableSplit(Protocol):
+    """Ranks that share a split table, as far as state dicts need them."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a rank may hold only part of the table."""
+
+    def full_parts(self, module: "TableModule") -> dict[str, Tensor]:
+        """Return the whole table's row parts by name, without a copy."""
+
+    def full_state(self, module: "TableModule", slot: StateSlot) -> Tensor:
+        """Return a whole table's optimizer state, fp32, without a copy."""
+
+    def any_rank(self, condition: bool) -> bool:
+        """Return whether a condition holds on some rank. Collective if the table is split."""
+
+    def rows_loaded(self) -> None:
+        """Tell all ranks that a growable table's rows were replaced. Collective."""
+
+
+class TableModule(nn.Module):
+    """Rows from a single table in this process, under the whole table's name.
+
+    The state dict has the whole table's row parts (``weight``, scales and biases for quantised rows, IDs for
+    hashed tables), whatever parameters hold them. A split table's entry is a ``SplitTensor``, which
+    torch.distributed.checkpoint saves, and loads in place, under any plan; ``full_tensor()`` returns the
+    whole. Tables in a single process have plain tensors, or tensors that stream. Loading takes all parts or
+    none.
+
+    Args:
+        name: table name.
+        size: number of rows (for a hashed table: the limit) and dimension.
+        storage: row storage.
+        weight: the parameter ``weight``, the whole fixed table or this rank's rectangles; None if ``shards``
+            lie on several devices, which then have parameters ``part0``, ``part1``, ...
+        tables: rectangles in an unsharded hashed table.
+        shards: this process's rectangles in a sharded module, an entry per device.
+        split: ranks for a sharded table; None if this process has the whole.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: tuple[int, int],
+        storage: RowStorage,
+        weight: nn.Parameter | None,
+        *,
+        tables: Sequence[Table] | None = None,
+        shards: Sequence[LocalShard] | None = None,
+        split: TableSplit | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, (self.num_rows, self.dim), self.storage = name, size, storage
+        self.local_shards = list(shards or ())
+        self.split = split
+        self.is_sharded = shards is not None
+        """Whether the rows stay on the device and in the dtype they were sharded with."""
+        if self.is_sharded:
+            tables = [table for shard in self.local_shards for table in shard.tables]
+        self._tables = None if tables is None else list(tables)
+        self.over_devices = weight is None
+        """Whether the rectangles lie on several devices in this process, for inference."""
+        if weight is not None:
+            self.weight = weight
+        else:
+            for number, shard in enumerate(self.local_shards):
+                self.register_parameter(f"part{number}", shard.parameter)
+        # State dicts show the whole table, whatever parameters store it.
+        self.register_state_dict_post_hook(_put_full_parts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take_full_parts)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def hashed(cls, storage: Any, device: torch.device | None) -> Self:
+        """Create an unsharded hashed table without rows.
+
+        ``device``: parameter device; may be ``meta``.
+        """
+        rows = storage.allocate(0, storage.columns(storage.dim), device)
+        weight = placeholder(rows, storage.name, storage.is_trainable)
+        table = storage.table(_whole(storage.dim), None, None)
+        return cls(storage.name, (storage.max_rows, storage.dim), storage, weight, tables=[table])
+
+    @property
+    def is_growable(self) -> bool:
+        """Whether the number of rows changes during training."""
+        return self.storage.is_growable
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank may hold only part of the table."""
+        return self.split is not None and self.split.is_split
+
+    @property
+    def tables(self) -> Sequence[Any]:
+        """This process's rectangles, as ``Table``."""
+        if self._tables is not None:
+            return self._tables
+        # Created per call: conversions and quantisation replace the parameter, which may be a buffer.
+        weight = self._parameters.get("weight")
+        weight = weight if weight is not None else nn.Parameter(self.weight, requires_grad=False)
+        packing = Packing([Rectangle(0, 0, len(weight), 0, self.dim)], self.storage)
+        return [FixedTable(weight, packing, 0, [], None)]
+
+    @property
+    def rectangles(self) -> list[Rectangle]:
+        """Local rectangles of the whole table."""
+        return [table.rectangle for table in self.tables]
+
+    def shards(self) -> list[Tensor]:
+        """Return memory by rectangle: ``weight``, or views into it if it holds several."""
+        return [table.rows for table in self.tables]
+
+    # ---- unsharded hashed tables ------------------------------------------------------------------
+
+    def train_with(self, spec: OptimizerSpec | None) -> Any:
+        """Allocate optimizer state for a hashed table's rows, and return the table."""
+        (before,) = self.tables
+        table = self.storage.table(_whole(self.dim), spec, None)  # type: ignore[attr-defined]
+        table.load(before.stream())
+        self._tables = [table]
+        return table
+
+    def share(self, table: Table) -> None:
+        """Read the rows in another module's hashed table, on the CPU. They are not trained here."""
+        self.to_empty(device="cpu")
+        self._tables = [table]
+        self.weight.requires_grad_(False)
+
+    def use_storage(self, storage: RowStorage) -> None:
+        """Replace an unsharded hashed table's options."""
+        self.storage = self.tables[0].storage = storage
+
+    def reset_parameters(self) -> None:
+        """Remove a hashed table's rows, or zero quantised rows, which have no random initial values."""
+        if self.is_growable:
+            self.tables[0].clear()
+        else:
+            self.weight.data.zero_()
+
+    # ---- state dicts ------------------------------------------------------------------------------
+
+    def part_names(self) -> list[str]:
+        """Return the names of this table's state dict tensors."""
+        if is_growable(self.storage):
+            return state_dict_names(self.storage)
+        return [part.name for part in self.storage.row_parts]
+
+    def full_parts(self) -> dict[str, Tensor]:
+        """Return the whole table's row parts by name: without a copy, except over several devices."""
+        if self.split is not None:
+            return self.split.full_parts(self)
+        if self.over_devices:
+            if is_growable(self.storage):
+                return joined_by_key(self.tables, self.storage)
+            return self._copied_parts()
+        if self.is_growable:
+            return key_ordered_parts(self.tables[0])
+        tensors = self.tables[0].tensors()
+        return {name: tensors[name] for name in self.part_names()}
+
+    def full_state(self, slot: StateSlot) -> Tensor:
+        """Return an optimizer state for the table, fp32 for any row dtype, without a copy."""
+        if self.split is not None:
+            return self.split.full_state(self, slot)
+        # Not detached: pickle deduplicates the same tensor object, but not two tensors that share memory.
+        state: Tensor = self.tables[0].tensors()[slot.name]
+        return state
+
+    def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
+        """Copy parts from a whole table, or from a table split by the same plan, to the local rows.
+
+        Either everything is copied, or nothing if a part does not fit. Collective for growable tables.
+
+        Args:
+            values: parts by name.
+            prefix: name prefix for messages.
+
+        Raises:
+            ValueError: a part is missing, has another size or dtype, or holds other rectangles.
+        """
+        if self.is_growable:
+            self._load_growable(values, prefix)
+            return
+        check_loadable(values["weight"], prefix + "weight", self.storage)
+        full = self._empty_parts() if self.over_devices else self.full_parts()
+        for name, part in full.items():
+            value = values.get(name)
+            if value is None:
+                raise ValueError(
+                    f"{prefix}{name} is missing. Load what the quantised model's state_dict gave."
+                )
+            if value.shape != part.shape:
+                raise ValueError(
+                    f"{prefix}{name}: the state dict has shape {list(value.shape)}, the table "
+                    f"{list(part.shape)}. Load it into a model with the same tables, quantised alike."
+                )
+        # Validate everything before the first write.
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, part in full.items():
+            try:
+                pairs += _pairs(part, values[name])
+            except Exception as error:
+                error.args = (f"{prefix}{name}: {error}",)
+                raise
+        with torch.no_grad():
+            for part, value in pairs:
+                if not is_same(part, value):
+                    part.detach().copy_(value)
+        if self.over_devices:
+            for table in self.tables:
+                _, r0, r1, c0, c1 = table.rectangle
+                parts = cut(self.storage, full, slice(r0, r1), (c0, c1))
+                table.load([RowBlock(range(r0, r1), (c0, c1), parts)])
+        elif not self.storage.rows_in_parameter:
+            increment_version(
+                self.weight
+            )  # the rows are elsewhere, and a batch in flight must see the change
+
+    def rows_loaded(self) -> None:
+        """Notify batches in flight, and all ranks, of replaced rows. Collective for growable tables."""
+        if not self.over_devices:
+            increment_version(self.weight)
+        if self.split is not None:
+            self.split.rows_loaded()
+
+    def _load_growable(self, values: Mapping[str, Tensor], prefix: str) -> None:
+        # Loading a table's own rows is a no-op, which all ranks must skip together.
+        is_other = self.over_devices or not shows_current_rows(values, self.tables)
+        if self.split is not None:
+            is_other = self.split.any_rank(is_other)
+        if is_other:
+            try:
+                load_full_table(self.tables, values, prefix)
+            finally:  # on every rank, whichever rank fails
+                self.rows_loaded()
+
+    def _empty_parts(self) -> dict[str, Tensor]:
+        rows = self.storage.allocate(self.num_rows, self.storage.columns(self.dim), torch.device("cpu"))
+        return dict(zip(self.part_names(), self.storage.parts(rows.zero_(), self.dim), strict=True))
+
+    def _copied_parts(self) -> dict[str, Tensor]:
+        """Return a fixed table's parts copied from several devices to the CPU."""
+        full = self._empty_parts()
+        for table in self.tables:
+            for block in table.stream():
+                rows = slice(block.keys.start, block.keys.stop)
+                for name, target in cut(self.storage, full, rows, block.columns).items():
+                    target.copy_(block.parts[name])
+        return full
+
+    # ---- torch ------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if self.is_sharded and not self.over_devices:
+            # Try ``fn`` on an empty tensor: optimizer state and plan assume the present dtype and device.
+            before = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise ValueError(
+                    f"table {self.name!r} is sharded, and cannot be moved or cast from {before.dtype} on "
+                    f"{before.device} to {after.dtype} on {after.device}. Choose data_type in its "
+                    "configuration, and the device when you shard the model."
+                )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def extra_repr(self) -> str:
+        if self.is_sharded:
+            parts = [f"[{r.r0}:{r.r1}, {r.c0}:{r.c1}]" for r in self.rectangles]
+            return f"{' '.join(parts) or 'nothing'} of {self.num_rows} x {self.dim}"
+        if self.is_growable:
+            return f"{self.tables[0].num_alive} of at most {self.num_rows}, {self.dim}, hashed"
+        return f"{self.weight.shape[0]}, {self.dim}, bits={self.storage.bits}"
+
+
+def _whole(dim: int) -> Rectangle:
+    return Rectangle(0, *ALL_KEYS, 0, dim)
+
+
+def _pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return (local memory, new values) pairs.
+
+    Raises:
+        ValueError: the value holds other rectangles.
+    """
+    # A SplitTensor has ``local``; its class is slow to import.
+    local: Any = getattr(full, "local", None)
+    if local is not None and hasattr(value, "local"):
+        value = value.local
+    elif hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    if local is None:
+        return [(full, value)]
+    return list(zip(local.local_shards(), local.parts_of(value), strict=True))
+
+
+def _put_full_parts(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+) -> None:
+    assert isinstance(module, TableModule)
+    # Remove torch's own entries (placeholders, parts) before the whole parts replace them.
+    for name in module._parameters:
+        del state_dict[prefix + name]
+    state_dict.update({prefix + name: part for name, part in module.full_parts().items()})
+
+
+def _take_full_parts(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: object,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    assert isinstance(module, TableModule)
+    names = module.part_names()
+    values = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
+    # torch then loads parameters and buffers from their present values; the table's rows are loaded here.
+    present = chain(module.named_parameters(), module.named_buffers())
+    state_dict.update(
+        {
+            prefix + name: data.detach()
+            for name, data in present
+            if name not in module._non_persistent_buffers_set
+        }
+    )
+    if "weight" not in values:
+        if strict:
+            missing_keys.append(prefix + "weight")
+        return
+    try:
+        module.load(values, prefix)
+    except Exception as error:
+        # torch raises the collected messages after all tables, and their collectives, have completed
+        error_msgs.append(str(error))

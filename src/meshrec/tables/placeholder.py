@@ -1,0 +1,108 @@
+"""Placeholder parameters for tables with rows outside the parameter."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_aten = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+_NEW = (_aten.new_empty.default, _aten.new_empty_strided.default)
+
+
+class PlaceholderTensor(Tensor):
+    """A tensor ``[0, columns]`` that stands for a table's rows.
+
+    A module needs a parameter under the table's name, for optimizers and hooks. Arithmetic on an ordinary
+    empty tensor would succeed and do nothing: ``p.zero_()``, model averaging and ``nn.init`` would skip the
+    table silently. This tensor refuses them and names the table.
+
+    Args:
+        table: table name.
+        like: supplies columns, dtype and device.
+        owner: equal in all aliases of a parameter.
+    """
+
+    table: str
+    owner: object
+
+    @staticmethod
+    def __new__(cls, table: str, like: Tensor, owner: object = None) -> "PlaceholderTensor":
+        made: PlaceholderTensor = Tensor._make_wrapper_subclass(
+            cls, (0, like.shape[1]), dtype=like.dtype, device=like.device
+        )
+        made.table, made.owner = table, object() if owner is None else owner
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PlaceholderTensor({self.table!r}, {list(self.shape)}, {self.dtype})"
+
+    def share_memory_(self) -> "PlaceholderTensor":
+        """Raise ValueError: the rows are in this process's memory, or in a file that it owns."""
+        raise _refusal(self.table, "share_memory_")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made = placeholder(self, self.table, self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        attributes = {name: value for name, value in vars(self).items() if name not in ("table", "owner")}
+        like = torch.empty(0, self.shape[1], dtype=self.dtype, device=self.device)
+        return _restored, (like, self.table, self.requires_grad, attributes)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, first = kwargs or {}, args[0]
+        if isinstance(first, PlaceholderTensor):
+            if func in _ALIASES:
+                return PlaceholderTensor(first.table, first, first.owner)
+            options = {name: kwargs.get(name) or getattr(first, name) for name in ("dtype", "device")}
+            if func in _NEW:
+                return torch.empty(args[1], **options)
+            is_same = (options["dtype"], options["device"]) == (first.dtype, first.device)
+            if func is _aten.empty_like.default or (func is _aten._to_copy.default and is_same):
+                return PlaceholderTensor(first.table, torch.empty(0, first.shape[1], **options))
+            if func is _aten.copy_.default and getattr(args[1], "owner", None) is first.owner:
+                return first  # torch loads a state dict: the table has taken its rows already
+        table = next(tensor.table for tensor in _tensors(args) if isinstance(tensor, PlaceholderTensor))
+        raise _refusal(table, func.name().removeprefix("aten::"))
+
+
+def placeholder(rows: Tensor, table: str, requires_grad: bool) -> nn.Parameter:
+    """Return a table's parameter, with the dtype, columns and device from ``rows``.
+
+    Args:
+        rows: a tensor like the rows.
+        table: table name.
+        requires_grad: whether the table is trained.
+    """
+    return nn.Parameter(PlaceholderTensor(table, rows), requires_grad)
+
+
+def _restored(rows: Tensor, table: str, requires_grad: bool, attributes: dict[str, Any]) -> nn.Parameter:
+    made = placeholder(rows, table, requires_grad)
+    vars(made).update(attributes)
+    return made
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _tensors(value)
+        else:
+            yield value
+
+
+def _refusal(table: str, what: str) -> ValueError:
+    return ValueError(
+        f"{what} is not for the parameter of table {table!r}, which has no rows: an index finds them, or "
+        "they are in a file. Read and replace rows with state_dict() and load_state_dict(), choose first "
+        "values in the table's configuration, and copy models with checkpoints."
+    )

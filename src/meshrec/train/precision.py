@@ -1,0 +1,124 @@
+"""Dense precision: the choice for ``auto``, and the loss in both precisions."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.train.evaluation import joined_weights
+from meshrec.train.losses import Loss
+from meshrec.train.ranks import Ranks
+from meshrec.train.recipe import Precision
+from meshrec.train.step import forward
+
+if TYPE_CHECKING:
+    from meshrec.data import Batch, Reader
+
+_CHECKED_BATCHES = 4
+_CHECKED_BATCH = 1024
+_CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
+"""Flags in /proc/cpuinfo, with instruction names."""
+
+
+class DensePrecision(NamedTuple):
+    """Dense precision of a run, with a reason."""
+
+    bf16: bool
+    reason: str | None
+    """A line for the user; None if the recipe sets fp32."""
+
+
+def choose_precision(setting: Precision, ranks: Ranks) -> DensePrecision:
+    """Resolve ``training.dense_precision`` for all ranks. Collective for ``auto`` and ``bf16``.
+
+    Args:
+        setting: ``auto`` takes bf16 if every rank's device has native bf16 products.
+        ranks: the ranks, from `join`.
+    """
+    if setting == "fp32":
+        return DensePrecision(False, None)
+    units = ranks.collect(native_bf16(ranks.device))
+    # The result must be the same on all ranks.
+    lacking = [rank for rank, unit in enumerate(units) if unit is None]
+    kind = "GPU" if ranks.device.type == "cuda" else "CPU"
+    if not lacking:
+        return DensePrecision(True, f"dense part in bf16: the {kind} has native bf16 products ({units[0]})")
+    whose = f"the {kind} of rank {lacking[0]} has no native bf16 products"
+    if setting == "auto":
+        return DensePrecision(False, f"dense part in fp32: {whose}")
+    return DensePrecision(True, f"dense part in bf16, which may be slower than fp32: {whose}")
+
+
+def native_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Return the name of a device's bf16 matrix instructions, or None without them.
+
+    Args:
+        device: a CPU or a GPU.
+        cpuinfo: CPU description file; if it does not exist, as outside Linux, the result is None.
+    """
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        # bf16 matrix products need Ampere (sm_80) or later.
+        return f"sm_{major}{minor}" if major >= 8 else None
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return None
+    flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
+    return next((name for flag, name in _CPU_FLAGS.items() if flag in flags), None)
+
+
+class LossCheck(NamedTuple):
+    """Loss in both precisions, on the same weights and samples."""
+
+    samples: int
+    bf16: float
+    fp32: float
+
+    @property
+    def difference(self) -> float:
+        """Loss in bf16 minus loss in fp32."""
+        return self.bf16 - self.fp32
+
+
+def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> LossCheck | None:
+    """Compute the loss on a few batches in bf16 and in fp32. Collective.
+
+    The model is in training mode afterwards.
+
+    Args:
+        model: a model called as ``model(dense, sparse)``.
+        reader: the samples, which are divided among the ranks.
+        ranks: the ranks, from `join`.
+        loss: computes metrics from outputs and labels.
+
+    Returns:
+        None if the metrics lack ``loss``.
+    """
+    model.eval()
+    try:
+        batches = list(
+            islice(reader.batches(_CHECKED_BATCH, rank=ranks.rank, world_size=ranks.size), _CHECKED_BATCHES)
+        )
+        values = [_loss_of(model, batches, ranks, loss, bf16=bf16) for bf16 in (True, False)]
+    finally:
+        model.train()
+    (samples,) = ranks.sum([sum(len(batch) for batch in batches)])
+    rounded, exact = values
+    return None if rounded is None or exact is None else LossCheck(int(samples), rounded, exact)
+
+
+@torch.no_grad()
+def _loss_of(
+    model: nn.Module, batches: "Sequence[Batch]", ranks: Ranks, loss: Loss, *, bf16: bool
+) -> float | None:
+    logits: list[Tensor] = []
+    for batch in batches:
+        whole = batch.padded(_CHECKED_BATCH).to(ranks.device)
+        logits.append(forward(model, whole, ranks.device, bf16=bf16)[: len(batch)].cpu())
+    labels = torch.cat([batch.labels for batch in batches])
+    weights = joined_weights([(batch.weights, len(batch.labels)) for batch in batches])
+    return loss.metrics(torch.cat(logits), labels, weights, group=ranks.control).get("loss")

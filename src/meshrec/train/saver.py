@@ -1,0 +1,208 @@
+"""Saved state: checkpoints for a resumed run, deltas for servers, the best weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
+from meshrec.checkpoint.finding import BEST, CHECKPOINTS
+from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
+from meshrec.durable import make_scratch, remove_scratch
+from meshrec.model_parallel import DistributedModelParallel
+from meshrec.tables.placeholder import PlaceholderTensor
+from meshrec.train.building import Built
+from meshrec.train.progress import Progress
+from meshrec.train.ranks import Ranks
+from meshrec.train.recipe import Training
+from meshrec.train.run_folder import DELTAS, RunFolder
+from meshrec.train.stopping import EarlyStopping
+from meshrec.train.stored_run import RUN, upload_run
+from meshrec.train.weights import BestWeights
+
+
+class CheckpointSaver:
+    """Checkpoints, deltas and best weights of a run. All methods are collective.
+
+    A failed save, for example on a full disk, is reported and does not end the run. Older checkpoints remain,
+    and the next save tries again. A delta precedes every checkpoint and every saved best model, so that
+    servers and resumed runs that start from either miss no step.
+
+    Args:
+        built: the model and its optimizers.
+        progress, early: more state to store in checkpoints.
+        training: save intervals.
+        ranks: the ranks, from `join`.
+        folder: run folder; None: nothing is stored.
+        keep: whether to save checkpoints. Without checkpoints or a folder, every rank keeps a copy of its
+            best weights in memory. If the model has hashed tables or rows in files, the ranks share a scratch
+            folder instead.
+        store: object store for checkpoints; None: the run folder.
+        tell: prints a line for the user; called on every rank.
+
+    Attributes:
+        folder: run folder, or None.
+        state: checkpoint contents by name: model, optimizers, progress, early stopping. Learning rates and
+            sample order are functions of the progress.
+        failures: error messages from failed checkpoint saves.
+        is_saved: whether the final state is on disk; True if nothing is stored.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        progress: Progress,
+        early: EarlyStopping,
+        *,
+        training: Training,
+        ranks: Ranks,
+        folder: RunFolder | None,
+        keep: bool = True,
+        store: ObjectStore | None = None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.folder, self._progress, self._tell = folder, progress, tell
+        self.state: dict[str, Any] = {
+            "model": built.model,
+            "table_optimizer": built.tables,
+            "dense_optimizer": built.dense,
+            "progress": progress,
+            "early_stopping": early,
+        }
+        self.failures: list[str] = []
+        self.is_saved = True
+        # Whether the recipe publishes deltas; `start` creates the publisher, after a resume has loaded the
+        # progress.
+        self._publishes = folder is not None and training.publish_every is not None
+        self._publisher: DeltaPublisher | None = None
+        self._every = training.checkpoint_every
+        self._saved: int | None = None
+        """Step of the last successful save; None after a failure."""
+        # None if no checkpoints are saved.
+        self._manager: CheckpointManager | StoredCheckpoints | None = None
+        best: CheckpointManager | StoredCheckpoints | None = None
+        # On rank 0: where small run files are copied, so that another host can continue.
+        self._mirror: tuple[Path, ObjectStore] | None = None
+        if folder is not None and keep:
+            self._manager = _manager(folder, CHECKPOINTS, store, training.keep_checkpoints, ranks)
+            best = _manager(folder, BEST, store, 1, ranks)
+            if store is not None and ranks.is_first:
+                self._mirror = (folder.path, store.under(RUN))
+        elif any(isinstance(parameter, PlaceholderTensor) for parameter in built.model.parameters()):
+            # Placeholder parameters have no tensor data: an in-memory copy would miss their rows.
+            path = ranks.share(make_scratch("meshrec-best") if ranks.is_first else None)
+            if ranks.is_first:
+                finalize(self, remove_scratch, path)
+            best = CheckpointManager(path, keep_last=1)
+        self._best = BestWeights(built.model, best)
+        # Set by keep_best, for the rest of the process; not restored on resume.
+        self._kept_step: int | None = None
+
+    def resume(self) -> bool:
+        """Load the newest intact checkpoint; return False if there is none."""
+        if self._manager is None:
+            return False
+        # Loading overwrites the optimizer options; the current recipe's options must win.
+        optimizers = (self.state["table_optimizer"], self.state["dense_optimizer"])
+        groups = [group for each in optimizers for group in each.param_groups]
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self._saved = self._manager.load_latest(self.state)
+        for group, values in zip(groups, options, strict=True):
+            group.update(values)  # the recipe's, not those of the checkpoint
+        return self._saved is not None
+
+    def start(self) -> None:
+        """Start to record touched rows for deltas, if the recipe publishes any."""
+        model = self.state["model"]
+        if self._publishes and self.folder is not None:
+            assert isinstance(model, DistributedModelParallel)
+            path, progress = self.folder.path, self._progress
+            self._publisher = DeltaPublisher(
+                model, path / DELTAS, run=path.name, step=progress.step, after=progress.published
+            )
+
+    def publish(self) -> None:
+        """Write a delta. A failure is reported, and the next delta contains the same rows."""
+        if self._publisher is not None:
+            try:
+                self._publisher.publish(self._progress.step)
+            except CheckpointError as error:
+                self._tell(f"no delta was published: {error}")
+            self._progress.published = self._publisher.last
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due at this step."""
+        return self._manager is not None and self._every is not None and step % self._every == 0
+
+    def save(self) -> None:
+        """Save a checkpoint in the background."""
+        assert self._manager is not None
+        self.publish()
+        self._save(self._manager.async_save)
+
+    def keep_best(self) -> None:
+        """Store the current weights as the run's best."""
+        self.publish()
+        try:
+            self._best.keep(self._progress)
+            self._kept_step = self._progress.step
+        except CheckpointError as error:
+            if self._manager is None:
+                raise
+            self._failed(error)
+
+    def restore_best(self) -> int | None:
+        """Load the best weights; return their step, or None if the current weights are the best."""
+        step = self._progress.step
+        # The weights are already the best: there is nothing to load.
+        if self._kept_step == step:
+            return None
+        restored = self._best.restore()
+        return None if restored == step else restored
+
+    def finish(self) -> None:
+        """Save the final state, after a last delta for servers."""
+        self.publish()
+        if self._manager is not None:
+            self.wait()
+            if self._saved != self._progress.step:
+                self._save(self._manager.save)
+            self.is_saved = self._saved == self._progress.step
+
+    def wait(self) -> None:
+        """Wait for pending checkpoint writes."""
+        if self._manager is not None:
+            try:
+                self._manager.wait()
+            except CheckpointError as error:
+                self._failed(error)
+
+    def latest(self) -> str | None:
+        """Wait for pending writes; return the newest checkpoint's path, or None."""
+        self.wait()
+        path = None if self._manager is None else self._manager.latest()
+        return None if path is None else str(path)
+
+    def _save(self, save: Callable[[int, dict[str, Any]], object]) -> None:
+        try:
+            save(self._progress.step, self.state)
+            self._saved = self._progress.step
+            if self._mirror is not None:
+                upload_run(*self._mirror)
+        except CheckpointError as error:
+            self._failed(error)
+
+    def _failed(self, error: CheckpointError) -> None:
+        """Record a failed save."""
+        self._saved = None
+        self.failures.append(str(error))
+        self._tell(f"no checkpoint was saved: {error}")
+
+
+def _manager(
+    folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
+) -> CheckpointManager | StoredCheckpoints:
+    if store is None:
+        return CheckpointManager(folder.path / name, keep_last=keep_last, group=ranks.control)
+    local = folder.path / ".staged" / name
+    return StoredCheckpoints(store.under(name), local, keep_last=keep_last, group=ranks.control)
