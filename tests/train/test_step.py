@@ -1,4 +1,5 @@
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,9 +91,9 @@ def calls_of_step_8():
 
 def test_a_pipelined_step_takes_few_python_calls(ranks):
     calls = ranks(2).run(calls_of_step_8)[0]
-    # A rank that waits for another one polls.
-    calls = [call for call in calls if not call.startswith(POLLING)]
-    assert 100 < len(calls) <= 350, sorted(calls)
+    # A rank that waits for another one polls. Since Python 3.12 comprehensions have no frames.
+    calls = [call for call in calls if not call.startswith(POLLING) and not call.endswith("comp>")]
+    assert 100 < len(calls) <= 350, f"{len(calls)} calls: {Counter(calls).most_common()}"
 
 
 def phases_of_a_run(recipe, path):

@@ -37,15 +37,11 @@ def relu(input: Tensor) -> Tensor:
     """
     # TorchScript compiles this function. It skips this branch, but parses comments after `type:`.
     if not torch.jit.is_scripting():  # type: ignore
-        if _can_reuse_buffer(input):
+        # Subclasses, traced and functorch tensors must go through the dispatcher.
+        is_plain = type(input) is Tensor and input.is_cpu and input.numel() >= _LARGE
+        if is_plain and not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
             return _buffered_relu(input)
     return torch.relu(input)
-
-
-def _can_reuse_buffer(input: Tensor) -> bool:
-    # Subclasses, traced and functorch tensors must go through the dispatcher.
-    is_plain = type(input) is Tensor and input.is_cpu and input.numel() >= _LARGE
-    return is_plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def _buffered_relu(input: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ class Linear(nn.Linear):
         """Map [..., in_features] to [..., out_features], optionally through a ReLU."""
         # TorchScript compiles this method. It skips this branch, but parses comments after `type:`.
         if not torch.jit.is_scripting():  # type: ignore
-            if computes_in_bf16(input):
+            if torch.is_autocast_enabled("cpu") and computes_in_bf16(input):
                 return linear(input, self.weight, self.bias, relu=relu)
             if not torch.compiler.is_compiling() and _prefer_onednn() and self._fits(input):
-                out = _onednn_linear(input, self.weight, self.bias)
+                out = _OneDNNLinear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
                 return torch.relu(out) if relu else out
         out = nn.functional.linear(input, self.weight, self.bias)
         return torch.relu(out) if relu else out
@@ -149,10 +149,6 @@ def _prefer_onednn() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and "GenuineIntel" not in cpus
 
 
-def _onednn_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return _OneDNNLinear.apply(x, w, b)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class _OneDNNLinear(torch.autograd.Function):
     """Autograd function for x [B, I] @ w [O, I]^T + b [O]."""
 
@@ -173,9 +169,11 @@ class _OneDNNLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad
-        return (
-            _OneDNNLinear.apply(grad, w.t(), None) if needs_x else None,  # type: ignore[no-untyped-call]
-            _OneDNNLinear.apply(grad.t(), x.t(), None) if needs_w else None,  # type: ignore[no-untyped-call]
-            # The backward is itself differentiable: both products use this function again.
-            grad.sum(0) if needs_b else None,
-        )
+        if torch.is_grad_enabled():
+            # A graph of the gradients was asked for, and oneDNN's operator has no derivative.
+            grad_x, grad_w = grad @ w if needs_x else None, grad.t() @ x if needs_w else None
+        else:
+            multiply = torch.ops.mkldnn._linear_pointwise
+            grad_x = multiply(grad, w.t(), None, "none", [], "") if needs_x else None
+            grad_w = multiply(grad.t(), x.t(), None, "none", [], "") if needs_w else None
+        return grad_x, grad_w, grad.sum(0) if needs_b else None

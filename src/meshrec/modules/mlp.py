@@ -50,7 +50,7 @@ class Perceptron(nn.Module):
         if not torch.jit.is_scripting():  # type: ignore
             # A subclass or replacement of the layer, as quantization makes, has no fused ReLU.
             fuses = self._activation_fn is relu and type(self._linear) is Linear
-            if fuses and computes_in_bf16(input):
+            if fuses and torch.is_autocast_enabled("cpu") and computes_in_bf16(input):
                 return self._linear(input, relu=True)  # type: ignore[no-any-return]
         return self._activation_fn(self._linear(input))
 

@@ -68,6 +68,18 @@ class Trainer:
         self._observer = observer
         self._stop = stop or StopRequest()
         self.stopped = False
+        training = recipe.training
+        self._samples_per_step = training.batch_size * training.accumulate
+        self.steps_per_epoch = -(-dataset.train.num_samples // self._samples_per_step)
+        """Number of steps per epoch; the last step may have fewer samples."""
+        self.num_scheduled_steps = training.epochs * self.steps_per_epoch
+        """Number of steps in the learning rate schedule."""
+        if training.max_steps is not None:
+            self.num_scheduled_steps = min(self.num_scheduled_steps, training.max_steps)
+        self.num_steps = self.num_scheduled_steps
+        """Number of steps in the whole run, unless it ends early."""
+        if training.end_step is not None:
+            self.num_steps = min(self.num_steps, training.end_step)
         self.built: Built = build(recipe, dataset, ranks)
         self.progress = Progress()
         self.judge = Judge(recipe, dataset, self.built.model, ranks)
@@ -104,24 +116,6 @@ class Trainer:
     def test(self) -> dict[str, float]:
         """Test metrics of the reported weights; empty before the run ends."""
         return self.judge.test
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps per epoch; the last step may have fewer samples."""
-        return -(-self.dataset.train.num_samples // self._samples_per_step)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps in the whole run, unless it ends early."""
-        end = self.recipe.training.end_step
-        return self.num_scheduled_steps if end is None else min(self.num_scheduled_steps, end)
-
-    @property
-    def num_scheduled_steps(self) -> int:
-        """Number of steps in the learning rate schedule."""
-        training = self.recipe.training
-        steps = training.epochs * self.steps_per_epoch
-        return steps if training.max_steps is None else min(steps, training.max_steps)
 
     @property
     def ended_because(self) -> str:
@@ -204,10 +198,6 @@ class Trainer:
         )
         return at_end and between and not self._is_over()
 
-    @property
-    def _samples_per_step(self) -> int:
-        return self.recipe.training.batch_size * self.recipe.training.accumulate
-
     def _is_over(self) -> bool:
         return self.stopped or self.progress.step >= self.num_steps or self.judge.early.is_over
 
@@ -246,13 +236,15 @@ class Trainer:
     def _one_step(self, batches: Iterator[Batch]) -> bool:
         """Train a step; return False if no data was left for it."""
         progress, training = self.progress, self.recipe.training
-        left = self.dataset.train.num_samples - progress.position.sample
-        num_samples = min(self._samples_per_step, left)  # fewer at the end of an epoch only
+        in_epoch = self.dataset.train.num_samples
+        num_samples = min(
+            self._samples_per_step, in_epoch - progress.position.sample
+        )  # fewer at the end of an epoch only
         try:
             self._steps.run(batches, num_samples, self._lines)
         except StopIteration:
             return False
-        progress.advance(num_samples, self.dataset.train.num_samples)
+        progress.advance(num_samples, in_epoch)
         step = progress.step
         self._tell(Stepped(step, num_samples))
         logs = step % training.log_every == 0

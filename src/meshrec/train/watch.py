@@ -54,7 +54,8 @@ class OutputWatch:
         for name, module in model.named_modules():
             for wrapper in _WRAPPERS:
                 name = name.removeprefix(wrapper)
-            if name and name not in ("_dmp_wrapped_module", "module"):
+            # A Sequential returns what its last module did.
+            if name and name not in ("_dmp_wrapped_module", "module") and type(module) is not nn.Sequential:
                 module.register_forward_hook(partial(self._take, name))
 
     def forget(self) -> None:
