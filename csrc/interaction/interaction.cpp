@@ -12,12 +12,11 @@ constexpr int64_t kChunk = 64;  // samples per task
 struct Vectors {
   Tensor dense, sparse;
   int64_t batch, num_sparse, dim;
+  InteractionType type;
 
   Vectors(const Tensor& dense_rows, const Tensor& sparse_rows)
       : dense(as_contiguous(dense_rows)), sparse(as_contiguous(sparse_rows)) {
-    if (dense.scalar_type() != ScalarType::Float || sparse.scalar_type() != ScalarType::Float) {
-      fail("dot_interaction: both tensors must be float32");
-    }
+    type = type_of(dense.scalar_type(), sparse.scalar_type());
     if (dense.dim() != 2 || sparse.dim() != 3 || sparse.size(0) != dense.size(0) ||
         sparse.size(2) != dense.size(1)) {
       fail("dot_interaction: dense must be [B, D] and sparse [B, F, D]");
@@ -25,41 +24,41 @@ struct Vectors {
     batch = sparse.size(0), num_sparse = sparse.size(1), dim = sparse.size(2);
   }
 
+  static InteractionType type_of(ScalarType dense, ScalarType sparse) {
+    if (dense == ScalarType::Float && sparse == ScalarType::Float) return kFloats;
+    if (dense == ScalarType::BFloat16 && sparse == ScalarType::Float) return kBFloat16AndFloats;
+    if (dense == ScalarType::BFloat16 && sparse == ScalarType::BFloat16) return kBFloat16s;
+    fail("dot_interaction: dense must be float32 or bfloat16, and sparse float32 or the type of dense");
+  }
+
   int64_t out_dim() const { return dim + num_sparse * (num_sparse + 1) / 2; }
 
   InteractionArgs arguments() const {
     InteractionArgs args{};
-    args.dense = dense.const_data_ptr<float>();
-    args.sparse = sparse.const_data_ptr<float>();
+    args.dense = dense.const_data_ptr();
+    args.sparse = sparse.const_data_ptr();
     args.num_sparse = num_sparse;
     args.dim = dim;
     return args;
   }
 
-  // The scratch floats that the more demanding of the two passes needs.
-  int64_t scratch_size() const {
-    const int64_t num_vectors = num_sparse + 1, pairs = interaction_stride(num_vectors);
-    const int64_t forward = (dim + 4) * pairs;
-    return std::max(forward, (num_vectors + 4) * (padded(dim) + pairs));
-  }
-
-  void for_chunks(const InteractionArgs& args, void (*work)(const InteractionArgs&)) const {
+  void for_chunks(const InteractionArgs& args, void (*work)(const InteractionArgs&, InteractionType)) const {
     parallel_tasks((batch + kChunk - 1) / kChunk, [&](int64_t chunk) {
-      std::vector<float> scratch(scratch_size());
+      std::vector<float> scratch(interaction_scratch(num_sparse + 1, dim));
       InteractionArgs own = args;
       own.first = chunk * kChunk;
       own.last = std::min(batch, own.first + kChunk);
       own.scratch = scratch.data();
-      work(own);
+      work(own, type);
     });
   }
 };
 
 Tensor dot_interaction(Tensor dense, Tensor sparse) {
   const Vectors vectors(dense, sparse);
-  Tensor out = empty_buffer({vectors.batch, vectors.out_dim()}, ScalarType::Float);
+  Tensor out = empty_buffer({vectors.batch, vectors.out_dim()}, vectors.dense.scalar_type());
   InteractionArgs args = vectors.arguments();
-  args.out = out.mutable_data_ptr<float>();
+  args.out = out.mutable_data_ptr();
   vectors.for_chunks(args, kernels().interact);
   return out;
 }
@@ -67,15 +66,18 @@ Tensor dot_interaction(Tensor dense, Tensor sparse) {
 std::tuple<Tensor, Tensor> dot_interaction_grad(Tensor grad, Tensor dense, Tensor sparse) {
   const Vectors vectors(dense, sparse);
   const Tensor of_out = as_contiguous(grad);
-  if (of_out.scalar_type() != ScalarType::Float || of_out.numel() != vectors.batch * vectors.out_dim()) {
-    fail("dot_interaction_grad: the gradient must be float32 [B, D + F (F + 1) / 2]");
+  const ScalarType type = vectors.dense.scalar_type();
+  if (of_out.scalar_type() != type || of_out.numel() != vectors.batch * vectors.out_dim()) {
+    fail("dot_interaction_grad: the gradient must be [B, D + F (F + 1) / 2], with the type of dense, ",
+         type == ScalarType::Float ? "float32" : "bfloat16");
   }
-  Tensor of_dense = empty_buffer({vectors.batch, vectors.dim}, ScalarType::Float);
-  Tensor of_sparse = empty_buffer({vectors.batch, vectors.num_sparse, vectors.dim}, ScalarType::Float);
+  Tensor of_dense = empty_buffer({vectors.batch, vectors.dim}, type);
+  Tensor of_sparse =
+      empty_buffer({vectors.batch, vectors.num_sparse, vectors.dim}, vectors.sparse.scalar_type());
   InteractionArgs args = vectors.arguments();
-  args.grad = of_out.const_data_ptr<float>();
-  args.grad_dense = of_dense.mutable_data_ptr<float>();
-  args.grad_sparse = of_sparse.mutable_data_ptr<float>();
+  args.grad = of_out.const_data_ptr();
+  args.grad_dense = of_dense.mutable_data_ptr();
+  args.grad_sparse = of_sparse.mutable_data_ptr();
   vectors.for_chunks(args, kernels().interact_grad);
   return {of_dense, of_sparse};
 }

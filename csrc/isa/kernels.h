@@ -29,8 +29,8 @@ struct Kernels {
   float (*square_row)(const float* row, int64_t dim);
   bool (*all_below32)(const int32_t* ids, int64_t n, uint64_t bound);
   bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
-  void (*interact)(const InteractionArgs&);
-  void (*interact_grad)(const InteractionArgs&);
+  void (*interact)(const InteractionArgs&, InteractionType);
+  void (*interact_grad)(const InteractionArgs&, InteractionType);
   void (*attend)(const AttentionArgs&, const AttentionUnit&);
   void (*attend_grad)(const AttentionArgs&, const AttentionUnit&);
   // To 8, 4 or 2 bits. Returns the first row that cannot be quantised, or num_rows.

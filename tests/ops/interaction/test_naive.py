@@ -65,21 +65,53 @@ def kernels_agree():
         )
 
 
+def bf16_kernels_agree():
+    """Compare with fp64 autograd on the rounded vectors, and with the formula in bf16."""
+    shapes = [*SHAPES, *torch.randint(1, 50, (12, 3), generator=torch.Generator().manual_seed(0)).tolist()]
+    for shape in shapes:
+        for sparse_type in (torch.float32, torch.bfloat16):
+            dense, sparse = (tensor.bfloat16() for tensor in inputs(*shape))
+            unrounded = inputs(*shape)[1].to(sparse_type)
+            exact = [tensor.double().requires_grad_() for tensor in (dense, sparse)]
+            expected = naive.dot_interaction(*exact)
+            grad = torch.randn_like(expected).bfloat16()
+            expected_grads = torch.autograd.grad(expected, exact, grad.double())
+            out = OPS.dot_interaction(dense, unrounded)
+            grads = OPS.dot_interaction_grad(grad, dense, unrounded)
+            assert [tensor.dtype for tensor in (out, *grads)] == [torch.bfloat16, torch.bfloat16, sparse_type]
+            plain = naive.dot_interaction(dense, unrounded)
+            plain_grads = naive.dot_interaction_grad(grad, dense, unrounded)
+            for actual, value, rounded in zip(
+                (out, *grads), (expected, *expected_grads), (plain, *plain_grads), strict=True
+            ):
+                # Sums of up to 50 terms in fp32; the result is rounded once, by at most half of 2**-7.
+                tolerance = 2.0**-8 if actual.dtype == torch.bfloat16 else 1e-5
+                torch.testing.assert_close(actual.double(), value, rtol=tolerance, atol=1e-4)
+                torch.testing.assert_close(actual, rounded, rtol=2.0**-6, atol=2.0**-6)
+
+
 def test_kernels_agree_with_the_formula():
     kernels_agree()
+
+
+def test_bf16_kernels_agree_with_fp64_and_with_the_formula_in_bf16():
+    bf16_kernels_agree()
 
 
 @pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_kernels_of_other_instruction_sets_agree(isa):
-    code = "import runpy, sys; runpy.run_path(sys.argv[1])['kernels_agree']()"
+    checks = "of['kernels_agree'](); of['bf16_kernels_agree']()"
+    code = f"import runpy, sys; of = runpy.run_path(sys.argv[1]); {checks}"
     environment = {**os.environ, "MESHREC_ISA": isa}
     subprocess.run([sys.executable, "-c", code, __file__], env=environment, check=True)
 
 
 @pytest.mark.threads
-def test_threads_change_nothing():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_nothing(dtype):
     dense, sparse = inputs(200, 5, 16)
+    dense = dense.to(dtype)
     one = torch.get_num_threads()
     outs = []
     for threads in (1, 3):
@@ -106,13 +138,37 @@ def test_opcheck():
     torch.library.opcheck(REGISTERED.dot_interaction_grad.default, (grad, dense.detach(), sparse.detach()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_types_take_the_formula(dtype):
-    dense, sparse = (tensor.to(dtype).requires_grad_() for tensor in inputs(3, 2, 4))
+@pytest.mark.parametrize(
+    ("dense_type", "sparse_type"),
+    [
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_results_and_gradients_have_the_types_of_the_inputs(dense_type, sparse_type):
+    dense, sparse = inputs(3, 2, 4)
+    dense, sparse = dense.to(dense_type).requires_grad_(), sparse.to(sparse_type).requires_grad_()
     out = dot_interaction(dense, sparse)
-    assert out.dtype == dtype
+    assert out.dtype == dense_type
     out.sum().backward()
-    assert dense.grad is not None
+    assert dense.grad.dtype == dense_type
+    assert sparse.grad.dtype == sparse_type
+
+
+@pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
+@pytest.mark.parametrize("sparse_type", [torch.float32, torch.bfloat16])
+def test_bf16_vectors_that_are_not_finite(sparse_type):
+    dense, sparse = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 4, 3, dtype=sparse_type)
+    sparse[0, 1, 2], sparse[1, 3, 0] = float("nan"), float("inf")
+    out = OPS.dot_interaction(dense, sparse)
+    torch.testing.assert_close(out, naive.dot_interaction(dense, sparse), equal_nan=True)
+    grad = torch.ones_like(out)
+    actual = OPS.dot_interaction_grad(grad, dense, sparse)
+    expected = naive.dot_interaction_grad(grad, dense, sparse)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 @pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
@@ -121,6 +177,7 @@ def test_other_types_take_the_formula(dtype):
     [
         (torch.ones(2, 3), torch.ones(2, 1, 4), r"\[B, D\].*\[B, F, D\]"),
         (torch.ones(2, 3), torch.ones(2, 1, 3, dtype=torch.float64), "float32"),
+        (torch.ones(2, 3), torch.ones(2, 1, 3, dtype=torch.bfloat16), "bfloat16"),
     ],
 )
 def test_bad_input_is_refused(dense, sparse, message):
@@ -132,3 +189,10 @@ def test_bad_input_is_refused(dense, sparse, message):
 def test_a_gradient_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="float32"):
         OPS.dot_interaction_grad(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 1, 3))
+
+
+@pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
+def test_a_gradient_of_another_type_is_refused():
+    dense = torch.ones(2, 3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="bfloat16"):
+        OPS.dot_interaction_grad(torch.ones(2, 4), dense, torch.ones(2, 1, 3))

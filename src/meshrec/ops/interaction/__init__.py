@@ -16,7 +16,8 @@ __all__ = ["dot_interaction"]
 def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """Map dense [B, D] and sparse [B, F, D], F > 0, to [B, D + F (F + 1) / 2]; differentiable in both.
 
-    The result has the type of ``dense``. On a CPU, bf16 inputs are multiplied and added in fp32.
+    The result has the type of ``dense``, and gradients have the types of the inputs. If ``dense`` is bf16,
+    products are those of bf16 vectors, which a CPU adds in fp32.
 
     Example::
 
@@ -26,12 +27,13 @@ def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
         assert torch.allclose(out[:, 8], (dense * sparse[:, 0]).sum(1), atol=1e-6)
     """
     if not torch.jit.is_scripting():  # type: ignore
-        if dense.dtype == sparse.dtype == torch.float32:
-            out: Tensor = operators.dot_interaction(dense, sparse)
-            return out
         # TorchScript reads this line too, and knows no sets.
         low = (torch.float32, torch.bfloat16)
-        if dense.is_cpu and dense.dtype in low and sparse.dtype in low:
-            out = operators.dot_interaction(dense.float(), sparse.float())
-            return out.to(dense.dtype)
+        if dense.is_cpu and dense.dtype == torch.float32 and sparse.dtype == torch.bfloat16:
+            sparse = sparse.float()
+        is_fp32 = dense.dtype == sparse.dtype == torch.float32
+        # Tables return fp32: with a bf16 vector, the kernel rounds while it reads, and gives fp32 gradients.
+        if is_fp32 or (dense.is_cpu and dense.dtype == torch.bfloat16 and sparse.dtype in low):
+            out: Tensor = operators.dot_interaction(dense, sparse)
+            return out
     return naive.dot_interaction(dense, sparse)

@@ -1,7 +1,8 @@
 """Pairwise dot products of a sample's vectors, in plain torch.
 
 The reference for the kernels, and the fallback without them. Shape legend: B samples, F sparse vectors per
-sample, D width, V = F + 1 vectors including the dense vector, P = V (V - 1) / 2 pairs.
+sample, D width, V = F + 1 vectors including the dense vector, P = V (V - 1) / 2 pairs. Sparse vectors of
+another type are rounded to the type of the dense ones.
 """
 
 import torch
@@ -20,7 +21,7 @@ def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
     Returns:
         [B, D + P]; pairs (0, 1), (0, 2), ... (0, F), (1, 2), ...
     """
-    vectors_BVD = torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
+    vectors_BVD = _vectors(dense_BD, sparse_BFD)
     products_BVV = torch.bmm(vectors_BVD, vectors_BVD.transpose(1, 2))
     rows, columns = _pairs(vectors_BVD)
     return torch.cat([dense_BD, products_BVV[:, rows, columns]], dim=1)
@@ -34,14 +35,21 @@ def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> 
         dense_BD: forward input.
         sparse_BFD: forward input.
     """
-    vectors_BVD = torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
+    vectors_BVD = _vectors(dense_BD, sparse_BFD)
     num_vectors, dim = vectors_BVD.shape[1:]
     rows, columns = _pairs(vectors_BVD)
     products_BVV = grad.new_zeros(grad.shape[0], num_vectors, num_vectors)
     products_BVV[:, rows, columns] = grad[:, dim:]
     products_BVV[:, columns, rows] = grad[:, dim:]
     vectors_grad = torch.bmm(products_BVV, vectors_BVD)
-    return vectors_grad[:, 0] + grad[:, :dim], vectors_grad[:, 1:].contiguous()
+    sparse_grad = vectors_grad[:, 1:].to(sparse_BFD.dtype)
+    return vectors_grad[:, 0] + grad[:, :dim], sparse_grad.contiguous()
+
+
+def _vectors(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
+    if sparse_BFD.dtype != dense_BD.dtype:
+        sparse_BFD = sparse_BFD.to(dense_BD.dtype)
+    return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
 
 
 def _pairs(vectors_BVD: Tensor) -> tuple[Tensor, Tensor]:
