@@ -1,5 +1,6 @@
 """The fit on all rows, `meshrec train --final all`."""
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -9,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors import safe_open
 
-from meshrec.checkpoint import find_checkpoint, load
-from meshrec.cli import evaluate, export
+from meshrec.checkpoint import export_safetensors, find_checkpoint, load, read_manifest
+from meshrec.cli import checkpoint, evaluate, export, quantize
 from meshrec.cli.train import main as train
 from meshrec.data.features import Features, Label, Number, Vocabulary
 from meshrec.export import Predictor
@@ -201,6 +203,54 @@ def test_the_export_proposes_the_second_fit_and_then_takes_it(tmp_path, capsys):
     assert [each["step"] for each in about] == [8, 10, 8]
     assert train(["--resume", "--name", "r", *runs, "--quiet"]) == 0
     assert "is finished" in capsys.readouterr().out
+
+
+def tensor_in(file, name):
+    with safe_open(file, "pt") as opened:
+        return opened.get_tensor(next(key for key in opened.keys() if name in key))  # noqa: SIM118
+
+
+def test_an_exported_checkpoint_is_that_of_the_second_fit(tmp_path, capsys):
+    _, run = fitted(visits_recipe(tmp_path), tmp_path)
+    files = {name: tmp_path / f"{name}.safetensors" for name in ("second", "first", "last")}
+    for name, file in files.items():
+        option = [] if name == "second" else [f"--{name}"]
+        assert checkpoint.main(["export", str(run.path), str(file), *option]) == 0
+    told = capsys.readouterr()
+    assert "figures on them are too good" in told.err
+    for name, fit in {"second": final_of(run), "first": run, "last": run}.items():
+        found = find_checkpoint(fit.path, last=name == "last")
+        expected = tmp_path / f"{name}-expected.safetensors"
+        export_safetensors(found, expected)
+        assert torch.equal(tensor_in(files[name], "over_arch"), tensor_in(expected, "over_arch")), name
+    assert not torch.equal(tensor_in(files["second"], "over_arch"), tensor_in(files["first"], "over_arch"))
+    assert checkpoint.main(["inspect", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"].startswith(str(final_of(run).path))
+    assert checkpoint.main(["verify", str(run.path)]) == 0
+    assert str(final_of(run).path) in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize("budget", [["--max-loss", "50%"], ["--weights", "INT4"]])
+def test_the_second_fit_is_quantised_and_its_package_says_so(tmp_path, capsys, budget):
+    source = ["tests/train/raw_ids.py:recipe", "--data.train", str(tmp_path)]
+    write_visits(tmp_path, NUM)
+    runs = ["--runs", str(tmp_path)]
+    assert train([*source, *runs, "--name", "r", "--quiet", "--final", "all"]) == 0
+    run = RunFolder(tmp_path / "r")
+    weights = {}
+    for name, option in {"second": [], "first": ["--first"]}.items():
+        out = tmp_path / f"{name}-small"
+        assert quantize.main(["r", *runs, "--out", str(out), *budget, *option]) == 0
+        with torchs_own_warnings():
+            package = ["--out", str(tmp_path / name), "--quantised", str(out), "--no-compile"]
+            assert export.main(["r", *runs, *package]) == 0
+        predictor = Predictor(tmp_path / name)
+        fit = final_of(run) if name == "second" else run
+        assert predictor.about["run"] == fit.name
+        assert predictor.about["step"] == read_manifest(find_checkpoint(fit.path)).step
+        weights[name] = predictor.weights
+    table = next(name for name, tensor in weights["first"].items() if tensor.dtype != torch.uint8)
+    assert not torch.equal(weights["first"][table], weights["second"][table])
 
 
 def test_the_evaluation_says_that_the_second_fit_saw_the_rows(tmp_path, capsys):

@@ -24,6 +24,7 @@ from meshrec.train.run_folder import find_run
 from tests.export.conftest import torchs_own_warnings
 from tests.serve.conftest import Client, running, samples, scores_of
 from tests.serve.toys import NUM_ROWS, Toy
+from tests.train.movies import write_movies
 
 
 def publish(
@@ -296,3 +297,55 @@ def test_deltas_are_quantised_like_the_package(published, tmp_path):
     unknown = Deltas(published.path / "deltas", old.about, old.weights, codes=codes)
     apply_deltas(unknown)
     assert re.search(r"the package does not record the rounding of '.*'", unknown.freshness.reason)
+
+
+def trained_on_movies(recipe, folder, *options):
+    """A run of next items with checkpoints and deltas, and its name."""
+    folder = write_movies(folder / "ml")
+    sizes = ["--model.embedding-dim", "8", "--training.batch-size", "16", "--training.max-steps", "12"]
+    sizes += ["--training.evaluate-every", "None", "--training.patience", "None"]
+    every = ["--training.publish-every", "3", "--training.checkpoint-every", "4"]
+    every += ["--training.keep-checkpoints", "9"]
+    arguments = [recipe, "--data.path", str(folder), "--runs", str(folder.parent), "--name", "r", "--quiet"]
+    assert train([*arguments, *sizes, *every, *options]) == 0
+    return find_run("r", folder.parent)
+
+
+def followed(run, folder, **options):
+    """A package of an early step with the deltas of the run, and a package of the last step."""
+    with torchs_own_warnings():
+        early, late = (
+            Predictor(export_run(run, folder / str(step), step=step, compile=False, **options))
+            for step in (4, 12)
+        )
+    codes = Codes(early.quantised, early.rounding)
+    deltas = Deltas(run.path / "deltas", early.about, early.weights, codes=codes)
+    apply_deltas(deltas)
+    return early, late, deltas.freshness
+
+
+@pytest.mark.parametrize("recipe", ["sasrec", "gru4rec"])
+def test_deltas_of_next_items_reach_a_package_of_the_encoder(recipe, tmp_path):
+    early, late, freshness = followed(trained_on_movies(recipe, tmp_path), tmp_path)
+    assert (freshness.step, freshness.reason) == (12, "")
+    assert early.weights.keys() == late.weights.keys()
+    assert all(torch.equal(weight, late.weights[name]) for name, weight in early.weights.items())
+
+
+def test_deltas_reach_a_tower_but_no_vectors_computed_for_a_package(tmp_path):
+    run = trained_on_movies("two_tower", tmp_path)
+    for tower in ("query", "item"):
+        early, late, freshness = followed(run, tmp_path / tower, tower=tower)
+        assert (freshness.step, freshness.reason) == (12, "")
+        assert all(torch.equal(weight, late.weights[name]) for name, weight in early.weights.items())
+    _, _, freshness = followed(run, tmp_path / "whole")
+    assert freshness.delta is None
+    assert "'item_vectors' was computed for the package" in freshness.reason
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"trained_names": ["a"]}, {"trained_names": {"a": 1}}, {"trained_names": {}, "left_out": 3}]
+)
+def test_damaged_names_of_trained_weights_are_refused(toy, tmp_path, wrong):
+    with pytest.raises(ValueError, match="trained weights"):
+        Deltas(tmp_path, {**toy.about, **wrong}, toy.weights)

@@ -15,8 +15,9 @@ from meshrec.checkpoint.finding import all_checkpoints
 from meshrec.checkpoint.manifest import DTYPE_NAMES, Manifest
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
+from meshrec.cli.run_options import reported_fit
 from meshrec.plan.text import size_text
-from meshrec.train.run_folder import RUNS, run_or_path
+from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, final_of, run_or_path
 
 _PIPE_WIDTH = 140
 
@@ -36,6 +37,8 @@ class CheckpointInspectOptions:
     """Use the checkpoint of this step instead."""
     last: bool = False
     """Use a run's last checkpoint instead of its best one."""
+    first: bool = False
+    """Use the first fit of a run that was fitted on all rows afterwards (--final all)."""
     json: bool = False
     """Print the contents as JSON."""
     runs: Path = RUNS
@@ -69,6 +72,8 @@ class CheckpointExportOptions:
     """Use the checkpoint of this step instead."""
     last: bool = False
     """Use a run's last checkpoint instead of its best one."""
+    first: bool = False
+    """Use the first fit of a run that was fitted on all rows afterwards (--final all)."""
     to: str = "safetensors"
     """Format of the file; safetensors is the only one."""
     entry: str | None = None
@@ -122,9 +127,7 @@ def run(
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
     match options:
         case CheckpointInspectOptions():
-            path = find_checkpoint(
-                run_or_path(options.path, options.runs), step=options.step, last=options.last
-            )
+            path = _reported_checkpoint(options)
             manifest = read_manifest(path)
             if options.json:
                 print(json.dumps(_summary(path, manifest)))
@@ -138,9 +141,7 @@ def run(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
             check_output(options.out, force=True)  # it is not replaced: `export_safetensors` refuses
-            path = find_checkpoint(
-                run_or_path(options.path, options.runs), step=options.step, last=options.last
-            )
+            path = _reported_checkpoint(options)
             names = export_safetensors(path, options.out, entry=options.entry)
             console.print(f"{path}: {len(names)} tensors in {options.out}")
         case ImportOptions():
@@ -149,13 +150,23 @@ def run(
     return 0
 
 
+def _reported_checkpoint(options: CheckpointInspectOptions | CheckpointExportOptions) -> Path:
+    """Return the selected checkpoint. A run fitted on all rows reports the weights of that fit."""
+    path = run_or_path(options.path, options.runs)
+    if (path / CONFIG).is_file() and not (options.first or options.last or options.step is not None):
+        path = reported_fit(RunFolder(path)).path
+    return find_checkpoint(path, step=options.step, last=options.last)
+
+
 def _verify(console: Console, path: Path) -> int:
     failed = 0
-    for each in all_checkpoints(path):
+    final = final_of(RunFolder(path))
+    paths = [*all_checkpoints(path), *([] if final is None else all_checkpoints(final.path))]
+    for checkpoint in paths:
         try:
-            manifest = read_manifest(each)
-            verify_data(each, manifest)
-            console.print(f"{each}: sound, {size_text(manifest.num_bytes)}")
+            manifest = read_manifest(checkpoint)
+            verify_data(checkpoint, manifest)
+            console.print(f"{checkpoint}: sound, {size_text(manifest.num_bytes)}")
         except RuntimeError as error:
             failed = 1
             console.print(str(error), markup=False)

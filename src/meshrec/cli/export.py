@@ -17,6 +17,7 @@ from meshrec.export.predictor import Predictor
 from meshrec.export.triton import write_triton
 from meshrec.plan.text import size_text
 from meshrec.runs.export import export_run
+from meshrec.runs.quantize import run_of_quantised
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.train.run_folder import CONFIG, RunFolder, final_of
 
@@ -85,8 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         if options.require_signature is not None:
             raise ValueError("--require-signature goes with a package, and a run has none. Leave it out.")
-        # A quantised checkpoint is that of the first fit.
-        run = options.folder() if options.quantised is None else options.first_fit()
+        run = _run(options)
         folder = export_run(
             run,
             options.out,
@@ -109,6 +109,15 @@ def main(arguments: Sequence[str]) -> int:
         num, width = _write_vectors(options, Predictor(folder))
         print(f"{options.vectors}: {num:,} vectors of {width}")
     return 0
+
+
+def _run(options: ExportOptions) -> RunFolder:
+    """Find the run, or the fit whose weights are in --quantised."""
+    if options.quantised is None:
+        return options.folder()
+    run = options.first_fit()
+    final = final_of(run)
+    return final if final is not None and run_of_quantised(options.quantised) == final.name else run
 
 
 _OF_PACKAGES = ("quantised", "shared", "vectors", "torchscript", "sign", "require_signature", "triton")
@@ -173,7 +182,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
         items = read_items(options.items, predictor.raw.kinds if predictor.raw is not None else {})
         vectors = vectors_of_items(predictor, items)
     else:
-        run = options.folder() if options.quantised is None else options.first_fit()
+        run = _run(options)
         source = load_recipe(run).data
         dataset = data_of_run(source, run)
         if dataset.catalogue is not None and dataset.item is not None:

@@ -22,7 +22,8 @@ class QuantizeOptions(RunOptions):
     """Quantise the tables of a run's model for inference, and write the model as a checkpoint.
 
     With --max-loss, every table gets the precision with the fewest bytes that the budget allows, measured on
-    the run's validation data.
+    the run's validation data. If the run was fitted on all rows afterwards (--final all), the first fit is
+    measured, as the second has learned from that data, and the second gets the precisions.
     """
 
     out: Path
@@ -37,7 +38,7 @@ class QuantizeOptions(RunOptions):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(QuantizeOptions, arguments, program="meshrec quantize")
-    run = options.first_fit()  # its budget is measured on validation data
+    run = options.folder()
     budget = None if options.max_loss is None else _fraction(options.max_loss)
 
     def work(ranks: Ranks) -> None:
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             rounding=options.rounding,
             step=options.step,
             last=options.last,
+            measured=options.first_fit(),
         )
         _tell(made, options.out)
 

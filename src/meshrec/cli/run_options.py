@@ -33,21 +33,26 @@ class RunOptions:
     def folder(self) -> RunFolder:
         """Find the run, or its fit on all rows, which is told on the standard error."""
         run = self.first_fit()
-        final = None if self.first or self.last or self.step is not None else final_of(run)
-        if final is None:
-            return run
-        if os.environ.get("RANK", "0") == "0":
-            about = (run.read_json(SUMMARY) or {}).get("final") or {}
-            sys.stderr.write(
-                f"{run.path}: the fit on all {about.get('rows', 0):,} rows is used. It learned from the "
-                "run's validation and test rows, so figures on them are too good: --first takes the fit that "
-                "did not.\n"
-            )
-        return final
+        return run if self.first or self.last or self.step is not None else reported_fit(run)
 
     def first_fit(self) -> RunFolder:
         """Find the run, whatever was fitted after it."""
         return find_run(self.run, self.runs, trust=self.trust)
+
+
+def reported_fit(run: RunFolder) -> RunFolder:
+    """Return the run's fit on all rows, which is told on the standard error, or the run if it has none."""
+    final = final_of(run)
+    if final is None:
+        return run
+    if os.environ.get("RANK", "0") == "0":
+        about = (run.read_json(SUMMARY) or {}).get("final") or {}
+        sys.stderr.write(
+            f"{run.path}: the fit on all {about.get('rows', 0):,} rows is used. It learned from the "
+            "run's validation and test rows, so figures on them are too good: --first takes the fit that "
+            "did not.\n"
+        )
+    return final
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,10 @@ def export_run(
     else:
         if step is not None or last:
             raise ValueError("a quantised checkpoint has weights of one step. Leave step and last out.")
-        model, said = _quantised(model, Path(quantised), run.path.name)
+        model, said = _quantised(model, Path(quantised), run.name)
         about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
         rounding = said["rounding"]
+    trained = model
     if isinstance(recipe.data, LogSource) and recipe.data.hashed is not None:
         model, recipe, dataset = _with_item_rows(model, recipe, recipe.data, run, quantised)
     parts = _parts(model, recipe, run, dataset)
@@ -112,6 +113,7 @@ def export_run(
             num_dense=parts.num_dense,
             scores=parts.scores,
         )
+    about |= _trained_names(trained, parts.model)
     return export(
         parts.model,
         folder,
@@ -127,6 +129,29 @@ def export_run(
         torchscript=torchscript,
         sign=sign,
     )
+
+
+def _trained_names(trained: nn.Module, exported: nn.Module) -> dict[str, Any]:
+    """Return manifest entries by which a server finds the weights of a delta in a package.
+
+    Deltas have the names of the trained model. A package of a part of it, such as a history encoder or a
+    tower, has other names, lacks some weights, and may have weights computed from others.
+
+    Returns:
+        ``trained_names``: trained name by package name. ``left_out``: trained names which the package lacks.
+        Empty if all names are equal.
+    """
+    names, weights = ({id(t): name for name, t in _named_tensors(model)} for model in (trained, exported))
+    if set(names.values()) == set(weights.values()):
+        return {}
+    return {
+        "trained_names": {name: names[key] for key, name in weights.items() if key in names},
+        "left_out": sorted(name for key, name in names.items() if key not in weights),
+    }
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 class _PackageParts(NamedTuple):

@@ -73,6 +73,7 @@ def quantize_run(
     rounding: Rounding = "search",
     step: int | None = None,
     last: bool = False,
+    measured: RunFolder | None = None,
 ) -> QuantisedRun:
     """Quantize a run's model with the reported weights, and save it.
 
@@ -89,6 +90,8 @@ def quantize_run(
         rounding: see ``quantize``.
         step: use the checkpoint at this step instead.
         last: use the run's last checkpoint instead of the best.
+        measured: run on which the budget is measured, if ``run`` is its refit on all rows: the refit has
+            learned from the validation data. None: ``run``.
 
     Raises:
         ValueError: a budget is given but the run has no validation data; the folder exists; or as for
@@ -97,29 +100,44 @@ def quantize_run(
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} exists. Name another folder, or remove it.")
-    model, _, dataset, checkpoint = trained_model(run, step=step, last=last)
+    trained = trained_model(run, step=step, last=last)
     choice = None
     if max_loss is None:
-        made = quantize(model, weights, rounding=rounding)
+        made = quantize(trained.model, weights, rounding=rounding)
     else:
-        reader = dataset.validation
-        if reader is None:
-            raise ValueError(
-                f"{run.path} has no validation data to hold the budget on. Train with some, or give weights."
-            )
-
-        def losses(scored: nn.Module) -> Tensor:
-            logits, labels, weights = outputs_of(scored, reader, ranks)
-            values = log_losses(logits.double(), labels.double())
-            # The budget limits the plain mean of these values; scaled like this, it is the weighted mean.
-            return values if weights is None else values * weights / weights.double().mean()
-
-        choice = choose_precision(model, losses, max_loss=max_loss, rounding=rounding)
-        made = quantize(model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding)
-    about = quantised_about(made, run=run.path.name, rounding=rounding, **origin_of(checkpoint))
+        is_refit = measured is not None and measured.path != run.path
+        judged = trained_model(measured) if measured is not None and is_refit else trained
+        choice = _choice(judged, ranks, max_loss, rounding)
+        made = quantize(trained.model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding)
+    about = quantised_about(made, run=run.name, rounding=rounding, **origin_of(trained.checkpoint))
     if choice is not None:
         about |= {"budget": choice.budget, "rise": choice.rise.mean, "rise_bound": choice.rise.bound}
     save(folder, {"model": made, "quantised": about})
     if choice is not None:
-        (folder / "report.html").write_text(page_of(choice, f"Precisions of {run.path.name}"))
+        (folder / "report.html").write_text(page_of(choice, f"Precisions of {run.name}"))
     return QuantisedRun(made, choice)
+
+
+def _choice(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Rounding) -> Choice:
+    """Choose the precision of every table on the validation data."""
+    reader = trained.dataset.validation
+    if reader is None:
+        raise ValueError(
+            f"{trained.checkpoint} is of a run without validation data to hold the budget on. Train with "
+            "some, or give weights."
+        )
+
+    def losses(scored: nn.Module) -> Tensor:
+        logits, labels, weights = outputs_of(scored, reader, ranks)
+        values = log_losses(logits.double(), labels.double())
+        # The budget limits the plain mean of these values; scaled like this, it is the weighted mean.
+        return values if weights is None else values * weights / weights.double().mean()
+
+    return choose_precision(trained.model, losses, max_loss=max_loss, rounding=rounding)
+
+
+def run_of_quantised(checkpoint: str | Path) -> str | None:
+    """Return the name of the run whose model `quantize_run` saved; ``NAME/final`` for a refit on all rows."""
+    state: dict[str, dict[str, str]] = {"quantised": {}}
+    load(checkpoint, state)
+    return state["quantised"].get("run")

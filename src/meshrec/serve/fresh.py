@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from meshrec.serve.hashed_weights import HashedWeights
 _log = logging.getLogger(__name__)
 # Rows per portion: bounds the pause between batches.
 ROWS_AT_A_TIME = 1024
+_Value = TypeVar("_Value")
 
 
 class Freshness(NamedTuple):
@@ -56,7 +57,8 @@ class Deltas:
 
     Args:
         folder: folder of a `DeltaPublisher`.
-        about: run, step and last delta from the package's manifest, which tell where to start.
+        about: run, step and last delta from the package's manifest, which tell where to start; and the names
+            of the weights in training, if the package has a part of the model.
         weights: package weights by name; changed in place.
         until: last delta to apply; None: all.
         codes: quantized weights of the package.
@@ -79,6 +81,9 @@ class Deltas:
             name: HashedWeights(weights, name, formula, _bits(codes.types.get(name)))
             for name, formula in (hashed or {}).items()
         }
+        # Package name by trained name, and trained names which the package lacks. None and empty for a whole
+        # model, whose names are those of training.
+        self._names, self._left_out = _trained_names(about)
         # Last delta in the exported weights; None if unknown.
         self._published = _published(about)
         # Last delta applied here; None until the first one.
@@ -105,6 +110,7 @@ class Deltas:
             record = self._next_record()
             delta = None if record is None else read_delta(self._folder, record)
             if record is not None and delta is not None:
+                record, delta = self._named(record, delta)
                 delta = self._coded(record, delta)
                 self._check(record, delta)
         except Exception as error:
@@ -188,6 +194,34 @@ class Deltas:
                 "training. Export the run again."
             )
 
+    def _index(self) -> set[str]:
+        """Return the weight names of hash indexes, which deltas do not contain."""
+        return {name.removesuffix("weight") + part for name in self._hashed for part in INDEX}
+
+    def _named(self, record: DeltaRecord, delta: Delta) -> tuple[DeltaRecord, Delta]:
+        """Return a delta with the package's weight names, without weights which the package lacks."""
+        if self._names is None:
+            return record, delta
+        package_names = self._names
+        if computed := sorted(set(self._weights) - self._index() - set(package_names.values())):
+            raise DeltaError(
+                f"delta {record.number}: {computed[0]!r} was computed for the package from trained weights, "
+                "so a delta cannot change it. Export the run again for newer weights."
+            )
+
+        def named(values: Mapping[str, _Value]) -> dict[str, _Value]:
+            return {
+                package_names.get(name, name): value
+                for name, value in values.items()
+                if name not in self._left_out
+            }
+
+        def names(given: list[str] | None) -> list[str] | None:
+            return None if given is None else list(named(dict.fromkeys(given)))
+
+        record = record._replace(tracked=names(record.tracked), whole=names(record.whole))
+        return record, Delta(named(delta.rows), named(delta.whole), named(delta.evicted))
+
     def _coded(self, record: DeltaRecord, delta: Delta) -> Delta:
         """Quantize a delta's rows like the package's."""
         if not self._codes.types:
@@ -227,11 +261,11 @@ class Deltas:
                 )
         if record.tracked is not None and record.whole is not None:
             published_names = {*record.tracked, *record.whole}
-            index = {name.removesuffix("weight") + part for name in self._hashed for part in INDEX}
-            if published_names != set(self._weights) - index or set(record.tracked) & set(record.whole):
+            weight_names = set(self._weights) - self._index()
+            if published_names != weight_names or set(record.tracked) & set(record.whole):
                 raise DeltaError(
                     f"delta {record.number} has other weights than the package, such as "
-                    f"{sorted(published_names ^ (set(self._weights) - index))[:3]}. Pass deltas of its run."
+                    f"{sorted(published_names ^ weight_names)[:3]}. Pass deltas of its run."
                 )
         if set(delta.evicted) != set(self._hashed):
             raise DeltaError(
@@ -261,6 +295,20 @@ def _bits(data_type: str | None) -> int:
     from meshrec.modules import DataType
 
     return DataType[data_type].bits
+
+
+def _trained_names(about: Mapping[str, Any]) -> tuple[dict[str, str] | None, frozenset[str]]:
+    """Return the package name by trained name, and the trained names which the package lacks."""
+    if "trained_names" not in about:
+        return None, frozenset()
+    names, left_out = about["trained_names"], about.get("left_out", [])
+    is_valid = isinstance(names, dict) and isinstance(left_out, list)
+    if not is_valid or not all(isinstance(name, str) for name in (*names.values(), *left_out)):
+        raise ValueError(
+            "the package's names of trained weights are not a mapping of names and a list. Export the run "
+            "again."
+        )
+    return {trained: name for name, trained in names.items()}, frozenset(left_out)
 
 
 def _published(about: Mapping[str, Any]) -> Published | None:
