@@ -10,7 +10,7 @@ from torch import nn
 from meshrec.compat.bridge.adapted import Adapted
 from meshrec.compat.bridge.constraints import ParameterConstraints
 from meshrec.compat.bridge.plans import ShardingPlan, from_own
-from meshrec.compat.bridge.sharders import SharderAnswers
+from meshrec.compat.bridge.sharders import TorchRecSharder
 from meshrec.compat.bridge.sharding_plan import get_default_sharders
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel, ShardingType
@@ -191,7 +191,7 @@ class EmbeddingShardingPlanner:
         present = types.ParameterConstraints() if given is None else given
         allowed = present.allowed_types
         answer = type(table.sharder).sharding_types
-        if isinstance(table.sharder, SharderAnswers) and answer is not SharderAnswers.sharding_types:
+        if isinstance(table.sharder, TorchRecSharder) and answer is not TorchRecSharder.sharding_types:
             answers = table.sharder.sharding_types(self._topology.compute_device)
             # Only overridden methods restrict the plan: the inherited answer allows all types.
             allowed &= {ShardingType(kind) for kind in answers}

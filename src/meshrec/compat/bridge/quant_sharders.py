@@ -3,18 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from meshrec.comms.mesh import ShardingEnv
-from meshrec.compat.bridge.plans import module_to_own
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.compat.bridge.sharders import SharderAnswers
+from meshrec.compat.bridge.sharders import TorchRecSharder
 from meshrec.distributed import sharders as own
-from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 
 
-class _QuantAnswers:
+class _QuantSharder:
     """Common base for both sharders: TorchRec's arguments and the compute kernel ``quant``."""
 
     def __init__(
@@ -37,7 +32,7 @@ class _QuantAnswers:
         return [EmbeddingComputeKernel.QUANT.value]
 
 
-class QuantEmbeddingBagCollectionSharder(_QuantAnswers, own.EmbeddingBagCollectionSharder, SharderAnswers):
+class QuantEmbeddingBagCollectionSharder(_QuantSharder, TorchRecSharder, own.EmbeddingBagCollectionSharder):
     """MeshRec's sharder for quantized collections.
 
     Args:
@@ -45,46 +40,10 @@ class QuantEmbeddingBagCollectionSharder(_QuantAnswers, own.EmbeddingBagCollecti
         shardable_params: must be None, because all tables are sharded.
     """
 
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: Mapping[str, Any],
-        env: ShardingEnv | None = None,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module. Collective.
-
-        Args:
-            module: quantized collection.
-            params: module plan from either library.
-            env: ranks or devices (default: all ranks).
-            device: device (default: the process group's).
-            module_fqn: ignored.
-        """
-        built = self.built(module, module_to_own(params), env, device)
-        return ShardedEmbeddingBagCollection(module, built)
+    sharded_type = ShardedEmbeddingBagCollection
 
 
-class QuantEmbeddingCollectionSharder(_QuantAnswers, own.EmbeddingCollectionSharder, SharderAnswers):
+class QuantEmbeddingCollectionSharder(_QuantSharder, TorchRecSharder, own.EmbeddingCollectionSharder):
     """Sharder for quantized collections without pooling; see ``QuantEmbeddingBagCollectionSharder``."""
 
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: Mapping[str, Any],
-        env: ShardingEnv | None = None,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """Return the sharded module. Collective.
-
-        Args:
-            module: quantized collection.
-            params: module plan from either library.
-            env: ranks or devices (default: all ranks).
-            device: device (default: the process group's).
-            module_fqn: ignored.
-        """
-        built = self.built(module, module_to_own(params), env, device)
-        return ShardedEmbeddingCollection(module, built)
+    sharded_type = ShardedEmbeddingCollection

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABCMeta
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,9 +14,11 @@ from meshrec.compat.bridge.plans import module_to_own
 from meshrec.compat.bridge.qcomms import Registry, checked_registry, precision_of
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed import sharders as own
-from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.distributed.build import ModuleParts
+from meshrec.modules import EmbeddingBagCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.in_backward import in_backward_spec
+from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -36,10 +38,36 @@ class ModuleSharder(Generic[M], metaclass=_AnySharder):
     """Type of all sharders, for annotations: ``ModuleSharder[nn.Module]``."""
 
 
-class SharderAnswers:
-    """A sharder's answers to planners. Subclasses may return fewer ``sharding_types``."""
+class TorchRecSharder:
+    """TorchRec's ``shard``, and a sharder's answers to planners. Subclasses may return fewer types."""
 
     fused_params: Any
+    sharded_type: Callable[[Any, ModuleParts], nn.Module]
+    """Class of the sharded module."""
+
+    def shard(
+        self,
+        module: TableCollection,
+        params: Mapping[str, Any],
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Return the sharded module. Collective.
+
+        Args:
+            module: collection.
+            params: module plan from either library.
+            env: ranks or devices (default: all ranks).
+            device: device (default: the process group's).
+            module_fqn: ignored.
+        """
+        plan = module_to_own(params)
+        return self.sharded_type(module, self.core_sharder(module, plan).built(module, plan, env, device))
+
+    def core_sharder(self, module: TableCollection, plan: EmbeddingModuleShardingPlan) -> Any:
+        """Return MeshRec's sharder for a module under a plan."""
+        return self
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the allowed sharding types; all by default."""
@@ -55,11 +83,36 @@ class SharderAnswers:
         """Return the table weights by table name."""
         # Quantized rows are buffers, not parameters.
         quantised = [(name, rows) for name, rows in module.named_buffers() if name.endswith(".weight")]
-        held: list[Any] = [*module.named_parameters(), *quantised]
-        return {name.split(".")[-2]: weight for name, weight in held}
+        weights: list[Any] = [*module.named_parameters(), *quantised]
+        return {name.split(".")[-2]: weight for name, weight in weights}
 
 
-class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAnswers):
+class _FusedSharder:
+    """Common base for the sharders of trained collections."""
+
+    fused_params: Any
+    optimizer: OptimizerSpec | None
+    core_type: type[own.EmbeddingBagCollectionSharder] | type[own.EmbeddingCollectionSharder]
+    """MeshRec's sharder class."""
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Registry | None = None,
+    ) -> None:
+        super().__init__(spec_of(fused_params or {}))  # type: ignore[call-arg]  # core_type's constructor
+        self.fused_params = fused_params
+        self.qcomm_codecs_registry = checked_registry(qcomm_codecs_registry)
+
+    def core_sharder(self, module: TableCollection, plan: EmbeddingModuleShardingPlan) -> Any:
+        """Return MeshRec's sharder with this plan's fused tables and wire formats."""
+        tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
+        pooled = isinstance(module, EmbeddingBagCollection)
+        precision = precision_of(self.qcomm_codecs_registry, plan, pooled=pooled)
+        return self.core_type(self.optimizer, precision=precision, tables=tables)
+
+
+class EmbeddingBagCollectionSharder(_FusedSharder, TorchRecSharder, own.EmbeddingBagCollectionSharder):
     """MeshRec's sharder with TorchRec's arguments.
 
     Args:
@@ -69,42 +122,13 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         qcomm_codecs_registry: codecs from ``get_qcomm_codecs_registry``; None: fp32.
     """
 
-    def __init__(
-        self,
-        fused_params: Mapping[str, Any] | None = None,
-        qcomm_codecs_registry: Registry | None = None,
-    ) -> None:
-        super().__init__(spec_of(fused_params or {}))
-        self.fused_params = fused_params
-        self.qcomm_codecs_registry = checked_registry(qcomm_codecs_registry)
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: Mapping[str, Any],
-        env: ShardingEnv | None = None,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module. Collective.
-
-        Args:
-            module: collection.
-            params: module plan from either library.
-            env: ranks (default: all).
-            device: device (default: the process group's).
-            module_fqn: ignored.
-        """
-        plan = module_to_own(params)
-        tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
-        precision = precision_of(self.qcomm_codecs_registry, plan, pooled=True)
-        plain = own.EmbeddingBagCollectionSharder(self.optimizer, precision=precision, tables=tables)
-        built = plain.built(module, plan, env, device)
-        return ShardedEmbeddingBagCollection(module, built)
+    core_type, sharded_type = own.EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 
 
-class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers):
+class EmbeddingCollectionSharder(_FusedSharder, TorchRecSharder, own.EmbeddingCollectionSharder):
     """MeshRec's sharder with TorchRec's arguments; see ``EmbeddingBagCollectionSharder``."""
+
+    core_type, sharded_type = own.EmbeddingCollectionSharder, ShardedEmbeddingCollection
 
     def __init__(
         self,
@@ -112,33 +136,7 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
         qcomm_codecs_registry: Registry | None = None,
         use_index_dedup: bool = False,
     ) -> None:
-        super().__init__(spec_of(fused_params or {}))
-        self.fused_params = fused_params
-        self.qcomm_codecs_registry = checked_registry(qcomm_codecs_registry)
-
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: Mapping[str, Any],
-        env: ShardingEnv | None = None,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """Return the sharded module. Collective.
-
-        Args:
-            module: collection.
-            params: module plan from either library.
-            env: ranks (default: all).
-            device: device (default: the process group's).
-            module_fqn: ignored.
-        """
-        plan = module_to_own(params)
-        tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
-        precision = precision_of(self.qcomm_codecs_registry, plan, pooled=False)
-        plain = own.EmbeddingCollectionSharder(self.optimizer, precision=precision, tables=tables)
-        built = plain.built(module, plan, env, device)
-        return ShardedEmbeddingCollection(module, built)
+        super().__init__(fused_params, qcomm_codecs_registry)
 
 
 def _fused_tables(
@@ -149,7 +147,7 @@ def _fused_tables(
     These have the compute kernel ``fused`` and no in-backward optimizer. As in TorchRec, other tables get
     ordinary gradients.
     """
-    fused, left = [], []
+    fused, unfused = [], []
     for config, weight in module.tables().values():
         placed = plan.get(config.name)
         if placed is None or in_backward_spec(weight) is not None:
@@ -160,11 +158,11 @@ def _fused_tables(
         if is_fused and placed.sharding_type is not ShardingType.DATA_PARALLEL:
             fused.append(config.name)
         else:
-            left.append(config.name)
-    if left and has_params:
+            unfused.append(config.name)
+    if unfused and has_params:
         _logger.warning(
             "the plan has the tables %s with the compute kernel 'dense': fused_params do not apply to them, "
             "they have ordinary gradients.",
-            left,
+            unfused,
         )
     return fused
