@@ -5,7 +5,7 @@ therefore accepts any input constructed in the same way. Batch sizes appear in l
 context, so that an exported program serves other batch sizes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -96,12 +96,15 @@ def _dense_context(dumped: Any) -> DenseContext:
     return DenseContext(tuple(keys), tuple(length_per_key), key_dim)
 
 
-def _register(
+def register(
     cls: type[T],
-    leaf_names: list[str],
+    leaf_names: Sequence[str],
     flatten: Callable[[T], tuple[list[Any], Any]],
     unflatten: Callable[[Iterable[Any], Any], T],
     from_dumpable: Callable[[Any], Any] | None = None,
+    *,
+    namespace: str = "meshrec",
+    flatten_spec: Callable[[T, pytree.TreeSpec], list[Any]] | None = None,
 ) -> None:
     """Register ``cls`` with torch's pytree, FX's pytree and the safe globals for torch.load.
 
@@ -111,31 +114,30 @@ def _register(
         flatten: Maps an object to (leaves, context).
         unflatten: Maps (leaves, context) to an object.
         from_dumpable: Maps the context as loaded from JSON to the context; None if there is no context.
+        namespace: Prefix of the class name in exported programs.
+        flatten_spec: Maps an object and the spec of an FX graph to leaves; None: as ``flatten``.
     """
 
     def flatten_with_keys(tensor: T) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
         leaves, context = flatten(tensor)
         return list(zip(map(pytree.GetAttrKey, leaf_names), leaves, strict=True)), context
 
-    def flatten_spec(tensor: T, spec: pytree.TreeSpec) -> list[Any]:
-        return flatten(tensor)[0]
-
     pytree.register_pytree_node(
         cls,
         flatten,
         unflatten,
-        serialized_type_name=f"meshrec.{cls.__name__}",
+        serialized_type_name=f"{namespace}.{cls.__name__}",
         to_dumpable_context=None if from_dumpable is None else list,
         from_dumpable_context=from_dumpable,
         flatten_with_keys_fn=flatten_with_keys,
     )
     # FX graph modules flatten their inputs through a registry separate from torch.utils._pytree.
-    fx_pytree.register_pytree_flatten_spec(cls, flatten_spec)
+    fx_pytree.register_pytree_flatten_spec(cls, flatten_spec or (lambda tensor, _: flatten(tensor)[0]))
     torch.serialization.add_safe_globals([cls])  # an exported program carries its example inputs
 
 
 _JAGGED = ["values", "weights", "lengths", "offsets"]
 _KEYED = [*_JAGGED, "stride_per_key_per_rank", "inverse_indices"]
-_register(JaggedTensor, _JAGGED, _flatten_jagged, _unflatten_jagged)
-_register(KeyedJaggedTensor, _KEYED, _flatten_keyed_jagged, _unflatten_keyed_jagged, _keyed_context)
-_register(KeyedTensor, ["values"], _flatten_keyed, _unflatten_keyed, _dense_context)
+register(JaggedTensor, _JAGGED, _flatten_jagged, _unflatten_jagged)
+register(KeyedJaggedTensor, _KEYED, _flatten_keyed_jagged, _unflatten_keyed_jagged, _keyed_context)
+register(KeyedTensor, ["values"], _flatten_keyed, _unflatten_keyed, _dense_context)

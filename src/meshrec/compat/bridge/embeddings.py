@@ -14,7 +14,7 @@ from meshrec import sparse
 from meshrec.compat.bridge import table_configs
 from meshrec.compat.bridge.adapted import Adapted
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from meshrec.compat.bridge.sparse.tensor_dict import maybe_td_to_kjt
+from meshrec.compat.bridge.sparse.helpers import maybe_td_to_kjt
 from meshrec.compat.bridge.virtual_tables import keys_of
 from meshrec.modules import embedding_configs, embedding_modules
 from meshrec.modules.embedding_configs import DataType, PoolingType

@@ -32,18 +32,16 @@ _COLLECTIONS = {
 _SKIPPING = _of(f"{_C}.embeddings", "mark_data_parallel_skip_grad_sync should_skip_data_parallel_grad_sync")
 _S = f"{_C}.sparse"
 _SPARSE = _of(_S, "JaggedTensor KeyedJaggedTensor KeyedTensor")
-_REGROUP = (
-    "permute_multi_embedding regroup_kts _fbgemm_permute_pooled_embs _regroup_keyed_tensors "
-    "_all_keys_used_once"
-)
+_REGROUP = ("permute_multi_embedding", "regroup_kts", "_fbgemm_permute_pooled_embs", "_regroup_keyed_tensors")
 _SPARSE_ALL = {
     **_SPARSE,
     **_of(f"{_S}.helpers", "ComputeJTDictToKJT ComputeKJTToJTDict jt_is_equal kjt_is_equal"),
     **_of(f"{_S}.pytrees", "flatten_kjt_list unflatten_kjt_list"),
-    **_of(f"{_S}.regrouping", _REGROUP),
+    **_of(f"{_S}.regrouping", "_all_keys_used_once"),
+    **dict.fromkeys(_REGROUP, f"{_S}.keyed:regrouped"),
     "_kt_regroup_arguments": f"{_S}.regrouping:kt_regroup_arguments",
     "_safe_tolist": f"{_S}.helpers:safe_tolist",
-    "_to_offsets": f"{_S}.helpers:to_offsets",
+    "_to_offsets": f"{_S}.segments:to_offsets",
     "JaggedTensorMeta": f"{_S}.kinds:Kind",
 }
 _FX = _of(f"{_C}.fx", "Tracer symbolic_trace")
@@ -107,7 +105,7 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.sparse": {},
     "torchrec.sparse.jagged_tensor": _SPARSE_ALL,
     "torchrec.sparse.jagged_tensor_validator": _of(f"{_S}.validator", "validate_keyed_jagged_tensor"),
-    "torchrec.sparse.tensor_dict": _of(f"{_S}.tensor_dict", "maybe_td_to_kjt"),
+    "torchrec.sparse.tensor_dict": _of(f"{_S}.helpers", "maybe_td_to_kjt"),
     "torchrec.fx": _FX,
     "torchrec.fx.tracer": {**_FX, **_of(f"{_C}.fx", "is_fx_tracing")},
     "torchrec.modules": {},

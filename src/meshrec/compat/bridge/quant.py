@@ -16,7 +16,7 @@ from meshrec.compat.bridge.pruning import pruned
 from meshrec.compat.bridge.quant_lookups import bag_rows, id_rows
 from meshrec.compat.bridge.quant_tables import QuantTableGroup, table_groups
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from meshrec.compat.bridge.sparse.tensor_dict import maybe_td_to_kjt
+from meshrec.compat.bridge.sparse.helpers import maybe_td_to_kjt
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.modules import embedding_modules
 from meshrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType

@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
+from meshrec.compat.bridge import finder
+from meshrec.compat.bridge.names import MODULES
 from meshrec.compat.bridge.sparse import KeyedTensor
-from meshrec.compat.bridge.sparse import regrouping as ways
 from meshrec.compat.bridge.sparse.fbgemm import register_fbgemm_operators, remove_fbgemm_operators
 
 # torch warns of the end of TorchScript; TorchRec's programs use it.
@@ -21,10 +22,11 @@ def tensors() -> list[KeyedTensor]:
 
 
 @pytest.mark.parametrize(
-    "way", [KeyedTensor.regroup, ways.regroup_kts, ways.permute_multi_embedding, ways._regroup_keyed_tensors]
+    "name",
+    ["regroup_kts", "permute_multi_embedding", "_regroup_keyed_tensors", "_fbgemm_permute_pooled_embs"],
 )
-def test_every_way_gives_the_same(way):
-    kts = tensors()
+def test_every_name_regroups(name):
+    way, kts = finder._resolve(MODULES["torchrec.sparse.jagged_tensor"][name]), tensors()
     expected = [torch.cat([kts[0]["a"], kts[1]["c"]], 1), torch.cat([kts[0]["b"], kts[0]["a"]], 1)]
     for found, group in zip(way(kts, GROUPS), expected, strict=True):
         assert torch.equal(found, group)

@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.sparse.counts import to_offsets
 from meshrec.compat.bridge.sparse.keyed import regrouped_values
 from meshrec.compat.bridge.sparse.regrouping import kt_regroup_arguments
+from meshrec.compat.bridge.sparse.segments import to_offsets
 
 
 def _regroup_keyed_tensor(

@@ -1,5 +1,6 @@
-"""TorchRec's helpers for sparse types: conversion modules and comparisons."""
+"""TorchRec's helpers for sparse types: conversions and comparisons."""
 
+import sys
 from typing import Any
 
 import torch
@@ -10,17 +11,13 @@ from meshrec.compat.bridge.sparse.keyed_jagged import KeyedJaggedTensor
 
 torch.fx.wrap("jt_is_equal")
 torch.fx.wrap("kjt_is_equal")
+torch.fx.wrap("maybe_td_to_kjt")
 
 
 def safe_tolist(tensor: Tensor) -> list[int]:
     """Return the values as a list."""
     values: list[int] = tensor.tolist()
     return values
-
-
-def to_offsets(lengths: Tensor) -> Tensor:
-    """Convert lengths [n] to offsets [n + 1]."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(lengths.dtype)])
 
 
 class ComputeKJTToJTDict(nn.Module):
@@ -37,6 +34,29 @@ class ComputeJTDictToKJT(nn.Module):
     def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
         """Concatenate JaggedTensors to a KeyedJaggedTensor."""
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
+
+
+def maybe_td_to_kjt(features: KeyedJaggedTensor, keys: list[str] | None = None) -> KeyedJaggedTensor:
+    """Convert a TensorDict with jagged nested tensors to a KeyedJaggedTensor. Return other objects unchanged.
+
+    Args:
+        features: TensorDict or KeyedJaggedTensor.
+        keys: TensorDict entries to use, in order; None: all.
+    """
+    if not torch.jit.is_scripting():
+        # Not imported here: an input can only be a TensorDict if the program has imported the package.
+        package = sys.modules.get("tensordict")
+        if package is not None and isinstance(features, package.TensorDict):
+            names = list(features.keys()) if keys is None else keys
+            bags = [features[name] for name in names]
+            return KeyedJaggedTensor(
+                names,
+                torch.cat([bag._values for bag in bags]),
+                lengths=torch.cat(
+                    [bag.offsets().diff() if bag._lengths is None else bag._lengths for bag in bags]
+                ),
+            )
+    return features
 
 
 def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:

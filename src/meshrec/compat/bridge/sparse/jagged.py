@@ -3,16 +3,77 @@
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.sparse.counts import to_lengths, to_offsets
-from meshrec.compat.bridge.sparse.kinds import AssertedError, Kind, is_traced
+from meshrec.compat.bridge.sparse.kinds import AssertedError, Kind, is_traced, with_methods_of
 from meshrec.compat.bridge.sparse.printing import jagged_text
+from meshrec.compat.bridge.sparse.segments import to_lengths, to_offsets
 from meshrec.sparse import jagged_tensor as own
 
 torch.fx.wrap("masked")
 torch.fx.wrap("counting")
 
 
-class JaggedTensor(own.JaggedTensor, metaclass=Kind):
+class JaggedParts:
+    """Tensors of a JaggedTensor or KeyedJaggedTensor. TorchScript compiles the methods into both."""
+
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor | None
+    _offsets: Tensor | None
+
+    def device(self) -> torch.device:
+        """Return the values' device."""
+        return self._values.device
+
+    def values(self) -> Tensor:
+        """Return all values [N, ...], key after key, bag after bag."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Return the weight per value.
+
+        Raises:
+            AssertedError: there are no weights.
+        """
+        weights = self._weights
+        if weights is None:
+            if not torch.jit.is_scripting():
+                raise AssertedError("this tensor has no weights; weights_or_none() tells without error")
+            raise RuntimeError("this tensor has no weights; weights_or_none() tells without error")
+        return weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return the weight per value; None without weights."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the bag lengths [B], key after key."""
+        lengths, offsets = self._lengths, self._offsets
+        if lengths is None:
+            assert offsets is not None
+            lengths = to_lengths(offsets)
+            self._lengths = lengths
+        return lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Return the lengths if given or already computed."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return the bag boundaries [B + 1]."""
+        lengths, offsets = self._lengths, self._offsets
+        if offsets is None:
+            assert lengths is not None
+            offsets = to_offsets(lengths)
+            self._offsets = offsets
+        return offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Return the offsets if given or already computed."""
+        return self._offsets
+
+
+@with_methods_of(JaggedParts)
+class JaggedTensor(JaggedParts, own.JaggedTensor, metaclass=Kind):
     """Batch of variable-length bags. As in TorchRec, the constructor only checks dtypes.
 
     Args:
@@ -79,12 +140,9 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
             weights_dtype: dtype of the weights (default: torch's default dtype).
             lengths_dtype: dtype of lengths and offsets.
         """
-        weights: Tensor | None = None
-        if is_weighted:
-            weights = torch.empty(0, dtype=weights_dtype, device=device)
         return JaggedTensor(
             values=torch.empty(0, dtype=values_dtype, device=device),
-            weights=weights,
+            weights=torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
             lengths=torch.empty(0, dtype=lengths_dtype, device=device),
             offsets=torch.empty(0, dtype=lengths_dtype, device=device),
         )
@@ -169,42 +227,6 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
             return None
         return padded(weights, self.lengths(), self.offsets(), desired_length, padding_value)
 
-    def device(self) -> torch.device:
-        """Return the values' device."""
-        return self._values.device
-
-    def values(self) -> Tensor:
-        """Return all values [N, ...] in bag order."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """Return the weight per value."""
-        return weights_of(self._weights)
-
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weight per value; None without weights."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """Return the bag lengths [B]."""
-        lengths = either_lengths(self._lengths, self._offsets)
-        self._lengths = lengths
-        return lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if given or already computed."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Return the bag boundaries [B + 1]."""
-        offsets = either_offsets(self._lengths, self._offsets)
-        self._offsets = offsets
-        return offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if given or already computed."""
-        return self._offsets
-
     def to(self, device: torch.device, non_blocking: bool = False) -> "JaggedTensor":
         """Return a copy on another device."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
@@ -229,35 +251,6 @@ def check_counts(lengths: Tensor | None, offsets: Tensor | None) -> None:
             and (counts.is_floating_point() or counts.dtype is torch.bool)
         ):
             raise AssertedError(f"{name} must be integers, got {counts.dtype}. Convert them with .long().")
-
-
-def weights_of(weights: Tensor | None) -> Tensor:
-    """Return the weights.
-
-    Raises:
-        AssertedError: the weights are None.
-    """
-    if weights is None:
-        if not torch.jit.is_scripting():
-            raise AssertedError("this tensor has no weights; weights_or_none() tells without error")
-        raise RuntimeError("this tensor has no weights; weights_or_none() tells without error")
-    return weights
-
-
-def either_lengths(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Return the lengths, computed from the offsets if missing."""
-    if lengths is None:
-        assert offsets is not None
-        lengths = to_lengths(offsets)
-    return lengths
-
-
-def either_offsets(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Return the offsets, computed from the lengths if missing."""
-    if offsets is None:
-        assert lengths is not None
-        offsets = to_offsets(lengths)
-    return offsets
 
 
 def copy_part(target: Tensor | None, source: Tensor | None, non_blocking: bool) -> None:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.sparse.counts import running_sum
 from meshrec.compat.bridge.sparse.kinds import AssertedError, Kind, is_traced
 from meshrec.compat.bridge.sparse.printing import keyed_text
+from meshrec.compat.bridge.sparse.segments import positions_of, running_sum
 from meshrec.sparse import keyed_tensor as own
 
 torch.fx.wrap("regrouped")
@@ -112,11 +112,9 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         given = self._index_per_key
         if given is not None:
             return given
-        index: dict[str, int] = {}
-        for i, key in enumerate(self._keys):
-            index[key] = i
-        self._index_per_key = index
-        return index
+        positions = positions_of(self._keys)
+        self._index_per_key = positions
+        return positions
 
     def __getitem__(self, key: str) -> Tensor:
         """Return a key's slice as a view."""
@@ -206,9 +204,9 @@ def regrouped_values(
     """
     pieces: dict[str, Tensor] = {}
     for i in range(len(values)):
-        cut = torch.split(values[i], lengths[i], dim=dim)
+        parts = torch.split(values[i], lengths[i], dim=dim)
         for j in range(len(keys[i])):
-            pieces[keys[i][j]] = cut[j]
+            pieces[keys[i][j]] = parts[j]
     grouped: list[Tensor] = []
     for group in groups:
         grouped.append(torch.cat([pieces[key] for key in group], dim=dim))

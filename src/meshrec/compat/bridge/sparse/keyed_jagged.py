@@ -5,12 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.sparse.exchange import received
-from meshrec.compat.bridge.sparse.jagged import JaggedTensor, check_counts, copy_part
+from meshrec.compat.bridge.sparse.jagged import JaggedParts, JaggedTensor, check_counts, copy_part
 from meshrec.compat.bridge.sparse.keyed_parts import KeyedParts
-from meshrec.compat.bridge.sparse.kinds import Kind, is_traced
+from meshrec.compat.bridge.sparse.kinds import Kind, is_traced, with_methods_of
 from meshrec.compat.bridge.sparse.printing import keyed_jagged_text
-from meshrec.compat.bridge.sparse.rearranging import permuted_segments
+from meshrec.compat.bridge.sparse.segments import permuted_segments, received
 from meshrec.sparse import keyed_jagged_tensor as own
 
 torch.fx.wrap("concatenated")
@@ -18,7 +17,8 @@ torch.fx.wrap("empty_of_stride")
 torch.fx.wrap("empty_on")
 
 
-class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
+@with_methods_of(KeyedParts, JaggedParts)
+class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclass=Kind):
     """Bags for several features; ``meshrec.sparse.KeyedJaggedTensor`` documents the arguments.
 
     As in TorchRec, the constructor only checks dtypes. ``validate`` and ``jagged_tensor_validator`` check
@@ -96,7 +96,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         # MeshRec's own name of it.
         return self._stride_per_key_per_rank
 
-    # It stands here because TorchScript learns of torch.dtype by the annotation of an argument.
+    # First among the methods: TorchScript learns of torch.dtype from the annotation of an argument.
     @staticmethod
     def empty(
         is_weighted: bool = False,
@@ -114,10 +114,8 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
             weights_dtype: dtype of the weights (default: torch's default dtype).
             lengths_dtype: dtype of the lengths.
         """
-        weights: Tensor | None = None
-        if is_weighted:
-            weights = torch.empty(0, dtype=weights_dtype, device=device)
         values = torch.empty(0, dtype=values_dtype, device=device)
+        weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         keys = torch.jit.annotate(list[str], [])
         return KeyedJaggedTensor._made(keys, values, weights, lengths, None, 0, None, None, None)
@@ -181,7 +179,8 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         length_per_key: list[int] | None,
         inverse_indices: tuple[list[str], Tensor] | None,
     ) -> "KeyedJaggedTensor":
-        # In methods TorchScript knows no defaults, nor this function, of the class that it is compiling.
+        # All arguments, because TorchScript ignores the defaults of a class while it compiles its methods.
+        # Its instance methods cannot call this function either, so they repeat it.
         return KeyedJaggedTensor(
             keys=keys,
             values=values,
@@ -220,9 +219,8 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
             stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
             inverse_indices: keys and bag index per key and sample [K, B].
         """
-        strides = stride_per_key_per_rank
         return KeyedJaggedTensor._made(
-            keys, values, weights, None, offsets, stride, strides, None, inverse_indices
+            keys, values, weights, None, offsets, stride, stride_per_key_per_rank, None, inverse_indices
         ).sync()
 
     @staticmethod
@@ -246,9 +244,8 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
             stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
             inverse_indices: keys and bag index per key and sample [K, B].
         """
-        strides = stride_per_key_per_rank
         return KeyedJaggedTensor._made(
-            keys, values, weights, lengths, None, stride, strides, None, inverse_indices
+            keys, values, weights, lengths, None, stride, stride_per_key_per_rank, None, inverse_indices
         ).sync()
 
     @staticmethod
@@ -267,9 +264,9 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
             values.append(jt.values())
             lengths.append(jt.lengths())
             strides.append(jt.lengths().numel())
-            given = jt.weights_or_none()
-            if given is not None:
-                weights.append(given)
+            jt_weights = jt.weights_or_none()
+            if jt_weights is not None:
+                weights.append(jt_weights)
         assert len(weights) in (0, len(values)), "give weights to all keys or none"
         variable: Tensor | None = None
         if force_variable_stride or max(strides) > min(strides):
@@ -476,20 +473,17 @@ def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         keys += kjt.keys()
         values.append(kjt.values())
         lengths.append(kjt.lengths())
-        given, known, inverse = (
-            kjt.weights_or_none(),
-            kjt.length_per_key_or_none(),
-            kjt.inverse_indices_or_none(),
-        )
-        if given is not None:
-            weights.append(given)
+        kjt_weights, kjt_counts = kjt.weights_or_none(), kjt.length_per_key_or_none()
+        inverse = kjt.inverse_indices_or_none()
+        if kjt_weights is not None:
+            weights.append(kjt_weights)
         variable = kjt._stride_per_key_per_rank
         if variable is not None:
             strides.append(variable)
-        if known is None:
+        if kjt_counts is None:
             are_counted = False
         else:
-            counts += known
+            counts += kjt_counts
         if inverse is not None:
             inverse_keys += inverse[0]
             inverses.append(inverse[1])

@@ -1,25 +1,26 @@
 """KeyedJaggedTensor fields, and host-side counts that are computed once."""
 
-import inspect
-
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.sparse.counts import counts_between, running_sum
-from meshrec.compat.bridge.sparse.exchange import sums_of
-from meshrec.compat.bridge.sparse.jagged import JaggedTensor, either_lengths, either_offsets, weights_of
-from meshrec.compat.bridge.sparse.rearranging import split_bags
+from meshrec.compat.bridge.sparse.jagged import JaggedTensor
+from meshrec.compat.bridge.sparse.segments import (
+    counts_between,
+    positions_of,
+    running_sum,
+    split_bags,
+    sums_of,
+)
 from meshrec.sparse.counting import count_per_key
 
 
 class KeyedParts:
-    """KeyedJaggedTensor methods that do not refer to the class. TorchScript compiles them into it."""
+    """KeyedJaggedTensor methods that do not refer to the class. TorchScript compiles them into it.
+
+    The class is also a ``JaggedParts``.
+    """
 
     _keys: list[str]
-    _values: Tensor
-    _weights: Tensor | None
-    _lengths: Tensor | None
-    _offsets: Tensor | None
     _stride: int | None
     _stride_per_key_per_rank: Tensor | None
     _stride_per_key: list[int] | None
@@ -30,51 +31,9 @@ class KeyedParts:
     _jt_dict: dict[str, JaggedTensor] | None
     _inverse_indices: tuple[list[str], Tensor] | None
 
-    def __init_subclass__(cls) -> None:
-        # TorchScript ignores inherited methods, so they are copied into the subclass.
-        for name, method in vars(KeyedParts).items():
-            if inspect.isfunction(method) and name not in vars(cls):
-                setattr(cls, name, method)
-
-    def device(self) -> torch.device:
-        """Return the values' device."""
-        return self._values.device
-
     def keys(self) -> list[str]:
         """Return the feature names in order."""
         return self._keys
-
-    def values(self) -> Tensor:
-        """Return all values [N, ...], key-major, then by bag."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """Return the weight per value."""
-        return weights_of(self._weights)
-
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weight per value; None without weights."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """Return the bag lengths, key-major."""
-        lengths = either_lengths(self._lengths, self._offsets)
-        self._lengths = lengths
-        return lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if given or already computed."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Return the bag boundaries."""
-        offsets = either_offsets(self._lengths, self._offsets)
-        self._offsets = offsets
-        return offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if given or already computed."""
-        return self._offsets
 
     def stride(self) -> int:
         """Return the number of bags per key.
@@ -147,11 +106,9 @@ class KeyedParts:
         given = self._index_per_key
         if given is not None:
             return given
-        index: dict[str, int] = {}
-        for i, key in enumerate(self._keys):
-            index[key] = i
-        self._index_per_key = index
-        return index
+        positions = positions_of(self._keys)
+        self._index_per_key = positions
+        return positions
 
     def length_per_key(self) -> list[int]:
         """Return the value count per key. The first call synchronizes with the device."""
@@ -212,9 +169,9 @@ class KeyedParts:
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return all bags by key, as views. The dict is cached unless the weights require gradients."""
-        known = self._jt_dict
-        if known is not None:
-            return known
+        cached = self._jt_dict
+        if cached is not None:
+            return cached
         result: dict[str, JaggedTensor] = {}
         weights, counts = self._weights, self.length_per_key()
         if len(counts) > 0:

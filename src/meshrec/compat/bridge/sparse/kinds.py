@@ -1,13 +1,14 @@
 """Common base for the three types: construction, instance checks against MeshRec's types, and errors."""
 
+import inspect
 from abc import ABCMeta
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from torch.fx._symbolic_trace import (
-    ProxyableClassMeta,
-    is_fx_symbolic_tracing,
-)
+from torch.fx._symbolic_trace import ProxyableClassMeta, is_fx_symbolic_tracing
+
+C = TypeVar("C", bound=type)
 
 
 class AssertedError(AssertionError, ValueError):
@@ -32,3 +33,19 @@ class Kind(ABCMeta, ProxyableClassMeta):
 def is_traced() -> bool:
     """Return whether torch.compile or torch.jit.trace is recording, so that values are placeholders."""
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[no-untyped-call]
+
+
+def with_methods_of(*bases: type) -> Callable[[C], C]:
+    """Return a class decorator that copies the methods of ``bases`` into the class.
+
+    TorchScript compiles only the methods in a class, not inherited methods.
+    """
+
+    def copied(cls: C) -> C:
+        for base in bases:
+            for name, method in vars(base).items():
+                if inspect.isfunction(method) and name not in vars(cls):
+                    setattr(cls, name, method)
+        return cls
+
+    return copied

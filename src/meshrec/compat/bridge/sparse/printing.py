@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from meshrec.sparse.printing import format_shapes, is_readable
+from meshrec.sparse.printing import format_per_key, format_shapes, is_readable
 
 if TYPE_CHECKING:
     from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -49,12 +49,12 @@ def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
     offsets, bags = kjt.offsets().tolist(), kjt.lengths_offset_per_key()
     texts = []
     for first, last in pairwise(bags):
-        own = offsets[first : last + 1]
-        text = _bags(kjt._values, own)
+        bounds = offsets[first : last + 1]
+        text = _bags(kjt._values, bounds)
         if kjt._weights is not None:
-            text = f'{{\n        "values": {text},\n        "weights": {_bags(kjt._weights, own)}\n    }}'
+            text = f'{{\n        "values": {text},\n        "weights": {_bags(kjt._weights, bounds)}\n    }}'
         texts.append(text)
-    return _keyed("KeyedJaggedTensor", kjt._keys, texts)
+    return format_per_key("KeyedJaggedTensor", kjt._keys, texts) + "\n"
 
 
 def keyed_text(kt: "KeyedTensor") -> str:
@@ -64,12 +64,7 @@ def keyed_text(kt: "KeyedTensor") -> str:
     if not is_readable(kt._values):
         return format_shapes("KeyedTensor", keys=kt._keys, values=kt._values)
     pieces = kt._values.split(kt._length_per_key, dim=kt._key_dim)
-    return _keyed("KeyedTensor", kt._keys, [str(piece.tolist()) for piece in pieces])
-
-
-def _keyed(name: str, keys: Sequence[str], texts: Sequence[str]) -> str:
-    lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, texts, strict=True))
-    return f"{name}({{\n{lines}\n}})\n"
+    return format_per_key("KeyedTensor", kt._keys, [str(piece.tolist()) for piece in pieces]) + "\n"
 
 
 def _bags(values: Tensor, offsets: Sequence[int]) -> str:

@@ -1,16 +1,16 @@
 """Pytree registration for the three types, with the tensors as leaves."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
 from meshrec.compat.bridge.sparse.jagged import JaggedTensor
 from meshrec.compat.bridge.sparse.keyed import KeyedTensor, regrouped
 from meshrec.compat.bridge.sparse.keyed_jagged import KeyedJaggedTensor
+from meshrec.sparse import pytrees
 
 
 class KJTContext(NamedTuple):
@@ -99,41 +99,21 @@ def unflatten_kjt_list(
     ]
 
 
-def _register(
-    cls: type, fields: Sequence[str], flatten: Any, unflatten: Any, flatten_as: Any, context: Any
-) -> None:
-    def with_keys(tensor: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
-        leaves, kept = flatten(tensor)
-        return list(zip(map(pytree.GetAttrKey, fields), leaves, strict=True)), kept
-
-    pytree.register_pytree_node(
-        cls,
-        flatten,
-        unflatten,
-        # TorchRec's name, so that exported programs load in either library.
-        serialized_type_name=f"torchrec.sparse.jagged_tensor.{cls.__name__}",
-        to_dumpable_context=None if context is None else list,
-        from_dumpable_context=None if context is None else lambda dumped: context(*dumped),
-        flatten_with_keys_fn=with_keys,
-    )
-    fx_pytree.register_pytree_flatten_spec(cls, flatten_as)
-    torch.serialization.add_safe_globals([cls])  # an exported program carries its example inputs
-
-
-_register(
-    JaggedTensor,
-    JaggedTensor._fields,
-    _flatten_jagged,
-    _unflatten_jagged,
-    lambda jt, _: _flatten_jagged(jt)[0],
-    None,
-)
-_register(
+# TorchRec's class names, so that exported programs load in either library.
+register = functools.partial(pytrees.register, namespace="torchrec.sparse.jagged_tensor")
+register(JaggedTensor, JaggedTensor._fields, _flatten_jagged, _unflatten_jagged)
+register(
     KeyedJaggedTensor,
     KeyedJaggedTensor._fields,
     _flatten_keyed_jagged,
     _unflatten_keyed_jagged,
-    lambda kjt, _: _flatten_keyed_jagged(kjt)[0],
-    KJTContext,
+    lambda context: KJTContext(*context),
 )
-_register(KeyedTensor, ["_values"], _flatten_keyed, _unflatten_keyed, _flatten_keyed_as, KTContext)
+register(
+    KeyedTensor,
+    ["_values"],
+    _flatten_keyed,
+    _unflatten_keyed,
+    lambda context: KTContext(*context),
+    flatten_spec=_flatten_keyed_as,
+)

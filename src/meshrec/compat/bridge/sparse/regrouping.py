@@ -1,39 +1,16 @@
-"""TorchRec's older regrouping functions. All return the result of ``KeyedTensor.regroup``."""
+"""FBGEMM's regroup arguments, and a check of regroup's keys."""
 
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.sparse.counts import running_sum
-from meshrec.compat.bridge.sparse.keyed import KeyedTensor, regrouped
-
-torch.fx.wrap("regroup_kts")
-torch.fx.wrap("permute_multi_embedding")
-torch.fx.wrap("_fbgemm_permute_pooled_embs")
-torch.fx.wrap("_regroup_keyed_tensors")
+from meshrec.compat.bridge.sparse.keyed import KeyedTensor
+from meshrec.compat.bridge.sparse.segments import running_sum
 
 _WIDTH = 6  # columns per slice: see kt_regroup_arguments
 
 
-def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    """Return ``KeyedTensor.regroup(keyed_tensors, groups)``."""
-    return regrouped(keyed_tensors, groups)
-
-
-def permute_multi_embedding(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    """Return ``KeyedTensor.regroup(keyed_tensors, groups)``."""
-    return regrouped(keyed_tensors, groups)
-
-
-def _fbgemm_permute_pooled_embs(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    return regrouped(keyed_tensors, groups)
-
-
-def _regroup_keyed_tensors(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    return regrouped(keyed_tensors, groups)
-
-
 def _all_keys_used_once(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> bool:
-    keys = [key for each in keyed_tensors for key in each.keys()]  # noqa: SIM118 - a KeyedTensor is no dict
+    keys = [key for kt in keyed_tensors for key in kt.keys()]  # noqa: SIM118 - a KeyedTensor is no dict
     used = [key for group in groups for key in group]
     return len(set(keys)) == len(set(used)) == len(keys) == len(used)
 
@@ -55,11 +32,11 @@ def kt_regroup_arguments(
             chain is positive, the next ones are negative, and the last is -P. Then input and output widths as
             tensors, and output widths as a list.
     """
-    places: dict[str, tuple[int, int, int]] = {}
+    slices: dict[str, tuple[int, int, int]] = {}
     for i in range(len(keys)):
         starts = running_sum(key_lengths[i])
         for j in range(len(keys[i])):
-            places[keys[i][j]] = (i, starts[j], key_lengths[i][j])
+            slices[keys[i][j]] = (i, starts[j], key_lengths[i][j])
     pieces: list[list[int]] = []
     widths: list[int] = []
     last: dict[str, int] = {}
@@ -67,7 +44,7 @@ def kt_regroup_arguments(
     for output in range(len(groups)):
         start = 0
         for key in groups[output]:
-            source, first, width = places[key]
+            source, first, width = slices[key]
             link = 0
             if key in last:
                 before = last[key]
