@@ -1,4 +1,4 @@
-"""Run all benchmarks, or those named: `python -m benchmarks [tbe] [import] [--only PART] [--quick]`."""
+"""Run all benchmarks, or those named: `python -m benchmarks [tbe] [nbit] [--only PART] [--quick]`."""
 
 import argparse
 import importlib
@@ -16,10 +16,6 @@ BENCHES = {
     "hashed_step": "hashed_step",
     "file_rows": "file_rows",
     "planner": "planner",
-    "checkpoint": "checkpoint",
-    "data": "reading",
-    "default_model": "default_model",
-    "import": "import_time",
     "serve": "serve",
     "serve_hostile": "serve_hostile",
     "wire": "wire",
@@ -36,7 +32,7 @@ def parse() -> argparse.Namespace:
         action="append",
         help="what of dlrm_step, serve_hostile or planner has a name that contains this",
     )
-    parser.add_argument("--part", action="append", help="a part of dlrm_step, hashed_step or file_rows")
+    parser.add_argument("--part", action="append", help="a part of hashed_step or file_rows")
     parser.add_argument("--quick", action="store_true", help="few rounds: noisier")
     parser.add_argument("--tiny", action="store_true", help="tiny tables: only tries the benches themselves")
     arguments = parser.parse_args()

@@ -43,12 +43,8 @@ class Inputs(NamedTuple):
     labels: Tensor
 
 
-class Trainee(NamedTuple):
-    """A model in training. ``step`` trains on a batch and returns its loss."""
-
-    step: Callable[[Inputs], Tensor]
-    table_bytes: int = 0
-    """Bytes of this rank's tables with their optimizer state, for libraries that tell."""
+Step = Callable[[Inputs], Tensor]
+"""Trains on a batch and returns its loss."""
 
 
 def make_inputs(shape: Shape, number: int, rank: int | None = None) -> Inputs:
@@ -76,7 +72,7 @@ def keyed(shape: Shape) -> list[str]:
     return [f"f{number}" for number in range(shape.num_tables)]
 
 
-def build(library: str, kind: str, shape: Shape) -> Trainee:
+def build(library: str, kind: str, shape: Shape) -> Step:
     """Build a library's model with its tables sharded as ``kind`` says; in bf16 if it ends in `BF16`."""
     bf16, kind = kind.endswith(BF16), kind.removesuffix(BF16)
     if kind == "mlps":
@@ -108,7 +104,7 @@ def plan_tables(kind: str, shape: Shape, num_ranks: int) -> "EmbeddingModuleShar
     )
 
 
-def _meshrec(kind: str, shape: Shape, *, bf16: bool) -> Trainee:
+def _meshrec(kind: str, shape: Shape, *, bf16: bool) -> Step:
     from meshrec import distributed as md
     from meshrec.model_parallel import DistributedModelParallel
     from meshrec.models import DLRM
@@ -143,16 +139,10 @@ def _meshrec(kind: str, shape: Shape, *, bf16: bool) -> Trainee:
         features = KeyedJaggedTensor(keyed(shape), inputs.ids, offsets=inputs.offsets)
         return _train(dmp, optimizer, inputs, features, bf16=bf16)
 
-    state = [
-        part
-        for table in sharded.fused_optimizer.tables.values()
-        for slot in table.state.values()
-        for part in ([slot] if isinstance(slot, Tensor) else getattr(slot, "parts", ()))
-    ]
-    return Trainee(step, sum(tensor.nbytes for tensor in [*sharded.parameters(), *state]))
+    return step
 
 
-def _torchrec(kind: str, shape: Shape, *, bf16: bool) -> Trainee:
+def _torchrec(kind: str, shape: Shape, *, bf16: bool) -> Step:
     import warnings
 
     warnings.simplefilter("ignore")
@@ -211,7 +201,7 @@ def _torchrec(kind: str, shape: Shape, *, bf16: bool) -> Trainee:
         )
         return _train(dmp, optimizer, inputs, features, bf16=bf16)
 
-    return Trainee(step)
+    return step
 
 
 class _PlainTables(nn.Module):
@@ -288,21 +278,21 @@ class _OurDenseModel(nn.Module):
         return self.over_arch(self.inter_arch(self.dense_arch(dense), self.tables(inputs)))
 
 
-def _plain(kind: str, shape: Shape, *, bf16: bool) -> Trainee:
+def _plain(kind: str, shape: Shape, *, bf16: bool) -> Step:
     model = nn.parallel.DistributedDataParallel(_PlainModel(shape, _PlainTables(shape)))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR, fused=True)
-    return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs, bf16=bf16))
+    return lambda inputs: _train(model, optimizer, inputs, inputs, bf16=bf16)
 
 
-def _dense(library: str, shape: Shape, *, bf16: bool) -> Trainee:
+def _dense(library: str, shape: Shape, *, bf16: bool) -> Step:
     """Build the dense part without a process group: no sharding can be faster than it."""
     build_model = _OurDenseModel if library == "meshrec" else _PlainModel
     model = build_model(shape, _NoTables(shape))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR, fused=True)
-    return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs, bf16=bf16))
+    return lambda inputs: _train(model, optimizer, inputs, inputs, bf16=bf16)
 
 
-def _mlps(shape: Shape) -> Trainee:
+def _mlps(shape: Shape) -> Step:
     """Build only the MLPs, with weights and activations in bf16, and without loss and optimizer."""
     model = _PlainModel(shape, nn.Identity()).to(torch.bfloat16)
     vectors = torch.rand(shape.batch, model.top[0][0].in_features, dtype=torch.bfloat16).requires_grad_()
@@ -315,7 +305,7 @@ def _mlps(shape: Shape) -> Trainee:
         loss.backward()
         return loss
 
-    return Trainee(step)
+    return step
 
 
 def _train(

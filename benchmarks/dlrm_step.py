@@ -8,23 +8,18 @@ take turns.
 """
 
 import contextlib
-import gc
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.dlrm_contenders import BF16, TINY, Inputs, Shape, Trainee, build, make_inputs
-from benchmarks.dlrm_phases import compared, measure_phases, measure_profile
+from benchmarks.dlrm_contenders import BF16, TINY, Inputs, Shape, Step, build, make_inputs
 from benchmarks.harness import Bar, Effort, Result, table
-from meshrec.planner.measured import Comparison, PhaseTime
 from meshrec.testing.rank_pool import RankPool
 
 OUR_DENSE, PLAIN_DENSE = "meshrec dense alone", "plain dense alone"
@@ -48,13 +43,11 @@ GROUPS = [
     [OUR_DENSE, PLAIN_DENSE, "plain DDP"],
     [*DENSE, TABLE_WISE + BF16, "torchrec table_wise" + BF16, "torchrec table_wise"],
 ]
-PARTS = ("speed", "memory", "phases")
 _WARM_UP = 3
 _SECONDS_PER_ROUND = 1.0
-_PHASE_ROUNDS = 4
 
 
-_prepared: list[tuple[Callable[[Inputs], Tensor], list[Inputs]]] = []
+_prepared: list[tuple[Step, list[Inputs]]] = []
 """The contender of one rank, with its batches."""
 
 
@@ -74,62 +67,12 @@ class Round(NamedTuple):
     sent_bytes: list[int]
 
 
-class Memory(NamedTuple):
-    """Memory of one rank's process, in bytes."""
-
-    peak: int
-    """Peak above the memory of the process before the model was built."""
-    tables: int
-    """The rank's part of the tables and of their optimizer state."""
-
-
-@dataclass
-class Found:
-    """All measurements by contender and rank; step times also by group."""
-
-    groups: list[dict[str, list[Measured]]] = field(default_factory=list)
-    memory: dict[str, list[Memory]] = field(default_factory=dict)
-    phases: dict[str, list[Comparison]] = field(default_factory=dict)
-
-
-def run(
-    effort: Effort, *, tiny: bool = False, only: Sequence[str] = (), parts: Sequence[str] = PARTS
-) -> Result:
+def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Result:
     """Verify, time and compare with the bars. ``only``: names, or parts of names, of contenders."""
     shape = TINY if tiny else Shape()
-    found = Found()
-    groups = _chosen(only)
-    if "speed" in parts:
-        found.groups = [_timed(group, shape, effort) for group in groups]
-    _verify({name: measured for group in found.groups for name, measured in group.items()})
-    if "memory" in parts:
-        for name in sorted({name for group in groups for name in group} - {*DENSE}):
-            with RankPool(2, timeout_seconds=900) as pool:
-                found.memory[name] = pool.run(measure_memory, name, shape)
-    if "phases" in parts and not tiny:
-        found.phases = _phases([name for group in groups for name in group], shape)
-    return _report(found)
-
-
-def _phases(names: Sequence[str], shape: Shape) -> dict[str, list[Comparison]]:
-    """Compare the planner's predictions with measured phases, for our contenders."""
-    ours = [
-        name
-        for name in names
-        if name.startswith("meshrec ") and name not in DENSE and not name.endswith(BF16)
-    ]
-    times: dict[str, list[PhaseTime]] = {name: [] for name in ours}
-    with RankPool(2, timeout_seconds=900) as pool:
-        # In rounds, half of them before the machine is measured: what else it does falls on all of them.
-        for number in range(_PHASE_ROUNDS):
-            if number == _PHASE_ROUNDS // 2:
-                profile = pool.run(measure_profile)[0]
-            for name in ours:
-                for rank in pool.run(measure_phases, name.removeprefix("meshrec "), shape):
-                    times[name] += rank
-    return {
-        name: compared(name.removeprefix("meshrec "), shape, profile, taken) for name, taken in times.items()
-    }
+    groups = [_timed(group, shape, effort) for group in _selected(only)]
+    _verify({name: measured for group in groups for name, measured in group.items()})
+    return _report(groups)
 
 
 def _timed(group: Sequence[str], shape: Shape, effort: Effort) -> dict[str, list[Measured]]:
@@ -154,7 +97,7 @@ def _timed(group: Sequence[str], shape: Shape, effort: Effort) -> dict[str, list
     }
 
 
-def _chosen(only: Sequence[str]) -> list[list[str]]:
+def _selected(only: Sequence[str]) -> list[list[str]]:
     """Return the groups of contenders that are wanted and installed, each with its dense part."""
     known = names = {name for group in GROUPS for name in group}
     if importlib.util.find_spec("torchrec") is None:
@@ -170,7 +113,7 @@ def _chosen(only: Sequence[str]) -> list[list[str]]:
 def prepare(name: str, shape: Shape) -> list[float]:
     """Build the model on every rank and take three steps; return their losses."""
     batches = [make_inputs(shape, number) for number in range(4)]
-    step, losses = _built(name, shape).step, []
+    step, losses = _built(name, shape), []
     for batch in batches[:_WARM_UP]:
         loss = step(batch).detach()
         dist.all_reduce(loss)
@@ -197,29 +140,9 @@ def time_round(calls: int) -> Round:
     return Round(times, sent)
 
 
-def measure_memory(name: str, shape: Shape) -> Memory:
-    """Measure the peak memory of building the model and of some steps, in new processes."""
-    small = _built(name, TINY)
-    small.step(make_inputs(TINY, 0))  # an idle rank has imported, and started, what the first step needs
-    del small
-    gc.collect()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _resident("VmRSS")
-    trainee = _built(name, shape)
-    for number in range(4):
-        trainee.step(make_inputs(shape, number))
-    return Memory(_resident("VmHWM") - before, trainee.table_bytes)
-
-
-def _built(name: str, shape: Shape) -> Trainee:
+def _built(name: str, shape: Shape) -> Step:
     library = next(each for each in ("meshrec", "torchrec", "plain") if name.startswith(each))
     return build(library, name.removeprefix(library).strip(), shape)
-
-
-def _resident(field_name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field_name)))
 
 
 def _bytes_sent() -> int:
@@ -256,9 +179,9 @@ def _verify(measured: dict[str, list[Measured]]) -> None:
                 raise AssertionError(f"{name}: losses {measured[name][0].losses}, expected {expected}")
 
 
-def _report(found: Found) -> Result:
+def _report(groups: Sequence[dict[str, list[Measured]]]) -> Result:
     rows, figures, bars = [], {}, []
-    for measured in found.groups:
+    for measured in groups:
         rounds = {name: _round_medians(ranks) for name, ranks in measured.items()}
         for name, times in rounds.items():
             dense = statistics.median(rounds[_dense_of(name)])
@@ -271,22 +194,7 @@ def _report(found: Found) -> Result:
                 "losses": measured[name][0].losses,
             }
         bars += speed_bars(rounds)
-    if rows:
-        print(table(["contender", "step ms", "not dense ms", "MB through sockets"], rows), "\n")
-    memory_rows, memory_bars = _memory(found.memory)
-    if memory_rows:
-        print(table(["contender", "peak MB a rank", "of it tables and their state"], memory_rows), "\n")
-        figures["memory"] = {name: [rank._asdict() for rank in ranks] for name, ranks in found.memory.items()}
-    bars += memory_bars
-    for name, phases in found.phases.items():
-        rows = [_phase_row(each) for each in phases]
-        print(table([name, "predicted ms", "measured ms", "error"], rows), "\n")
-        longer = [abs(each.error) for each in phases[:-1] if each.measured > 1e-3]
-        for what, error, asked in (
-            ("prediction's error", abs(phases[-1].error), 0.15),
-            ("that of phases above 1 ms", max(longer, default=0.0), 0.30),
-        ):
-            bars.append(Bar(name=f"{name}: {what}", figure=error, asked=asked, unit="", at_most=True))
+    print(table(["contender", "step ms", "not dense ms", "MB through sockets"], rows), "\n")
     return Result(figures, bars)
 
 
@@ -296,22 +204,6 @@ def _dense_of(name: str) -> str:
         return MLPS
     dense = OUR_DENSE if name.startswith("meshrec") else PLAIN_DENSE
     return dense + BF16 if name.endswith(BF16) else dense
-
-
-def _phase_row(phase: Comparison) -> list[str]:
-    return [phase.phase, f"{1e3 * phase.predicted:.2f}", f"{1e3 * phase.measured:.2f}", f"{phase.error:+.0%}"]
-
-
-def _memory(found: dict[str, list[Memory]]) -> tuple[list[list[str]], list[Bar]]:
-    rows, bars = [], []
-    for name, ranks in found.items():
-        worst = max(ranks, key=lambda rank: rank.peak / max(rank.tables, 1))
-        tables = f"{worst.tables / 1e6:.1f}" if worst.tables else ""
-        rows.append([name, f"{worst.peak / 1e6:.1f}", tables])
-        if worst.tables:
-            figure = worst.peak / worst.tables
-            bars.append(Bar(name=f"{name}: memory over its tables", figure=figure, asked=1.25, at_most=True))
-    return rows, bars
 
 
 def speed_bars(rounds: dict[str, list[float]]) -> list[Bar]:
