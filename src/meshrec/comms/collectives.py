@@ -19,7 +19,9 @@ tables/updates.py) protect only updates of unsharded tables;
 rank writes the data (checkpoint/snapshot.py); it must not use threads, devices or sockets;
 6. workers and carriers of stages in one process (stages/threads.py): each runs a single stage;
 7. two threads per file-backed table (tables/cached/table.py): a reader, and a writer for evicted rows. They
-start no collectives, and no work on torch's threads.
+start no collectives, and no work on torch's threads;
+8. the "dense gradients" thread of a model on several hosts (comms/peer_average.py): waits for point-to-point
+messages of dense gradients, adds them, and sends the means under tags of its own.
 
 The launcher has a thread that kills ranks blocking their peers (train/launch.py). A server answers on the
 event loop thread, reads packed requests on another, and computes on one thread per model (serve/batching.py);
@@ -340,6 +342,17 @@ def measure_traffic() -> Iterator[Counter[str]]:
         yield counter
     finally:
         _traffic.remove(counter)
+
+
+def count_sent(name: str, num_bytes: int) -> None:
+    """Count bytes that this rank sends to others outside the collectives of this module.
+
+    Args:
+        name: collective name.
+        num_bytes: bytes sent.
+    """
+    for counter in _traffic:
+        counter[name] += num_bytes
 
 
 def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:

@@ -4,7 +4,8 @@ Gradients are added in rank order, so the result bits depend neither on rank pla
 (``host_link``); gloo's all-reduce adds in another order. Every rank averages a share of the elements and
 sends the means to all. Two ranks without a link exchange all elements instead: equally many bytes, in one
 exchange instead of two. The hook finishes at the end of the backward pass, so that the tables' backward and
-their exchange do not wait. With pipelining it may finish even later, when the next lookup has started.
+their exchange do not wait; without a link, a thread averages meanwhile (``peer_average``). With pipelining
+the hook may finish even later, when the next lookup has started.
 """
 
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
-from meshrec.comms.host_link import HostLink, links, open_link
+from meshrec.comms.host_link import HostLink, hosts_of_ranks, is_gloo, links, open_link
 from meshrec.comms.mesh import Axis
+from meshrec.comms.peer_average import PeerAverage
 from meshrec.ops import operators
 
 # R ranks
@@ -34,7 +36,7 @@ class _Bucket(NamedTuple):
     sent: Tensor
     """The buffer in the format of the exchange, which may be the buffer itself."""
     terms: InFlight
-    """Peer elements to average on this rank; without ``adds_in_order``, the means."""
+    """Peer elements to average on this rank; without ``adds_in_order`` or with a `PeerAverage`, the means."""
     future: Any
 
 
@@ -57,8 +59,9 @@ class DenseGradients:
         *,
         adds_in_order: bool = True,
         dtype: torch.dtype | None = None,
+        peers: PeerAverage | None = None,
     ) -> None:
-        self._link, self._axis, self.dtype = link, axis, dtype
+        self._link, self._axis, self.dtype, self._peers = link, axis, dtype, peers
         self.adds_in_order = adds_in_order
         self._in_progress: list[_Bucket] = []
         self.is_late = False
@@ -81,7 +84,10 @@ class DenseGradients:
             return None
         on_cpu = device is None or device.type == "cpu"
         if not on_cpu or links[group] is None:
-            return cls(None, axis, adds_in_order=on_cpu, dtype=dtype)
+            peers = None
+            if on_cpu and is_gloo(group):
+                peers = PeerAverage(axis, hosts_of_ranks(group), DENSE_GRADIENTS)
+            return cls(None, axis, adds_in_order=on_cpu, dtype=dtype, peers=peers)
         # A separate link: buckets and table exchanges may interleave differently on every rank, and a link
         # needs the same order everywhere.
         return cls(open_link(group), axis, dtype=dtype)
@@ -112,6 +118,8 @@ class DenseGradients:
             terms = self._in_flight(sent, work)
         elif self._link is not None:
             terms = self._in_flight(None, self._link.start(sent, sizes, None, local_sizes, same=False))
+        elif self._peers is not None:
+            terms = self._peers.start(sent)
         elif self._axis.size == 2:
             sizes = [0, buffer.numel()] if self._axis.rank == 0 else [buffer.numel(), 0]
             terms = all_to_all(sent, Splits(sizes, sizes), self._axis, DENSE_GRADIENTS)
@@ -134,7 +142,8 @@ class DenseGradients:
         """
         # Forget the buckets first: after an error, the next step must not finish them.
         in_progress, self._in_progress = self._in_progress, []
-        means = [self._means(bucket) if self.adds_in_order else bucket.terms for bucket in in_progress]
+        has_means = not self.adds_in_order or self._peers is not None
+        means = [bucket.terms if has_means else self._means(bucket) for bucket in in_progress]
         for bucket, in_flight in zip(in_progress, means, strict=True):
             mean = in_flight.wait()
             if mean is not bucket.buffer:

@@ -297,16 +297,27 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
         RuntimeError: a rank does not answer (the backend's error).
     """
     # A subclass, such as a slow group in tests, wants its own collectives.
-    if type(group) is not dist.ProcessGroup:
-        return None
-    backend: Any = group._get_backend(torch.device("cpu"))
-    link = link_or_reason(group)[0] if backend.name() == "gloo" else None
+    link = link_or_reason(group)[0] if is_gloo(group) else None
     if link is not None:
         link.ranks = dist.get_process_group_ranks(group)
         _open_links.add(link)
         # Runs when the group is collected, or at exit.
         multiprocessing.util.Finalize(group, link.close, exitpriority=0)
     return link
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether gloo itself, instead of a wrapper, runs a group's CPU collectives."""
+    if type(group) is not dist.ProcessGroup:
+        return False
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return bool(backend.name() == "gloo")
+
+
+def hosts_of_ranks(group: dist.ProcessGroup) -> list[str]:
+    """Return a string per rank, equal for ranks on the same host. Collective."""
+    (hosts,) = _gathered(group, (_host(),))
+    return list(hosts)
 
 
 def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
