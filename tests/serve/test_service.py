@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from meshrec.serve.batching import VersionedScores
-from meshrec.serve.open_inference import SCORES, InferRequest
-from meshrec.serve.requests import RequestError
+from meshrec.serve.requests import SCORES, InferRequest, RequestError
 from meshrec.serve.service import ScoreRequest, ScoringService
 
 REQUEST = InferRequest(

@@ -71,7 +71,7 @@ def load_exported(path: Path) -> "torch.export.ExportedProgram":
         ) from error
 
 
-def prepare_for_exported() -> None:
+def import_readers() -> None:
     """Import the torch modules which `load_exported` needs. Call before forking.
 
     Otherwise torch imports them when it loads the first program, which takes over a second per process.

@@ -151,8 +151,8 @@ class RankedItems(NamedTuple):
         if self.repeats is None:
             return None
         history = JaggedTensor(torch.from_numpy(values_N), lengths=torch.from_numpy(lengths_B))
-        weight_F, chosen = (weights[f"{self.repeats}.{name}"] for name in ("weight", "chosen"))
-        return repeated_items(weight_F, chosen, history)
+        weight_F, options = (weights[f"{self.repeats}.{name}"] for name in ("weight", "chosen"))
+        return repeated_items(weight_F, options, history)
 
     def best(
         self,

@@ -30,7 +30,7 @@ from meshrec.sparse import KeyedJaggedTensor, KeyedTensor
 
 DENSE, VALUES, LENGTHS = "dense", ".values", ".lengths"
 _MOST_BYTES = 1 << 30
-"""Larger initializers are written beside the file: protobuf messages end at 2 GiB."""
+"""Larger initializers are written to a second file: protobuf messages end at 2 GiB."""
 _REMEDY = "Export a package instead (`meshrec export` without --format onnx)."
 
 
@@ -46,8 +46,8 @@ def export_onnx(
 
     Args:
         model: called as ``model(dense [B, num_dense], sparse)`` it gives logits, [B] or [B, 1].
-        path: the new file, ending in .onnx, which must not exist yet. Initializers above 1 GiB go into a file
-            beside it.
+        path: the new file, ending in .onnx, which must not exist yet. Initializers above 1 GiB go into a
+            second file in the same folder.
         features: the keys of ``sparse``.
         num_dense: columns of the dense input.
         scores: maps logits [B] to scores; None: the model gives vectors [B, V].
@@ -75,12 +75,12 @@ def export_onnx(
         lengths.append(torch.tensor([num_ids - batch + 1] + [1] * (batch - 1)))
         values.append(torch.zeros(num_ids, dtype=torch.int64))
     inputs = (dense, values, lengths)
-    each = [any_size for _ in features]
+    any_sizes = [any_size for _ in features]
     with torch.no_grad(), warnings.catch_warnings():
-        # Torch's exporter copies tree specs, whose class warns of its own deprecation.
+        # Torch's exporter copies tree specs, whose class is deprecated.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
         exported = torch.export.export(
-            program, inputs, dynamic_shapes=(any_size, each, list(each)), strict=False
+            program, inputs, dynamic_shapes=(any_size, any_sizes, list(any_sizes)), strict=False
         )
         exported = exported.run_decompositions({torch.ops.meshrec.dot_interaction.default: dot_interaction})
         targets = {str(node.target) for node in exported.graph.nodes}
@@ -182,4 +182,6 @@ class _PlainBags(nn.Module):
                 sums_BD = sums_BD / lengths_B.clamp(min=1)[:, None]
             pooled.append(sums_BD)
         names = [name for name, *_ in self._lookups]
-        return KeyedTensor.unchecked(names, [each.shape[1] for each in pooled], torch.cat(pooled, dim=1), 1)
+        return KeyedTensor.unchecked(
+            names, [vectors_BD.shape[1] for vectors_BD in pooled], torch.cat(pooled, dim=1), 1
+        )

@@ -49,7 +49,7 @@ ANSWER, ANSWERS = "answer", "answers"
 
 
 class _Waits(NamedTuple):
-    """What a connection waits for, and since when."""
+    """State in which a connection waits, and the ``time.monotonic`` time of its start."""
 
     state: str
     since: float
@@ -151,7 +151,7 @@ class Connections:
 
     @staticmethod
     def _slowest(some: "Iterable[Connection]") -> "Connection | None":
-        """Return the connection whose request or answer has been incomplete longest.
+        """Return the connection with the longest incomplete request or answer.
 
         Otherwise, return the connection which has been idle longest; otherwise, one which waits for several
         pipelined answers, because the client must resend those requests.
@@ -223,7 +223,7 @@ class Connection(HttpToolsProtocol):
         self._reason: tuple[int, str] | None = None
 
     def waits(self) -> _Waits:
-        """Return what the connection waits for, and since when."""
+        """Return the state in which the connection waits, and its start."""
         if self._refused_at is not None:
             return _Waits(REFUSED, self._refused_at)
         if self._unread_since is not None:

@@ -103,8 +103,8 @@ class Deltas:
         """Read and check the next delta.
 
         Returns:
-            Record and delta; None if there is no usable next delta. `freshness` then has the reason, and the
-            next call tries again.
+            Record and delta; None if the next delta is missing or unusable. `freshness` then has the reason,
+            and the next call tries again.
         """
         try:
             record = self._next_record()

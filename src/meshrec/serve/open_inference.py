@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from meshrec.data.faults import shown
 from meshrec.data.raw_values import DENSE
 from meshrec.serve.requests import (
-    Floats,
+    SCORES,
+    InferRequest,
     Ints,
     Request,
     RequestError,
@@ -30,9 +31,7 @@ from meshrec.serve.requests import (
     encoded_request,
 )
 from meshrec.serve.samples import read_json
-from meshrec.serve.writing import JSON_ANSWER, json_with_array
 
-SCORES = "scores"
 VALUES, LENGTHS = ".values", ".lengths"
 RAW = "raw."
 """Name prefix of raw inputs."""
@@ -65,22 +64,6 @@ _INPUT_FIELDS = frozenset(("name", "shape", "datatype", "parameters", "data"))
 _REQUEST_PARAMETERS = frozenset(("binary_data_output", "content_type", "headers", "shared", "timeout"))
 _INPUT_PARAMETERS = frozenset(("binary_data_size", "content_type"))
 _OUTPUT_PARAMETERS = frozenset(("binary_data", "content_type"))
-
-
-class InferRequest(NamedTuple):
-    """Parsed inference request.
-
-    Attributes:
-        request: checked samples.
-        id: request ID to echo; None: not given.
-        timeout: maximum duration in seconds.
-        wants_binary: whether scores are returned as a binary tensor.
-    """
-
-    request: Request
-    id: str | None
-    timeout: float
-    wants_binary: bool
 
 
 def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
@@ -232,34 +215,6 @@ def _lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
         )
     ends = [0, *lengths.cumsum().tolist()]
     return [values[start:end] for start, end in itertools.pairwise(ends)]
-
-
-async def answer(
-    infer: InferRequest, name: str, version: str, outputs: str, scores: Floats
-) -> tuple[bytes, dict[str, str]]:
-    """Serialize an inference answer.
-
-    Args:
-        infer: parsed request.
-        name: model name.
-        version: model version.
-        outputs: ``scores`` or ``vectors``.
-        scores: float32 [B] or [B, V].
-
-    Returns:
-        Body and headers.
-    """
-    fields: dict[str, Any] = {"model_name": name, "model_version": version}
-    if infer.id is not None:
-        fields["id"] = infer.id
-    output: dict[str, Any] = {"name": outputs, "datatype": "FP32", "shape": list(scores.shape)}
-    if not infer.wants_binary:
-        tensor = await json_with_array(output, "data", scores.reshape(-1))
-        return b'%s, "outputs": [%s]}' % (json.dumps(fields)[:-1].encode(), tensor), dict(JSON_ANSWER)
-    data = scores.astype("<f4", copy=False).tobytes()
-    output["parameters"] = {"binary_data_size": len(data)}
-    head = json.dumps({**fields, "outputs": [output]}).encode()
-    return head + data, {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
 
 
 def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -> dict[str, Any]:

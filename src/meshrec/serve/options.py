@@ -67,7 +67,7 @@ class ServerOptions:
     admin: bool = True
     """Whether load, unload and rollback are allowed over HTTP (status 403 otherwise)."""
     hosts: tuple[str, ...] = ()
-    """Additional ``Host`` names accepted in load, unload and rollback requests if there is no token.
+    """Additional ``Host`` names accepted in load, unload and rollback requests without a token.
     Addresses, ``localhost`` and ``host`` are always accepted.
     """
     verify: bool = True

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from meshrec.serve.child import Child, receive, send
-from meshrec.serve.open_inference import InferRequest, read_infer
-from meshrec.serve.requests import Request, RequestError, Signature
+from meshrec.serve.open_inference import read_infer
+from meshrec.serve.requests import InferRequest, Request, RequestError, Signature
 from meshrec.serve.samples import read_samples
 
 _AT_ONCE = 32 << 10

@@ -16,6 +16,7 @@ from meshrec.data.raw_values import DENSE, RawValues, table_of
 _MOST_REPEATED = 1 << 24
 """Maximum number of IDs and dense values in a request after shared values are repeated."""
 _MOST_DEEP = 16
+SCORES = "scores"
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -80,6 +81,22 @@ class Request(NamedTuple):
     def num_samples(self) -> int:
         """Number of samples, B."""
         return len(self.dense) if self.group is None else len(self.group)
+
+
+class InferRequest(NamedTuple):
+    """Parsed inference request.
+
+    Attributes:
+        request: checked samples.
+        id: request ID to echo; None: not given.
+        timeout: maximum duration in seconds.
+        wants_binary: whether scores are returned as a binary tensor.
+    """
+
+    request: Request
+    id: str | None
+    timeout: float
+    wants_binary: bool
 
 
 class Pieces:

@@ -4,27 +4,29 @@ Most requests are of this kind, and under overload many must be refused per seco
 plain ASGI, without the router and request objects of other routes.
 """
 
+import asyncio
 import json
 import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
-from meshrec.serve.open_inference import HEADER_LENGTH, SCORES, InferRequest
-from meshrec.serve.open_inference import answer as infer_answer
+from meshrec.serve.open_inference import HEADER_LENGTH
 from meshrec.serve.reading import Body, BodyReader
 from meshrec.serve.recommending import options_of, recommended_by
-from meshrec.serve.requests import RequestError, Signature
-from meshrec.serve.service import ScoreRequest, ScoringService
-from meshrec.serve.writing import JSON_ANSWER, json_with_array
+from meshrec.serve.requests import SCORES, Floats, InferRequest, RequestError, Signature
+from meshrec.serve.service import Scored, ScoreRequest, ScoringService
 
 TIMEOUT = "X-Timeout-Ms"
 """Header with the client's timeout, in ms from when the server sees the request."""
 _INFER = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?/infer")
 _SAMPLES = re.compile(r"/(?P<kind>predict|embed|recommend)(?:/(?P<model>[^/]+))?")
 _OUTPUTS_OF = {"predict": SCORES, "embed": "vectors", "recommend": "vectors"}
+_JSON_TYPE = {"Content-Type": "application/json"}
+_VALUES_AT_ONCE = 4096
+"""Values serialized at a time, in about 2 ms."""
 Headers = Mapping[bytes, bytes]
 
 
@@ -102,17 +104,54 @@ class Scoring:
 
         scored = await self._service.score(requested, read, num_bytes, began=began, deadline=deadline)
         if requested.outputs is None:
-            return Answer(200, *await infer_answer(*scored[:5]))
+            return await _infer_answer(scored)
         fields = {"model": scored.model, "version": scored.version}
         if scored.best is not None:
-            return Answer(200, json.dumps({**fields, **scored.best._asdict()}).encode(), dict(JSON_ANSWER))
-        return Answer(200, await json_with_array(fields, requested.outputs, scored.scores), dict(JSON_ANSWER))
+            return Answer(200, json.dumps({**fields, **scored.best._asdict()}).encode(), _JSON_TYPE)
+        return Answer(200, await _json_with_array(fields, requested.outputs, scored.scores), _JSON_TYPE)
+
+
+async def _infer_answer(scored: Scored) -> Answer:
+    """Serialize an answer of the Open Inference Protocol."""
+    infer, scores = scored.infer, scored.scores
+    fields: dict[str, Any] = {"model_name": scored.model, "model_version": scored.version}
+    if infer.id is not None:
+        fields["id"] = infer.id
+    output: dict[str, Any] = {"name": scored.outputs, "datatype": "FP32", "shape": list(scores.shape)}
+    if not infer.wants_binary:
+        tensor = await _json_with_array(output, "data", scores.reshape(-1))
+        return Answer(200, b'%s, "outputs": [%s]}' % (json.dumps(fields)[:-1].encode(), tensor), _JSON_TYPE)
+    data = scores.astype("<f4", copy=False).tobytes()
+    output["parameters"] = {"binary_data_size": len(data)}
+    head = json.dumps({**fields, "outputs": [output]}).encode()
+    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
+    return Answer(200, head + data, headers)
+
+
+async def _json_with_array(fields: Mapping[str, Any], name: str, array: Floats) -> bytes:
+    """Return a JSON object with an array as the last value.
+
+    The array is serialized in parts, so that other clients do not wait.
+
+    Args:
+        fields: other values of the object.
+        name: key of the array.
+        array: scores [B] or vectors [B, V].
+    """
+    parts = []
+    rows = max(1, _VALUES_AT_ONCE // max(1, array[:1].size))
+    for start in range(0, len(array), rows):
+        if start:
+            await asyncio.sleep(0)
+        parts.append(json.dumps(array[start : start + rows].tolist())[1:-1])
+    head = json.dumps(fields)[:-1] + (", " if fields else "")
+    return f"{head}{json.dumps(name)}: [{', '.join(parts)}]}}".encode()
 
 
 def refusal(error: RequestError) -> Answer:
     """Convert an error to an HTTP answer."""
     body = json.dumps({"error": str(error)}).encode()
-    return Answer(error.status, body, {"Content-Type": "application/json", **error.headers})
+    return Answer(error.status, body, {**_JSON_TYPE, **error.headers})
 
 
 async def respond(answer: Answer, send: Send) -> None:

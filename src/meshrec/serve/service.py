@@ -15,10 +15,9 @@ import numpy as np
 from meshrec.export.next_items import Recommended
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Served
-from meshrec.serve.open_inference import SCORES, InferRequest
 from meshrec.serve.reading import size_of
 from meshrec.serve.recommending import ItemOptions
-from meshrec.serve.requests import Floats, RequestError, Signature
+from meshrec.serve.requests import SCORES, Floats, InferRequest, RequestError, Signature
 
 _OUTCOMES = {
     401: "unauthorized",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshrec.durable import abandon_scratch, remove_named, scratch_folder
-from meshrec.export.archive import prepare_for_exported
+from meshrec.export.archive import import_readers
 from meshrec.export.manifest import COMPILED
 from meshrec.serve.options import ServerOptions, listen
 from meshrec.serve.peers import Peers
@@ -51,7 +51,7 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
     bound = listen(options)
     with scratch_folder("meshrec-serve") as scratch, _environment(scratch, workers):
         if not all((folder / COMPILED).exists() for folder in models.values()):
-            prepare_for_exported()  # before the fork: workers and trial processes inherit it
+            import_readers()  # before the fork: workers and trial processes inherit it
         if workers > 1:
             _Supervisor(models, options, bound, workers).run()
             return
