@@ -26,7 +26,7 @@ def placed(problem, parts_T):
 
 
 def test_plans_come_back_better_and_whole(problem):
-    if not Annealer.serves(problem):
+    if not Annealer.supports(problem):
         pytest.skip("no compiled kernels")
     before = fitting_plan(problem)
     choices = candidates_by_type(problem, np.ones(len(problem.type_C), bool))

@@ -3,10 +3,10 @@ import pytest
 
 from meshrec.planner.bound import LowerBound
 from meshrec.planner.construct import (
+    assign_table,
     candidates_by_type,
     construct,
     fitting_plan,
-    place_table,
     round_choice,
     table_order,
 )
@@ -67,8 +67,8 @@ def test_memory_is_spread(problem):
 def test_a_table_goes_where_it_costs_least(problem):
     state = State(problem, problem.load_PK.max(axis=0))
     whole = np.flatnonzero(problem.type_C == 0)[1:2]
-    assert all(place_table(state, table, whole) for table in range(4))
+    assert all(assign_table(state, table, whole) for table in range(4))
     assert sorted(int(parts.rank_N[0]) for parts in state.plan) == [0, 1, 2, 3]
     state.bytes_R[:] = problem.memory_cap
-    assert not place_table(state, 4, whole)
+    assert not assign_table(state, 4, whole)
     assert len(state.plan) == 4

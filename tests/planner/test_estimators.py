@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshrec.comms.wire import FP16, WireFormats
-from meshrec.planner.estimators import PHASES, CostModel, Usage
+from meshrec.planner.estimators import PHASES, CostModel, UsedCollectives
 from meshrec.planner.travel import packed_id_bytes
 from meshrec.planner.types import OptimizerKind, Table, Topology
 from tests.distributed.test_wire import SCALED
@@ -98,7 +98,7 @@ def test_ids_of_tables_split_by_rows_cost_more(profile):
 def test_a_rank_scans_its_batch_whatever_the_plan(profile):
     machine = replace(profile, scan_id_seconds=2e-9, scan_bag_seconds=3e-9)
     model = CostModel([one_table()], Topology(world_size=4, hardware=machine), batch_size=100)
-    fixed = dict(zip(PHASES, model.fixed_seconds(Usage(False, False, True)), strict=True))
+    fixed = dict(zip(PHASES, model.fixed_seconds(UsedCollectives(False, False, True)), strict=True))
     assert fixed["ids"] == pytest.approx(1000 * 2e-9 + 100 * 3e-9 + 2 * 1e-5)
     assert fixed["output"] == fixed["gradient"] == 1e-5  # nothing travels, but it is waited for
 
@@ -108,7 +108,7 @@ def test_one_rank_sends_nothing(profile):
     assert phase(load(model), "ids") == pytest.approx(1000 * 1e-9)  # what is left is to pass over it
     assert phase(load(model), "output") == pytest.approx(100 * 64 * 4 * 4 / 2e10)
     # The two kernels, and the routing.
-    assert model.fixed_seconds(Usage(True, True, True)).sum() == pytest.approx(3e-5)
+    assert model.fixed_seconds(UsedCollectives(True, True, True)).sum() == pytest.approx(3e-5)
 
 
 def test_one_table_of_two_billion_rows_makes_all_ids_wide(profile):

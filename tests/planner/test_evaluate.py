@@ -22,8 +22,8 @@ from meshrec.planner.evaluate import (
     evaluate,
     from_plan,
     sharding_type,
-    to_placements,
     to_plan,
+    whole_row_placements,
 )
 from meshrec.planner.optimize import optimize
 from meshrec.planner.problem import Layout, Scope
@@ -176,12 +176,12 @@ def test_rows_are_cut_where_the_sizes_say():
     candidate = problem.layouts_C.index(Layout(Scope.RANKS, (32,), 3))
     group = problem.pieces(candidate).start
     parts = Parts(candidate, np.full(3, group), np.array([2, 0, 1]), np.array([1.5, 0.3, 1.2]))
-    placements = to_placements(problem, [parts], [table])
+    placements = whole_row_placements(problem, [parts], [table])
     assert placements.rank_N.tolist() == [0, 1, 2]
     assert placements.row_start_N.tolist() == [0, 1, 5]
     assert placements.row_end_N.tolist() == [1, 5, 10]
     tiny = Parts(candidate, np.full(3, group), np.array([0, 1, 2]), np.array([0.001, 0.001, 2.998]))
-    assert to_placements(problem, [tiny], [table]).row_end_N.tolist() == [1, 2, 10]
+    assert whole_row_placements(problem, [tiny], [table]).row_end_N.tolist() == [1, 2, 10]
 
 
 def test_a_plan_and_its_arrays_are_the_same(small_plan):

@@ -1,8 +1,7 @@
 import json
 import re
 
-from meshrec.planner.plan_html import to_html, write_html
-from meshrec.planner.plan_report import make_report
+from meshrec.planner.plan_report import make_report, to_html, write_html
 from tests.browser import drawn, needs_browser
 
 

@@ -46,7 +46,7 @@ def test_attempts_never_lose_the_best_plan(started, manner):
 
 def test_without_kernels_there_are_plans_all_the_same(problem, everything, box, monkeypatch, started):
     as_it_comes, _ = started
-    monkeypatch.setattr(Annealer, "serves", lambda problem: False)
+    monkeypatch.setattr(Annealer, "supports", lambda problem: False)
     alone = Search(problem, everything, np.inf)
     assert alone.add_start(box, everything) is None
     assert alone.seconds == as_it_comes.seconds

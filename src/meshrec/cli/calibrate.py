@@ -17,8 +17,7 @@ from meshrec.cli.output import check_output
 from meshrec.comms.joining import form_group
 from meshrec.comms.launchers import launched
 from meshrec.comms.leaving import leave_process_group
-from meshrec.planner.calibration.calibrate import Sizes, calibrate
-from meshrec.planner.calibration.disk import measure_disk
+from meshrec.planner.calibration.calibrate import Sizes, calibrate, measure_disk
 from meshrec.planner.hardware import HardwareProfile
 from meshrec.train.ranks import choose_device
 

@@ -20,8 +20,7 @@ from meshrec.planner import PlannedShardingPlan, Topology, get_profile, load_pla
 from meshrec.planner.measured import PHASES_FILE, compare, compare_pipelined, read_phases
 from meshrec.planner.optimize import DEFAULT_EFFORT
 from meshrec.planner.plan_file import load_task
-from meshrec.planner.plan_html import write_html
-from meshrec.planner.plan_report import diff, make_report, what_if
+from meshrec.planner.plan_report import diff, make_report, what_if, write_html
 from meshrec.planner.plan_text import render, render_diff, render_what_if
 from meshrec.planner.search import Effort
 from meshrec.planner.wire_choice import AUTO, WireBound, choose_wires

@@ -7,7 +7,7 @@ import numpy as np
 
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.enumerators import build_problem
-from meshrec.planner.estimators import CostModel, Usage
+from meshrec.planner.estimators import CostModel, UsedCollectives
 from meshrec.planner.evaluate import evaluate_placements, from_plan, sharding_type
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.problem import Problem
@@ -78,7 +78,7 @@ class _Latency:
 
     def seconds(self, replicated: bool) -> float:
         """Return the latency with an additional data-parallel or split table."""
-        usage = Usage(self._sharded or not replicated, False, self._replicated or replicated)
+        usage = UsedCollectives(self._sharded or not replicated, False, self._replicated or replicated)
         return float(self._model.fixed_seconds(usage).sum())
 
 

@@ -26,7 +26,7 @@ class Annealer:
         self._arrays = _arrays(problem, admitted_Y)
 
     @staticmethod
-    def serves(problem: Problem) -> bool:
+    def supports(problem: Problem) -> bool:
         """Return whether the compiled kernels support a problem."""
         return can_anneal and problem.load_PK.shape[1] <= MAX_PHASES
 

@@ -49,7 +49,6 @@ class LowerBound:
         self._heap: list[tuple[float, int, Box]] = []
         # Lowest bound of boxes too small to split.
         self._closed = INFINITY
-        self.num_solves = 0
         num_phases = problem.load_PK.shape[1]
         nothing_K, everything_K = np.zeros(num_phases), np.full(num_phases, INFINITY)
         if len(np.unique(self._type_C[allowed_C])) == int(self._type_C[-1]) + 1:
@@ -60,7 +59,7 @@ class LowerBound:
     def value(self) -> float:
         """Current lower bound in seconds.
 
-        Infinite if there is no plan, or none faster than the best known plan.
+        Infinite if no plan exists, or none is faster than the best known plan.
         """
         least = min(self._heap[0][0] if self._heap else INFINITY, self._closed)
         return least * self.scale if least < INFINITY else np.inf
@@ -94,7 +93,7 @@ class LowerBound:
         np.minimum.at(least_Y, self._type_C, excess_C)
         fits_C = self._allowed_C & (excess_C <= np.maximum(least_Y, 1.0)[self._type_C])
         everything_K = np.full(len(root.slowest_K), INFINITY)
-        box = self._solved(0 * root.slowest_K, everything_K, fits_C, INFINITY, _ROOT_ROUNDS)
+        box = self._relaxation.solve(0 * root.slowest_K, everything_K, fits_C, INFINITY, _ROOT_ROUNDS)
         return None if box is None or box.bound < 0 else box._replace(admitted_C=fits_C)
 
     def branch(self, cutoff: float) -> bool:
@@ -125,16 +124,10 @@ class LowerBound:
         upper_K = np.minimum(upper_K, cutoff - lower_K.sum() + lower_K)
         box = None
         if (lower_K <= upper_K).all():
-            box = self._solved(lower_K, upper_K, admitted_C, cutoff, rounds)
+            box = self._relaxation.solve(lower_K, upper_K, admitted_C, cutoff, rounds)
         if box is not None:
             box = box._replace(bound=max(bound, box.bound))
             heapq.heappush(self._heap, (box.bound, next(self._count), box))
-
-    def _solved(
-        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, rounds: int
-    ) -> Box | None:
-        self.num_solves += 1
-        return self._relaxation.solve(lower_K, upper_K, admitted_C, cutoff, rounds)
 
 
 class _Cut(NamedTuple):

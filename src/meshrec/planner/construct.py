@@ -79,12 +79,12 @@ def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> St
     state = State(problem, share_C @ problem.mean_load_CK())
     for table in table_order(problem, choice_T):
         rounded, alternatives = choice_T[table : table + 1], candidates_Y[problem.type_T[table]]
-        if not place_table(state, int(table), rounded) and not place_table(state, int(table), alternatives):
+        if not assign_table(state, int(table), rounded) and not assign_table(state, int(table), alternatives):
             return None
     return state
 
 
-def place_table(state: State, table: int, candidates: Ints) -> bool:
+def assign_table(state: State, table: int, candidates: Ints) -> bool:
     """Place a table with the cheapest candidate on the cheapest ranks.
 
     Args:
@@ -173,7 +173,7 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
     state = State(in_bytes, np.array([float(cap)]))
     size_C = in_bytes.largest_load_CK()[:, 0]
     for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in in_bytes.type_T], kind="stable"):
-        place_table(state, int(table), candidates_Y[in_bytes.type_T[table]])
+        assign_table(state, int(table), candidates_Y[in_bytes.type_T[table]])
     return state
 
 
@@ -181,7 +181,7 @@ def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: floa
     """Anneal a plan slightly above the cap, to spread memory more evenly."""
     for seed in range(_ATTEMPTS):
         seconds = deadline - time.perf_counter()
-        if not cap < state.seconds < _NEAR * cap or seconds <= 0 or not Annealer.serves(state.problem):
+        if not cap < state.seconds < _NEAR * cap or seconds <= 0 or not Annealer.supports(state.problem):
             break
         parts_T, _ = Annealer(state.problem, candidates_Y).improve(
             state.plan, max_work=_BALANCE_WORK << seed, seconds=seconds, hot=_BALANCE_HOT, seed=seed

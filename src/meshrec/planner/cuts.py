@@ -197,7 +197,7 @@ class LargestPieces:
             rows = np.split(mine, np.flatnonzero(np.diff(type_C[mine])) + 1) if len(mine) else []
             values = [above_C[row] for row in rows]
             value_C = np.zeros(len(admitted))
-            for kind, low, high in _steps(type_C, part_C, above_C):
+            for kind, low, high in _strongest_types(type_C, part_C, above_C):
                 row = slice(*np.searchsorted(type_C, (kind, kind + 1)))
                 value_C[row] += np.clip(above_C[row] - low, 0.0, high - low)
             if value_C @ part_C > room:
@@ -218,7 +218,7 @@ class LargestPieces:
         return cuts
 
 
-def _steps(type_C: Ints, part_C: Floats, above_C: Floats) -> list[tuple[int, float, float]]:
+def _strongest_types(type_C: Ints, part_C: Floats, above_C: Floats) -> list[tuple[int, float, float]]:
     """Select the type with the strongest inequality at every height, for the cut over all types together.
 
     The height is an excess over the lower limit on T. At a height, a type's inequality counts the fraction of

@@ -46,7 +46,7 @@ _FORWARD_WIRE, _BACKWARD_WIRE = range(2)
 _STATISTICS_PASSES = 4
 
 
-class Usage(NamedTuple):
+class UsedCollectives(NamedTuple):
     """Kinds of tables in a plan, which determine the collectives in a step.
 
     Attributes:
@@ -311,7 +311,7 @@ class CostModel:
             return np.zeros(NUM_PHASES)
         return np.where(_IS_EXCHANGE, mean_loads, 0.0)
 
-    def fixed_seconds(self, usage: Usage) -> Floats:
+    def fixed_seconds(self, usage: UsedCollectives) -> Floats:
         """Return the seconds [NUM_PHASES] equal for all placements with this usage: kernel launches, ID scans
         and collective latencies.
         """

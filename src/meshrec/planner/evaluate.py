@@ -15,7 +15,7 @@ from meshrec.plan.sharding_plan import (
     ShardingType,
     ShardMetadata,
 )
-from meshrec.planner.estimators import NUM_PHASES, PHASES, CostModel, Usage
+from meshrec.planner.estimators import NUM_PHASES, PHASES, CostModel, UsedCollectives
 from meshrec.planner.problem import Layout, Problem, Scope
 from meshrec.planner.state import Parts
 from meshrec.planner.travel import Sent
@@ -126,7 +126,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     if len(whole):
         load_RF += model.replicated_loads(whole).sum(axis=0)
         bytes_R += model.replicated_bytes(whole).sum()
-    usage = Usage(
+    usage = UsedCollectives(
         sharded=len(table_N) > 0,
         row_stats=bool(part_NF[:, PHASES.index("row_stats")].any()),
         data_parallel=len(whole) > 0,
@@ -178,7 +178,7 @@ def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
     return complete
 
 
-def to_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[Table]) -> Placements:
+def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[Table]) -> Placements:
     """Convert solver pieces to rectangles. Rows and columns are split in proportion to piece sizes.
 
     Args:

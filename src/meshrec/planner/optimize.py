@@ -7,12 +7,12 @@ import numpy as np
 
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.enumerators import build_problem
-from meshrec.planner.estimators import CostModel, Usage
-from meshrec.planner.evaluate import StepEstimate, evaluate_placements, sharding_type, to_placements
+from meshrec.planner.estimators import CostModel, UsedCollectives
+from meshrec.planner.evaluate import StepEstimate, evaluate_placements, sharding_type, whole_row_placements
 from meshrec.planner.problem import Problem
 from meshrec.planner.search import Effort
 from meshrec.planner.solver import CollectiveSet, Solution, solve
-from meshrec.planner.types import Bools, ParameterConstraints, Placements, Table, Topology
+from meshrec.planner.types import ParameterConstraints, Placements, Table, Topology
 
 DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
 _MOST_RETRIES = 4
@@ -26,8 +26,6 @@ class Optimized(NamedTuple):
     estimate: StepEstimate
     lower_bound: float
     replicas: int
-    work: int
-    num_boxes: int
 
     @property
     def gap(self) -> float:
@@ -69,48 +67,26 @@ def optimize(
     bounds = []
     for replicas in topology.replicate:
         model = CostModel(tables, topology, batch_size=batch_size, replicas=replicas)
-        optimized, bound = _optimize_group(model, constraints or {}, effort, best)
+        problem = build_problem(model, constraints or {})
+        solution = _solve(problem, model, effort, np.inf if best is None else best.estimate.seconds)
         # The result's bound is the lowest over all group sizes: no size may beat it.
-        bounds.append(bound)
-        if optimized is not None and (best is None or optimized.estimate.seconds < best.estimate.seconds):
-            best = optimized
+        bounds.append(solution.lower_bound)
+        if solution.parts_T:
+            candidate = _evaluated(problem, model, constraints or {}, solution)
+            if best is None or candidate.estimate.seconds < best.estimate.seconds:
+                best = candidate
     if best is None:
         return None
     return best._replace(lower_bound=min(*bounds, best.estimate.seconds))
 
 
-class _Regime(NamedTuple):
-    """A set of collectives, and the candidates which need no others."""
-
-    usage: Usage
-    allowed_C: Bools
-
-
-def _optimize_group(
-    model: CostModel,
-    constraints: Mapping[str, ParameterConstraints],
-    effort: Effort,
-    best: Optimized | None,
-) -> tuple[Optimized | None, float]:
-    problem = build_problem(model, constraints)
-    collective_sets = [
-        CollectiveSet(allowed_C, float(model.fixed_seconds(usage).sum()))
-        for usage, allowed_C in _regimes(problem, model)
-    ]
-    cutoff = np.inf if best is None else best.estimate.seconds
-    solution = _solve(problem, model, collective_sets, effort, cutoff)
-    if solution.parts_T:
-        best = _better(best, problem, model, constraints, solution)
-    return best, solution.lower_bound
-
-
 def _solve(
     problem: Problem,
     model: CostModel,
-    collective_sets: Sequence[CollectiveSet],
     effort: Effort,
     cutoff: float,
 ) -> Solution:
+    collective_sets = _collective_sets(problem, model)
     solution = solve(problem, collective_sets, effort, cutoff=cutoff)
     bound, cap = solution.lower_bound, problem.memory_cap
     for _ in range(_MOST_RETRIES):
@@ -126,65 +102,42 @@ def _solve(
 
 
 def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> float:
-    estimate = evaluate_placements(to_placements(problem, solution.parts_T, model.tables), model)
+    estimate = evaluate_placements(whole_row_placements(problem, solution.parts_T, model.tables), model)
     return 0.0 if estimate.fits else float(estimate.bytes_R.max() - estimate.memory_cap)
 
 
-def _better(
-    best: Optimized | None,
-    problem: Problem,
-    model: CostModel,
-    constraints: Mapping[str, ParameterConstraints],
-    solution: Solution,
-) -> Optimized:
-    candidate = _evaluated(problem, model, constraints, solution)
-    work = solution.work + (0 if best is None else best.work)
-    num_boxes = solution.num_boxes + (0 if best is None else best.num_boxes)
-    winner = best if best is not None and best.estimate.seconds <= candidate.estimate.seconds else candidate
-    return winner._replace(work=work, num_boxes=num_boxes)
-
-
-def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
+def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
     """Return sets of collectives, from all to few, because fewer collectives save latency.
 
-    A plan belongs to every regime which allows its candidates, so the lowest bound over regimes holds for all
+    A plan belongs to every set which allows its candidates, so the lowest bound over the sets holds for all
     plans.
     """
-    kinds = len(np.unique(problem.type_C))
-    regimes: list[_Regime] = []
-    for usage in (
-        Usage(True, True, True),
-        Usage(True, False, True),
-        Usage(True, True, False),
-        Usage(True, False, False),
-        Usage(False, False, True),
+    num_types = len(np.unique(problem.type_C))
+    sets: dict[bytes, CollectiveSet] = {}
+    for allowed in (
+        UsedCollectives(True, True, True),
+        UsedCollectives(True, False, True),
+        UsedCollectives(True, True, False),
+        UsedCollectives(True, False, False),
+        UsedCollectives(False, False, True),
     ):
         allowed_C = np.ones(len(problem.type_C), bool)
-        if not usage.row_stats:
+        if not allowed.row_stats:
             allowed_C &= ~problem.row_stats_C
-        if not usage.data_parallel:
+        if not allowed.data_parallel:
             allowed_C &= problem.sharded_C
-        if not usage.sharded:
+        if not allowed.sharded:
             allowed_C &= ~problem.sharded_C
-        covers = len(np.unique(problem.type_C[allowed_C])) == kinds
-        same = any((regime.allowed_C == allowed_C).all() for regime in regimes)
-        if covers and not same:
-            regimes.append(_Regime(usage, allowed_C))
-    # Equal candidate sets: keep the regime with fewest collectives.
-    cheapest: dict[bytes, _Regime] = {}
-    for regime in regimes:
-        cheapest[regime.allowed_C.tobytes()] = regime
-    return [regime._replace(usage=_needed(problem, regime)) for regime in cheapest.values()]
-
-
-def _needed(problem: Problem, regime: _Regime) -> Usage:
-    """Return the collectives which a regime's candidates can use."""
-    allowed_C = regime.allowed_C
-    return Usage(
-        sharded=bool(problem.sharded_C[allowed_C].any()),
-        row_stats=bool(problem.row_stats_C[allowed_C].any()),
-        data_parallel=bool((~problem.sharded_C[allowed_C]).any()),
-    )
+        if len(np.unique(problem.type_C[allowed_C])) == num_types:
+            # The candidates may use fewer collectives than are allowed.
+            used = UsedCollectives(
+                sharded=bool(problem.sharded_C[allowed_C].any()),
+                row_stats=bool(problem.row_stats_C[allowed_C].any()),
+                data_parallel=bool((~problem.sharded_C[allowed_C]).any()),
+            )
+            collectives = CollectiveSet(allowed_C, float(model.fixed_seconds(used).sum()))
+            sets.setdefault(allowed_C.tobytes(), collectives)
+    return list(sets.values())
 
 
 def _evaluated(
@@ -193,12 +146,10 @@ def _evaluated(
     constraints: Mapping[str, ParameterConstraints],
     solution: Solution,
 ) -> Optimized:
-    placements = to_placements(problem, solution.parts_T, model.tables)
+    placements = whole_row_placements(problem, solution.parts_T, model.tables)
     types = [
         sharding_type(problem.layouts_C[parts.candidate], constraints.get(table.name))
         for parts, table in zip(solution.parts_T, model.tables, strict=True)
     ]
     estimate = evaluate_placements(placements, model)
-    return Optimized(
-        placements, types, estimate, solution.lower_bound, model.replicas, solution.work, solution.num_boxes
-    )
+    return Optimized(placements, types, estimate, solution.lower_bound, model.replicas)

@@ -1,7 +1,8 @@
-"""Plan report as data: ranks, tables and warnings; rendered by `plan_text` and `plan_html`."""
+"""Plan report: ranks, tables and warnings, as data and as an HTML page; `plan_text` prints it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.planners import plan_tables
 from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind
+from meshrec.reports.page import to_page
 
 _TIGHT_MEMORY = 0.95
 _LARGE_GAP = 0.05
@@ -159,7 +161,7 @@ def what_if(
         effort: limits per search.
 
     Returns:
-        Pairs of world size and plan, or error message if there is no plan.
+        Pairs of world size and plan, or error message if no plan fits.
     """
     inputs = plan.required_inputs()
     samples = inputs.batch_size * inputs.topology.world_size
@@ -279,3 +281,13 @@ def _warnings(plan: PlannedShardingPlan, ranks: Sequence[RankReport], memory_cap
             "tables without a fused optimizer: their optimizer state and dense gradients are not counted"
         )
     return warnings
+
+
+def to_html(report: PlanReport) -> str:
+    """Render the page: load and memory per rank, rectangles of every table, and alternatives."""
+    return to_page("plan.js", report.to_json())
+
+
+def write_html(report: PlanReport, path: str | Path) -> None:
+    """Write the page."""
+    Path(path).write_text(to_html(report), encoding="utf-8")

@@ -23,7 +23,7 @@ class Scope(IntEnum):
     ONE_NODE = 2
     """Distinct ranks of a single node."""
     EVERYWHERE = 3
-    """Every rank holds the table; there are no pieces."""
+    """Every rank holds the whole table."""
 
 
 class Layout(NamedTuple):

@@ -101,13 +101,13 @@ class Search:
 
     def best_start(self) -> Start | None:
         """Return the best plan as a start, to be annealed with all candidates."""
-        if not self.parts_T or not Annealer.serves(self.problem):
+        if not self.parts_T or not Annealer.supports(self.problem):
             return None
         return Start(self.parts_T, Annealer(self.problem, candidates_by_type(self.problem, self._allowed_C)))
 
     def _started(self, state: State, admitted_C: Bools) -> Start | None:
         self._keep(state)
-        if not Annealer.serves(self.problem):
+        if not Annealer.supports(self.problem):
             return None
         return Start(state.plan, Annealer(self.problem, candidates_by_type(self.problem, admitted_C)))
 

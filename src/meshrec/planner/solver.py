@@ -65,14 +65,12 @@ class Solution(NamedTuple):
         seconds: the plan's step time, with latencies.
         lower_bound: step time which no plan can beat, with latencies.
         work: work spent on plans and bound; see `Effort`.
-        num_boxes: relaxations solved for the bound.
     """
 
     parts_T: list[Parts]
     seconds: float
     lower_bound: float
     work: int
-    num_boxes: int
 
 
 def solve(
@@ -137,11 +135,6 @@ class _Candidate:
     def bound_work(self) -> int:
         """Work on the bound after the root box."""
         return 0 if self._bound is None else self._bound.work - self.first_work
-
-    @property
-    def num_boxes(self) -> int:
-        """Number of relaxations solved for the bound."""
-        return 0 if self._bound is None else self._bound.num_solves
 
     @property
     def has_time(self) -> bool:
@@ -344,8 +337,7 @@ class _HalvingSearch:
         """Return the best plan and the bound."""
         best = min(self._candidates, key=lambda candidate: candidate.seconds)
         bound = min(self.value, best.seconds)
-        boxes = sum(candidate.num_boxes for candidate in self._candidates)
-        return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work, boxes)
+        return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work)
 
 
 def _best(attempts: list[_Attempt], count: int) -> list[_Attempt]:

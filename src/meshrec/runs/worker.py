@@ -45,8 +45,7 @@ from meshrec.durable import name_full_disk
 from meshrec.metrics.named import leading_text
 from meshrec.planner import save_plan
 from meshrec.planner.measured import compare, read_phases
-from meshrec.planner.plan_html import write_html
-from meshrec.planner.plan_report import make_report
+from meshrec.planner.plan_report import make_report, write_html
 from meshrec.runs.explained import explained
 from meshrec.runs.fitting import load_data
 from meshrec.runs.host_folder import check_storage, held_folder

@@ -59,7 +59,7 @@ def _with_generator(func: Any) -> Any:
     """Return the overload of ``func`` with a generator argument.
 
     Raises:
-        RuntimeError: there is no such overload.
+        RuntimeError: the overload does not exist.
     """
     packet = func.overloadpacket
     name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"

@@ -1,5 +1,6 @@
 """Record when each stage computed in a batch, and draw it."""
 
+import html
 import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -73,8 +74,9 @@ def picture(events: Sequence[Event], names: Sequence[str] = ()) -> str:
         y = 6 + stage * (_ROW + 8)
         name = names[stage] if stage < len(names) else f"stage {stage}"
         label = name if len(name) <= 22 else f"{name[:10]}…{name[-11:]}"
+        shown = html.escape(label, quote=False)
         parts += [
-            f'<text x="4" y="{y + _ROW / 2 + 4}" fill="currentColor">{_escaped(label)}</text>',
+            f'<text x="4" y="{y + _ROW / 2 + 4}" fill="currentColor">{shown}</text>',
             f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - 10}" height="{_ROW}" fill="#8884"/>',
         ]
         for event in (e for e in events if e.stage == stage):
@@ -104,7 +106,3 @@ def picture(events: Sequence[Event], names: Sequence[str] = ()) -> str:
             f'<text x="{x + 18}" y="{y}" fill="currentColor">{kind}</text>',
         ]
     return "".join([*parts, "</svg>"])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -2,7 +2,7 @@
 
 from meshrec.cli.calibrate import with_disk
 from meshrec.planner import HardwareProfile, get_profile
-from meshrec.planner.calibration.disk import measure_disk
+from meshrec.planner.calibration.calibrate import measure_disk
 
 
 def test_a_disk_is_measured_and_its_file_removed(tmp_path):

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,15 @@ from meshrec.planner.calibration.fit import fit
 from meshrec.planner.calibration.trials import make_trials, measure
 from meshrec.planner.hardware import HardwareProfile, Link, get_profile
 from meshrec.planner.types import Topology
+from meshrec.tables.cached.file import RowFile, file_in
 
 _logger = logging.getLogger("meshrec")
 # A small message shows the latency. The difference to the large message shows the bandwidth.
 _MESSAGE_BYTES = (1 << 14, 1 << 22)
 _LEAST_LATENCY = 1e-7
 _CALLS = 9
+# Values per row of the disk measurement, and rows per transfer.
+_DISK_WIDTH, _DISK_BATCH = 64, 4096
 
 
 class Sizes(NamedTuple):
@@ -184,3 +188,40 @@ def _memory_per_rank(device: torch.device, group: dist.ProcessGroup | None, loca
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = local_size or (group.size() if group is not None else 1)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def measure_disk(folder: Path, *, num_rows: int = 500_000, batches: int = 8) -> tuple[float, float]:
+    """Measure how many 260-byte records a disk reads and writes per second, at random.
+
+    Args:
+        folder: folder on the disk. A file with half a KiB per row is created there, and removed.
+        num_rows: the file's row count.
+        batches: 4,096-row batches to read, and to write.
+
+    Returns:
+        Reads and writes per second.
+
+    Raises:
+        RowFileError: full or failing disk.
+    """
+    path = file_in(folder, "calibration")
+    file = RowFile(path, "calibration", [4 * _DISK_WIDTH], first_key=0, num_rows=num_rows)
+    try:
+        step = 1 << 16
+        zeros = [torch.zeros(step, _DISK_WIDTH)]
+        for first in range(0, num_rows, step):
+            keys = torch.arange(first, min(first + step, num_rows))
+            file.write(keys, zeros, torch.arange(len(keys)))
+        generator = torch.Generator().manual_seed(0)
+        rates = []
+        for transfer in (file.read, file.write):
+            seconds = rows = 0.0
+            for _ in range(batches):
+                keys = torch.randint(0, num_rows, (_DISK_BATCH,), generator=generator).unique()
+                start = time.perf_counter()
+                transfer(keys, zeros, torch.arange(len(keys)))
+                seconds, rows = seconds + time.perf_counter() - start, rows + len(keys)
+            rates.append(rows / seconds)
+        return rates[0], rates[1]
+    finally:
+        file.close()

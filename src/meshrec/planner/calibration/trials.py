@@ -79,7 +79,7 @@ def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
     """Return trials: pooled tables of several sizes in every sharding type, and an almost empty step."""
     trials = []
     half, few = max(1, batch_size // 2), max(1, batch_size // 32)
-    # Column shards are no narrower than the planner's.
+    # Column shards are at least as wide as the planner's.
     for num_tables, dim, bag, batch in (
         (16, 64, 6, half),
         (32, 64, 2, batch_size),
