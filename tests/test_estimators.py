@@ -102,7 +102,9 @@ def test_contributions_add_up_and_name_the_column_that_decides(fitted, tmp_path,
     np.testing.assert_allclose(values[:, -1], np.log(chances / (1 - chances)), rtol=1e-4)
     assert np.abs(values[:, 0]).sum() > np.abs(values[:, 1:3]).sum()
     same = fitted.explain(rows, background=rows.slice(0, 1), num_orders=1)
-    assert [same[name][0].as_py() for name in ("user", "item", "price")] == [0, 0, 0]
+    # Processors differ in how the position of a row in a batch changes its rounding.
+    zeros = [same[name][0].as_py() for name in ("user", "item", "price")]
+    np.testing.assert_allclose(zeros, 0, atol=1e-5)
     pq.write_table(rows, tmp_path / "rows.parquet")
     words = [str(fitted.run_), "--data", str(tmp_path / "rows.parquet"), "--orders", "8"]
     monkeypatch.setattr("meshrec.runs.contributions._LONG_SECONDS", 0.0)
