@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from meshrec.data import drifting_clicks
-from meshrec.data.drifting import Items
+from meshrec.data.synthetic import Items
 from meshrec.tables.hashed.keys import LRU, Hashed
 
 SMALL = {"num_samples": 20_000, "num_test": 4096, "num_values": 50, "lifetime": 5000, "max_rows": 64}

@@ -12,7 +12,6 @@ from meshrec.data.dataset import (
     embedding_bag_configs,
     locate,
 )
-from meshrec.data.drifting import drifting_clicks
 from meshrec.data.faults import DataError
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.interactions import Interactions, next_items
@@ -21,7 +20,7 @@ from meshrec.data.parquet import parquet, parquet_reader
 from meshrec.data.prefetch import Prefetch, prefetch
 from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader
-from meshrec.data.synthetic import synthetic_clicks
+from meshrec.data.synthetic import drifting_clicks, synthetic_clicks
 from meshrec.data.synthetic_logs import SyntheticLog, synthetic_log
 
 FilePlaces = FileRows  # the earlier name, for one release

@@ -8,11 +8,12 @@ import pyarrow as pa
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features import Features, Label, Vocabulary
 from meshrec.data.features.values import microseconds_of
+from meshrec.data.hashing import codes_of
 from meshrec.data.interactions import HISTORY, check_history
 from meshrec.data.log_columns import ITEM, USER, LogColumns
 from meshrec.data.logs import LogTable, counted_rows
 from meshrec.data.movielens import ratings_before
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.nearest import missing_column
 from meshrec.data.samples import gather_ranges
 
 
@@ -52,17 +53,15 @@ def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> p
     check_history(history)
     names = log.table.column_names
     if label not in names:
-        raise DataError(
-            f"{log.name}: there is no column {label!r} among {names}.{did_you_mean(label, names)}"
-        )
+        raise missing_column(log.name, label, names)
     name, table, columns, _ = counted_rows(log, faults)
-    users, items = (table[name].combine_chunks() for name in (columns.user, columns.item))
+    items = table[columns.item].combine_chunks()
     times = microseconds_of(table[columns.time].combine_chunks(), columns.time_unit)
     position = table.column_names.index(columns.time)
     table = table.set_column(position, columns.time, pa.array(times).cast(pa.timestamp("us")))
     if HISTORY in table.column_names:
         return table
-    codes = users.dictionary_encode().indices.to_numpy().astype(np.int64)
+    codes, _ = codes_of(table[columns.user])
     order = np.lexsort((times, codes))
     past = ratings_before(codes[order], times[order])
     is_click = _label_values(name, table[label], label)[order] > 0

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import Unpack, override
 
-from meshrec.data.dataset import Dataset, Paths, RowsOfFile
+from meshrec.data.arrow import pa
+from meshrec.data.dataset import Dataset, Paths
 from meshrec.data.delimited import parse
 from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.faults import DataError, Faults, OnError, needs
 from meshrec.data.locations import as_local, expand, is_address, suffix_of
-from meshrec.data.nearest import did_you_mean
-from meshrec.data.order import check_seed
+from meshrec.data.nearest import missing_column
 from meshrec.data.parquet import ParquetSource
-from meshrec.data.samples import Ints, Samples, rewindowed, void_samples
-from meshrec.data.splitting import Split
-from meshrec.data.streaming import Source, StreamReader, files_of
-from meshrec.data.tables import ordered_reader, table_dataset
-from meshrec.data.text_blocks import TextBlock, WholeLines, find_blocks, read_pieces
+from meshrec.data.samples import Samples, void_samples
+from meshrec.data.streaming import Source, StreamReader
+from meshrec.data.tables import EncodedRows, ReadOptions, ordered_reader, table_dataset
+from meshrec.data.text_blocks import WholeLines, find_blocks, read_pieces
 
 if TYPE_CHECKING:
     from meshrec.data.features import Features
@@ -40,7 +40,7 @@ def criteo_features(num_embeddings: int | Sequence[int]) -> "Features":
     sizes = [num_embeddings] * _NUM_IDS if isinstance(num_embeddings, int) else list(num_embeddings)
     if len(sizes) != _NUM_IDS:
         raise ValueError(f"num_embeddings must be one number or {_NUM_IDS}, got {len(sizes)}.")
-    needs("pyarrow", "data")
+    needs("pyarrow", "data")  # or the next import fails without naming the extra
     from meshrec.data.features import Features, Hashed, Label, Number
 
     return Features(
@@ -52,7 +52,7 @@ def criteo_features(num_embeddings: int | Sequence[int]) -> "Features":
     )
 
 
-class CriteoText(Source):
+class CriteoText(EncodedRows, Source):
     """Criteo day files, plain or gzipped.
 
     A first pass counts lines. Gzip allows reading from the start only; use Parquet for more than a few
@@ -60,28 +60,19 @@ class CriteoText(Source):
     """
 
     def __init__(self, files: Sequence[Path], features: Encoding, faults: Faults) -> None:
-        self._features, self._faults = features, faults
-        self.keys, self.shape = features.keys, features.shape
+        super().__init__(features, faults)
         self._blocks = [block for file in files for block in find_blocks(file, faults, size=_PIECE)]
         if not self._blocks:
             raise DataError(f"none of {len(files)} files has lines: {[str(file) for file in files[:5]]}.")
-
-    @property
-    def files(self) -> Sequence[RowsOfFile]:
-        """Files with lines."""
-        return files_of([(str(block.file), block.lines) for block in self._blocks])
+        self.blocks = [(str(block.file), block.lines) for block in self._blocks]
 
     def column(self, block: int, name: str) -> Any:
         """Return a column as strings. Unparsable lines get the empty string."""
-        import pyarrow as pa
-
         text_block = self._blocks[block]
         texts = np.full(text_block.lines, "", dtype=object)
-        names = self._features.columns()
+        names = self._schema.columns()
         if name not in names:
-            raise DataError(
-                f"{text_block.file}: there is no column {name!r} among {names}.{did_you_mean(name, names)}"
-            )
+            raise missing_column(str(text_block.file), name, names)
         for piece in read_pieces(text_block, size=_PIECE):
             table, lines = parse(
                 piece.text,
@@ -95,30 +86,18 @@ class CriteoText(Source):
             texts[piece.first_line - text_block.first_line + lines] = table[name].to_pylist()
         return pa.array(texts, pa.large_string())
 
-    @property
-    def block_sizes(self) -> Ints:
-        """Lines per block."""
-        return np.array([block.lines for block in self._blocks], dtype=np.int64)
-
-    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Parse some megabytes of lines at a time.
-
-        Args:
-            block: block number.
-            first: first window.
-            size: rows per window.
-        """
-        yield from rewindowed(self._samples(self._blocks[block], first * size), first * size, size)
-
-    def _samples(self, block: TextBlock, skip: int) -> Generator[Samples, None, None]:
-        for piece in read_pieces(block, size=_PIECE):
-            if piece.first_line + piece.lines <= block.first_line + skip:
+    @override
+    def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
+        """Parse some megabytes of lines at a time, whatever the window size."""
+        text_block = self._blocks[block]
+        for piece in read_pieces(text_block, size=_PIECE):
+            if piece.first_line + piece.lines <= text_block.first_line + skip:
                 yield void_samples(piece.lines, self.shape)  # skipped, but counted
             else:
-                yield self._parsed(block.file, piece)
+                yield self._parsed(text_block.file, piece)
 
     def _parsed(self, file: Path, piece: WholeLines) -> Samples:
-        names = self._features.columns()
+        names = self._schema.columns()
         kinds = {name: "string" if name.startswith("C") else "float32" for name in names}
         table, lines = parse(
             piece.text,
@@ -129,9 +108,7 @@ class CriteoText(Source):
             delimiter="\t",
             first_line=piece.first_line,
         )
-        samples = self._features.encode(
-            table, RowOrigin(str(file), piece.first_line, str(file)), self._faults
-        )
+        samples = self._schema.encode(table, RowOrigin(str(file), piece.first_line, str(file)), self._faults)
         if len(lines) == piece.lines:
             return samples
         # Unparsable lines become invalid samples, so that the positions of later samples do not shift.
@@ -172,45 +149,21 @@ def criteo_reader(
 def criteo(
     *,
     train: Paths,
-    validation: Paths | None = None,
-    test: Paths | None = None,
-    split: Split | None = None,
     num_embeddings: int | Sequence[int] = 100_000,
-    seed: int = 0,
-    on_error: OnError = "raise",
-    window: int = 8192,
-    lanes: int = 8,
+    **options: Unpack[ReadOptions],
 ) -> Dataset:
     """Open Criteo data. ``.parquet`` files have the columns of `criteo_features`; other files are text.
 
     Args:
         train: files, folders (all ``day_*`` and ``*.parquet`` files in them) or patterns.
-        validation: like ``train``.
-        test: like ``train``.
-        split: takes validation and test rows from ``train`` instead. A split by time uses line order, as in
-            day files.
         num_embeddings: rows per table, or a list with 26 entries.
-        seed: as for `meshrec.data.parquet`.
-        on_error: as for `meshrec.data.parquet`.
-        window: as for `meshrec.data.parquet`.
-        lanes: as for `meshrec.data.parquet`.
+        options: as for `meshrec.data.parquet`. A split by time uses line order, as in day files.
 
     Raises:
         DataError: damaged data; names the file, the line or row group, and the column.
     """
-    check_seed(seed)  # before the first pass over the files
     return table_dataset(
-        _source,
-        train=train,
-        validation=validation,
-        test=test,
-        split=split,
-        schema=criteo_features(num_embeddings),
-        name="criteo",
-        seed=seed,
-        on_error=on_error,
-        window=window,
-        lanes=lanes,
+        _source, train=train, schema=criteo_features(num_embeddings), name="criteo", **options
     )
 
 

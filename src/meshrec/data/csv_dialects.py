@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from meshrec.data.faults import needs
+from meshrec.data.arrow import pa
 from meshrec.data.locations import File, codec_of, is_tsv, opened
 
 _logger = logging.getLogger("meshrec")
@@ -107,7 +107,6 @@ def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
 
 def _head_of(file: File) -> tuple[bytes, bool]:
     """Return the first bytes of a file, and whether they are the whole file."""
-    pa = needs("pyarrow", "data")
     with opened(file) as source:
         codec = codec_of(file)
         stream = source if codec is None else pa.CompressedInputStream(source, codec)

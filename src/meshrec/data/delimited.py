@@ -1,15 +1,13 @@
 """Line-oriented text, parsed by Arrow."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshrec.data.faults import DataError, Faults, needs
+from meshrec.data.arrow import pa, pa_csv, pc
+from meshrec.data.faults import DataError, Faults
 from meshrec.data.samples import Bools, Ints
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _PATTERNS = {"int": r"^ *[+-]?[0-9]+ *$", "float": r"^ *[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)? *$"}
 
@@ -44,8 +42,6 @@ def parse(
         quotes: whether fields may be double-quoted.
         first_line: first line number, from 0.
     """
-    csv = needs("pyarrow.csv", "data")
-    pa = needs("pyarrow", "data")
     bad_lines: list[tuple[int, int, int]] = []
 
     def invalid(row: Any) -> str:
@@ -53,8 +49,8 @@ def parse(
         return "skip"
 
     options: dict[str, Any] = {
-        "read_options": csv.ReadOptions(use_threads=False, column_names=columns, block_size=1 << 24),
-        "parse_options": csv.ParseOptions(
+        "read_options": pa_csv.ReadOptions(use_threads=False, column_names=columns, block_size=1 << 24),
+        "parse_options": pa_csv.ParseOptions(
             delimiter=delimiter,
             quote_char='"' if quotes else False,
             ignore_empty_lines=False,
@@ -63,12 +59,12 @@ def parse(
     }
     arrow_types = {name: getattr(pa, kind)() for name, kind in types.items()}
     try:
-        table = _read(csv, pa, text, options, arrow_types)
+        table = _read(text, options, arrow_types)
     except (pa.ArrowInvalid, KeyError):
         bad_lines.clear()
         # Arrow does not report which rows failed. Read strings, and convert column by column.
         try:
-            table = _read(csv, pa, text, options, dict.fromkeys(types, pa.string()))
+            table = _read(text, options, dict.fromkeys(types, pa.string()))
         except (pa.ArrowInvalid, KeyError) as other:
             raise DataError(f"{where} cannot be parsed for the columns {list(types)}: {other}.") from other
     for line, got, expected in bad_lines:
@@ -82,11 +78,11 @@ def parse(
     return _converted(Lines(table, lines), arrow_types, where, faults, first_line)
 
 
-def _read(csv: Any, pa: Any, text: Any, options: Any, types: Mapping[str, Any]) -> "pa.Table":
-    convert = csv.ConvertOptions(
+def _read(text: Any, options: Any, types: Mapping[str, Any]) -> "pa.Table":
+    convert = pa_csv.ConvertOptions(
         column_types=types, include_columns=list(types), strings_can_be_null=False, null_values=[""]
     )
-    return csv.read_csv(pa.BufferReader(text), convert_options=convert, **options)
+    return pa_csv.read_csv(pa.BufferReader(text), convert_options=convert, **options)
 
 
 def _valid_lines(num_rows: int, bad: list[int], *, header: bool) -> Ints:
@@ -99,7 +95,6 @@ def _valid_lines(num_rows: int, bad: list[int], *, header: bool) -> Ints:
 
 def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faults, first_line: int) -> Lines:
     """Convert strings to numbers, column by column. Rows with other strings are faults."""
-    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     table, lines = parsed
     valid: Bools = np.ones(table.num_rows, dtype=np.bool_)
     for name, kind in types.items():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from meshrec.data.dataset import Feature
 from meshrec.data.faults import Faults
-from meshrec.data.samples import Samples, Shape
+from meshrec.data.samples import Bools, Samples, Shape
 
 
 class RowOrigin(NamedTuple):
@@ -18,6 +18,34 @@ class RowOrigin(NamedTuple):
     name: str
     first_row: int
     file: str = ""
+
+
+class RowChecks(NamedTuple):
+    """Checks of a table's rows while they are encoded."""
+
+    origin: RowOrigin
+    """Row source, for messages."""
+    valid: Bools
+    """Whether a row is valid so far, [n]; modified in place."""
+    faults: Faults
+    """Handles damage."""
+
+    def require(self, good: Bools, column: str, problem: str, *, is_allowed: bool = False) -> None:
+        """Mark the rows that fail a check as invalid, or raise DataError.
+
+        Args:
+            good: whether a row passes, [n].
+            column: checked column.
+            problem: predicate of the message, such as "is null"; the row is its subject.
+            is_allowed: failing rows are omitted by configuration, and are not damage.
+        """
+        name, first_row, file = self.origin
+        message = f"{name}, column {column!r}: row {{row}} {problem}"
+        self.faults.check(self.valid, good, message, first_row, file, is_allowed=is_allowed)
+
+    def of_first(self, num_rows: int) -> "RowChecks":
+        """Return the checks of the first rows, such as the only row that all samples of a request share."""
+        return self._replace(valid=self.valid[:num_rows])
 
 
 class Encoding(ABC):

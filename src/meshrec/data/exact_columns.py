@@ -4,16 +4,15 @@
 
 Writers use many Arrow types for the same value: an ID may be int64, decimal128(38, 0), or a double next to
 nulls. `plain` merges types that differ only in layout, without looking at values. File and frame readers call
-it first, and so do features. `whole_numbers` converts decimals and floats to integers, and looks at values.
+it first, and so do features. `as_integers` converts decimals and floats to integers, and looks at values.
 ``docs/guides/column-types.md`` lists types and kinds.
 """
 
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
+from meshrec.data.arrow import pa, pc
 from meshrec.data.hashing import UInt64s, mix
 from meshrec.data.samples import Bools, Ints
 
@@ -23,7 +22,7 @@ _UUID_DIGITS = np.array([at for at in range(36) if at not in (8, 13, 18, 23)])
 """Positions of the 32 digits in a UUID string, without dashes."""
 
 
-def is_list(kind: pa.DataType) -> bool:
+def is_list(kind: "pa.DataType") -> bool:
     """Return whether the type is a list of any layout."""
     lists = (
         pa.types.is_list,
@@ -35,7 +34,7 @@ def is_list(kind: pa.DataType) -> bool:
     return any(check(kind) for check in lists)
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
+def plain_type(kind: "pa.DataType") -> "pa.DataType":
     """Return the type produced by `plain`."""
     if isinstance(kind, pa.BaseExtensionType):
         if kind.extension_name == "arrow.opaque":
@@ -78,12 +77,12 @@ def plain(column: Any) -> Any:
     return _plain_array(column)
 
 
-def plain_schema(schema: pa.Schema) -> pa.Schema:
+def plain_schema(schema: "pa.Schema") -> "pa.Schema":
     """Return the schema of `plain_table`."""
     return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
 
 
-def plain_table(table: pa.Table) -> pa.Table:
+def plain_table(table: "pa.Table") -> "pa.Table":
     """Normalize all columns with `plain`."""
     schema = plain_schema(table.schema)
     if schema.types == table.schema.types:
@@ -161,7 +160,7 @@ def _hex_strings(array: Any) -> Any:
     return pc.if_else(array.is_valid(), strings, None) if array.null_count else strings
 
 
-def whole_numbers(array: Any) -> Any:
+def as_integers(array: Any) -> Any:
     """Convert decimals or floats to int64, else uint64, else integral decimals.
 
     NaN becomes null, and -0.0 becomes 0. Integer arrays are returned unchanged.

@@ -60,7 +60,7 @@ class Faults:
         """Report damaged or intentionally omitted rows.
 
         Args:
-            message: what is wrong, and where.
+            message: problem and location.
             rows: row count.
             file: file name.
             is_allowed: rows are omitted by configuration, and are not damage.
@@ -80,7 +80,7 @@ class Faults:
 
     def check(
         self,
-        kept: Bools,
+        valid: Bools,
         good: Any,
         message: str,
         first_row: int = 0,
@@ -88,12 +88,12 @@ class Faults:
         *,
         is_allowed: bool = False,
     ) -> None:
-        """Remove invalid samples from ``kept``.
+        """Remove invalid samples from ``valid``.
 
         Args:
-            kept: whether a sample is still valid; modified in place.
+            valid: whether a sample is valid so far; modified in place.
             good: whether a sample passes this check.
-            message: what is wrong; ``{row}`` is replaced by the first bad row.
+            message: problem and location; ``{row}`` is replaced by the first bad row.
             first_row: first sample's row number in the file.
             file: file name.
             is_allowed: bad samples are omitted by configuration, and are not damage.
@@ -101,13 +101,13 @@ class Faults:
         Raises:
             DataError: damaged data is not skipped.
         """
-        bad = kept & ~np.asarray(good, dtype=np.bool_)
+        bad = valid & ~np.asarray(good, dtype=np.bool_)
         num = int(bad.sum())
         if num:
             row = first_row + int(bad.argmax())
             text = f"{message.format(row=row)} ({rows_text(num)} of {len(bad)})"
             self.report(text, num, file, is_allowed=is_allowed, every_row=num == len(bad) > 1)
-            kept &= ~bad
+            valid &= ~bad
 
 
 def rows_text(num: int) -> str:

@@ -3,19 +3,18 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meshrec.data.arrow import pa, pa_csv, pa_json, pc
 from meshrec.data.csv_dialects import DETECTED, CsvFormat, Dialect, dialect_of
 from meshrec.data.encoding import Encoding
-from meshrec.data.faults import DataError, Faults, needs
+from meshrec.data.exact_columns import plain_table
+from meshrec.data.faults import DataError, Faults
 from meshrec.data.locations import File, codec_of, expand_tables, is_json, not_parquet, opened
 from meshrec.data.parquet import open_parquet
 from meshrec.data.partitions import partition_keys, with_keys
 from meshrec.data.streaming import Source
 from meshrec.data.tables import ArrowSource
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 def to_table(frame: Any) -> "pa.Table":
@@ -26,8 +25,6 @@ def to_table(frame: Any) -> "pa.Table":
     Raises:
         ValueError: ``frame`` is none of these.
     """
-    pa = needs("pyarrow", "data")
-    from meshrec.data.exact_columns import plain_table
 
     if isinstance(frame, pa.Table):
         return plain_table(frame)
@@ -51,7 +48,6 @@ def to_table(frame: Any) -> "pa.Table":
 
 def _of_pandas(frame: Any) -> "pa.Table":
     """Convert a pandas table; name the first column Arrow cannot represent."""
-    pa = needs("pyarrow", "data")
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, OverflowError) as error:
@@ -90,7 +86,6 @@ def read_csvs(
     Raises:
         DataError: a file cannot be read; names the file and row.
     """
-    pa = needs("pyarrow", "data")
     forced = {"text": pa.string(), "number": pa.float64()}  # integers may be written as true and false
     types = {name: forced[kind] for name, kind in kinds.items() if kind in forced}
     # Arrow infers types per file. Files that differ from the common type are read again below.
@@ -113,7 +108,6 @@ def read_csvs(
 
 def _common_type(types: set[Any]) -> Any:
     """Return a type that can represent a column's types from several files."""
-    pa = needs("pyarrow", "data")
     if len(types) == 1:
         return types.pop()
     if all(map(pa.types.is_integer, types)):
@@ -127,7 +121,6 @@ def _common_type(types: set[Any]) -> Any:
 
 def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form: CsvFormat) -> "pa.Table":
     """Read a file; numeric columns not in ``fixed`` become text if they have leading zeros."""
-    pa, csv, pc = (needs(name, "data") for name in ("pyarrow", "pyarrow.csv", "pyarrow.compute"))
 
     def read(types: Mapping[str, Any]) -> Any:
         with opened(path) as source:
@@ -135,13 +128,13 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
             text = source if codec is None else pa.CompressedInputStream(source, codec)
             if is_json(path):
                 return _read_json(text, types)
-            return csv.read_csv(
+            return pa_csv.read_csv(
                 text,
-                read_options=csv.ReadOptions(encoding=dialect.encoding),
-                convert_options=csv.ConvertOptions(
+                read_options=pa_csv.ReadOptions(encoding=dialect.encoding),
+                convert_options=pa_csv.ConvertOptions(
                     strings_can_be_null=False, column_types=dict(types), decimal_point=dialect.decimal_point
                 ),
-                parse_options=csv.ParseOptions(newlines_in_values=True, delimiter=dialect.delimiter),
+                parse_options=pa_csv.ParseOptions(newlines_in_values=True, delimiter=dialect.delimiter),
             )
 
     try:
@@ -164,7 +157,7 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
             if name not in fixed and _matches(pc.any, column, "^[-+]?0[0-9]+$"):
                 table = table.set_column(at, name, column)
             elif _may_be_rounded(table[name]):
-                table = table.set_column(at, name, _whole_numbers(column))
+                table = table.set_column(at, name, _as_uint64(column))
         return table
     except UnicodeDecodeError as error:
         raise DataError(
@@ -178,8 +171,9 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
 
 def _read_json(source: Any, types: Mapping[str, Any]) -> "pa.Table":
     """Read a file with a JSON object per line. Time strings become times, unless ``types`` has the column."""
-    pa, json = needs("pyarrow", "data"), needs("pyarrow.json", "data")
-    return json.read_json(source, parse_options=json.ParseOptions(explicit_schema=pa.schema(types.items())))
+    return pa_json.read_json(
+        source, parse_options=pa_json.ParseOptions(explicit_schema=pa.schema(types.items()))
+    )
 
 
 def _check_header(path: File, names: list[str]) -> None:
@@ -195,23 +189,20 @@ def _check_header(path: File, names: list[str]) -> None:
 
 
 def _matches(combine: Callable[[Any], Any], texts: Any, pattern: str) -> bool:
-    return bool(combine(needs("pyarrow.compute", "data").match_substring_regex(texts, pattern)).as_py())
+    return bool(combine(pc.match_substring_regex(texts, pattern)).as_py())
 
 
 def _is_number(kind: Any) -> bool:
-    pa = needs("pyarrow", "data")
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _may_be_rounded(column: Any) -> bool:
     """Return whether a column exceeds int64. Arrow reads such integers as floats."""
-    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     return pa.types.is_floating(column.type) and bool(pc.any(pc.greater_equal(column, 2.0**63)).as_py())
 
 
-def _whole_numbers(texts: Any) -> Any:
+def _as_uint64(texts: Any) -> Any:
     """Convert strings to uint64. Strings with longer numbers are returned unchanged."""
-    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     try:
         return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts).cast(pa.uint64())
     except pa.ArrowInvalid:
@@ -235,7 +226,6 @@ def read_columns(
     Raises:
         DataError: a file cannot be read.
     """
-    pa = needs("pyarrow", "data")
     if not _is_paths(data):
         tables = [to_table(data)]
     else:
@@ -260,10 +250,8 @@ def read_parquet(file: File, columns: Sequence[str] | None = None) -> "pa.Table"
     Raises:
         DataError: the file cannot be read.
     """
-    from meshrec.data.exact_columns import plain_table
     from meshrec.data.parquet import open_parquet_file
 
-    pa = needs("pyarrow", "data")
     try:
         with open_parquet_file(file) as opened_file:
             available = opened_file.schema_arrow.names

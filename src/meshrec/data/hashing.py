@@ -26,6 +26,12 @@ def mix(values: UInt64s, seed: int = 0) -> UInt64s:
     return mixed
 
 
+def codes_of(column: Any) -> tuple[npt.NDArray[np.int64], Any]:
+    """Return codes from 0 in order of first appearance, and the values by code, for an Arrow column."""
+    encoded = column.combine_chunks().dictionary_encode()
+    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary
+
+
 def to_range(hashes: UInt64s, size: int) -> npt.NDArray[np.int64]:
     """Map hashes evenly to ``[0, size)``, for sizes up to 2**32: (upper half * size) >> 32."""
     scaled = hashes >> np.uint64(32)

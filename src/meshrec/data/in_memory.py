@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from meshrec.data.batch import Batch
 from meshrec.data.dataset import Position, Reader, RowsOfFile, locate
@@ -106,6 +107,7 @@ class InMemoryReader(Reader):
         """Files the row numbers refer to."""
         return self._files
 
+    @override
     def batches(
         self,
         batch_size: int,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshrec.data.arrow import pa, pa_fs
 from meshrec.data.dataset import Paths
-from meshrec.data.faults import DataError, needs
+from meshrec.data.faults import DataError
 
 T = TypeVar("T")
 File = Path | str
@@ -111,7 +112,7 @@ def opened(file: File) -> Any:
     """
     if not is_address(file):
         return Path(file).open("rb")
-    filesystem, path = needs("pyarrow.fs", "data").FileSystem.from_uri(str(file))
+    filesystem, path = pa_fs.FileSystem.from_uri(str(file))
     return filesystem.open_input_file(path)
 
 
@@ -133,7 +134,7 @@ def _files_in(folder: Path) -> list[Path]:
 def _stored_in(filesystem: Any, folder: str) -> list[Any]:
     """List a store folder like `_files_in`."""
     files: list[Any] = []
-    selector = needs("pyarrow.fs", "data").FileSelector(folder, allow_not_found=True)
+    selector = pa_fs.FileSelector(folder, allow_not_found=True)
     for info in sorted(filesystem.get_file_info(selector), key=lambda info: str(info.path)):
         is_partition = "=" in info.base_name and info.type == info.type.Directory
         files += _stored_in(filesystem, info.path) if is_partition else [info]
@@ -141,15 +142,14 @@ def _stored_in(filesystem: Any, folder: str) -> list[Any]:
 
 
 def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
-    pa, fs = needs("pyarrow", "data"), needs("pyarrow.fs", "data")
     plain, question, options = str(address).partition("?")
     try:
-        filesystem, path = fs.FileSystem.from_uri(str(address))
+        filesystem, path = pa_fs.FileSystem.from_uri(str(address))
         folder, file_patterns = path, patterns
         if any(sign in path for sign in "*["):
             folder, _, named = path.rpartition("/")
             file_patterns = [named]
-        elif filesystem.get_file_info(path).type == fs.FileType.File:
+        elif filesystem.get_file_info(path).type == pa_fs.FileType.File:
             return [str(address)]
         infos = _stored_in(filesystem, folder)
     except (pa.ArrowException, OSError, ImportError) as error:
@@ -158,7 +158,7 @@ def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
         ) from error
     # from_uri drops scheme, bucket and options. Put them back, so that results are URIs again.
     store = plain.removesuffix(path)
-    files = [info for info in infos if info.type == fs.FileType.File]
+    files = [info for info in infos if info.type == pa_fs.FileType.File]
     matches = _first(files, lambda info: str(info.base_name), file_patterns)
     escaped = [info.path.replace("%", "%25") for info in matches]  # Hive folder names contain %
     return [f"{store}{path}{question}{options}" for path in escaped]

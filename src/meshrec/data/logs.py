@@ -14,10 +14,11 @@ from meshrec.data.faults import DataError, Faults, rows_text
 from meshrec.data.features import Features, IdFeature, Key, Times, Vocabulary
 from meshrec.data.features.values import is_missing, kind_of, microseconds_of, one_number, parsed_times, whole
 from meshrec.data.frames import column_names
+from meshrec.data.hashing import codes_of
 from meshrec.data.in_memory import Ranges
 from meshrec.data.interactions import HISTORY, SEEN, TIMES, Interactions
 from meshrec.data.log_columns import ITEM, USER, LogColumns
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.nearest import missing_column
 from meshrec.data.samples import Ints
 
 _logger = logging.getLogger("meshrec")
@@ -46,10 +47,7 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
     names = table.column_names
     for column in columns.names():
         if column not in names:
-            known = names if source is None else column_names(source)
-            raise DataError(
-                f"{name}: there is no column {column!r} among {known}.{did_you_mean(column, known)}"
-            )
+            raise missing_column(name, column, names if source is None else column_names(source))
     valid = np.ones(table.num_rows, np.bool_)
     for column in dict.fromkeys([columns.user, columns.item, columns.time]):
         missing = is_missing(table[column].combine_chunks())
@@ -74,7 +72,7 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
     # Count users and items on the same rows, so that the result does not depend on their order.
     frequent = np.ones(table.num_rows, np.bool_)
     for column, min_count in ((columns.user, columns.min_user_count), (columns.item, columns.min_item_count)):
-        codes = _codes(table[column])[0]
+        codes = codes_of(table[column])[0]
         if min_count > 1:
             frequent &= np.bincount(codes)[codes] >= min_count
     table = table.filter(pa.array(frequent))
@@ -122,12 +120,12 @@ def interactions(
         wrong = feature.kind_error({feature.source: kind_of(table[feature.source].type)})
         if wrong is not None:
             raise DataError(f"{name}: {wrong}.")
-    users, values = _codes(table[columns.user])
-    is_known = item.lookup_values(table[columns.item].combine_chunks()) >= 0
-    users, table = users[is_known], table.filter(pa.array(is_known))
-    if not is_known.all():
-        missing = rows_text(int((~is_known).sum()))
-        advice = "" if is_known.any() else ". No row is left: compare the columns"
+    users, values = codes_of(table[columns.user])
+    in_vocabulary = item.lookup_values(table[columns.item].combine_chunks()) >= 0
+    users, table = users[in_vocabulary], table.filter(pa.array(in_vocabulary))
+    if not in_vocabulary.all():
+        missing = rows_text(int((~in_vocabulary).sum()))
+        advice = "" if in_vocabulary.any() else ". No row is left: compare the columns"
         _logger.warning("%s: left out %s of items that training did not meet%s", name, missing, advice)
     ids = item_ids(item, table[columns.item].combine_chunks(), hashed)
     times = microseconds_of(table[columns.time].combine_chunks(), columns.time_unit)
@@ -200,7 +198,13 @@ def vocabulary_of(features: Features, name: str) -> Vocabulary:
 
 
 def item_ids(item: Vocabulary, values: Any, hashed: Key | None) -> Ints:
-    """Return item IDs in their table."""
+    """Return item IDs in their table.
+
+    Args:
+        item: item vocabulary.
+        values: item values, an Arrow array [n].
+        hashed: hashed key feature, or None: IDs are rows.
+    """
     return item.rows_of(values) if hashed is None else hashed.rows_of(values)
 
 
@@ -223,9 +227,3 @@ def _catalog_values(
     return replace(feature.feature(), average_length=average), Ranges(
         feature.rows_of(values.array), starts, lengths
     )
-
-
-def _codes(column: Any) -> tuple[Ints, Any]:
-    """Return codes from 0 in order of first appearance, and the values by code."""
-    encoded = column.combine_chunks().dictionary_encode()
-    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary

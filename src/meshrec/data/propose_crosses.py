@@ -1,16 +1,27 @@
-"""Proposed crosses and ranges that lower the loss in a quick trial on training rows."""
+"""Proposed crosses and ranges that lower the loss of a binary label in a quick trial on training rows.
 
+Smoothed log-odds are fitted on half of the rows and evaluated on the other half. A candidate must lower the
+loss of the other half by significantly more than chance.
+
+Shape legend: n rows.
+"""
+
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from meshrec.data.column_choice import ColumnChoice
-from meshrec.data.feature_gain import best_crosses, ranges_gain
 from meshrec.data.features import Buckets, ColumnFeature, Cross, IdFeature, Label, Number, hashes_of
-from meshrec.data.features.values import numbers_of, whole
+from meshrec.data.features.values import floats_of, whole
 from meshrec.data.profile import Profile
-from meshrec.data.propose_time_order import marching_pair
+from meshrec.data.propose_time_order import ColumnChoice, TimeOrder, is_drifting_cross
+
+Codes = npt.NDArray[np.int64]
+Vector = npt.NDArray[np.float64]
 
 _MIN_ROWS = 2000
 _MAX_ROWS = 40_000
@@ -18,10 +29,16 @@ _MAX_VALUES = 5000
 _TRAINING = 0.8
 """Share of rows for training in the proposed split."""
 _BUCKETS = 16
+_SMOOTHING = 10.0
+_ROUNDS = 6
+_MIN_SHARE = 0.002
+"""Minimum share of the loss a proposed feature must save."""
+_DEVIATIONS = 3.0
+_MAX_COLUMNS = 10
 
 
 def with_useful_crosses(
-    profile: Profile, label: Label, choices: list[ColumnChoice], time: str | None
+    profile: Profile, label: Label, choices: list[ColumnChoice], time: str | None, order: TimeOrder | None
 ) -> list[ColumnChoice]:
     """Add ID column crosses and number ranges that lower the loss on held-out rows.
 
@@ -30,9 +47,10 @@ def with_useful_crosses(
         label: binary label.
         choices: choice per column.
         time: column that orders the rows, or None.
+        order: time order of the sampled rows; None: the split is random, or the sample is small.
     """
     rows = _training_rows(profile, time)
-    truth = label.numbers(whole(profile.sample[label.column]))
+    truth = label.targets(whole(profile.sample[label.column]))
     rows = rows[np.isfinite(truth[rows])]
     if len(rows) < _MIN_ROWS:
         return choices
@@ -50,34 +68,33 @@ def with_useful_crosses(
     used_names = {feature.name for choice in extended for feature in choice.features}
     for first, second, share in best_crosses(codes, labels):
         name = f"{first}_x_{second}".replace(".", "_")
-        if name in used_names or name in profile.columns or marching_pair(profile, (first, second), time):
+        if name in used_names or name in profile.columns:
             continue
-        pairs = len(np.unique(codes[first] * (codes[second].max() + 1) + codes[second]))
-        num = 2 * pairs + 2
+        if order is not None and is_drifting_cross(profile, (first, second), order):
+            continue
+        num = 2 * len(np.unique(_pair_codes(codes[first], codes[second]))) + 2
         cross = Cross(name=name, columns_crossed=(first, second), num_embeddings=num)
         reason = f"their cross saves {share:.1%} of the loss in a quick look"
         extended.append(ColumnChoice(f"{first} x {second}", "id", reason, (cross,), num))
     return extended
 
 
-def _training_rows(profile: Profile, time: str | None) -> "np.typing.NDArray[np.int64]":
+def _training_rows(profile: Profile, time: str | None) -> Codes:
     """Return at most 40,000 sampled rows that the proposed split uses for training."""
     num = profile.sample.num_rows
     if time is None:
         return np.arange(min(int(_TRAINING * num), _MAX_ROWS))  # sampled rows are in random order
-    times = numbers_of(profile.sample[time], None, "s")
+    times = floats_of(profile.sample[time], None, "s")
     early = np.flatnonzero(times <= np.quantile(times, _TRAINING))
     return early[:_MAX_ROWS]
 
 
-def _with_ranges(
-    choice: ColumnChoice, sample: pa.Table, labels: "np.typing.NDArray[np.float64]"
-) -> ColumnChoice:
+def _with_ranges(choice: ColumnChoice, sample: pa.Table, labels: Vector) -> ColumnChoice:
     """Add the ranges of a number, if significantly better than a linear term."""
     number = choice.features[0]
     if not isinstance(number, Number) or any(isinstance(feature, IdFeature) for feature in choice.features):
         return choice
-    result = ranges_gain(numbers_of(sample[choice.column], number.part, number.unit), labels)
+    result = ranges_gain(floats_of(sample[choice.column], number.part, number.unit), labels)
     if not result.is_significant:
         return choice
     ranges: ColumnFeature = Buckets(
@@ -89,3 +106,109 @@ def _with_ranges(
     )
     reason = f"{choice.reason}, and its ranges, which save {result.share:.1%} of the loss in a quick look"
     return choice._replace(reason=reason, features=(replace(number), ranges), rows=_BUCKETS + 1)
+
+
+class Gain(NamedTuple):
+    """Share of the log loss saved by a candidate, and whether it is significant."""
+
+    share: float
+    is_significant: bool
+
+
+def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) -> list[tuple[str, str, float]]:
+    """Return the column pairs whose cross predicts the label significantly better than the two columns alone.
+
+    Tries only pairs of the ``_MAX_COLUMNS`` columns with the largest gains of their own.
+
+    Args:
+        codes: codes from 0 per row, [n], by column name.
+        labels: 0 or 1 per row, [n].
+        max_pairs: maximum number of pairs.
+
+    Returns:
+        First column, second column and share of the log loss saved, per pair, largest share first.
+    """
+    single_gains = {name: gain([], column, labels).share for name, column in codes.items()}
+    names = sorted(single_gains, key=lambda name: -single_gains[name])[:_MAX_COLUMNS]
+    pairs = []
+    for first, second in itertools.combinations([name for name in codes if name in names], 2):
+        cross = np.unique(_pair_codes(codes[first], codes[second]), return_inverse=True)[1]
+        result = gain([codes[first], codes[second]], cross, labels)
+        if result.is_significant:
+            pairs.append((first, second, result.share))
+    return sorted(pairs, key=lambda pair: -pair[2])[:max_pairs]
+
+
+def ranges_gain(values: Vector, labels: Vector) -> Gain:
+    """Return the gain from number ranges over a linear term. Null and NaN form a separate range."""
+    finite = np.isfinite(values)
+    if finite.sum() < 2 * _BUCKETS:
+        return Gain(0.0, False)
+    edges = np.unique(np.quantile(values[finite], np.linspace(0, 1, _BUCKETS + 1)[1:-1]))
+    ranges = np.where(finite, 1 + np.searchsorted(edges, values, side="right"), 0)
+    middle, deviation = np.median(values[finite]), values[finite].std() or 1.0
+    line = np.clip((np.where(finite, values, middle) - middle) / deviation, -5.0, 5.0)
+    return gain([], ranges.astype(np.int64), labels, line=line)
+
+
+def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: Vector | None = None) -> Gain:
+    """Return the gain of a candidate column over base columns and a linear term.
+
+    Args:
+        base_columns: codes per row, by column.
+        candidate: codes per row.
+        labels: 0 or 1 per row, [n].
+        line: linear term, [n], or None.
+    """
+    # Rows are in random order, so alternate rows are random halves.
+    fits = np.arange(len(labels)) % 2 == 0
+    logits = np.full(len(labels), _logit(labels[fits].mean()))
+    for _ in range(_ROUNDS):
+        for codes in base_columns:
+            logits += _step(codes, labels, logits, fits)
+        if line is not None:
+            logits += _line_step(line, labels, logits, fits)
+    base_losses = _losses(logits, labels)[~fits]
+    for _ in range(3):
+        logits += _step(candidate, labels, logits, fits)
+    saved = base_losses - _losses(logits, labels)[~fits]
+    if not len(saved) or not base_losses.mean() > 0:
+        return Gain(0.0, False)
+    share, deviation = saved.mean() / base_losses.mean(), saved.std() / np.sqrt(len(saved))
+    return Gain(float(share), bool(share > _MIN_SHARE and saved.mean() > _DEVIATIONS * deviation))
+
+
+def _step(codes: Codes, labels: Vector, logits: Vector, fits: npt.NDArray[np.bool_]) -> Vector:
+    """Return a damped Newton step with a weight per value, for all rows."""
+    probability = 1 / (1 + np.exp(-logits))
+    num = int(codes.max(initial=0)) + 1
+    slope = np.bincount(codes[fits], (labels - probability)[fits], minlength=num)
+    curvature = np.bincount(codes[fits], (probability * (1 - probability))[fits], minlength=num)
+    # Smoothing shrinks the weights of rare values, which would otherwise fit noise.
+    weights: Vector = slope / (curvature + _SMOOTHING / 4)
+    return weights[codes]
+
+
+def _line_step(line: Vector, labels: Vector, logits: Vector, fits: npt.NDArray[np.bool_]) -> Vector:
+    probability = 1 / (1 + np.exp(-logits))
+    columns = np.stack([np.ones_like(line), line])
+    slope = columns[:, fits] @ (labels - probability)[fits]
+    curvature = (columns[:, fits] * (probability * (1 - probability))[fits]) @ columns[:, fits].T
+    weights = np.linalg.solve(curvature + 1e-3 * np.eye(2), slope)
+    step: Vector = (weights @ columns).astype(np.float64)
+    return step
+
+
+def _losses(logits: Vector, labels: Vector) -> Vector:
+    losses: Vector = np.logaddexp(0, logits) - labels * logits
+    return losses
+
+
+def _pair_codes(first: Codes, second: Codes) -> Codes:
+    codes: Codes = first * (second.max(initial=0) + 1) + second
+    return codes
+
+
+def _logit(share: float) -> float:
+    share = min(max(float(share), 1e-6), 1 - 1e-6)
+    return float(np.log(share / (1 - share)))

@@ -8,14 +8,14 @@ from typing import Any, Literal
 import numpy as np
 
 from meshrec.data.features import Label
-from meshrec.data.features.values import numbers_of
+from meshrec.data.features.values import floats_of
 from meshrec.data.profile import Profile
 
 Task = Literal["binary", "number", "classes"]
 """Label type, as learned by a model."""
 _MAX_CLASSES = 200
 _NEGATION = re.compile(r"(?i)\s*(no|not|non|none|never|without|false|negative)\b")
-"""Texts that are the negative one of two. If neither matches, the first in alphabetic order is."""
+"""Strings that are the negative one of two. If neither matches, the first in alphabetic order is."""
 
 
 def label_of(
@@ -64,7 +64,7 @@ def _label_of_values(profile: Profile, name: str, task: Task | None) -> tuple[La
         raise ValueError(f"--label {name}: all rows have one class or value. Name another column.")
     if column.kind == "text" or task == "classes":
         return _of_classes(profile, name, task)
-    values = numbers_of(profile.sample[name], None, "s")
+    values = floats_of(profile.sample[name], None, "s")
     values = values[np.isfinite(values)]
     if task == "number":
         return Label(column=name, kind="number"), f"a number from {column.low:g} to {column.high:g}"
@@ -81,7 +81,7 @@ def _label_of_values(profile: Profile, name: str, task: Task | None) -> tuple[La
 
 
 def _of_classes(profile: Profile, name: str, task: Task | None) -> tuple[Label, str]:
-    """Return a binary label for two texts, and a class label for more."""
+    """Return a binary label for two strings, and a class label for more."""
     column, counts = profile.columns[name], profile.labels
     values = [] if counts is None else [_plain(value) for value in counts.values.to_pylist()]
     if task == "binary" and len(values) != 2:
@@ -99,8 +99,8 @@ def _of_classes(profile: Profile, name: str, task: Task | None) -> tuple[Label, 
         classes = tuple(sorted(values))
         return Label(column=name, kind="class", classes=classes), f"one of {len(classes)} classes"
     negative, positive = sorted(values, key=lambda value: (_NEGATION.match(value) is None, value))
-    numbers = counts.counts.to_numpy()
-    share = numbers[values.index(positive)] / numbers.sum()
+    num_rows = counts.counts.to_numpy()
+    share = num_rows[values.index(positive)] / num_rows.sum()
     reason = f"binary: {positive!r} is positive ({share:.1%} of the rows), {negative!r} negative"
     return Label(column=name, classes=(negative, positive)), reason
 

@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.column_choice import ColumnChoice
-from meshrec.data.features.values import hashes_and_missing, hashes_of, numbers_of, whole
+from meshrec.data.features import ColumnFeature
+from meshrec.data.features.values import decoded, floats_of, hashes_and_missing, hashes_of, whole
 from meshrec.data.profile import Column, Profile
+from meshrec.data.samples import Bools
 
 _TRAINING, _TEST = 0.8, 0.1
 """Shares of the rows in the proposed split: the earliest are training rows, the latest test rows."""
@@ -28,7 +28,16 @@ Other columns must rise or fall: user IDs may also occur in a single session of 
 _ORDERED = 0.9
 """Minimum absolute rank correlation with time of a column that rises or falls."""
 
-Bools = npt.NDArray[np.bool_]
+
+class ColumnChoice(NamedTuple):
+    """Column role (``label``, ``time``, ``dense``, ``id``, ``list`` or ``drop``), and the reason."""
+
+    column: str
+    role: str
+    reason: str
+    features: tuple[ColumnFeature, ...] = ()
+    rows: int | None = None
+    warning: str | None = None
 
 
 class TimeOrder(NamedTuple):
@@ -43,14 +52,12 @@ class TimeOrder(NamedTuple):
     @classmethod
     def of(cls, profile: Profile, time: str) -> "TimeOrder | None":
         """Rank and split the sampled rows by a time column; None for fewer than ``_MIN_ROWS`` test rows."""
-        times = numbers_of(whole(profile.sample[time]), None, "s")
+        times = floats_of(whole(profile.sample[time]), None, "s")
         ranks = np.empty(len(times))
         ranks[np.argsort(times, kind="stable")] = np.arange(len(times))
-        by_time, by_chance = (
-            each / max(len(times), 1)
-            for each in (ranks, np.arange(len(times)))  # sampled in random order
-        )
-        masks = [mask for each in (by_time, by_chance) for mask in (each < _TRAINING, each >= 1 - _TEST)]
+        # The rows were sampled in random order, so their positions split them by chance.
+        positions = [order / max(len(times), 1) for order in (ranks, np.arange(len(times)))]
+        masks = [mask for shares in positions for mask in (shares < _TRAINING, shares >= 1 - _TEST)]
         order = cls(ranks, *masks)
         return order if order.test.sum() >= _MIN_ROWS else None
 
@@ -89,8 +96,8 @@ def _new_share(keys: npt.NDArray[Any], training: Bools, test: Bools) -> float:
     return float((~np.isin(keys[test], np.unique(keys[training]))).mean())
 
 
-def without_marching_columns(
-    profile: Profile, choices: list[ColumnChoice], time: str | None
+def drop_drifting_columns(
+    profile: Profile, choices: list[ColumnChoice], order: TimeOrder
 ) -> list[ColumnChoice]:
     """Drop the features of columns that march with time, and add a warning to each.
 
@@ -100,20 +107,17 @@ def without_marching_columns(
     Args:
         profile: column statistics.
         choices: choice per column or cross.
-        time: column that orders the rows; None: the split is random, so nothing is dropped.
+        order: time order of the sampled rows.
     """
-    order = None if time is None else TimeOrder.of(profile, time)
-    if order is None:
-        return choices
-    kept = [_without(profile, choice, order) for choice in choices]
-    return kept if any(choice.features for choice in kept) else choices
+    remaining = [_without_drift(profile, choice, order) for choice in choices]
+    return remaining if any(choice.features for choice in remaining) else choices
 
 
-def _without(profile: Profile, choice: ColumnChoice, order: TimeOrder) -> ColumnChoice:
+def _without_drift(profile: Profile, choice: ColumnChoice, order: TimeOrder) -> ColumnChoice:
     column = profile.columns.get(choice.column)
     if choice.role not in ("id", "dense") or column is None or column.kind == "time":
         return choice
-    share = _marching_share(profile, column, order)
+    share = _drifting_share(profile, column, order)
     if share < _NEW:
         return choice
     remark = (
@@ -124,33 +128,28 @@ def _without(profile: Profile, choice: ColumnChoice, order: TimeOrder) -> Column
     return choice._replace(role="drop", reason="marches with time", features=(), rows=None, warning=remark)
 
 
-def _marching_share(profile: Profile, column: Column, order: TimeOrder) -> float:
+def _drifting_share(profile: Profile, column: Column, order: TimeOrder) -> float:
     """Return the share of test rows with new values: unseen IDs, or numbers outside the training range."""
     array = whole(profile.sample[column.name])
     shares = []
     if column.kind in ("integer", "text"):
         hashes, missing = hashes_and_missing(array)
         is_present = np.ones(len(hashes), dtype=bool) if missing is None else ~missing
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        if column.distinct <= _FEW_VALUES or order.is_ordered(array, is_present):
+        if column.distinct <= _FEW_VALUES or order.is_ordered(decoded(array), is_present):
             shares.append(order.new_share(hashes, is_present))
     if column.kind in ("integer", "number"):
-        shares.append(order.share_outside(numbers_of(array, None, "s")))
+        shares.append(order.share_outside(floats_of(array, None, "s")))
     return max(shares, default=0.0)
 
 
-def marching_pair(profile: Profile, columns: tuple[str, str], time: str | None) -> bool:
+def is_drifting_cross(profile: Profile, columns: tuple[str, str], order: TimeOrder) -> bool:
     """Return whether a cross of two columns marches with time, such as year and month.
 
     Args:
         profile: column statistics.
         columns: the two columns.
-        time: column that orders the rows, or None.
+        order: time order of the sampled rows.
     """
-    order = None if time is None else TimeOrder.of(profile, time)
-    if order is None:
-        return False
     codes = [
         np.unique(hashes_of(whole(profile.sample[name])), return_inverse=True)[1].astype(np.int64)
         for name in columns

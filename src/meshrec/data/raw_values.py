@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from meshrec.data.faults import DataError, Faults, needs, shown
+from meshrec.data.arrow import pa
+from meshrec.data.encoding import RowChecks, RowOrigin
+from meshrec.data.faults import DataError, Faults, shown
 from meshrec.data.samples import Floats, Ints
 
 if TYPE_CHECKING:
-    from pyarrow import Schema, Table
-
     from meshrec.data.features import Features
     from meshrec.data.features.values import Kind
 
@@ -60,7 +60,7 @@ class RawValues:
         types: data columns' Arrow schema.
     """
 
-    def __init__(self, features: "Features", types: "Schema") -> None:
+    def __init__(self, features: "Features", types: "pa.Schema") -> None:
         from meshrec.data.features import Vocabulary
         from meshrec.data.features.values import kind_of
 
@@ -90,7 +90,7 @@ class RawValues:
         """Dense column count."""
         return len(self._features.numbers)
 
-    def wrong_columns(self, schema: "Schema") -> list[str]:
+    def wrong_columns(self, schema: "pa.Schema") -> list[str]:
         """Return a message per missing or unreadable column."""
         return self._features.wrong_columns(schema)
 
@@ -105,7 +105,7 @@ class RawValues:
         joins = tuple(join for join in self._features.joins if read & set(join.columns))
         return RawValues(replace(self._features, features=features, joins=joins), self._types)
 
-    def encode(self, table: "Table", shared: "Table | None" = None) -> Encoded:
+    def encode(self, table: "pa.Table", shared: "pa.Table | None" = None) -> Encoded:
         """Convert columns, of the kinds in ``kinds``, to IDs and dense values; other columns are ignored.
 
         Args:
@@ -115,14 +115,10 @@ class RawValues:
         Raises:
             DataError: a value would be damage in training, too; the message names column and row.
         """
-        from meshrec.data.encoding import RowOrigin
-
         valid = np.ones(table.num_rows, np.bool_)
-        origin, faults = RowOrigin("the request", 0), Faults("raise")
+        checks = RowChecks(RowOrigin("the request", 0), valid, Faults("raise"))
         table, shared = self._with_optional(table, shared)
-        dense, ids, shared_features, is_dense_shared = self._features.inputs(
-            table, origin, valid, faults, shared
-        )
+        dense, ids, shared_features, is_dense_shared = self._features.inputs(table, checks, shared)
         ragged = dict(zip(self.keys, ids, strict=True))
         return Encoded(
             dense,
@@ -131,14 +127,15 @@ class RawValues:
             shared_features | {DENSE} if is_dense_shared else shared_features,
         )
 
-    def _with_optional(self, table: "Table", shared: "Table | None") -> "tuple[Table, Table | None]":
+    def _with_optional(
+        self, table: "pa.Table", shared: "pa.Table | None"
+    ) -> "tuple[pa.Table, pa.Table | None]":
         """Add nulls for missing columns that requests may leave out."""
-        pa = needs("pyarrow", "data")
         for name, other in self.optional.items():
             shared_names = [] if shared is None else shared.column_names
             if name in table.column_names or name in shared_names:
                 continue
-            # Beside the other list, so that a list shared by all samples is not repeated for them.
+            # In the table of the other list, so that a list shared by all samples is not repeated for them.
             if shared is not None and other in shared_names:
                 shared = shared.append_column(name, pa.nulls(shared.num_rows, self.columns[name]))
             elif other in table.column_names:
@@ -147,7 +144,6 @@ class RawValues:
 
     def save(self, folder: Path) -> None:
         """Write the fitted features and joined tables into a package."""
-        pa = needs("pyarrow", "data")
         joins = []
         for number, join in enumerate(self._features.joins):
             name = f"join{number}-{Path(join.path).name}"
@@ -162,17 +158,14 @@ class RawValues:
         """Read `save` output."""
         from meshrec.data.features import Features
 
-        ipc = needs("pyarrow.ipc", "data")
-        pa = needs("pyarrow", "data")
         features = Features.from_json(json.loads((folder / FITTED).read_text(encoding="utf-8")))
         joins = tuple(replace(join, path=str(folder / join.path)) for join in features.joins)
-        types = ipc.read_schema(pa.py_buffer((folder / COLUMNS).read_bytes()))
+        types = pa.ipc.read_schema(pa.py_buffer((folder / COLUMNS).read_bytes()))
         return RawValues(replace(features, joins=joins), types)
 
 
 def _plain(kind: Any) -> Any:
     """Return a type without dictionary encoding."""
-    pa = needs("pyarrow", "data")
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
@@ -180,7 +173,7 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
-def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "Table":
+def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "pa.Table":
     """Build columns of the data's kinds from JSON values; see [Note: raw values].
 
     Args:
@@ -191,14 +184,12 @@ def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = 
     Raises:
         DataError: a value is of another kind; the message names the column and sample.
     """
-    pa = needs("pyarrow", "data")
     return pa.table(
         {name: _array(name, values, raw.columns[name], where) for name, values in columns.items()}
     )
 
 
 def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
-    pa = needs("pyarrow", "data")
     if not pa.types.is_list(kind):
         return _flat(name, values, kind, lambda position: f"{where}sample {position}")
     lengths, flat = [0], []
@@ -215,7 +206,6 @@ def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
 def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[int], str]) -> Any:
     from meshrec.data.features.values import array_of, kind_of
 
-    pa = needs("pyarrow", "data")
     value_kind = kind_of(kind)
     description, types = _TAKES.get(value_kind, ("of a known kind", ()))
     if int in types and value_kind != "time":
@@ -252,7 +242,6 @@ def _convert_number(value: Any, *, is_whole: bool) -> Any:
 
 def _times(values: Sequence[Any], kind: Any) -> Any:
     """Parse time strings. An empty string is null, because tensors have no other null."""
-    pa = needs("pyarrow", "data")
     texts = [None if value == "" else value for value in values]
     if pa.types.is_time(kind):  # Arrow does not cast strings to times of day
         texts = [None if text is None else f"1970-01-01T{text}" for text in texts]

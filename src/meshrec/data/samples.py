@@ -4,7 +4,7 @@ Shape legend: n samples, K keys, N IDs.
 """
 
 from collections.abc import Generator, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -70,19 +70,16 @@ class Samples(NamedTuple):
 
     def take(self, order: Ints) -> "Samples":
         """Return the samples at ``order``."""
-        kept = None if self.kept is None else self.kept[order]
-        ids = tuple(ragged.take(order) for ragged in self.ids)
-        rows = None if self.rows is None else self.rows[order]
-        weights = None if self.weights is None else self.weights[order]
-        return Samples(self.dense[order], self.labels[order], ids, kept, rows, weights)
+        return self._indexed(order, tuple(ragged.take(order) for ragged in self.ids))
 
     def part(self, first: int, last: int) -> "Samples":
         """Return samples ``[first, last)`` as views."""
-        kept = None if self.kept is None else self.kept[first:last]
-        ids = tuple(ragged.part(first, last) for ragged in self.ids)
-        rows = None if self.rows is None else self.rows[first:last]
-        weights = None if self.weights is None else self.weights[first:last]
-        return Samples(self.dense[first:last], self.labels[first:last], ids, kept, rows, weights)
+        return self._indexed(slice(first, last), tuple(ragged.part(first, last) for ragged in self.ids))
+
+    def _indexed(self, index: Ints | slice, ids: tuple[Ragged, ...]) -> "Samples":
+        optional: tuple[Any, ...] = (self.kept, self.rows, self.weights)
+        kept, rows, weights = (None if values is None else values[index] for values in optional)
+        return Samples(self.dense[index], self.labels[index], ids, kept, rows, weights)
 
     def good(self) -> "Samples":
         """Return only valid samples."""
@@ -125,36 +122,26 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
     ids = []
     for ragged in zip(*(piece.ids for piece in pieces), strict=True):
         lengths = np.concatenate([np.diff(part.offsets) for part in ragged])
-        values = [part.values[int(part.offsets[0]) : int(part.offsets[-1])] for part in ragged]
-        weights = [
-            part.weights[int(part.offsets[0]) : int(part.offsets[-1])]
-            for part in ragged
-            if part.weights is not None
-        ]
-        ids.append(
-            Ragged(
-                np.concatenate(values),
-                np.concatenate([[0], np.cumsum(lengths)]),
-                np.concatenate(weights) if weights else None,
-            )
-        )
+        # A piece may be a view, whose offsets select some of the values.
+        used = [slice(int(part.offsets[0]), int(part.offsets[-1])) for part in ragged]
+        values = [part.values[rows] for part, rows in zip(ragged, used, strict=True)]
+        weights = [p.weights[rows] for p, rows in zip(ragged, used, strict=True) if p.weights is not None]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        ids.append(Ragged(np.concatenate(values), offsets, np.concatenate(weights) if weights else None))
     kept = None
     if any(piece.kept is not None for piece in pieces):
         masks = [np.ones(len(p.labels), np.bool_) if p.kept is None else p.kept for p in pieces]
         kept = np.concatenate(masks)
     dense = np.concatenate([piece.dense for piece in pieces])
     labels = np.concatenate([piece.labels for piece in pieces])
-    return Samples(dense, labels, tuple(ids), kept, _all_rows(pieces), _all_weights(pieces))
+    rows, weights = (_concatenated_or_none(pieces, name) for name in ("rows", "weights"))
+    return Samples(dense, labels, tuple(ids), kept, rows, weights)
 
 
-def _all_rows(pieces: Sequence[Samples]) -> Ints | None:
-    rows = [piece.rows for piece in pieces if piece.rows is not None]
-    return np.concatenate(rows) if len(rows) == len(pieces) else None
-
-
-def _all_weights(pieces: Sequence[Samples]) -> Floats | None:
-    weights = [piece.weights for piece in pieces if piece.weights is not None]
-    return np.concatenate(weights) if len(weights) == len(pieces) else None
+def _concatenated_or_none(pieces: Sequence[Samples], field: str) -> Any:
+    """Concatenate a field of all pieces; None unless every piece has it."""
+    arrays = [getattr(piece, field) for piece in pieces]
+    return None if any(array is None for array in arrays) else np.concatenate(arrays)
 
 
 def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
@@ -252,7 +239,7 @@ def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Ba
     )
     dense = torch.from_numpy(np.concatenate([piece.dense for piece in pieces]))
     labels = torch.from_numpy(np.concatenate([piece.labels for piece in pieces]))
-    rows, sample_weights = _all_rows(pieces), _all_weights(pieces)
+    rows, sample_weights = (_concatenated_or_none(pieces, name) for name in ("rows", "weights"))
     return Batch(
         dense,
         sparse,

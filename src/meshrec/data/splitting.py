@@ -3,16 +3,18 @@
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.data.dataset import Paths, RowsOfFile
-from meshrec.data.faults import DataError, Faults
+from meshrec.data.arrow import pa, pc
+from meshrec.data.dataset import RowsOfFile
+from meshrec.data.exact_columns import as_integers
+from meshrec.data.faults import DataError
 from meshrec.data.hashing import hash_bytes, mix
 from meshrec.data.samples import Bools, Ints, Samples, rewindowed
-from meshrec.data.streaming import Source, StreamReader
+from meshrec.data.streaming import Source
 
 Parts = npt.NDArray[np.int8]
 
@@ -97,6 +99,23 @@ class Split:
         column = self.column or ""
         return self.parts(source.block_sizes, lambda block: source.column(block, column))
 
+    def sources(self, source: Source) -> list[Source | None]:
+        """Return the rows of training, validation and test data; None for a part whose share is 0.
+
+        Raises:
+            ValueError: a part would be empty.
+        """
+        parts = self.parts_of(source)
+        sources: list[Source | None] = []
+        for part, share in zip(Part, (1.0, self.validation, self.test), strict=True):
+            selected = SelectedRows(source, [block_parts == part for block_parts in parts])
+            if share and not selected.block_sizes.sum():
+                raise ValueError(
+                    f"the split by {self.by} leaves no rows for {part.name.lower()}: take a larger share."
+                )
+            sources.append(selected if share else None)
+        return sources
+
     def _by_quantile(self, quantiles: npt.NDArray[np.float64]) -> Parts:
         """Return the parts for quantiles in [0, 1): the last are test data, preceded by validation data."""
         test = quantiles >= 1 - self.test
@@ -116,17 +135,10 @@ class Split:
     ) -> npt.NDArray[Any]:
         if self.column is None:
             return np.arange(starts[block], starts[block] + sizes[block])
-        import pyarrow as pa
-        import pyarrow.compute as pc
+        from meshrec.data.features.values import decoded, is_text, microseconds_of, whole
 
-        from meshrec.data.exact_columns import whole_numbers
-        from meshrec.data.features.values import is_text, microseconds_of, whole
-
-        array = whole(values_of(block))
+        array = decoded(whole(values_of(block)))
         kind = array.type
-        if pa.types.is_dictionary(kind):
-            array = array.dictionary_decode()
-            kind = array.type
         num_null = pc.sum(array.is_null(nan_is_null=True)).as_py() or 0
         if num_null or not (
             pa.types.is_integer(kind)
@@ -145,7 +157,7 @@ class Split:
             except DataError as error:
                 raise DataError(f"column {self.column!r} of a split by time: {error}") from error
         if pa.types.is_decimal(kind):
-            array = array.cast(pa.float64()) if kind.scale > 0 else whole_numbers(array)
+            array = array.cast(pa.float64()) if kind.scale > 0 else as_integers(array)
         if pa.types.is_temporal(kind):
             # Integers have the same order as the times.
             array = array.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
@@ -154,9 +166,6 @@ class Split:
 
 def _hashes(array: Any) -> npt.NDArray[np.uint64]:
     """Hash integers or strings. All nulls have the same hash."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_nested(array.type):
@@ -200,8 +209,6 @@ class SelectedRows(Source):
 
     def column(self, block: int, name: str) -> Any:
         """Return a column of the selected rows."""
-        import pyarrow as pa
-
         return self._source.column(block, name).filter(pa.array(self._selected[block]))
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
@@ -229,71 +236,3 @@ class SelectedRows(Source):
                 rows = int(self._starts[block]) + start + np.arange(num, dtype=np.int64)
                 yield samples._replace(rows=rows).take(positions)
             start += num
-
-
-class PartReaders(NamedTuple):
-    """Readers of a dataset's parts."""
-
-    train: StreamReader
-    validation: StreamReader | None
-    test: StreamReader | None
-
-
-def part_readers(
-    open_source: Callable[[Paths], Source],
-    train: Paths,
-    validation: Paths | None,
-    test: Paths | None,
-    split: Split | None,
-    *,
-    seed: int,
-    window: int,
-    lanes: int,
-    faults: Faults,
-) -> PartReaders:
-    """Open separate files per part, or split one set of files.
-
-    Args:
-        open_source: opens files.
-        train: training files.
-        validation: validation files, or None.
-        test: test files, or None.
-        split: rule for a single set of files, or None.
-        seed: as for `meshrec.data.parquet`.
-        window: as for `meshrec.data.parquet`.
-        lanes: as for `meshrec.data.parquet`.
-        faults: handles damage.
-
-    Raises:
-        ValueError: both a split and files per part are given, or a part would be empty.
-    """
-
-    def reader(source: Source, *, shuffle: bool) -> StreamReader:
-        return StreamReader(
-            source, seed=seed, shuffle=shuffle, window=window, lanes=lanes, skipped=faults.skipped
-        )
-
-    if split is None:
-        held_out = [
-            None if paths is None else reader(open_source(paths), shuffle=False)
-            for paths in (validation, test)
-        ]
-        return PartReaders(reader(open_source(train), shuffle=True), *held_out)
-    if validation is not None or test is not None:
-        raise ValueError(
-            "a split takes validation and test out of the training data: give it, or their files."
-        )
-    source = open_source(train)
-    parts = split.parts_of(source)
-    shares = {Part.TRAIN: 1.0, Part.VALIDATION: split.validation, Part.TEST: split.test}
-    readers: list[StreamReader | None] = []
-    for part, share in shares.items():
-        selected = SelectedRows(source, [block_parts == part for block_parts in parts])
-        if share and not selected.block_sizes.sum():
-            raise ValueError(
-                f"the split by {split.by} leaves no rows for {part.name.lower()}: take a larger share."
-            )
-        # Evaluation data stay in file order, so that predictions match rows.
-        readers.append(reader(selected, shuffle=part is Part.TRAIN) if share else None)
-    assert readers[0] is not None
-    return PartReaders(readers[0], readers[1], readers[2])

@@ -1,5 +1,6 @@
 """Reader for data larger than memory: blocks in shuffled order, rows shuffled within windows."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -17,23 +18,32 @@ from meshrec.data.samples import Ints, Samples, Shape, group_by_query, to_batch
 class Source(ABC):
     """Blocks of rows, readable from any window on.
 
-    A block is a position at which a file can be entered: a row group, or a whole file.
+    A block is a position at which a file can be entered: a row group, or a whole file. A subclass sets
+    ``blocks``, or overrides ``block_sizes`` and ``files``.
     """
 
     keys: tuple[str, ...]
     """ID feature names."""
     shape: Shape
     """Sample shape."""
+    blocks: Sequence[tuple[str, int]]
+    """File name and number of rows per block, file by file."""
 
     @property
-    @abstractmethod
     def block_sizes(self) -> Ints:
         """Rows per block."""
+        return np.array([num_rows for _, num_rows in self.blocks], dtype=np.int64)
 
     @property
-    @abstractmethod
     def files(self) -> Sequence[RowsOfFile]:
         """Files of the blocks, in order. Row numbers are consecutive over all of them."""
+        files: list[RowsOfFile] = []
+        first_row = 0
+        for name, group in itertools.groupby(self.blocks, key=lambda block: block[0]):
+            num_rows = sum(rows for _, rows in group)
+            files.append(RowsOfFile(name, first_row, num_rows))
+            first_row += num_rows
+        return files
 
     @abstractmethod
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
@@ -51,7 +61,7 @@ class Source(ABC):
         """Return a block's original column: an Arrow array with an entry per row.
 
         Raises:
-            DataError: there is no such column.
+            DataError: the source lacks the column.
         """
 
 
@@ -110,7 +120,7 @@ class StreamReader(Reader):
         """Yield original columns in file and row order: Arrow arrays, block by block.
 
         Raises:
-            DataError: there is no such column.
+            DataError: the source lacks the column.
         """
         for block, size in enumerate(self._source.block_sizes):
             if size:
@@ -183,18 +193,6 @@ class StreamReader(Reader):
                     yield samples.part(skip_rows, num)
                     skip_rows = 0
             skip = 0
-
-
-def files_of(blocks: Sequence[tuple[str, int]]) -> list[RowsOfFile]:
-    """Group (file, rows) pairs of blocks, in order, into files."""
-    files: list[RowsOfFile] = []
-    for name, rows in blocks:
-        if files and files[-1].name == name:
-            files[-1] = files[-1]._replace(num_rows=files[-1].num_rows + rows)
-        else:
-            first = files[-1].first_row + files[-1].num_rows if files else 0
-            files.append(RowsOfFile(name, first, rows))
-    return files
 
 
 class _Lane:

@@ -1,4 +1,4 @@
-"""Synthetic clicks from a planted teacher: any number of samples, with a known best AUC.
+"""Synthetic clicks from a planted teacher: any number of samples, with a known best AUC or drifting items.
 
 Every block of samples uses random numbers seeded by its block number, so any part can be generated at any
 time, on any rank, without storage.
@@ -6,8 +6,8 @@ time, on any rank, without storage.
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,12 @@ import torch
 
 from meshrec.data.dataset import Dataset, Feature, RowsOfFile
 from meshrec.data.faults import DataError
-from meshrec.data.hashing import mix
+from meshrec.data.hashing import UInt64s, mix, to_range
 from meshrec.data.order import Stream, check_seed, generator
 from meshrec.data.samples import Floats, Ints, Ragged, Samples, Shape
 from meshrec.data.streaming import Source, StreamReader
 from meshrec.metrics.areas import area_under_curve
+from meshrec.tables.hashed.keys import LRU, Hashed
 
 _BLOCK = 4096
 # Logit variance shares of single IDs, dense values and ID pairs. Pairs take longest to learn: with a larger
@@ -27,6 +28,7 @@ _BLOCK = 4096
 _ID_SHARE, _DENSE_SHARE, _PAIR_SHARE = 0.75, 0.2, 0.05
 
 Doubles = npt.NDArray[np.float64]
+Rows = Literal["keys", "hashing_trick", "vocabulary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Teacher:
 
     An ID contributes a value, and the products of a factor with the factors of other features' IDs: a
     factorization machine (Rendle, 2010), which DLRM and DeepFM can express. Values and factors are hashes of
-    the ID, so there are no tables.
+    the ID, so no table is stored.
 
     Args:
         seed: teacher seed.
@@ -76,6 +78,7 @@ class Teacher:
         return ((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5) * 12**0.5
 
 
+@dataclass(kw_only=True, eq=False)
 class ClickSource(Source):
     """Blocks of synthetic clicks.
 
@@ -86,45 +89,35 @@ class ClickSource(Source):
         num_dense: standard normal dense columns.
         exponent: Zipf exponent.
         seed: sample seed.
-        split: part of the data.
         teacher: determines the clicks.
+        split: part of the data, whose samples differ from those of other parts.
         drift: maps IDs to raw IDs that change over time, and raw IDs to rows; None: no change.
     """
 
-    def __init__(
-        self,
-        *,
-        num_samples: int,
-        num_embeddings: Sequence[int],
-        ids_per_feature: int,
-        num_dense: int,
-        exponent: float,
-        seed: int,
-        split: int,
-        teacher: Teacher,
-        drift: "Drift | None" = None,
-    ) -> None:
-        self._num_samples = num_samples
-        self._num_embeddings = list(num_embeddings)
-        self._ids_per_feature = ids_per_feature
-        self._num_dense = num_dense
-        self._exponent = exponent
-        self._seed, self._split = seed, split
-        self._teacher = teacher
-        self._drift = drift
-        self.keys = tuple(f"f{key}" for key in range(len(num_embeddings)))
-        self.shape = Shape(num_dense, len(self.keys))
+    num_samples: int
+    num_embeddings: Sequence[int]
+    ids_per_feature: int = 1
+    num_dense: int
+    exponent: float
+    seed: int
+    teacher: Teacher
+    split: int = 0
+    drift: "Items | None" = None
+
+    def __post_init__(self) -> None:
+        self.keys = tuple(f"f{key}" for key in range(len(self.num_embeddings)))
+        self.shape = Shape(self.num_dense, len(self.keys))
 
     @property
     def files(self) -> Sequence[RowsOfFile]:
         """A single display name for row numbers; no such file exists."""
-        return [RowsOfFile("synthetic_clicks", 0, self._num_samples)]
+        return [RowsOfFile("synthetic_clicks", 0, self.num_samples)]
 
     @property
     def block_sizes(self) -> Ints:
         """Rows per block."""
-        sizes = np.full(-(-self._num_samples // _BLOCK), _BLOCK, dtype=np.int64)
-        sizes[-1:] = (self._num_samples - 1) % _BLOCK + 1
+        sizes = np.full(-(-self.num_samples // _BLOCK), _BLOCK, dtype=np.int64)
+        sizes[-1:] = (self.num_samples - 1) % _BLOCK + 1
         return sizes
 
     def column(self, block: int, name: str) -> Any:
@@ -146,38 +139,67 @@ class ClickSource(Source):
 
     def block(self, block: int) -> tuple[Samples, Doubles]:
         """Return a block's samples, and the teacher's probabilities."""
-        num = min(_BLOCK, self._num_samples - block * _BLOCK)
-        rng = generator(self._seed, Stream.SAMPLES, self._split, block)
-        dense = rng.standard_normal((num, self._num_dense), dtype=np.float32)
-        shape = (num, self._ids_per_feature)
-        ids = [zipf(rng.random(shape), rows, self._exponent) for rows in self._num_embeddings]
-        if self._drift is not None:
+        num = min(_BLOCK, self.num_samples - block * _BLOCK)
+        rng = generator(self.seed, Stream.SAMPLES, self.split, block)
+        dense = rng.standard_normal((num, self.num_dense), dtype=np.float32)
+        shape = (num, self.ids_per_feature)
+        ids = [zipf(rng.random(shape), rows, self.exponent) for rows in self.num_embeddings]
+        if self.drift is not None:
             times = np.arange(num) + block * _BLOCK
-            ids = [self._drift.raw(key_ids, key, times) for key, key_ids in enumerate(ids)]
-        probabilities = self._teacher.probabilities(dense, ids)
+            ids = [self.drift.raw(key_ids, key, times) for key, key_ids in enumerate(ids)]
+        probabilities = self.teacher.probabilities(dense, ids)
         labels = (rng.random(num) < probabilities).astype(np.float32)
-        if self._drift is not None:
-            ids = [self._drift.rows(key_ids, key) for key, key_ids in enumerate(ids)]
-        offsets = np.arange(num + 1, dtype=np.int64) * self._ids_per_feature
+        if self.drift is not None:
+            ids = [self.drift.rows(key_ids, key) for key, key_ids in enumerate(ids)]
+        offsets = np.arange(num + 1, dtype=np.int64) * self.ids_per_feature
         return Samples(
             dense, labels, tuple(Ragged(key_ids.ravel(), offsets) for key_ids in ids)
         ), probabilities
 
 
-class Drift(Protocol):
-    """Conversion of IDs to raw IDs that change over time."""
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """Feature values whose raw IDs are replaced periodically.
+
+    Raw IDs are 64-bit hashes. A new ID has a new click rate, not predictable from earlier samples.
+
+    Args:
+        lifetime: samples until a value gets a new raw ID. Values change at different moments.
+        seed: seed for raw IDs.
+        first: first sample number.
+        max_rows: rows for the hashing trick; None: keep raw IDs.
+        vocabularies: vocabulary per feature, as ascending raw IDs: rows from 1 on; other IDs have row 0.
+    """
+
+    lifetime: int
+    seed: int
+    first: int = 0
+    max_rows: int | None = None
+    vocabularies: tuple[Ints, ...] = ()
 
     def raw(self, ids: Ints, key: int, times: Ints) -> Ints:
-        """Return a feature's raw IDs.
+        """Return raw IDs for values.
 
         Args:
-            ids: [n, ids per feature].
+            ids: values [n, ids per feature].
             key: feature number.
-            times: sample numbers, [n].
+            times: sample numbers [n].
         """
+        values = mix(ids.astype(np.uint64), seed=(self.seed << 20) + 2 * key)
+        whole = np.uint64(self.lifetime)
+        # The offset from the hash staggers replacements, so that not all values change in the same sample.
+        moments = (times[:, None] + self.first).astype(np.uint64) + (values >> np.uint64(11)) % whole
+        generations: UInt64s = moments // whole
+        raw: Ints = mix(values + generations, seed=(self.seed << 20) + 2 * key + 1).view(np.int64)
+        return raw
 
     def rows(self, raw: Ints, key: int) -> Ints:
-        """Return model inputs for raw IDs, in the same shape."""
+        """Return model inputs for raw IDs: the IDs themselves, or rows of a vocabulary or hash."""
+        if self.vocabularies:
+            vocabulary = self.vocabularies[key]
+            at = np.minimum(np.searchsorted(vocabulary, raw), len(vocabulary) - 1)
+            return np.where(vocabulary[at] == raw, at + 1, 0)
+        return raw if self.max_rows is None else to_range(mix(raw.view(np.uint64)), self.max_rows)
 
 
 def zipf(uniform: Doubles, num_rows: int, exponent: float) -> Ints:
@@ -257,22 +279,21 @@ def synthetic_clicks(
         )
     teacher = Teacher(seed=seed, bias=bias, signal=signal)
 
-    def source(split: int, num: int) -> ClickSource:
-        return ClickSource(
-            num_samples=num,
-            num_embeddings=sizes,
-            ids_per_feature=ids_per_feature,
-            num_dense=num_dense,
-            exponent=exponent,
-            seed=seed,
-            split=split,
-            teacher=teacher,
-        )
+    train = ClickSource(
+        num_samples=num_samples,
+        num_embeddings=sizes,
+        ids_per_feature=ids_per_feature,
+        num_dense=num_dense,
+        exponent=exponent,
+        seed=seed,
+        teacher=teacher,
+    )
+    validation = replace(train, num_samples=num_validation, split=1)
 
-    train = source(0, num_samples)
-
-    def held_out(split: int, num: int) -> StreamReader | None:
-        return StreamReader(source(split, num), seed=seed, shuffle=False, window=_BLOCK) if num else None
+    def held_out(source: ClickSource) -> StreamReader | None:
+        if not source.num_samples:
+            return None
+        return StreamReader(source, seed=seed, shuffle=False, window=_BLOCK)
 
     return Dataset(
         name="synthetic_clicks",
@@ -282,10 +303,10 @@ def synthetic_clicks(
         ),
         num_dense=num_dense,
         train=StreamReader(train, seed=seed, window=_BLOCK, lanes=lanes),
-        validation=held_out(1, num_validation),
-        test=held_out(2, num_test),
+        validation=held_out(validation),
+        test=held_out(replace(train, num_samples=num_test, split=2)),
         item="f0",
-        best_auc=_best_auc(source(1, num_validation)) if num_validation else None,
+        best_auc=_best_auc(validation) if num_validation else None,
     )
 
 
@@ -295,3 +316,89 @@ def _best_auc(source: ClickSource) -> float | None:
     labels = np.concatenate([samples.labels for samples, _ in blocks])
     probabilities = np.concatenate([chances for _, chances in blocks])
     return area_under_curve(torch.from_numpy(probabilities), torch.from_numpy(labels))
+
+
+def drifting_clicks(
+    *,
+    rows: Rows = "keys",
+    max_rows: int = 2000,
+    lifetime: int = 100_000,
+    num_samples: int = 400_000,
+    num_test: int = 50_000,
+    num_features: int = 2,
+    num_values: int = 1000,
+    num_dense: int = 2,
+    exponent: float = 0.8,
+    signal: float = 2.0,
+    seed: int = 0,
+    keys: Hashed | None = None,
+) -> Dataset:
+    """Draw clicks in time order on drifting items, with a planted `Teacher`.
+
+    Training reads the samples in order, followed by validation and test samples. There is no ``best_auc``:
+    the click rate of a new item is unpredictable.
+
+    Args:
+        rows: mapping from raw IDs to rows. ``"keys"``: keys of hashed tables; ``"hashing_trick"``: hashes
+            modulo ``max_rows``, so IDs share rows; ``"vocabulary"``: the most frequent IDs in the first tenth
+            of the training samples have rows, others share one.
+        max_rows: rows per table.
+        lifetime: samples until an item is replaced.
+        num_samples: training samples.
+        num_test: validation samples, and test samples.
+        num_features: features f0, f1, ...
+        num_values: simultaneous items per feature.
+        num_dense: dense columns.
+        exponent: Zipf exponent.
+        signal: teacher logit's standard deviation.
+        seed: random seed.
+        keys: hashed key options; None: ``Hashed(max_rows=max_rows, evict=LRU())``.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+    check_seed(seed)
+    sizes = {"num_samples": num_samples, "num_test": num_test, "num_features": num_features}
+    sizes |= {"num_values": num_values, "lifetime": lifetime, "max_rows": max_rows - 1}
+    if bad := [name for name, size in sizes.items() if size < 1]:
+        raise ValueError(f"{bad[0]} must be at least {2 if bad[0] == 'max_rows' else 1}.")
+    drift = Items(lifetime=lifetime, seed=seed, max_rows=max_rows if rows == "hashing_trick" else None)
+    train = ClickSource(
+        num_samples=num_samples,
+        num_embeddings=[num_values] * num_features,
+        num_dense=num_dense,
+        exponent=exponent,
+        seed=seed,
+        teacher=Teacher(seed=seed, bias=-1.0, signal=signal),
+        drift=drift,
+    )
+    if rows == "vocabulary":
+        first_tenth = replace(train, num_samples=-(-num_samples // 10))
+        drift = replace(drift, vocabularies=_frequent_ids(first_tenth, max_rows - 1))
+        train = replace(train, drift=drift)
+
+    def held_out(split: int) -> StreamReader:
+        later = replace(drift, first=num_samples + (split - 1) * num_test)
+        source = replace(train, num_samples=num_test, split=split, drift=later)
+        return StreamReader(source, seed=seed, shuffle=False)
+
+    keys = (keys or Hashed(max_rows=max_rows, evict=LRU())) if rows == "keys" else None
+    return Dataset(
+        name="drifting_clicks",
+        features=tuple(Feature(name=name, num_embeddings=max_rows, keys=keys) for name in train.keys),
+        num_dense=num_dense,
+        train=StreamReader(train, seed=seed, shuffle=False),
+        validation=held_out(1),
+        test=held_out(2),
+    )
+
+
+def _frequent_ids(source: ClickSource, size: int) -> tuple[Ints, ...]:
+    """Return the most frequent raw IDs per feature, ascending."""
+    samples = [source.block(block)[0] for block in range(len(source.block_sizes))]
+    vocabularies = []
+    for key in range(len(source.keys)):
+        ids = np.concatenate([block.ids[key].values for block in samples])
+        values, counts = np.unique(ids, return_counts=True)
+        vocabularies.append(np.sort(values[np.argsort(-counts, kind="stable")[:size]]))
+    return tuple(vocabularies)

@@ -1,14 +1,11 @@
 """Synthetic interaction logs with a known best hit rate."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.data.faults import needs
+from meshrec.data.arrow import pa
 from meshrec.data.order import check_seed
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 # U users, I items, G groups
 
@@ -59,7 +56,6 @@ def synthetic_log(
             f"length {length} must be at least 3, and length, num_groups {num_groups} and k {k} at most a "
             f"third of num_items {num_items}; num_users is {num_users}."
         )
-    pa = needs("pyarrow", "data")
     rng = np.random.default_rng(seed)
     group_I = rng.permutation(num_items) % num_groups
     share_I = 1.0 / (1 + rng.permutation(num_items) // num_groups)

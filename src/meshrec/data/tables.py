@@ -3,17 +3,44 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
-import numpy as np
+from typing_extensions import override
 
-from meshrec.data.dataset import Dataset, Reader, RowsOfFile
+from meshrec.data.dataset import Dataset, Reader
 from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.faults import DataError, Faults, OnError
-from meshrec.data.nearest import did_you_mean
-from meshrec.data.samples import Ints, Samples, rewindowed
-from meshrec.data.splitting import Split, part_readers
-from meshrec.data.streaming import Source, StreamReader, files_of
+from meshrec.data.nearest import missing_column
+from meshrec.data.order import check_seed
+from meshrec.data.samples import Samples, rewindowed, void_samples
+from meshrec.data.splitting import Part, Split
+from meshrec.data.streaming import Source, StreamReader
+
+
+class EncodedRows(ABC):
+    """Mixin of sources that encode the rows of their blocks with features.
+
+    Args:
+        schema: features.
+        faults: handles damage.
+    """
+
+    def __init__(self, schema: Encoding, faults: Faults) -> None:
+        self._schema, self._faults = schema, faults
+        self.keys, self.shape = schema.keys, schema.shape
+
+    @abstractmethod
+    def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
+        """Yield a block's samples in pieces of any size; the first ``skip`` ones may be invalid.
+
+        Args:
+            block: block number.
+            skip: rows that the caller does not use.
+            size: rows per window of the caller.
+        """
+
+    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        yield from rewindowed(self.pieces(block, first * size, size), first * size, size)
 
 
 class Tables(ABC):
@@ -37,7 +64,7 @@ OpenSource = Callable[[Any, Encoding, Faults], Source]
 """Function that opens data, such as paths, with features."""
 
 
-class ArrowSource(Source, Tables):
+class ArrowSource(EncodedRows, Tables, Source):
     """Arrow tables in memory.
 
     Args:
@@ -46,10 +73,11 @@ class ArrowSource(Source, Tables):
         faults: handles damage.
 
     Raises:
-        DataError: columns are missing or of wrong types, or there are no rows.
+        DataError: columns are missing or of wrong types, or no table has rows.
     """
 
     def __init__(self, tables: Sequence[tuple[str, Any]], schema: Encoding, faults: Faults) -> None:
+        super().__init__(schema, faults)
         # One chunk per column makes slices cheap, and lets features read the buffers.
         self._tables = [(name, table.combine_chunks()) for name, table in tables if table.num_rows]
         if not self._tables:
@@ -57,18 +85,7 @@ class ArrowSource(Source, Tables):
         for name, table in self._tables:
             for wrong in schema.wrong_columns(table.schema):
                 raise DataError(f"{name}: {wrong}. Give it as the schema says.")
-        self._schema, self._faults = schema, faults
-        self.keys, self.shape = schema.keys, schema.shape
-
-    @property
-    def files(self) -> Sequence[RowsOfFile]:
-        """Tables, in place of files."""
-        return files_of([(name, table.num_rows) for name, table in self._tables])
-
-    @property
-    def block_sizes(self) -> Ints:
-        """Rows per table."""
-        return np.array([table.num_rows for _, table in self._tables], dtype=np.int64)
+        self.blocks = [(name, table.num_rows) for name, table in self._tables]
 
     @property
     def arrow_schema(self) -> Any:
@@ -76,12 +93,9 @@ class ArrowSource(Source, Tables):
         return self._tables[0][1].schema
 
     def column(self, block: int, name: str) -> Any:
-        where, table = self._tables[block]
+        location, table = self._tables[block]
         if name not in table.column_names:
-            raise DataError(
-                f"{where}: there is no column {name!r} among {table.column_names}."
-                f"{did_you_mean(name, table.column_names)}"
-            )
+            raise missing_column(location, name, table.column_names)
         return table[name].combine_chunks()
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
@@ -90,21 +104,25 @@ class ArrowSource(Source, Tables):
         for first in range(0, table.num_rows, size):
             yield table.slice(first, size)
 
-    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Encode window by window.
-
-        Args:
-            block: table number.
-            first: first window.
-            size: rows per window.
-        """
-        where, table = self._tables[block]
+    @override
+    def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
+        name, table = self._tables[block]
         table = table.select(list(self._schema.columns()))
-        pieces = (
-            self._schema.encode(table.slice(row, size), RowOrigin(where, row, where), self._faults)
-            for row in range(first * size, table.num_rows, size)
-        )
-        yield from rewindowed(pieces, 0, size)
+        yield void_samples(skip, self.shape)
+        for row in range(skip, table.num_rows, size):
+            yield self._schema.encode(table.slice(row, size), RowOrigin(name, row, name), self._faults)
+
+
+class ReadOptions(TypedDict, total=False):
+    """Options that all datasets from files share; see `meshrec.data.parquet`."""
+
+    validation: Any
+    test: Any
+    split: Split | None
+    seed: int
+    on_error: OnError
+    window: int
+    lanes: int
 
 
 def table_dataset(
@@ -138,23 +156,34 @@ def table_dataset(
 
     Raises:
         DataError: damaged data; names the file, location and column.
+        ValueError: both a split and files per part are given, or the split leaves a part empty.
     """
+    check_seed(seed)  # before the first pass over the files
     faults = Faults(on_error)
-    readers = part_readers(
-        lambda data: open_source(data, schema, faults),
-        train,
-        validation,
-        test,
-        split,
-        seed=seed,
-        window=window,
-        lanes=lanes,
-        faults=faults,
-    )
+    sources: Sequence[Source | None]
+    if split is None:
+        paths = (train, validation, test)
+        sources = [None if data is None else open_source(data, schema, faults) for data in paths]
+    elif validation is not None or test is not None:
+        raise ValueError(
+            "a split takes validation and test out of the training data: give it, or their files."
+        )
+    else:
+        sources = split.sources(open_source(train, schema, faults))
+    # Evaluation data stay in file order, so that predictions match rows.
+    readers = [
+        None
+        if source is None
+        else StreamReader(
+            source, seed=seed, shuffle=part is Part.TRAIN, window=window, lanes=lanes, skipped=faults.skipped
+        )
+        for part, source in zip(Part, sources, strict=True)
+    ]
+    assert readers[0] is not None
     return replace(
-        described_by(schema, readers.train, name),
-        validation=readers.validation,
-        test=readers.test,
+        described_by(schema, readers[0], name),
+        validation=readers[1],
+        test=readers[2],
         skipped=faults.by_file,
         open=lambda paths, labelled: ordered_reader(
             open_source, paths, schema, labelled=labelled, on_error=on_error, window=window

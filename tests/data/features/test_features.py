@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshrec.data import DataError, Split, parquet
-from meshrec.data.encoding import RowOrigin
+from meshrec.data.encoding import RowChecks, RowOrigin
 from meshrec.data.faults import Faults
 from meshrec.data.features import (
     Buckets,
@@ -305,7 +305,7 @@ def test_texts_of_several_values_are_as_lists(feature, kind):
         features = Features(labels=LABEL, features=(each,)).fit([data])
         features = Features.from_json(json.loads(json.dumps(features.to_json())))
         kept = np.ones(5, bool)
-        ids = features.ids[0].encode(data, RowOrigin("here", 0, ""), kept, Faults("raise"))
+        ids = features.ids[0].encode(data, RowChecks(RowOrigin("here", 0, ""), kept, Faults("raise")))
         found.append((ids.values.tolist(), ids.offsets.tolist(), features.ids[0].average_length))
         assert features.ids[0].row_of("b") == ids.values[1]
     assert found[0] == found[1]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.data import DataError
-from meshrec.data.encoding import RowOrigin
+from meshrec.data.encoding import RowChecks, RowOrigin
 from meshrec.data.faults import Faults
 from meshrec.data.features import (
     Buckets,
@@ -285,7 +285,7 @@ def test_features_that_cannot_be(make, message) -> None:
 def test_numbers_beyond_float32_and_columns_that_are_there_twice_are_told(tmp_path) -> None:
     with pytest.raises(DataError, match=r"'x'.*row 1.*float32"):
         Number(name="x").encode(
-            pa.array([1.0, 1e300]), RowOrigin("here", 0), np.ones(2, np.bool_), Faults("raise")
+            pa.array([1.0, 1e300]), RowChecks(RowOrigin("here", 0), np.ones(2, np.bool_), Faults("raise"))
         )
     pq.write_table(pa.table({"k": [1, 2], "x": [1.0, 2.0]}), tmp_path / "items.parquet")
     features = Features(

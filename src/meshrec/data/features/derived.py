@@ -21,10 +21,11 @@ from meshrec.data.features.values import (
     Values,
     array_of,
     converted,
+    decoded,
+    floats_of,
     hashes_of,
     is_missing,
     kind_of,
-    numbers_of,
     parts_of,
     whole,
 )
@@ -45,6 +46,8 @@ class Cross(IdFeature):
         ValueError: fewer than two columns or two rows; or as for `IdFeature`.
     """
 
+    needs_fit: ClassVar[bool] = False
+
     columns_crossed: tuple[str, ...]
     num_embeddings: int
     found_crossed: tuple[Kind, ...] | None = None
@@ -53,11 +56,6 @@ class Cross(IdFeature):
         IdFeature.__post_init__(self)
         if len(self.columns_crossed) < 2 or self.num_embeddings < 2:
             raise ValueError(f"feature {self.name!r}: a cross needs two columns and two rows at least.")
-
-    @property
-    def is_fitted(self) -> bool:
-        """True: a hash needs no fitting."""
-        return True
 
     @property
     def rows(self) -> int:
@@ -107,13 +105,12 @@ class Cross(IdFeature):
 
     def values(self, table: pa.Table) -> Values:
         """Return the columns as a struct array."""
-        arrays = [whole(table[column]) for column in self.columns_crossed]
-        plain = [a.dictionary_decode() if pa.types.is_dictionary(a.type) else a for a in arrays]
+        arrays = [decoded(whole(table[column])) for column in self.columns_crossed]
         try:
-            plain = [converted(array, "integer") for array in plain]
+            arrays = [converted(array, "integer") for array in arrays]
         except ValueError as error:
             raise DataError(f"feature {self.name!r}: columns {self.columns_crossed} hold {error}") from error
-        array = pa.StructArray.from_arrays(plain, names=list(self.columns_crossed))
+        array = pa.StructArray.from_arrays(arrays, names=list(self.columns_crossed))
         return Values(array, np.arange(table.num_rows + 1, dtype=np.int64))
 
 
@@ -161,7 +158,7 @@ class Buckets(IdFeature):
 
     def fitted(self, sample: Any) -> "Buckets":
         """Return the feature fitted to the quantiles of a column sample."""
-        values = numbers_of(sample, self.part, self.unit, self.time_format)
+        values = floats_of(sample, self.part, self.unit, self.time_format)
         values = values[np.isfinite(values)]
         if not len(values):
             raise DataError(
@@ -183,7 +180,7 @@ class Buckets(IdFeature):
     def rows_of(self, array: Any) -> Ints:
         """Return the bucket per value."""
         need_fitted(self)
-        values = numbers_of(array, self.part, self.unit, self.time_format)
+        values = floats_of(array, self.part, self.unit, self.time_format)
         rows = 1 + np.searchsorted(np.asarray(self.edges, np.float64), values, side="right").astype(np.int64)
         rows[~np.isfinite(values)] = 0
         return rows
@@ -210,6 +207,7 @@ class DatePart(IdFeature):
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("time", "integer", "number")
+    needs_fit: ClassVar[bool] = False
 
     part: DatePartName = "hour"
     unit: TimeUnit = "s"
@@ -228,11 +226,6 @@ class DatePart(IdFeature):
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
         """Return why a column of this kind cannot be read, or differs from the fit; None if it fits."""
         return wrong_kind(self, self.allowed, kinds, part=self.part or self.time_format)
-
-    @property
-    def is_fitted(self) -> bool:
-        """True: it needs no fitting."""
-        return True
 
     @property
     def rows(self) -> int:

@@ -10,23 +10,22 @@ import numpy as np
 import pyarrow as pa
 
 from meshrec.data.dataset import Feature
-from meshrec.data.encoding import Encoding, RowOrigin
+from meshrec.data.encoding import Encoding, RowChecks, RowOrigin
 from meshrec.data.exact_columns import plain_table
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import from_json, need_fitted, to_json
 from meshrec.data.features.coverage import Coverage, SeenValues
 from meshrec.data.features.derived import Buckets, Cross, DatePart
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
-from meshrec.data.features.join import Join
+from meshrec.data.features.join import Join, RequestColumns
 from meshrec.data.features.keys import Key
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
-from meshrec.data.features.request_columns import RequestColumns
 from meshrec.data.features.sketches import Counts, RowSample
 from meshrec.data.features.times import Times
-from meshrec.data.features.values import Kind, is_whole, kind_of, numbers_of, values_of, whole
+from meshrec.data.features.values import Kind, decoded, floats_of, is_whole, kind_of, values_of, whole
 from meshrec.data.features.vocabulary import Vocabulary
-from meshrec.data.samples import Bools, Floats, Ints, Ragged, Samples, Shape
+from meshrec.data.samples import Floats, Ints, Ragged, Samples, Shape
 
 ColumnFeature = Number | IdFeature
 """Any kind of feature."""
@@ -49,7 +48,7 @@ class FitState(NamedTuple):
 
     def merged(self, other: "FitState") -> "FitState":
         """Return the merged state."""
-        counts = {name: own_counts.merged(other.counts[name]) for name, own_counts in self.counts.items()}
+        counts = {name: counts.merged(other.counts[name]) for name, counts in self.counts.items()}
         fractional = self.fractional | other.fractional
         return FitState(self.num_rows + other.num_rows, self.sample.merged(other.sample), counts, fractional)
 
@@ -228,9 +227,9 @@ class Features(Encoding):
         Numeric columns of unknown kind are "numeric".
         """
         joined = {column for join in self.joins for column in join.columns}
-        needs_numbers = (Number, Buckets, Integer, DatePart)
+        numeric_features = (Number, Buckets, Integer, DatePart)
         kinds: dict[str, str] = {
-            feature.source: "numeric" for feature in self.features if isinstance(feature, needs_numbers)
+            feature.source: "numeric" for feature in self.features if isinstance(feature, numeric_features)
         }
         for label in self.labels:
             if label.kind in ("binary", "number") and not label.classes:
@@ -290,35 +289,30 @@ class Features(Encoding):
             UnfittedError: a feature is not fitted.
             DataError: rows are damaged, and ``faults`` does not skip them.
         """
-        valid = np.ones(table.num_rows, np.bool_)
-        dense, ids, *_ = self.inputs(table, origin, valid, faults)
+        checks = RowChecks(origin, np.ones(table.num_rows, np.bool_), faults)
+        dense, ids, *_ = self.inputs(table, checks)
         labels = np.full((table.num_rows, self.shape.num_labels), np.nan, np.float32)
         for position, label in enumerate(self.labels):
-            labels[:, position] = label.encode(table[label.column], origin, valid, faults)
+            labels[:, position] = label.encode(table[label.column], checks)
         weights = None
         if self.weight is not None:
-            values = numbers_of(whole(table[self.weight]), None, "s")
+            values = floats_of(whole(table[self.weight]), None, "s")
             good = (values >= 0) & (values <= np.finfo(np.float32).max)
             if not good.all():
-                where = f"{origin.name}, column {self.weight!r}: row {{row}} has the sample weight "
-                bad = values[(valid & ~good).argmax()]
+                bad = values[(checks.valid & ~good).argmax()]
                 text = "null" if np.isnan(bad) else f"{bad:g}"
-                message = f"{where}{text}; a weight is finite and not negative, and 0 leaves a row out"
-                faults.check(valid, good, message, origin.first_row, origin.file)
+                allowed = "a weight is finite and not negative, and 0 leaves a row out"
+                checks.require(good, self.weight, f"has the sample weight {text}; {allowed}")
             weights = np.where(good, values, 0.0).astype(np.float32)
-        whole_labels = labels[:, 0] if labels.shape[1] == 1 else labels
-        return Samples(dense, whole_labels, ids, None if valid.all() else valid, weights=weights)
+        kept = None if checks.valid.all() else checks.valid
+        return Samples(dense, labels[:, 0] if labels.shape[1] == 1 else labels, ids, kept, weights=weights)
 
-    def inputs(
-        self, table: pa.Table, origin: RowOrigin, valid: Bools, faults: Faults, shared: pa.Table | None = None
-    ) -> ModelInputs:
+    def inputs(self, table: pa.Table, checks: RowChecks, shared: pa.Table | None = None) -> ModelInputs:
         """Convert raw values to model inputs, identically in training, scoring and serving.
 
         Args:
             table: columns with a row per sample.
-            origin: row source, for messages.
-            valid: whether a row is valid; damaged rows are removed.
-            faults: raises on damage, or counts it.
+            checks: checks of the samples.
             shared: a single row with columns shared by all samples, and missing from ``table``.
 
         Raises:
@@ -334,7 +328,7 @@ class Features(Encoding):
         is_dense_shared = bool(tables) and all(feature is columns.shared for feature in tables)
         dense = np.empty((1 if is_dense_shared else table.num_rows, len(tables)), np.float32)
         for position, (number, read) in enumerate(zip(self.numbers, tables, strict=True)):
-            dense[:, position] = number.encode(read[number.source], origin, valid[: read.num_rows], faults)
+            dense[:, position] = number.encode(read[number.source], checks.of_first(read.num_rows))
         ids, shared_features = [], set()
         for feature in self.ids:
             read = columns.table_of(feature.columns())
@@ -343,7 +337,7 @@ class Features(Encoding):
                 shared_features.add(feature.name)
             if isinstance(feature, Times):
                 read = self._without_unseen(read, feature)
-            ragged = feature.encode(read, origin, valid[: read.num_rows], faults)
+            ragged = feature.encode(read, checks.of_first(read.num_rows))
             ids.append(ragged.weighted() if self.is_weighted else ragged)
         return ModelInputs(dense, tuple(ids), frozenset(shared_features), is_dense_shared)
 
@@ -380,8 +374,7 @@ class Features(Encoding):
             if isinstance(feature, Vocabulary):
                 array = feature.values(table).array
                 # Files may have different dictionaries, so count values, not codes.
-                plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-                counts[feature.name] = Counts.of(plain)
+                counts[feature.name] = Counts.of(decoded(array))
         hashed = {feature.source for feature in self.ids if isinstance(feature, Hashed)}
         fractional = frozenset(name for name in hashed if _has_fractions(table[name]))
         return FitState(table.num_rows, RowSample.of(sampled, rows), counts, fractional)

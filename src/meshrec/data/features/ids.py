@@ -9,20 +9,21 @@ import numpy as np
 import pyarrow as pa
 
 from meshrec.data.dataset import Feature
-from meshrec.data.encoding import RowOrigin
+from meshrec.data.encoding import RowChecks
 from meshrec.data.exact_columns import decimal_words
-from meshrec.data.faults import DataError, Faults
+from meshrec.data.faults import DataError
 from meshrec.data.features.column_feature import need_fitted, wrong_kind
 from meshrec.data.features.values import (
     Kind,
     Values,
     array_of,
     converted,
+    decoded,
+    floats_of,
     hashes_and_missing,
     integers_of,
     is_missing,
     kind_of,
-    numbers_of,
     split_values_of,
     values_of,
 )
@@ -55,6 +56,8 @@ class IdFeature(ABC):
     allowed: ClassVar[tuple[Kind, ...]] = ()
     takes_whole_only: ClassVar[bool] = False
     """Whether numbers must be integral. Columns may be floats or decimals."""
+    needs_fit: ClassVar[bool] = True
+    """Whether a pass over training data must come first."""
 
     name: str
     column: str | None = None
@@ -93,7 +96,12 @@ class IdFeature(ABC):
     @property
     def is_fitted(self) -> bool:
         """Whether the feature is fitted, or needs no fitting."""
-        return self.found is not None
+        return self.found is not None or not self.needs_fit
+
+    @property
+    def null_remedy(self) -> str | None:
+        """Next step in the message for null, which is damage; None: null has a row."""
+        return None
 
     @property
     @abstractmethod
@@ -152,63 +160,39 @@ class IdFeature(ABC):
         except ValueError as error:
             raise DataError(f"column {self.source!r} holds {error}. Give it as it was") from error
 
-    def encode(self, table: pa.Table, origin: RowOrigin, valid: Bools, faults: Faults) -> Ragged:
-        """Return all samples' IDs.
-
-        Args:
-            table: Arrow table.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
-        """
+    def encode(self, table: pa.Table, checks: RowChecks) -> Ragged:
+        """Return all samples' IDs, and mark samples with damaged ones as invalid."""
         values = self.values(table)
         rows = self.rows_of(values.array)
-        self.check(rows, values, origin, valid, faults)
-        weights = None if self.weights is None else self._weights(table, values, origin, valid, faults)
+        self.check(rows, values, checks)
+        weights = None if self.weights is None else self._weights(self.weights, table, values, checks)
         return self._cut(Ragged(rows, values.offsets, weights))
 
-    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
-        """Mark samples with damaged IDs as invalid. The base class accepts all IDs.
+    def check(self, rows: Ints, values: Values, checks: RowChecks) -> None:
+        """Mark samples with damaged IDs as invalid.
 
         Args:
-            rows: row per value.
+            rows: row per value; set to 0 where invalid.
             values: the values.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
+            checks: checks of the samples.
         """
-        del rows, values, origin, valid, faults
+        missing = None if self.null_remedy is None else is_missing(values.array)
+        if missing is not None:
+            good = values.samples_without(missing)
+            checks.require(good, self.source, f"is null. {self.null_remedy}")
 
-    def _weights(
-        self, table: pa.Table, values: Values, origin: RowOrigin, valid: Bools, faults: Faults
-    ) -> Floats:
-        assert self.weights is not None
-        array, offsets = values_of(table[self.weights])
-        weights = numbers_of(array, None, "s")
+    def _weights(self, column: str, table: pa.Table, values: Values, checks: RowChecks) -> Floats:
+        array, offsets = values_of(table[column])
+        weights = floats_of(array, None, "s")
         good = np.diff(offsets) == np.diff(values.offsets)
-        where = f"{origin.name}, column {self.weights!r}: row {{row}}"
         if not good.all():
-            faults.check(
-                valid,
-                good,
-                f"{where} has another number of weights than of ids",
-                origin.first_row,
-                origin.file,
-            )
+            checks.require(good, column, "has another number of weights than of ids")
             padded = np.zeros(len(values.array), np.float32)
             has_weights = np.repeat(good, np.diff(values.offsets))
             padded[has_weights] = weights[np.repeat(good, np.diff(offsets))]
             return padded
-        finite = np.isfinite(weights)
-        if not finite.all():
-            bad = np.add.reduceat(np.append(~finite, False), offsets[:-1]) > 0
-            faults.check(
-                valid,
-                ~(bad & (np.diff(offsets) > 0)),
-                f"{where} has a weight that is not a number",
-                origin.first_row,
-                origin.file,
-            )
+        good = Values(array, offsets).samples_without(~np.isfinite(weights))
+        checks.require(good, column, "has a weight that is not a number")
         return weights.astype(np.float32)
 
     def _cut(self, ragged: Ragged) -> Ragged:
@@ -227,15 +211,7 @@ def _with_list(kind: Kind, found: Kind | None) -> Kind:
     return f"list of {kind}" if found is not None and found.startswith("list") else kind  # type: ignore[return-value]
 
 
-_ID_KINDS: tuple[Kind, ...] = (
-    "integer",
-    "text",
-    "time",
-    "number",
-    "list of integer",
-    "list of number",
-    "list of text",
-)
+LIST_KINDS: tuple[Kind, ...] = ("list of integer", "list of number", "list of text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +231,8 @@ class Hashed(IdFeature):
         ValueError: ``num_embeddings`` is not in [2, 2**32]; or as for `IdFeature`.
     """
 
-    allowed: ClassVar[tuple[Kind, ...]] = _ID_KINDS
+    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "text", "time", "number", *LIST_KINDS)
+    needs_fit: ClassVar[bool] = False
 
     num_embeddings: int
     seed: int = 0
@@ -267,11 +244,6 @@ class Hashed(IdFeature):
             raise ValueError(
                 f"feature {self.name!r}: num_embeddings must lie in [2, 2**32], got {self.num_embeddings}."
             )
-
-    @property
-    def is_fitted(self) -> bool:
-        """True: a hash needs no fitting."""
-        return True
 
     @property
     def rows(self) -> int:
@@ -295,40 +267,9 @@ class Hashed(IdFeature):
             rows[missing] = 0
         return rows
 
-    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
-        """Mark samples with nulls as invalid, unless ``missing`` is set.
-
-        Args:
-            rows: row per value.
-            values: the values.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
-        """
-        if not self.missing:
-            check_missing(self, values, origin, valid, faults)
-
-
-def check_missing(
-    feature: IdFeature, values: Values, origin: RowOrigin, valid: Bools, faults: Faults, *, remedy: str = ""
-) -> None:
-    """Mark samples with nulls as invalid.
-
-    Args:
-        feature: the feature.
-        values: the values.
-        origin: row source, for messages.
-        valid: whether a sample is valid; modified in place.
-        faults: handles damage.
-        remedy: next step in the message.
-    """
-    missing = is_missing(values.array)
-    if missing is not None:
-        total = np.concatenate([[0], np.cumsum(missing)])
-        good = total[values.offsets[1:]] == total[values.offsets[:-1]]
-        remedy = remedy or f"Set missing=True of feature {feature.name!r}"
-        where = f"{origin.name}, column {feature.source!r}: row {{row}} is null. {remedy}"
-        faults.check(valid, good, where, origin.first_row, origin.file)
+    @property
+    def null_remedy(self) -> str | None:
+        return None if self.missing else f"Set missing=True of feature {self.name!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +286,7 @@ class Integer(IdFeature):
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "list of integer", "list of number")
     takes_whole_only: ClassVar[bool] = True
+    needs_fit: ClassVar[bool] = False
 
     num_embeddings: int
     missing: int | None = None
@@ -360,19 +302,13 @@ class Integer(IdFeature):
             )
 
     @property
-    def is_fitted(self) -> bool:
-        """True: it needs no fitting."""
-        return True
-
-    @property
     def rows(self) -> int:
         """Table rows."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
         """Return the integers; -1 outside the table."""
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
+        array = decoded(array)
         rows = integers_of(array)
         if pa.types.is_decimal(array.type):  # beyond 64 bits, where `rows` are hashes
             rows = np.where(decimal_words(array)[1], rows, -1)
@@ -381,30 +317,24 @@ class Integer(IdFeature):
             rows = np.where(null, -1 if self.missing is None else self.missing, rows)
         return np.where(rows.view(np.uint64) < self.num_embeddings, rows, -1)
 
-    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
+    def check(self, rows: Ints, values: Values, checks: RowChecks) -> None:
         """Mark samples with IDs outside the table as invalid.
 
         Args:
             rows: row per value; set to 0 where invalid.
             values: the values.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
+            checks: checks of the samples.
         """
         outside = rows < 0
         if outside.any():
-            total = np.concatenate([[0], np.cumsum(outside)])
             first = values.array[int(outside.argmax())].as_py()
-            if first is None:
-                problem = f"null. Give feature {self.name!r} missing=, the row that null has"
-            else:
-                problem = (
-                    f"the id {first}, outside [0, {self.num_embeddings}). Raise num_embeddings of feature "
-                )
-                problem += f"{self.name!r}, or hash it"
-            where = f"{origin.name}, column {self.source!r}: row {{row}} has {problem}"
-            good = total[values.offsets[1:]] == total[values.offsets[:-1]]
-            faults.check(valid, good, where, origin.first_row, origin.file)
+            problem = (
+                f"null. Give feature {self.name!r} missing=, the row that null has"
+                if first is None
+                else f"the id {first}, outside [0, {self.num_embeddings}). Raise num_embeddings of feature "
+                f"{self.name!r}, or hash it"
+            )
+            checks.require(values.samples_without(outside), self.source, f"has {problem}")
             rows[outside] = 0
 
     def row_of(self, value: Any) -> int:

@@ -1,6 +1,6 @@
-"""Joins: columns from another table, looked up by key, such as item attributes."""
+"""Columns of other tables, looked up by key, and columns that all samples of a request share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,12 @@ import numpy as np
 import pyarrow as pa
 
 from meshrec.data.faults import DataError
-from meshrec.data.features.values import Kind, converted, hashes_of, kind_of, one_number, whole
+from meshrec.data.features.values import Kind, converted, decoded, hashes_of, kind_of, one_number, whole
 from meshrec.data.locations import is_csv
 from meshrec.data.samples import Bools
+
+_MAX_REPEATED_BYTES = 1 << 28
+"""Maximum bytes of a shared column repeated for samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +99,46 @@ class Join:
         return Join(path=saved["path"], key=saved["key"], columns=tuple(saved["columns"]))
 
 
+class RequestColumns:
+    """Per-sample columns, and columns with a single row shared by all samples.
+
+    Args:
+        table: per-sample columns.
+        shared: a single row; may have no columns.
+        joins: tables whose columns are added.
+    """
+
+    def __init__(self, table: pa.Table, shared: pa.Table, joins: Sequence[Join]) -> None:
+        for join in joins:
+            if join.key in shared.column_names:
+                shared = join.joined(shared)
+            else:
+                table = join.joined(table)
+        self.table, self.shared = table, shared
+
+    def table_of(self, columns: Sequence[str]) -> pa.Table:
+        """Return a table with some columns: the shared table if it has all of them.
+
+        Raises:
+            DataError: too many bytes would be repeated for the samples.
+        """
+        shared_names = [name for name in columns if name in self.shared.column_names]
+        if len(shared_names) == len(columns):
+            return self.shared
+        table, zeros = self.table, pa.array(np.zeros(self.table.num_rows, np.int64))
+        for name in shared_names:
+            if self.shared[name].nbytes * table.num_rows > _MAX_REPEATED_BYTES:
+                raise DataError(
+                    f"column {name!r} is crossed with those of samples, and has too many bytes to repeat "
+                    f"them for {table.num_rows} samples. Send fewer samples at once"
+                )
+            table = table.append_column(name, self.shared[name].take(zeros))
+        return table
+
+
 def _without_value(chunks: Any) -> Bools:
     """Return a mask of null and NaN rows."""
-    array = whole(chunks)
-    plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-    missing: Bools = plain.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+    missing: Bools = decoded(whole(chunks)).is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
     return missing
 
 

@@ -1,18 +1,15 @@
 """IDs as 64-bit keys, for hashed tables that assign rows during training."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 
 from meshrec.data.dataset import Feature
-from meshrec.data.encoding import RowOrigin
-from meshrec.data.faults import Faults
-from meshrec.data.features.ids import IdFeature, check_missing
-from meshrec.data.features.values import Kind, Values, hashes_and_missing, integers_of, is_missing, is_text
-from meshrec.data.samples import Bools, Ints
+from meshrec.data.features.ids import LIST_KINDS, IdFeature
+from meshrec.data.features.values import Kind, decoded, hashes_and_missing, integers_of, is_missing, kind_of
+from meshrec.data.samples import Ints
 from meshrec.tables.hashed.keys import LFU, LRU, Eviction, LowestNorm, MinCount
 from meshrec.tables.hashed.keys import Hashed as HashedKeys
 
@@ -43,16 +40,9 @@ class Key(IdFeature):
         missing: null, NaN and empty strings share the key -2^63; otherwise they are damage.
     """
 
-    allowed: ClassVar[tuple[Kind, ...]] = (
-        "integer",
-        "number",
-        "text",
-        "time",
-        "list of integer",
-        "list of number",
-        "list of text",
-    )
+    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "text", "time", *LIST_KINDS)
     takes_whole_only: ClassVar[bool] = True
+    needs_fit: ClassVar[bool] = False
     missing_key: ClassVar[int] = -(1 << 63)
 
     max_rows: int
@@ -79,53 +69,27 @@ class Key(IdFeature):
         return HashedKeys(max_rows=self.max_rows, admit=admit, evict=_EVICTIONS[self.evict](), seed=self.seed)
 
     @property
-    def is_fitted(self) -> bool:
-        """True: there is nothing to fit."""
-        return True
-
-    @property
     def rows(self) -> int:
         """Maximum rows."""
         return self.max_rows
 
     def feature(self) -> Feature:
         """Return the ID table for the model."""
-        return Feature(
-            name=self.name,
-            num_embeddings=self.max_rows,
-            average_length=self.average_length,
-            sequence=self.sequence,
-            table=self.table,
-            keys=self.keys(),
-        )
+        return replace(IdFeature.feature(self), keys=self.keys())
 
     def rows_of(self, array: Any) -> Ints:
         """Return int64 keys for values."""
-        if _is_text(array):
+        if kind_of(array.type) == "text":
             hashes, missing = hashes_and_missing(array)
             keys = hashes.view(np.int64).copy()
         else:
-            array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+            array = decoded(array)
             keys, missing = integers_of(array).copy(), is_missing(array)
         if missing is not None:
             # The smallest int64, which no plausible ID uses.
             keys[missing] = self.missing_key
         return keys
 
-    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
-        """Mark samples with nulls as invalid, unless ``missing`` is set.
-
-        Args:
-            rows: key per value.
-            values: the values.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
-        """
-        if not self.missing:
-            check_missing(self, values, origin, valid, faults)
-
-
-def _is_text(array: Any) -> bool:
-    kind = array.type
-    return is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
+    @property
+    def null_remedy(self) -> str | None:
+        return None if self.missing else f"Set missing=True of feature {self.name!r}"

@@ -7,9 +7,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.data.encoding import RowOrigin
-from meshrec.data.faults import Faults
-from meshrec.data.features.values import Kind, array_of, hashes_of, is_missing, numbers_of, whole
+from meshrec.data.encoding import RowChecks
+from meshrec.data.features.values import Kind, array_of, floats_of, hashes_of, is_missing, whole
 from meshrec.data.samples import Bools, Floats
 
 LabelKind = Literal["binary", "number", "class", "query"]
@@ -83,12 +82,12 @@ class Label:
         """Whether values are compared only, and need not be numbers."""
         return self.kind == "query" or bool(self.classes)
 
-    def numbers(self, array: Any) -> npt.NDArray[np.float64]:
+    def targets(self, array: Any) -> npt.NDArray[np.float64]:
         """Return a binary or numeric label as float64, [n]; NaN for missing labels and unknown classes."""
         if self.classes:
             hits = self._hits(array)
             return np.where(hits.any(1), hits.argmax(1), np.nan)
-        values = numbers_of(array, None, "s")
+        values = floats_of(array, None, "s")
         if self.positive_from is None:
             return values
         return np.where(np.isnan(values), np.nan, values >= self.positive_from)
@@ -100,70 +99,51 @@ class Label:
         missing = is_missing(array)
         return hits if missing is None else hits & ~missing[:, None]
 
-    def encode(self, chunks: Any, origin: RowOrigin, valid: Bools, faults: Faults) -> Floats:
-        """Return labels, [n] float32; null, NaN, and binary labels outside [0, 1] are damage.
-
-        Args:
-            chunks: column.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
-        """
-        where = f"{origin.name}, column {self.column!r}"
+    def encode(self, chunks: Any, checks: RowChecks) -> Floats:
+        """Return labels, [n] float32; null, NaN, and binary labels outside [0, 1] are damage."""
         if self._is_categorical:
-            return self._codes(whole(chunks), where, origin, valid, faults)
-        values = numbers_of(whole(chunks), None, "s")
+            return self._codes(whole(chunks), checks)
+        values = floats_of(whole(chunks), None, "s")
         finite = np.isfinite(values)
         if not finite.all():
-            self._check_missing(valid, np.isnan(values), where, origin, faults)
-            faults.check(
-                valid, finite, f"{where}: row {{row}} has an infinite label", origin.first_row, origin.file
-            )
+            self._check_missing(np.isnan(values), checks)
+            checks.require(finite, self.column, "has an infinite label")
         if self.positive_from is not None:
             return (values >= self.positive_from).astype(np.float32)
         labels = values.astype(np.float32)
         if self.kind == "binary":
             good = (labels >= 0) & (labels <= 1)
-            bad = valid & ~good
+            bad = checks.valid & ~good
             if bad.any():
-                message = (
-                    f"{where}: row {{row}} has the label {labels[bad.argmax()]:g}, outside [0, 1], which the "
-                    "loss takes. Make labels of this range, set positive_from, or kind='number'"
+                problem = (
+                    f"has the label {labels[bad.argmax()]:g}, outside [0, 1], which the loss takes. Make "
+                    "labels of this range, set positive_from, or kind='number'"
                 )
-                faults.check(valid, good, message, origin.first_row, origin.file)
+                checks.require(good, self.column, problem)
         return labels
 
-    def _codes(self, array: Any, where: str, origin: RowOrigin, valid: Bools, faults: Faults) -> Floats:
+    def _codes(self, array: Any, checks: RowChecks) -> Floats:
         """Return class numbers, or query hashes, exactly representable in float32."""
         missing = is_missing(array)
-        is_class = np.ones(len(array), np.bool_)
-        problem = "no label"
         if missing is not None:
-            self._check_missing(valid, missing, where, origin, faults)
+            self._check_missing(missing, checks)
         if self.kind == "query":
             # float32 represents integers exactly only up to 2^24.
-            codes = (hashes_of(array) >> np.uint64(64 - _QUERY_BITS)).astype(np.float32)
-        else:
-            hits = self._hits(array)
-            codes = hits.argmax(1).astype(np.float32)
-            is_class &= hits.any(1)
-            problem = (
-                f"a label that is none of {list(self.classes)}. Name it among the classes, or leave it out"
-            )
-        if not is_class.all():
-            faults.check(
-                valid, is_class, f"{where}: row {{row}} has {problem}", origin.first_row, origin.file
-            )
+            return (hashes_of(array) >> np.uint64(64 - _QUERY_BITS)).astype(np.float32)
+        hits = self._hits(array)
+        problem = (
+            f"has a label that is none of {list(self.classes)}. Name it among the classes, or leave it out"
+        )
+        is_class = np.asarray(hits.any(1))
+        checks.require(is_class, self.column, problem)
+        codes: Floats = hits.argmax(1).astype(np.float32)
         return codes
 
-    def _check_missing(
-        self, valid: Bools, missing: Bools, where: str, origin: RowOrigin, faults: Faults
-    ) -> None:
+    def _check_missing(self, missing: Bools, checks: RowChecks) -> None:
         """Mark rows without a label as invalid."""
-        remedy = "" if self.missing == "skip" else f". Set missing='skip' of label {self.column!r}"
-        message = f"{where}: row {{row}} has no label{remedy}"
         is_allowed = self.missing == "skip"
-        faults.check(valid, ~missing, message, origin.first_row, origin.file, is_allowed=is_allowed)
+        remedy = "" if is_allowed else f". Set missing='skip' of label {self.column!r}"
+        checks.require(~missing, self.column, f"has no label{remedy}", is_allowed=is_allowed)
 
     def to_json(self) -> dict[str, Any]:
         """Return the label as plain JSON types."""

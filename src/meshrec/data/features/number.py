@@ -7,18 +7,18 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.data.encoding import RowOrigin
-from meshrec.data.faults import DataError, Faults
+from meshrec.data.encoding import RowChecks
+from meshrec.data.faults import DataError
 from meshrec.data.features.column_feature import check_time, wrong_kind
 from meshrec.data.features.values import (
     DatePartName,
     Kind,
     TimeUnit,
+    floats_of,
     kind_of,
-    numbers_of,
     whole,
 )
-from meshrec.data.samples import Bools, Floats
+from meshrec.data.samples import Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Number:
     def fitted(self, sample: Any) -> "Number":
         """Return the feature fitted to a column sample."""
         feature = replace(self, found=kind_of(sample.type))
-        values = numbers_of(sample, self.part, self.unit, self.time_format)
+        values = floats_of(sample, self.part, self.unit, self.time_format)
         values = feature._plain(values[~np.isinf(values)])
         values = values[np.isfinite(values)]
         if not len(values):
@@ -121,24 +121,17 @@ class Number:
             edges = quantile_edges(values, self.num_bins)
         return replace(feature, low=low, high=high, mean=mean, deviation=deviation, edges=edges)
 
-    def encode(self, chunks: Any, origin: RowOrigin, valid: Bools, faults: Faults) -> Floats:
-        """Return dense values, [n] float32.
-
-        Args:
-            chunks: column.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
-        """
-        values = numbers_of(whole(chunks), self.part, self.unit, self.time_format)
+    def encode(self, chunks: Any, checks: RowChecks) -> Floats:
+        """Return a column's dense values, [n] float32, and mark samples with damaged ones as invalid."""
+        values = floats_of(whole(chunks), self.part, self.unit, self.time_format)
         good = np.isfinite(values) if self.missing is None else ~np.isinf(values)
         if not good.all():
-            where = f"{origin.name}, column {self.source!r}: row {{row}} is "
-            if self.missing is None:
-                where += f"null or not finite. Set missing= of feature {self.name!r} to what stands for null"
-            else:
-                where += "infinite. Repair it"
-            faults.check(valid, good, where, origin.first_row, origin.file)
+            problem = (
+                f"is null or not finite. Set missing= of feature {self.name!r} to what stands for null"
+                if self.missing is None
+                else "is infinite. Repair it"
+            )
+            checks.require(good, self.source, problem)
             values = np.where(good, values, 0.0)
         values = self._plain(values)
         if self.low is not None:
@@ -149,9 +142,8 @@ class Number:
             dense = values.astype(np.float32)
         small = np.isfinite(dense)
         if not small.all():
-            where = f"{origin.name}, column {self.source!r}: row {{row}} is too large for float32. "
-            where += f"Set log or clip of feature {self.name!r}"
-            faults.check(valid, small, where, origin.first_row, origin.file)
+            problem = f"is too large for float32. Set log or clip of feature {self.name!r}"
+            checks.require(small, self.source, problem)
             dense[~small] = 0.0
         return dense
 

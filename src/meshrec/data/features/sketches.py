@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.exact_columns import whole_numbers
+from meshrec.data.exact_columns import as_integers
 from meshrec.data.features.values import hashes_and_missing, is_text
 from meshrec.data.hashing import UInt64s, mix
 from meshrec.data.samples import Ints
@@ -98,7 +98,7 @@ class Counts:
         """Count an Arrow array of numbers or strings; nulls, NaN and empty strings do not count."""
         array = array.drop_null()
         if pa.types.is_decimal(array.type) and array.type.scale <= 0:
-            array = whole_numbers(array)
+            array = as_integers(array)
         elif pa.types.is_floating(array.type):
             array = pc.add(array.cast(pa.float64()), 0.0)  # -0.0 is 0.0
             array = array.filter(pc.invert(pc.is_nan(array)))

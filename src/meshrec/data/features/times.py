@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from meshrec.data.encoding import RowOrigin
-from meshrec.data.faults import DataError, Faults
-from meshrec.data.features.ids import IdFeature, check_missing
+from meshrec.data.faults import DataError
+from meshrec.data.features.ids import IdFeature
 from meshrec.data.features.values import Kind, Values, converted, integers_of, kind_of, values_of
-from meshrec.data.samples import Bools, Ints
+from meshrec.data.samples import Ints
 
 _TOO_LATE = 10**11
 """Later times, after the year 5000, are not plausible seconds since 1970."""
@@ -26,13 +25,13 @@ class Times(IdFeature):
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "list of integer", "list of number")
     takes_whole_only: ClassVar[bool] = True
+    needs_fit: ClassVar[bool] = False
 
     history: str
 
     @property
-    def is_fitted(self) -> bool:
-        """True: there is nothing to fit."""
-        return True
+    def null_remedy(self) -> str | None:
+        return "Give every item its time"
 
     @property
     def rows(self) -> int:
@@ -80,15 +79,3 @@ class Times(IdFeature):
     def rows_of(self, array: Any) -> Ints:
         """Return the timestamps, int64."""
         return integers_of(array if kind_of(array.type) == "integer" else converted(array, "integer"))
-
-    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
-        """Mark samples with null timestamps as invalid.
-
-        Args:
-            rows: timestamp per value.
-            values: the values.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
-        """
-        check_missing(self, values, origin, valid, faults, remedy="Give every item its time")

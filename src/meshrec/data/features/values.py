@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meshrec.data.exact_columns import (
+    as_integers,
     decimal_integers,
     decimal_words,
     is_list,
     plain,
     plain_type,
-    whole_numbers,
 )
 from meshrec.data.faults import DataError
 from meshrec.data.hashing import UInt64s, hash_bytes, mix
@@ -51,6 +51,12 @@ class Values(NamedTuple):
         before = np.zeros(len(mask) + 1, np.int64)
         np.cumsum(mask, out=before[1:])
         return Values(self.array.filter(pa.array(mask)), before[self.offsets])
+
+    def samples_without(self, mask: Bools) -> Bools:
+        """Return which samples have none of the values selected by a mask."""
+        before = np.concatenate([[0], np.cumsum(mask)])
+        good: Bools = before[self.offsets[1:]] == before[self.offsets[:-1]]
+        return good
 
     def lists(self) -> Any:
         """Return an Arrow array with a list of values per sample."""
@@ -93,9 +99,16 @@ def is_text(kind: pa.DataType) -> bool:
     return any(check(kind) for check in text)
 
 
-def _decoded(array: Any) -> Any:
+def decoded(array: Any) -> Any:
     """Decode a dictionary array; return others unchanged."""
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def _strings(array: Any) -> Any:
+    """Decode a dictionary array, and convert binaries to strings; ArrowInvalid if they are not UTF-8."""
+    array = decoded(array)
+    is_binary = pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)
+    return array.cast(pa.large_string()) if is_binary else array
 
 
 def whole(chunks: Any) -> Any:
@@ -127,28 +140,28 @@ def converted(array: Any, kind: Kind) -> Any:
     target = kind.removeprefix("list of ")
     if {kind_of(array.type), target} != {"integer", "number"}:
         return array
-    array = _decoded(array)
+    array = decoded(array)
     try:
-        return whole_numbers(array) if target == "integer" else array.cast(pa.float64())
+        return as_integers(array) if target == "integer" else array.cast(pa.float64())
     except ValueError as error:  # ArrowInvalid is one
         raise ValueError(f"numbers that are no {target}s as they were fitted: {error}") from error
 
 
 def one_number(array: Any) -> Any:
     """Convert integral decimals and floats to integers, other numbers to floats without negative zero."""
-    decoded = _decoded(array)
-    if kind_of(array.type) != "number" and not pa.types.is_decimal(decoded.type):
+    values = decoded(array)
+    if kind_of(array.type) != "number" and not pa.types.is_decimal(values.type):
         return array
     try:
-        return whole_numbers(decoded)
+        return as_integers(values)
     except ValueError:
-        return pc.add(decoded.cast(pa.float64()), 0.0)
+        return pc.add(values.cast(pa.float64()), 0.0)
 
 
 def is_whole(array: Any) -> bool:
     """Return whether all numbers are 64-bit integers, or decimals without fractions."""
     try:
-        whole_numbers(_decoded(array))
+        as_integers(decoded(array))
     except ValueError:
         return False
     return True
@@ -156,10 +169,7 @@ def is_whole(array: Any) -> bool:
 
 def split_values_of(chunks: Any, separator: str) -> Values:
     """Split a column's strings into values, stripped and without empty ones."""
-    array = _decoded(whole(chunks))
-    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
-        array = array.cast(pa.large_string())
-    parts, offsets = values_of(pc.split_pattern(array, separator))
+    parts, offsets = values_of(pc.split_pattern(_strings(whole(chunks)), separator))
     parts = pc.utf8_trim_whitespace(parts)
     return Values(parts, offsets).where(pc.not_equal(parts, "").to_numpy(zero_copy_only=False))
 
@@ -235,18 +245,18 @@ def is_missing(array: Any) -> Bools | None:
     """Return a mask of nulls, NaN and empty strings; None if there are none."""
     array = plain(array)
     text = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
-    decoded = _decoded(array)
+    values = decoded(array)
     if is_text(text):
-        empty = pc.fill_null(pc.equal(pc.binary_length(decoded), 0), True)
-    elif decoded.null_count or pa.types.is_floating(text):
-        empty = decoded.is_null(nan_is_null=True)
+        empty = pc.fill_null(pc.equal(pc.binary_length(values), 0), True)
+    elif values.null_count or pa.types.is_floating(text):
+        empty = values.is_null(nan_is_null=True)
     else:
         return None
     missing: Bools = empty.to_numpy(zero_copy_only=False)
     return missing if missing.any() else None
 
 
-def numbers_of(
+def floats_of(
     array: Any, part: DatePartName | None, unit: TimeUnit, time_format: str | None = None
 ) -> npt.NDArray[np.float64]:
     """Return float64, NaN for null.
@@ -259,7 +269,7 @@ def numbers_of(
         unit: integer time unit.
         time_format: strptime format for string times; None: ISO 8601.
     """
-    array = _decoded(whole(array))
+    array = decoded(whole(array))
     if part is None and not pa.types.is_temporal(array.type) and not is_text(array.type):
         return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
     times = _times(array, unit, time_format)
@@ -281,7 +291,7 @@ def microseconds_of(array: Any, unit: TimeUnit, time_format: str | None = None) 
     Raises:
         DataError: a string is not a time, or a number is NaN or too large.
     """
-    array = _decoded(whole(array))
+    array = decoded(whole(array))
     times = _times(array, unit, time_format).cast(pa.int64())
     if times.null_count:
         at = int(times.is_null().to_numpy(zero_copy_only=False).argmax())
@@ -289,7 +299,7 @@ def microseconds_of(array: Any, unit: TimeUnit, time_format: str | None = None) 
     return times.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
 
 
-def parsed_times(texts: Any, time_format: str | None = None) -> Any:
+def parsed_times(strings: Any, time_format: str | None = None) -> Any:
     """Parse strings as times in microseconds, UTC; null and empty strings become null.
 
     Digits beyond microseconds are truncated.
@@ -301,21 +311,20 @@ def parsed_times(texts: Any, time_format: str | None = None) -> Any:
     Raises:
         DataError: a string is not a time.
     """
-    texts = _decoded(texts)
-    if pa.types.is_binary(texts.type) or pa.types.is_large_binary(texts.type):
-        texts = texts.cast(pa.large_string())
-    texts = pc.replace_substring_regex(pc.utf8_trim_whitespace(texts), r"(\.[0-9]{6})[0-9]+", r"\1")
-    texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    strings = pc.replace_substring_regex(
+        pc.utf8_trim_whitespace(_strings(strings)), r"(\.[0-9]{6})[0-9]+", r"\1"
+    )
+    strings = pc.if_else(pc.equal(strings, ""), None, strings)
     if time_format is not None:
-        times = pc.strptime(texts, format=time_format, unit="us", error_is_null=True)
-        wrong = texts.filter(pc.and_(texts.is_valid(), times.is_null()))
+        times = pc.strptime(strings, format=time_format, unit="us", error_is_null=True)
+        wrong = strings.filter(pc.and_(strings.is_valid(), times.is_null()))
         if len(wrong):
             raise DataError(f"{wrong[0].as_py()!r} is not a time as {time_format!r} has it")
         return times
     reasons = []
     for kind in (pa.timestamp("us", "UTC"), pa.timestamp("us")):
         try:
-            return texts.cast(kind).cast(pa.timestamp("us"))
+            return strings.cast(kind).cast(pa.timestamp("us"))
         except pa.ArrowInvalid as error:
             reasons.append(error)
     raise DataError(
@@ -326,22 +335,22 @@ def parsed_times(texts: Any, time_format: str | None = None) -> Any:
 def is_utf8(array: Any) -> bool:
     """Return whether all strings or binaries are UTF-8."""
     try:
-        _decoded(array).cast(pa.large_string())
+        decoded(array).cast(pa.large_string())
     except pa.ArrowInvalid:
         return False
     return True
 
 
-def are_times(texts: Any) -> bool:
+def are_times(strings: Any) -> bool:
     """Return whether all non-empty strings are ISO 8601 dates or times."""
-    decoded = _decoded(whole(texts))
+    strings = decoded(whole(strings))
     try:
         # Arrow also parses years and months as dates, but such strings are usually other codes.
-        is_date = pc.match_substring_regex(decoded, r"^\s*([0-9]{4}-[0-9]{2}-[0-9]{2}.*)?$")
+        is_date = pc.match_substring_regex(strings, r"^\s*([0-9]{4}-[0-9]{2}-[0-9]{2}.*)?$")
         if not pc.all(is_date).as_py():
             return False
-        parsed_times(decoded)
-    except (DataError, pa.ArrowInvalid):  # other texts, or bytes that are not text
+        parsed_times(strings)
+    except (DataError, pa.ArrowInvalid):  # other strings, or bytes that are not text
         return False
     return True
 
@@ -355,7 +364,7 @@ def parts_of(array: Any, part: DatePartName, unit: TimeUnit, time_format: str | 
         unit: integer time unit.
         time_format: strptime format for string times; None: ISO 8601.
     """
-    return _part(_times(_decoded(whole(array)), unit, time_format), part)
+    return _part(_times(decoded(whole(array)), unit, time_format), part)
 
 
 def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:

@@ -7,11 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.encoding import RowOrigin
-from meshrec.data.exact_columns import whole_numbers
-from meshrec.data.faults import DataError, Faults
+from meshrec.data.exact_columns import as_integers
+from meshrec.data.faults import DataError
 from meshrec.data.features.column_feature import need_fitted
-from meshrec.data.features.ids import IdFeature, check_missing
+from meshrec.data.features.ids import LIST_KINDS, IdFeature
 from meshrec.data.features.sketches import Counts
 from meshrec.data.features.values import (
     Kind,
@@ -48,14 +47,7 @@ class Vocabulary(IdFeature):
         ValueError: ``min_count`` or ``num_unseen`` is below 1; or as for `IdFeature`.
     """
 
-    allowed: ClassVar[tuple[Kind, ...]] = (
-        "integer",
-        "number",
-        "text",
-        "list of integer",
-        "list of number",
-        "list of text",
-    )
+    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "text", *LIST_KINDS)
 
     min_count: int = 1
     max_size: int | None = None
@@ -92,7 +84,7 @@ class Vocabulary(IdFeature):
         """Return the values to convert, without unseen ones for ``known_only``."""
         values = IdFeature.values(self, table)
         if self.also is not None:
-            values = _joined(values, values_of(table[self.also]))
+            values = _concatenated_lists(values, values_of(table[self.also]))
         return values.where(self._is_usable(values.array)) if self.known_only else values
 
     def aligned(self, table: pa.Table, parallel: str) -> pa.Table:
@@ -114,21 +106,12 @@ class Vocabulary(IdFeature):
     def _is_usable(self, array: Any) -> Bools:
         """Return which values are in the vocabulary, or missing (reported as damage later)."""
         hashes, missing = hashes_and_missing(array)
-        is_known = self.lookup(hashes) >= 0
-        return is_known if missing is None else is_known | missing
+        is_present = self.lookup(hashes) >= 0
+        return is_present if missing is None else is_present | missing
 
-    def check(self, rows: Ints, values: Values, origin: RowOrigin, valid: Bools, faults: Faults) -> None:
-        """Mark samples with nulls as invalid for ``known_only``.
-
-        Args:
-            rows: row per value.
-            values: the values.
-            origin: row source, for messages.
-            valid: whether a sample is valid; modified in place.
-            faults: handles damage.
-        """
-        if self.known_only:
-            check_missing(self, values, origin, valid, faults, remedy="Leave it out")
+    @property
+    def null_remedy(self) -> str | None:
+        return "Leave it out" if self.known_only else None
 
     def fitted_counts(self, kind: Kind, counts: Counts) -> "Vocabulary":
         """Return the feature with the frequent values of the training data.
@@ -204,7 +187,7 @@ class Vocabulary(IdFeature):
         return index
 
 
-def _joined(first: Values, second: Values) -> Values:
+def _concatenated_lists(first: Values, second: Values) -> Values:
     """Concatenate the values per sample."""
     samples = np.arange(len(first.offsets) - 1)
     owners = np.concatenate([np.repeat(samples, np.diff(values.offsets)) for values in (first, second)])
@@ -220,7 +203,7 @@ def _of_one_kind(kind: Kind, values: Any) -> tuple[Kind, Any]:
     lists = "list of " if kind.startswith("list") else ""
     if kind != "number" or pa.types.is_decimal(values.type):
         try:
-            return f"{lists}integer", whole_numbers(values)  # type: ignore[return-value]
+            return f"{lists}integer", as_integers(values)  # type: ignore[return-value]
         except ValueError:
             pass
     return f"{lists}number", values.cast(pa.float64())  # type: ignore[return-value]

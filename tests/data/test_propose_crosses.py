@@ -1,6 +1,6 @@
 import numpy as np
 
-from meshrec.data.feature_gain import best_crosses, ranges_gain
+from meshrec.data.propose_crosses import best_crosses, ranges_gain
 
 
 def drawn(num=8000):
