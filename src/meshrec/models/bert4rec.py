@@ -7,11 +7,10 @@ it in some samples only. Loss: a sampled softmax, see `meshrec.models.sasrec`.
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from meshrec.models.attention_block import AttentionBlock, check_heads
-from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
-from meshrec.models.next_item import SampledSoftmax
+from meshrec.models.history_model import HistoryFeatures, HistoryModel, HistoryOptions
 from meshrec.modules import EmbeddingCollection
 
 
@@ -28,9 +27,7 @@ class BERT4Rec(HistoryModel):
         num_heads: Attention heads.
         dropout: Dropout probability.
         hidden: Fraction of history items masked in training.
-        softmax: As in `HistoryModel`.
-        items: As in `HistoryModel`.
-        device: Device for everything except the table.
+        options: Further arguments of `HistoryModel`: ``softmax``, ``items`` and ``device``.
 
     Raises:
         ValueError: The two features do not share exactly one table, or the sizes are invalid.
@@ -46,19 +43,10 @@ class BERT4Rec(HistoryModel):
         num_heads: int = 2,
         dropout: float = 0.2,
         hidden: float = 0.2,
-        softmax: SampledSoftmax = SampledSoftmax(),  # noqa: B008 - immutable
-        items: ItemCatalogue | None = None,
-        device: torch.device | None = None,
+        **options: Unpack[HistoryOptions],
     ) -> None:
-        super().__init__(
-            embedding_collection,
-            features,
-            max_length=max_length,
-            softmax=softmax,
-            items=items,
-            hidden=hidden,
-            device=device,
-        )
+        super().__init__(embedding_collection, features, max_length=max_length, hidden=hidden, **options)
+        device = self.start.device
         check_heads(self.width, num_heads, num_blocks)
         # max_length items and the masked next item.
         self.positions = nn.Embedding(max_length + 1, self.width, device=device)

@@ -168,8 +168,9 @@ class DLRM(nn.Module):
         self.sparse_arch = SparseArch(embedding_bag_collection)
         check_widths(self.sparse_arch, dense_arch_layer_sizes)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
-        self.inter_arch = InteractionArch(self.sparse_arch.F)
-        over_in = self.inter_arch.model.out_features(self.sparse_arch.D)
+        interaction = InteractionArch(self.sparse_arch.F)
+        over_in = interaction.model.out_features(self.sparse_arch.D)
+        self.inter_arch: nn.Module = interaction
         self.over_arch = OverArch(over_in, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
@@ -187,7 +188,7 @@ class DLRM(nn.Module):
         return out
 
 
-class DLRM_DCN(nn.Module):
+class DLRM_DCN(DLRM):
     """DLRM with a low-rank cross network instead of dot products.
 
     Args:
@@ -213,7 +214,8 @@ class DLRM_DCN(nn.Module):
         dcn_low_rank_dim: int,
         dense_device: torch.device | None = None,
     ) -> None:
-        super().__init__()
+        # Not that of DLRM, which has another interaction: building it would draw random numbers.
+        nn.Module.__init__(self)
         self.sparse_arch = SparseArch(embedding_bag_collection)
         check_widths(self.sparse_arch, dense_arch_layer_sizes)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
@@ -221,20 +223,6 @@ class DLRM_DCN(nn.Module):
         crossnet = LowRankCrossNet(width, dcn_num_layers, dcn_low_rank_dim, dense_device)
         self.inter_arch = InteractionDCNArch(self.sparse_arch.F, crossnet)
         self.over_arch = OverArch(width, over_arch_layer_sizes, dense_device)
-
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits [B, over_arch_layer_sizes[-1]].
-
-        Args:
-            dense_features: Dense values, [B, dense_in_features].
-            sparse_features: IDs for all features.
-        """
-        # Lookup first, read last: sharded tables exchange embeddings while the dense MLP runs.
-        embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
-        dense = self.dense_arch(dense_features)
-        sparse = embeddings.values().view(-1, self.sparse_arch.F, self.sparse_arch.D)
-        out: Tensor = self.over_arch(self.inter_arch(dense, sparse))
-        return out
 
 
 class DLRMTrain(nn.Module):

@@ -7,10 +7,9 @@ recommendations" (2018).
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
-from meshrec.models.next_item import SampledSoftmax
+from meshrec.models.history_model import HistoryFeatures, HistoryModel, HistoryOptions
 from meshrec.modules import EmbeddingCollection
 
 
@@ -24,9 +23,7 @@ class GRU4Rec(HistoryModel):
         num_layers: Recurrent layers.
         hidden_dim: Width of the recurrent state; the embedding width if None.
         dropout: Dropout probability for item vectors and between layers.
-        softmax: As in `HistoryModel`.
-        items: As in `HistoryModel`.
-        device: Device for everything except the table.
+        options: Further arguments of `HistoryModel`: ``softmax``, ``items`` and ``device``.
 
     Raises:
         ValueError: The two features do not share exactly one table, or a size is below 1.
@@ -41,18 +38,10 @@ class GRU4Rec(HistoryModel):
         num_layers: int = 1,
         hidden_dim: int | None = None,
         dropout: float = 0.2,
-        softmax: SampledSoftmax = SampledSoftmax(),  # noqa: B008 - immutable
-        items: ItemCatalogue | None = None,
-        device: torch.device | None = None,
+        **options: Unpack[HistoryOptions],
     ) -> None:
-        super().__init__(
-            embedding_collection,
-            features,
-            max_length=max_length,
-            softmax=softmax,
-            items=items,
-            device=device,
-        )
+        super().__init__(embedding_collection, features, max_length=max_length, **options)
+        device = self.start.device
         hidden_dim = hidden_dim or self.width
         if min(num_layers, hidden_dim) < 1:
             raise ValueError(f"num_layers {num_layers} and hidden_dim {hidden_dim} must be at least 1.")

@@ -1,7 +1,7 @@
 """Base class for next-item models over histories: lookups, training losses and evaluation."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from meshrec.models.next_item import (
     CHUNK,
     NO_ITEM,
+    HistoryItems,
     ItemChunk,
     NegativeDraws,
     NewUsers,
     NewUserScores,
-    OwnItems,
     SampledSoftmax,
     TopItems,
     judge_targets,
     last_ids,
+    sample_indices,
     sampled_softmax,
     top_items,
 )
@@ -58,6 +59,14 @@ class ItemCatalogue(NamedTuple):
     """Training targets per item, if known."""
     new_user_scores_I: Tensor | None = None
     """The score of each for a user without a history, float32. None: the model encodes an empty history."""
+
+
+class HistoryOptions(TypedDict, total=False):
+    """Constructor options of `HistoryModel` that all next-item models have."""
+
+    softmax: SampledSoftmax
+    items: ItemCatalogue | None
+    device: torch.device | None
 
 
 class EncodedHistories(NamedTuple):
@@ -106,7 +115,7 @@ class HistoryModel(nn.Module):
         features: HistoryFeatures,
         *,
         max_length: int,
-        softmax: SampledSoftmax,
+        softmax: SampledSoftmax = SampledSoftmax(),  # noqa: B008 - immutable
         items: ItemCatalogue | None = None,
         hidden: float | None = None,
         device: torch.device | None = None,
@@ -240,10 +249,10 @@ class HistoryModel(nn.Module):
         queries_T = self.similarity.queries(
             encoded.vectors[encoded.first_B[targets.sample_T] + targets.position_T]
         )
-        own = None
+        history_items = None
         if self.repeats is not None:
             weight_F, ids = self.repeats.weight, features[self.features.history]
-            own = self._own_items(
+            history_items = self._history_items(
                 weight_F, ids, item_rows, targets=targets, queries_T=queries_T, drawn_N=negatives.ids_N
             )
         losses_T = sampled_softmax(
@@ -254,7 +263,7 @@ class HistoryModel(nn.Module):
             drawn_N=negatives.ids_N,
             log_expected_N=negatives.log_expected_N,
             similarity=self.similarity,
-            own=own,
+            history_items=history_items,
         )
         sums_B = losses_T.new_zeros(len(counts_B)).index_add(0, targets.sample_T, losses_T)
         nums_B = torch.zeros(len(counts_B), device=device).index_add(
@@ -263,7 +272,7 @@ class HistoryModel(nn.Module):
         # The clamp avoids 0 / 0 for samples without a target.
         return torch.stack([sums_B / nums_B.clamp(min=1), torch.zeros_like(sums_B)], dim=1)
 
-    def _own_items(
+    def _history_items(
         self,
         weight_F: Tensor,
         history: JaggedTensor,
@@ -272,7 +281,7 @@ class HistoryModel(nn.Module):
         targets: _Targets,
         queries_T: Tensor,
         drawn_N: Tensor,
-    ) -> OwnItems:
+    ) -> HistoryItems:
         """Score the items of every target's history; see [Note: repeated items].
 
         Args:
@@ -291,13 +300,13 @@ class HistoryModel(nn.Module):
         # Every sample has at most one target per position.
         queries_BPV = queries_T.new_zeros(len(lengths_B), len(stops_P), queries_T.shape[1])
         queries_BPV = queries_BPV.index_put((sample_T, position_T), queries_T)
-        scores_TL = self.similarity.bags(queries_BPV, vectors_BLV)[sample_T, position_T]
+        scores_TL = self.similarity.within_samples(queries_BPV, vectors_BLV)[sample_T, position_T]
         additions_TL = items.scores_BPL[sample_T, position_T]
         is_last_TL = items.is_last_BPL[sample_T, position_T]
         is_target_TL = is_last_TL & (items.ids_BL[sample_T] == targets.ids_T[:, None])
         is_drawn_BLN = items.ids_BL[:, :, None] == drawn_N
         first_BN = torch.where(is_drawn_BLN.any(1), is_drawn_BLN.int().argmax(1), len(stops_P))
-        return OwnItems(
+        return HistoryItems(
             torch.where(is_target_TL.any(1), weight_F[0], 1.0),
             (additions_TL * is_target_TL).sum(1),
             (scores_TL * weight_F[0] + additions_TL).masked_fill(~is_last_TL | is_target_TL, float("-inf")),
@@ -311,7 +320,7 @@ class HistoryModel(nn.Module):
             ValueError: A sample has more targets than history items plus one.
         """
         counts_B, lengths_B = items.lengths(), history.lengths()
-        sample_T = _sample_indices(items)
+        sample_T = sample_indices(items)
         # Aligned at the end: the last target follows the last item.
         position_T = (lengths_B - counts_B + 1)[sample_T]
         position_T = (
@@ -328,7 +337,7 @@ class HistoryModel(nn.Module):
         if self._hidden is None:
             return targets
         is_next = position_T == lengths_B[sample_T]
-        ids_N, sample_N = history.values().long(), _sample_indices(history)
+        ids_N, sample_N = history.values().long(), sample_indices(history)
         position_N = torch.arange(len(ids_N), device=ids_N.device) - history.offsets()[sample_N]
         # The mask depends on the sample's IDs only, so the rank and position in the batch do not matter.
         id_sums_B = torch.zeros_like(lengths_B, dtype=torch.int64).index_add(0, sample_N, ids_N)
@@ -524,12 +533,6 @@ def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) ->
             "the features one table (Feature.table)."
         )
     return tables[0]
-
-
-def _sample_indices(bags: JaggedTensor) -> Tensor:
-    """Return the sample index per ID, [N]."""
-    lengths = bags.lengths()
-    return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
 
 
 def _first_bags(bags: JaggedTensor, size: int) -> JaggedTensor:

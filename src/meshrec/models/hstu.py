@@ -10,14 +10,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, ItemCatalogue
+from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, HistoryOptions
 from meshrec.models.next_item import SampledSoftmax
 from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all, kept_shape
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 # B samples, N items in all histories, D embedding width, V query width
+
+
+_COSINE = SampledSoftmax(num_negatives=128, similarity="cosine", temperature=0.05)
 
 
 class KeptTokens(NamedTuple):
@@ -61,9 +64,7 @@ class HSTU(HistoryModel):
         attention_dim: Width of queries and keys per head; embedding width / ``num_heads`` if None.
         hidden_dim: Width of values and gates per head; embedding width / ``num_heads`` if None.
         dropout: Dropout probability.
-        softmax: As in `HistoryModel`.
-        items: As in `HistoryModel`.
-        device: Device for everything except the table.
+        options: Further arguments of `HistoryModel`: ``softmax``, ``items`` and ``device``.
 
     Raises:
         ValueError: The two features do not share exactly one table, or a size is below 1.
@@ -80,20 +81,11 @@ class HSTU(HistoryModel):
         attention_dim: int | None = None,
         hidden_dim: int | None = None,
         dropout: float = 0.2,
-        softmax: SampledSoftmax = SampledSoftmax(  # noqa: B008 - immutable
-            num_negatives=128, similarity="cosine", temperature=0.05
-        ),
-        items: ItemCatalogue | None = None,
-        device: torch.device | None = None,
+        **options: Unpack[HistoryOptions],
     ) -> None:
-        super().__init__(
-            embedding_collection,
-            features,
-            max_length=max_length,
-            softmax=softmax,
-            items=items,
-            device=device,
-        )
+        options.setdefault("softmax", _COSINE)
+        super().__init__(embedding_collection, features, max_length=max_length, **options)
+        device = self.start.device
         if min(num_blocks, num_heads) < 1:
             raise ValueError(f"num_blocks {num_blocks} and num_heads {num_heads} must be at least 1.")
         head_width = self.width // num_heads

@@ -36,13 +36,6 @@ class RankerFeatures(NamedTuple):
     """History item times, then of the candidates, in seconds. Not looked up in a table."""
 
 
-class _Limits(NamedTuple):
-    """Maximum history length, and of candidates, per sample."""
-
-    items: int
-    candidates: int
-
-
 class HSTURanker(nn.Module):
     """Model that returns logits for candidates, given a user's attributes and history.
 
@@ -83,7 +76,7 @@ class HSTURanker(nn.Module):
         super().__init__()
         widths = _feature_widths(embedding_collection, features)
         self.embedding_collection = embedding_collection
-        self.features, self._limits = features, _Limits(max_length, max_candidates)
+        self.features, self._max_length, self._max_candidates = features, max_length, max_candidates
         # All features of all tables: a lookup needs a bag for every one of them.
         self._keys = [
             name for config in embedding_collection.embedding_configs() for name in config.feature_names
@@ -220,10 +213,10 @@ class HSTURanker(nn.Module):
             **dict.fromkeys([*self.features.history, *self.features.actions], lengths_B),
         }
         _check_lengths(rows_by_feature, expected)
-        if len(lengths_B) and int(lengths_B.max()) > self._limits.items:
+        if len(lengths_B) and int(lengths_B.max()) > self._max_length:
             raise ValueError(
                 f"sample {int(lengths_B.argmax())} has a history of {int(lengths_B.max())} items, and "
-                f"max_length is {self._limits.items}. Cut histories where they are read, or raise max_length."
+                f"max_length is {self._max_length}. Cut histories where they are read, or raise max_length."
             )
         return lengths_B + context_B * len(self.features.contextual)
 
@@ -258,11 +251,10 @@ class HSTURanker(nn.Module):
         """
         targets_B = rows_by_feature[self.features.candidates[0]].lengths().long()
         _check_lengths(rows_by_feature, dict.fromkeys(self.features.candidates, targets_B))
-        if len(targets_B) and int(targets_B.max()) > self._limits.candidates:
+        if len(targets_B) and int(targets_B.max()) > self._max_candidates:
             raise ValueError(
                 f"sample {int(targets_B.argmax())} has {int(targets_B.max())} candidates, and max_candidates "
-                "is "
-                f"{self._limits.candidates}. Give fewer, or raise max_candidates."
+                f"is {self._max_candidates}. Give fewer, or raise max_candidates."
             )
         rows = torch.cat([rows_by_feature[name].values() for name in self.features.candidates], dim=1)
         tokens: Tensor = self.drop(self.content(rows) + self.target)

@@ -186,16 +186,16 @@ class NewUsers(NamedTuple):
     scores: NewUserScores
 
 
-class OwnItems(NamedTuple):
+class HistoryItems(NamedTuple):
     """Items of the users' histories, which the training loss contains exactly and not by sampling."""
 
     target_factors_T: Tensor
-    """Factors of the targets' similarities; 1 for a target that is no item of the history."""
+    """Factors of the targets' similarities; 1 for a target outside the history."""
     target_additions_T: Tensor
     """Additions to the targets' scores; 0 for such a target."""
     scores_TL: Tensor
     """Scores of the other items; -inf for padding."""
-    is_own_TN: Tensor
+    is_in_history_TN: Tensor
     """Which sampled items are among them."""
 
 
@@ -208,7 +208,7 @@ def sampled_softmax(
     drawn_N: Tensor,
     log_expected_N: Tensor | float,
     similarity: Similarity = _DOT_PRODUCT,
-    own: OwnItems | None = None,
+    history_items: HistoryItems | None = None,
 ) -> Tensor:
     """Compute the cross-entropy per target against sampled items, corrected to estimate the full softmax.
 
@@ -224,7 +224,7 @@ def sampled_softmax(
         drawn_N: Sampled IDs.
         log_expected_N: Log expected count per sampled item: log(N p) for N draws with probability p.
         similarity: Item score.
-        own: Further items, which are not sampled.
+        history_items: Further items, which are not sampled.
 
     Returns:
         Losses [T].
@@ -233,10 +233,10 @@ def sampled_softmax(
     scores_TN = similarity.table(queries_TD, drawn_ND) - log_expected_N
     scores_TN = scores_TN.masked_fill(target_T[:, None] == drawn_N, float("-inf"))
     logits = [target_scores_T[:, None], scores_TN]
-    if own is not None:
-        scores_TN = scores_TN.masked_fill(own.is_own_TN, float("-inf"))
-        target_scores_T = target_scores_T * own.target_factors_T + own.target_additions_T
-        logits = [target_scores_T[:, None], scores_TN, own.scores_TL]
+    if history_items is not None:
+        scores_TN = scores_TN.masked_fill(history_items.is_in_history_TN, float("-inf"))
+        target_scores_T = target_scores_T * history_items.target_factors_T + history_items.target_additions_T
+        logits = [target_scores_T[:, None], scores_TN, history_items.scores_TL]
     # The target is class 0.
     return nn.functional.cross_entropy(torch.cat(logits, dim=1), torch.zeros_like(target_T), reduction="none")
 
@@ -286,7 +286,7 @@ def judge_targets(
         # The target itself was scored above.
         _mask_scores(scores_BC, ids_C, sample_B, target_B)
         if seen is not None:
-            _mask_scores(scores_BC, ids_C, _sample_indices(seen), seen.values())
+            _mask_scores(scores_BC, ids_C, sample_indices(seen), seen.values())
         equal_B = (scores_BC == target_scores_B[:, None]).sum(1)
         # Not `>`: with a NaN target score every item counts as above, so that the target ranks last.
         above = ~(scores_BC <= target_scores_B[:, None])
@@ -334,7 +334,7 @@ def top_items(
     for ids_C, vectors_CD in chunks:
         scores_BC = _scores(query_BD, ItemChunk(ids_C, vectors_CD), similarity, new_users, repeated)
         if seen is not None:
-            _mask_scores(scores_BC, ids_C, _sample_indices(seen), seen.values())
+            _mask_scores(scores_BC, ids_C, sample_indices(seen), seen.values())
         candidate_scores = torch.cat([best_scores, scores_BC], dim=1)
         candidate_ids = torch.cat([best_ids, ids_C.expand(len(query_BD), -1)], dim=1)
         best_scores, best = candidate_scores.topk(k, dim=1)
@@ -388,10 +388,10 @@ def with_repeats(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems) -> T
     return scores_BC.index_put(pairs, scores_N.to(scores_BC.dtype))
 
 
-def _sample_indices(bags: JaggedTensor) -> Tensor:
+def sample_indices(bags: JaggedTensor) -> Tensor:
     """Return the sample index per ID, [N]."""
     lengths = bags.lengths()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
 
 
 def _mask_scores(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tensor) -> None:

@@ -8,11 +8,10 @@ BERT4Rec really better than SASRec?" (2023).
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from meshrec.models.attention_block import AttentionBlock, check_heads
-from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
-from meshrec.models.next_item import SampledSoftmax
+from meshrec.models.history_model import HistoryFeatures, HistoryModel, HistoryOptions
 from meshrec.modules import EmbeddingCollection
 
 
@@ -30,9 +29,7 @@ class SASRec(HistoryModel):
         num_blocks: Blocks.
         num_heads: Attention heads.
         dropout: Dropout probability.
-        softmax: As in `HistoryModel`.
-        items: As in `HistoryModel`.
-        device: Device for everything except the table.
+        options: Further arguments of `HistoryModel`: ``softmax``, ``items`` and ``device``.
 
     Raises:
         ValueError: The two features do not share exactly one table, or the sizes are invalid.
@@ -47,18 +44,10 @@ class SASRec(HistoryModel):
         num_blocks: int = 2,
         num_heads: int = 1,
         dropout: float = 0.2,
-        softmax: SampledSoftmax = SampledSoftmax(),  # noqa: B008 - immutable
-        items: ItemCatalogue | None = None,
-        device: torch.device | None = None,
+        **options: Unpack[HistoryOptions],
     ) -> None:
-        super().__init__(
-            embedding_collection,
-            features,
-            max_length=max_length,
-            softmax=softmax,
-            items=items,
-            device=device,
-        )
+        super().__init__(embedding_collection, features, max_length=max_length, **options)
+        device = self.start.device
         check_heads(self.width, num_heads, num_blocks)
         # max_length items and the start token.
         self.positions = nn.Embedding(max_length + 1, self.width, device=device)

@@ -30,7 +30,7 @@ class Similarity(nn.Module, ABC):
     def table(self, queries: Tensor, items: Tensor) -> Tensor:
         """Return scores for all converted queries and items, [T, N]."""
 
-    def bags(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
+    def within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
         """Score all P queries of a sample with its L items, for B samples: [B, P, L].
 
         Args:
@@ -70,7 +70,7 @@ class DotProduct(Similarity):
     def table(self, queries: Tensor, items: Tensor) -> Tensor:
         return queries @ items.T / self._temperature
 
-    def bags(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
+    def within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
         return queries_BPV @ items_BLV.mT / self._temperature
 
 
