@@ -1,8 +1,8 @@
 """Next-item model configurations for recipes; the dataset sets input sizes."""
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from abc import ABC
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import nn
 from typing_extensions import override
@@ -12,6 +12,7 @@ from meshrec.models import (
     BERT4Rec,
     GRU4Rec,
     HistoryFeatures,
+    HistoryModel,
     ItemCatalogue,
     SampledSoftmax,
     SASRec,
@@ -40,48 +41,44 @@ class NextItemConfig(ABC):
     softmax: SampledSoftmax = _DOT_PRODUCTS
     """Training loss."""
 
+    model: ClassVar[type[HistoryModel]]
+    """Model class, whose constructor takes the fields of the subclass by name."""
+
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with the item table on ``meta``; see `HistoryParts.of`."""
-        parts = HistoryParts.of(dataset, self.embedding_dim, self.table_std)
-        return self._model(
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts = HistoryParts.of(dataset, options.pop("embedding_dim"), options.pop("table_std"))
+        times = dataset.times if options.pop("times", False) else None
+        return self.model(
             parts.table,
-            parts.features._replace(times=dataset.times if self._reads_times else None),
+            parts.features._replace(times=times),
             max_length=parts.max_length,
             items=parts.items,
-            dropout=self.dropout,
-            softmax=self.softmax,
+            **options,
         )
 
     @property
     def attention_width(self) -> int:
         return self.embedding_dim
 
-    @property
-    def _reads_times(self) -> bool:
-        return False
-
-    @abstractmethod
-    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
-        """Build the model from subclass options and the ``shared`` ones."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SASRecConfig(NextItemConfig, ModelConfig):
     """SASRec: self-attention over a history predicts the next item; see `meshrec.models.SASRec`."""
+
+    model: ClassVar[type[HistoryModel]] = SASRec
 
     num_blocks: int = 2
     """Number of attention blocks."""
     num_heads: int = 1
     """Number of attention heads."""
 
-    @override
-    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
-        return SASRec(table, features, num_blocks=self.num_blocks, num_heads=self.num_heads, **shared)
-
 
 @dataclass(frozen=True, kw_only=True)
 class HSTUConfig(NextItemConfig, ModelConfig):
     """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
+
+    model: ClassVar[type[HistoryModel]] = HSTU
 
     softmax: SampledSoftmax = _COSINES
     """Training loss."""
@@ -92,21 +89,14 @@ class HSTUConfig(NextItemConfig, ModelConfig):
     times: bool = True
     """Whether the attention sees the time between items, if the data has times."""
 
-    @property
-    @override
-    def _reads_times(self) -> bool:
-        return self.times
-
-    @override
-    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
-        return HSTU(table, features, num_blocks=self.num_blocks, num_heads=self.num_heads, **shared)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BERT4RecConfig(NextItemConfig, ModelConfig):
     """BERT4Rec: bidirectional attention predicts masked items in a history and the next item; see
     `meshrec.models.BERT4Rec`.
     """
+
+    model: ClassVar[type[HistoryModel]] = BERT4Rec
 
     num_blocks: int = 2
     """Number of attention blocks."""
@@ -115,15 +105,12 @@ class BERT4RecConfig(NextItemConfig, ModelConfig):
     hidden: float = 0.2
     """Share of history items that training masks."""
 
-    @override
-    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
-        blocks, heads = self.num_blocks, self.num_heads
-        return BERT4Rec(table, features, num_blocks=blocks, num_heads=heads, hidden=self.hidden, **shared)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GRU4RecConfig(NextItemConfig, ModelConfig):
     """GRU4Rec: a recurrent network over a history predicts the next item; see `meshrec.models.GRU4Rec`."""
+
+    model: ClassVar[type[HistoryModel]] = GRU4Rec
 
     num_layers: int = 1
     """Number of recurrent layers."""
@@ -134,11 +121,6 @@ class GRU4RecConfig(NextItemConfig, ModelConfig):
     @override
     def attention_width(self) -> int:
         return 0
-
-    @override
-    def _model(self, table: EmbeddingCollection, features: HistoryFeatures, **shared: Any) -> nn.Module:
-        layers, width = self.num_layers, self.hidden_dim
-        return GRU4Rec(table, features, num_layers=layers, hidden_dim=width, **shared)
 
 
 class HistoryParts(NamedTuple):
