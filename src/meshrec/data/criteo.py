@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshrec.data.features import Features
 
 _PIECE = 1 << 24
+"""Bytes of text parsed at a time."""
 _NUM_DENSE, _NUM_IDS = 13, 26
 
 

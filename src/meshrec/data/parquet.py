@@ -20,6 +20,7 @@ from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.tables import EncodedRows, ReadOptions, Tables, table_dataset
 
 _READ_ROWS = 1 << 15
+"""Minimum rows per read of a row group, whatever the window."""
 
 
 class _RowGroup(NamedTuple):

@@ -31,6 +31,7 @@ from meshrec.metrics.areas import area_under_curve
 
 _EXAMPLES = 3
 _MAX_LABELS = 1000
+"""Maximum distinct labels that are counted exactly; more are not classes."""
 _EXAMPLE_LENGTH = 40
 
 
@@ -235,6 +236,7 @@ def _plain_texts(texts: Any) -> Any:
 
 _SEPARATORS = "|;,"
 _SEPARATED = 0.1
+"""Minimum share of strings with the separator."""
 
 
 def _find_separator(column: Column, texts: Any) -> None:

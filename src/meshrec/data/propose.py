@@ -29,11 +29,16 @@ from meshrec.ops.index import BYTES_PER_ID
 LEAK = 0.99
 """Minimum AUC at which a single column is considered a leak of the label."""
 _MIN_ROWS = 10
+"""Minimum rows, of which a tenth each is for validation and test."""
 _UNIQUE = 0.9
+"""Maximum distinct values of an ID column, as a share of the rows: rarer values teach nothing."""
 _FEW_ROWS = 1000
+"""Below this number of rows, columns with nearly unique values are kept."""
 _LARGE_VOCABULARY = 1_000_000
+"""Distinct values above which a column gets hashed keys: a vocabulary is stored with every run."""
 _MAX_TABLE_ROWS = 20_000_000
 _FEW_VALUES = 64
+"""Maximum distinct values of an integer column that is taken for IDs, whatever their distribution."""
 _BINS = 16
 _FLOATS = ("double", "float", "halffloat")
 _RARE = 0.02

@@ -8,7 +8,6 @@ Shape legend: n rows.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,17 +23,23 @@ Codes = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.float64]
 
 _MIN_ROWS = 2000
+"""Minimum sampled training rows; with fewer, nothing is tried."""
 _MAX_ROWS = 40_000
 _MAX_VALUES = 5000
+"""Maximum distinct values of a crossed column."""
 _TRAINING = 0.8
 """Share of rows for training in the proposed split."""
 _BUCKETS = 16
 _SMOOTHING = 10.0
+"""Rows with even odds added to every value, which shrink the weights of rare values."""
 _ROUNDS = 6
+"""Passes over the base columns before a candidate is tried."""
 _MIN_SHARE = 0.002
 """Minimum share of the loss a proposed feature must save."""
 _DEVIATIONS = 3.0
+"""Minimum gain in standard errors. Dozens of pairs are tried, so two would accept some by chance."""
 _MAX_COLUMNS = 10
+"""Number of columns whose pairs are tried: the pairs grow with its square."""
 
 
 def with_useful_crosses(
@@ -105,7 +110,7 @@ def _with_ranges(choice: ColumnChoice, sample: pa.Table, labels: Vector) -> Colu
         unit=number.unit,
     )
     reason = f"{choice.reason}, and its ranges, which save {result.share:.1%} of the loss in a quick look"
-    return choice._replace(reason=reason, features=(replace(number), ranges), rows=_BUCKETS + 1)
+    return choice._replace(reason=reason, features=(number, ranges), rows=_BUCKETS + 1)
 
 
 class Gain(NamedTuple):

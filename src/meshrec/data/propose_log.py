@@ -19,7 +19,9 @@ from meshrec.data.samples import Ints
 _UNITS: tuple[tuple[float, TimeUnit], ...] = ((1e11, "s"), (1e14, "ms"), (1e17, "us"), (float("inf"), "ns"))
 """Timestamps in every unit are below these values until the year 5138."""
 _REPEATED = 0.05
+"""Share of repeated items up to which a ranking leaves out items that the user had before."""
 _TIED, _ASCENDING = 0.01, 0.9
+"""Share of simultaneous rows above which their order is checked, and share in item order of sorted data."""
 
 
 class LogProposal(NamedTuple):

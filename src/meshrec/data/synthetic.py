@@ -23,6 +23,7 @@ from meshrec.metrics.areas import area_under_curve
 from meshrec.tables.hashed.keys import LRU, Hashed
 
 _BLOCK = 4096
+"""Samples per block. A block has its own random numbers, so another size would draw other samples."""
 # Logit variance shares of single IDs, dense values and ID pairs. Pairs take longest to learn: with a larger
 # share, a few million samples would not suffice.
 _ID_SHARE, _DENSE_SHARE, _PAIR_SHARE = 0.75, 0.2, 0.05

@@ -13,6 +13,7 @@ from meshrec.data.splitting import Part, Split
 from meshrec.data.tables import OpenSource, Tables
 
 _FIT_ROWS = 1 << 16
+"""Rows per table while fitting. Fitted features do not depend on it, because states merge exactly."""
 
 Engine = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """``map``, or a function that maps on other processes or machines."""
