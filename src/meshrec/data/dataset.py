@@ -193,17 +193,13 @@ def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> li
             continue
         groups.setdefault(feature.table or feature.name, []).append(feature)
     for name, group in groups.items():
-        sizes = sorted({feature.num_embeddings for feature in group})
-        if len(sizes) > 1:
-            raise ValueError(
-                f"table {name!r}: its features {[feature.name for feature in group]} have different "
-                f"num_embeddings {sizes}. Give them one size, or tables of their own."
-            )
-        if any(feature.keys != group[0].keys for feature in group):
-            raise ValueError(
-                f"table {name!r}: its features {[feature.name for feature in group]} have different keys. "
-                "Give them the same, or tables of their own."
-            )
+        for attribute in ("num_embeddings", "keys"):
+            values = [getattr(feature, attribute) for feature in group]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"table {name!r}: its features {[feature.name for feature in group]} have different "
+                    f"{attribute} {values}. Give them the same, or tables of their own."
+                )
     return [
         EmbeddingBagConfig(
             name=name,

@@ -65,8 +65,8 @@ def load_folder(folder: Path, faults: Faults) -> RawRatings:
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder. Pass the folder that holds the MovieLens files.")
     loaders: list[tuple[str, Callable[[Path, Faults], RawRatings]]] = [
-        ("ratings.csv", _load_csv),
-        ("ratings.dat", _load_dat),
+        ("ratings.csv", _load_titled),
+        ("ratings.dat", _load_titled),
         ("u.data", _load_100k),
         ("*.inter", _load_recbole),
     ]
@@ -79,23 +79,20 @@ def load_folder(folder: Path, faults: Faults) -> RawRatings:
     )
 
 
-def _load_csv(file: Path, faults: Faults) -> RawRatings:
+def _load_titled(file: Path, faults: Faults) -> RawRatings:
+    """Load ratings and movies from CSV with headers, or from ``.dat`` files without."""
+    is_csv = file.suffix == ".csv"
+    delimiter = "," if is_csv else "::"
     types = {"userId": "int64", "movieId": "int64", "rating": "float32", "timestamp": "int64"}
-    ratings = _ratings(file, faults, types, delimiter=",")
-    movies = _read(
-        file.with_name("movies.csv"),
-        {"movieId": "int64", "title": "string", "genres": "string"},
-        delimiter=",",
-    )
-    return RawRatings(file.parent.name, ratings, _movies_with_titles(movies, file.parent))
-
-
-def _load_dat(file: Path, faults: Faults) -> RawRatings:
-    types = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
-    ratings = _ratings(file, faults, types, delimiter="::", columns=list(types))
-    types = {"movie": "int64", "title": "string", "genres": "string"}
-    movies = _read(file.with_name("movies.dat"), types, delimiter="::", columns=list(types))
-    return RawRatings(file.parent.name, ratings, _movies_with_titles(movies, file.parent))
+    ratings = _ratings(file, faults, types, delimiter=delimiter, columns=None if is_csv else list(types))
+    types = {"movieId": "int64", "title": "string", "genres": "string"}
+    columns = None if is_csv else list(types)
+    movies = _read(file.with_stem("movies"), types, delimiter=delimiter, columns=columns)
+    if movies is None:
+        raise DataError(f"{file.parent} has ratings but no movies file next to them, with genres and years.")
+    movie, title, genres = movies.columns
+    table = {"movie": movie, "genres": _genres(genres, "|"), "year": _year_of_title(title)}
+    return RawRatings(file.parent.name, ratings, pa.table(table))
 
 
 def _load_100k(file: Path, faults: Faults) -> RawRatings:
@@ -188,13 +185,6 @@ def _read(
     return parse(
         text, str(file), faults, columns=columns, types=types, delimiter=delimiter, quotes=delimiter == ","
     ).table
-
-
-def _movies_with_titles(movies: "pa.Table | None", folder: Path) -> "pa.Table":
-    if movies is None:
-        raise DataError(f"{folder} has ratings but no movies file next to them, with genres and years.")
-    movie, title, genres = movies.columns
-    return pa.table({"movie": movie, "genres": _genres(genres, "|"), "year": _year_of_title(title)})
 
 
 def _no_movies(ratings: "pa.Table") -> "pa.Table":
