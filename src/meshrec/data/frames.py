@@ -11,7 +11,7 @@ from meshrec.data.encoding import Encoding
 from meshrec.data.exact_columns import plain_table
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.locations import File, codec_of, expand_tables, is_json, not_parquet, opened
-from meshrec.data.parquet import open_parquet
+from meshrec.data.parquet import open_parquet, open_parquet_file
 from meshrec.data.partitions import partition_keys, with_keys
 from meshrec.data.streaming import Source
 from meshrec.data.tables import ArrowSource
@@ -250,8 +250,6 @@ def read_parquet(file: File, columns: Sequence[str] | None = None) -> "pa.Table"
     Raises:
         DataError: the file cannot be read.
     """
-    from meshrec.data.parquet import open_parquet_file
-
     try:
         with open_parquet_file(file) as opened_file:
             available = opened_file.schema_arrow.names
