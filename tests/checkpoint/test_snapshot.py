@@ -1,4 +1,5 @@
 import fcntl
+import json
 import math
 import os
 import resource
@@ -13,8 +14,8 @@ import torch
 
 from meshrec.checkpoint import snapshot as snapshots
 from meshrec.checkpoint.agreement import CheckpointError
-from meshrec.checkpoint.data_file import TensorPart
-from meshrec.checkpoint.snapshot import Snapshot, failure_of, read_note
+from meshrec.checkpoint.data_file import TensorPart, Written
+from meshrec.checkpoint.snapshot import Snapshot, failure_of
 from meshrec.tables.streamed import streamed
 from meshrec.tables.table import Rectangle, RowBlock, RowPart
 
@@ -33,7 +34,8 @@ def test_what_changes_afterwards_is_not_written(tmp_path):
     snapshot.wait()
     assert not snapshot.is_running
     assert torch.equal(safetensors.load_file(tmp_path / "data")["a"], before)
-    assert read_note(tmp_path / "note.json").file.num_bytes == (tmp_path / "data").stat().st_size
+    written = Written.from_json(json.loads((tmp_path / "note.json").read_text()))
+    assert written.file.num_bytes == (tmp_path / "data").stat().st_size
 
 
 def mapped(path, shape, *, shared):
@@ -149,7 +151,8 @@ def test_a_writer_that_does_not_begin_is_replaced(tmp_path, monkeypatch, num_stu
     if num_stuck < 3:
         monkeypatch.setattr(snapshots, "_TRIES", 100)  # the second may be slow as well
         start(tmp_path, torch.rand(2, 2)).wait()
-        assert read_note(tmp_path / "note.json").file.num_bytes == (tmp_path / "data").stat().st_size
+        written = Written.from_json(json.loads((tmp_path / "note.json").read_text()))
+        assert written.file.num_bytes == (tmp_path / "data").stat().st_size
     else:
         with pytest.raises(CheckpointError, match="3 processes"):
             start(tmp_path, torch.rand(2, 2))

@@ -3,13 +3,14 @@ installed.
 """
 
 import os
+import threading
 
 import pytest
 import torch
 
-from meshrec.checkpoint import CheckpointError, DamagedCheckpointError
+from meshrec.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError
 from meshrec.checkpoint.manifest import MANIFEST
-from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.train import join
 
 
@@ -17,7 +18,7 @@ def saved_and_loaded(address, folder):
     """Ranks whose folders are their own save three times, and load."""
     ranks = join("cpu")
     local = folder / f"host{ranks.rank}"
-    kept = StoredCheckpoints(ObjectStore(address), local, keep_last=2)
+    kept = CheckpointManager(local, keep_last=2, store=ObjectStore(address))
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.fill_(0.0)
@@ -41,7 +42,8 @@ def test_ranks_without_a_shared_folder(ranks, tmp_path):
 
 
 def alone(tmp_path, keep_last=2):
-    return StoredCheckpoints(ObjectStore(f"file://{tmp_path}/store"), tmp_path / "local", keep_last=keep_last)
+    store = ObjectStore(f"file://{tmp_path}/store")
+    return CheckpointManager(tmp_path / "local", keep_last=keep_last, store=store)
 
 
 def test_a_checkpoint_without_its_manifest_is_none(tmp_path):
@@ -93,7 +95,7 @@ def test_s3(tmp_path, monkeypatch):
         options = f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
         store = ObjectStore(f"s3://bucket/runs{options}").under("mine")
         store.check()
-        kept, model = StoredCheckpoints(store, tmp_path, keep_last=1), torch.nn.Linear(3, 2)
+        kept, model = CheckpointManager(tmp_path, keep_last=1, store=store), torch.nn.Linear(3, 2)
         for step in (5, 6):
             kept.save(step, {"model": model})
         assert kept.steps() == [6]
@@ -101,3 +103,63 @@ def test_s3(tmp_path, monkeypatch):
         assert all(name.startswith("step-0000000006/") for name in store.names())
     finally:
         served.stop()
+
+
+def saved_while_training(address, folder):
+    """Ranks whose folders are their own go on while their uploads wait for each other."""
+    ranks = join("cpu")
+    kept = CheckpointManager(folder / f"host{ranks.rank}", store=ObjectStore(address))
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    uploads, put = threading.Event(), ObjectStore.put
+
+    def late_put(store, local, name):
+        assert uploads.wait(60)
+        put(store, local, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ObjectStore, "put", late_put)
+        pending = kept.async_save(7, {"model": model})
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        was_writing, complete = pending.is_writing, kept.steps()
+        uploads.set()
+        kept.wait()
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        found = kept.load_latest({"model": model})
+    finally:
+        del os.environ["LOCAL_RANK"]
+    left = [str(path) for path in folder.glob("host*/*")]
+    return was_writing, complete, found, torch.equal(model.weight, before), left
+
+
+def test_training_goes_on_during_an_upload(ranks, tmp_path):
+    found = ranks(2).run(saved_while_training, f"file://{tmp_path}/store", tmp_path)
+    assert found == [(True, [], 7, True, [])] * 2
+    names = [path.name.partition("-")[0] for path in (tmp_path / "store").glob("step-0000000007/*")]
+    assert sorted(names) == ["data", "data", MANIFEST]
+
+
+def failing_upload(address, folder):
+    ranks = join("cpu")
+    kept = CheckpointManager(folder / f"host{ranks.rank}", store=ObjectStore(address))
+    state = {"model": torch.nn.Linear(3, 2), "own": {"rank": 1.0}}
+    kept.save(1, state)
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 0:
+            patch.setattr(ObjectStore, "put", lambda *_: 1 / 0)
+        kept.async_save(2, state)
+        try:
+            kept.wait()
+        except CheckpointError as error:
+            return str(error), kept.steps()
+    return None
+
+
+def test_a_failed_upload_is_raised_on_every_rank(ranks, tmp_path):
+    (error, steps), other = ranks(2).run(failing_upload, f"file://{tmp_path}/store", tmp_path)
+    assert "uploading" in error
+    assert "ZeroDivisionError" in error
+    assert steps == [1]
+    assert other == (error, steps)

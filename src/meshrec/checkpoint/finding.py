@@ -13,6 +13,18 @@ CHECKPOINTS = "checkpoints"
 BEST = "best"
 """Subfolder of a run with the best weights on validation data."""
 _NAME = re.compile(r"step-([0-9]+)")
+_MANAGED_NAME = re.compile(r"step-([0-9]{10,})")
+
+
+def step_name(step: int) -> str:
+    """Return the folder name that `CheckpointManager` gives to a step's checkpoint."""
+    return f"step-{step:010d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a folder named by `step_name`; None for other names."""
+    match = _MANAGED_NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = False) -> Path:

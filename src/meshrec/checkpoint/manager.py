@@ -1,36 +1,41 @@
-"""Checkpoint folder of a run: find the latest intact checkpoint, remove old ones, save in the background."""
+"""Checkpoints of a run: find the latest intact checkpoint, remove old ones, save in the background."""
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError, agreed, ranks_of
+from meshrec.checkpoint.finding import step_name, step_of
 from meshrec.checkpoint.manifest import MANIFEST
 from meshrec.checkpoint.reading import read_manifest
 from meshrec.checkpoint.removing import remove_checkpoint
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
-from meshrec.durable import remove_link
+from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
+from meshrec.comms.mesh import Axis
+from meshrec.durable import remove_link, remove_scratch
 
 _log = logging.getLogger(__name__)
-_NAME = re.compile(r"step-(\d{10,})")
 
 
 class CheckpointManager:
-    """Checkpoints of one run, named ``folder/step-0000000100``. All methods except ``latest`` are collective.
+    """Checkpoints of one run, named ``folder/step-0000000100``. Saves, loads and ``wait`` are collective.
 
     Old checkpoints in the folder are deleted, including copies you put there: keep copies elsewhere. Other
     files are kept. A link to a checkpoint elsewhere is removed without touching its target.
 
     Args:
-        folder: folder visible to all ranks; created when first needed.
+        folder: folder visible to all ranks, created when first needed. With ``store``, a folder of this host
+            for files in transit.
         keep_last: number of checkpoints to keep, at least 1: the last saved checkpoint and earlier steps.
             After training returns to an earlier checkpoint, later steps stay until they are saved again.
         keep_every: also keep checkpoints whose step is a multiple of this.
         group: participating ranks (default: the default process group).
+        store: folder in an object store that holds the checkpoints, for hosts without a shared folder; see
+            [Note: how a checkpoint reaches a store].
 
     Raises:
         ValueError: ``keep_last`` or ``keep_every`` is below 1.
@@ -50,6 +55,7 @@ class CheckpointManager:
         keep_last: int = 3,
         keep_every: int | None = None,
         group: dist.ProcessGroup | None = None,
+        store: ObjectStore | None = None,
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(
@@ -59,20 +65,30 @@ class CheckpointManager:
         self.folder = Path(folder)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._group = group
-        # The background save, from `async_save` until the next `wait`.
+        self._stored = None if store is None else StoredCheckpoints(store, self.folder)
+        self._checkpoints = self._stored or _FolderCheckpoints(self.folder)
+        # The background save and its step, from `async_save` until the next `wait`.
         self._pending: PendingSave | None = None
+        self._pending_step: int | None = None
 
     def path(self, step: int) -> Path:
-        """Return a step's checkpoint path."""
-        return self.folder / f"step-{step:010d}"
+        """Return a step's checkpoint path in the folder."""
+        return self.folder / step_name(step)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, state: Mapping[str, Any]) -> Path | str:
         """Save, then remove old checkpoints; see ``checkpoint.save``.
+
+        Returns:
+            The checkpoint's path, or with a store, the address.
 
         Raises:
             CheckpointError: the checkpoint cannot be written; raised on every rank. Older checkpoints remain,
                 and training can continue.
         """
+        if self._stored is not None:
+            self.async_save(step, state)
+            self.wait()
+            return self._stored.address(step)
         self.wait()
         self._unlink(step)
         # Remove old checkpoints only after the new checkpoint is complete.
@@ -88,10 +104,20 @@ class CheckpointManager:
             CheckpointError: the pending save failed, or this save cannot start; raised on every rank.
         """
         self.wait()
-        self._unlink(step)
-        self._pending = async_save(
-            self.path(step), state, step=step, group=self._group, after=lambda: self._remove_old(step)
-        )
+        path, store = self.path(step), None
+        if self._stored is None:
+            self._unlink(step)
+        else:
+            axis, store = ranks_of(self._group), self._stored.under(step)
+            path = agreed(axis, self._stored.new_scratch, f"writing to {self.folder}")[axis.rank]
+        try:
+            self._pending = async_save(
+                path, state, step=step, group=self._group, after=lambda: self._remove_old(step), store=store
+            )
+        except BaseException:
+            remove_scratch(path)
+            raise
+        self._pending_step = step
         return self._pending
 
     def wait(self) -> None:
@@ -100,17 +126,24 @@ class CheckpointManager:
         Raises:
             CheckpointError: the save failed.
         """
-        pending, self._pending = self._pending, None
+        pending, self._pending, self._pending_step = self._pending, None, None
         if pending is not None:
-            pending.wait()
+            try:
+                pending.wait()
+            finally:
+                remove_scratch(pending.path)  # does nothing for a save to the folder
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints, ascending. Reads only manifests and file sizes."""
-        return [step for step, _ in self._complete()][::-1]
+        return list(self._complete())[::-1]
 
-    def latest(self) -> Path | None:
-        """Return the newest complete checkpoint. Logs a warning for damaged or incomplete ones."""
-        return next((path for _, path in self._complete()), None)
+    def latest(self) -> Path | str | None:
+        """Return the newest complete checkpoint's path, or with a store, the address.
+
+        Logs a warning for damaged or incomplete checkpoints.
+        """
+        step = next(self._complete(), None)
+        return None if step is None else self._checkpoints.address(step)
 
     def load(self, path: str | Path, state: Mapping[str, Any]) -> None:
         """Load a checkpoint; see ``checkpoint.load``."""
@@ -125,17 +158,17 @@ class CheckpointManager:
             DamagedCheckpointError: checkpoints exist, but none is intact; raised on every rank.
         """
         axis = ranks_of(self._group)
-        complete = agreed(axis, lambda: list(self._complete()), f"looking into {self.folder}")[0]
         damaged: list[str] = []
-        for step, path in complete:
+        for step in agreed(axis, lambda: list(self._complete()), f"looking into {self.folder}")[0]:
             try:
-                self.load(path, state)
+                with self._checkpoints.opened(step, axis) as path:
+                    self.load(path, state)
             except DamagedCheckpointError as error:
                 damaged.append(str(error))
                 if axis.rank == 0:
                     _log.warning("%s Trying the previous checkpoint.", error)
                 continue
-            return int(step)
+            return step
         if damaged:
             reasons = " ".join(damaged)
             raise DamagedCheckpointError(
@@ -146,42 +179,60 @@ class CheckpointManager:
     def remove_after(self, step: int) -> None:
         """Remove checkpoints of later steps, obsolete once training returns to ``step``."""
         if ranks_of(self._group).rank == 0:
-            for later, path in self._folders():
+            for later in self._checkpoints.steps():
                 if later > step:
-                    remove_checkpoint(path)
+                    self._checkpoints.remove(later)
 
     def _unlink(self, step: int) -> None:
         """Remove a link at the save path, so that the save does not replace the link's target."""
         if ranks_of(self._group).rank == 0:
             remove_link(self.path(step))
 
-    def _complete(self) -> Iterator[tuple[int, Path]]:
-        """Yield complete checkpoints, newest first."""
-        for step, path in sorted(self._folders(), reverse=True):
+    def _complete(self) -> Iterator[int]:
+        """Yield the steps of complete checkpoints, newest first."""
+        for step, has_manifest in sorted(self._checkpoints.steps().items(), reverse=True):
             try:
-                read_manifest(path)
+                if not has_manifest:
+                    raise DamagedCheckpointError(f"it has no {MANIFEST}: the save did not finish.")
+                self._checkpoints.check(step)
             except (CheckpointError, ValueError, OSError) as error:
                 # A pending save has no manifest yet, which is not worth a warning.
-                if (path / MANIFEST).exists() or not self._is_pending(path):
-                    _log.warning("%s is ignored: %s", path, error)
+                if has_manifest or step != self._pending_step:
+                    _log.warning("%s is ignored: %s", self._checkpoints.address(step), error)
                 continue
-            yield step, path
-
-    def _folders(self) -> Iterator[tuple[int, Path]]:
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if match := _NAME.fullmatch(path.name):
-                    yield int(match[1]), path
-
-    def _is_pending(self, path: Path) -> bool:
-        return self._pending is not None and self._pending.path == path
+            yield step
 
     def _remove_old(self, saved: int) -> None:
         """Remove complete checkpoints beyond the limits, and incomplete ones older than ``saved``."""
-        steps = [s for s, path in sorted(self._folders()) if s <= saved and (path / MANIFEST).exists()]
-        retained = set(steps[-self._keep_last :])
+        steps = {step: complete for step, complete in self._checkpoints.steps().items() if step <= saved}
+        complete_steps = sorted(step for step, is_complete in steps.items() if is_complete)
+        retained = set(complete_steps[-self._keep_last :])
         if self._keep_every is not None:
-            retained |= {step for step in steps if step % self._keep_every == 0}
-        for step, path in self._folders():
-            if step <= saved and step not in retained:
-                remove_checkpoint(path)
+            retained |= {step for step in complete_steps if step % self._keep_every == 0}
+        for step in steps.keys() - retained:
+            self._checkpoints.remove(step)
+
+
+class _FolderCheckpoints:
+    """A run's checkpoints in a folder; the methods are those of `StoredCheckpoints`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def address(self, step: int) -> Path:
+        return self._folder / step_name(step)
+
+    def steps(self) -> dict[int, bool]:
+        names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
+        steps = [step for step in map(step_of, names) if step is not None]
+        return {step: (self.address(step) / MANIFEST).exists() for step in steps}
+
+    def check(self, step: int) -> None:
+        read_manifest(self.address(step))
+
+    def remove(self, step: int) -> None:
+        remove_checkpoint(self.address(step))
+
+    @contextmanager
+    def opened(self, step: int, _: Axis) -> Iterator[Path]:
+        yield self.address(step)

@@ -22,10 +22,11 @@ lose files after ``fsync`` returned.
 """
 
 import functools
+import json
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,21 +39,24 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_error, combined, ranks_of
+from meshrec.checkpoint.data_file import Written
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
 from meshrec.checkpoint.manifest import MANIFEST, Manifest
 from meshrec.checkpoint.reading import read_manifest, verify_data
 from meshrec.checkpoint.removing import KIND, check_target, remove_saves, saves_in
-from meshrec.checkpoint.snapshot import read_note
 from meshrec.checkpoint.state import Collected, Loading, collect, merged, prepare
 from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.checkpoint.unfinished import filling
 from meshrec.comms.mesh import Axis
 from meshrec.durable import Created, Mark, mark, release, remove_named, write_durably
 from meshrec.tables.streamed import saves_key_ordered
 
 Group = dist.ProcessGroup | None
-# Interval at which rank 0 looks for background writers' notes.
+# Intervals at which threads look for background writers' notes, on the disk and in a store. A look into a
+# store is a request that costs money.
 _POLL_SECONDS = 0.02
+_STORE_POLL_SECONDS = 0.5
 
 
 def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None, group: Group = None) -> Path:
@@ -100,6 +104,7 @@ def async_save(
     step: int | None = None,
     group: Group = None,
     after: Callable[[], None] | None = None,
+    store: ObjectStore | None = None,
 ) -> "PendingSave":
     """Save the current state while training continues. Collective; see `save`.
 
@@ -115,13 +120,15 @@ def async_save(
         step: see `save`.
         group: see `save`.
         after: called on rank 0 in another thread, once the checkpoint is complete.
+        store: folder in an object store, to which the files are uploaded from ``path``, then a scratch folder
+            of this rank; see [Note: how a checkpoint reaches a store].
 
     Returns:
         Handle of the background save.
     """
     job = _Save(Path(path), state, step, ranks_of(group), background=True)
     job.run()
-    return PendingSave(job, after)
+    return PendingSave(job, after, store)
 
 
 def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, group: Group = None) -> None:
@@ -197,19 +204,25 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
 class PendingSave:
     """Checkpoint save which runs in the background; ``wait`` is collective."""
 
-    def __init__(self, job: "_Save", after: Callable[[], None] | None) -> None:
-        self._job, self._after = job, after
+    def __init__(
+        self, job: "_Save", after: Callable[[], None] | None, store: ObjectStore | None = None
+    ) -> None:
+        self._job, self._after, self._store = job, after, store
         self._cancelled = threading.Event()
+        # Set when this rank's upload has ended, with or without an error; at once without an upload.
+        self._uploaded = threading.Event()
         self._error: Exception | None = None
         self._is_over = False
         self._thread: threading.Thread | None = None
-        if job.axis.rank == 0:
-            self._thread = threading.Thread(target=self._finish, name="checkpoint", daemon=True)
+        if job.axis.rank == 0 or store is not None:
+            self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
             self._thread.start()
+        else:
+            self._uploaded.set()
 
     @property
     def path(self) -> Path:
-        """Checkpoint folder, incomplete while the save runs."""
+        """Folder of the files, incomplete while the save runs; with a store, a scratch folder."""
         return self._job.path
 
     @property
@@ -223,14 +236,22 @@ class PendingSave:
         """Wait until the checkpoint is complete. Collective.
 
         Raises:
-            CheckpointError: a rank failed to write; raised on every rank.
+            CheckpointError: a rank failed to write or to upload; raised on every rank.
         """
         if self._is_over:
             return self.path
         self._is_over = True
         snapshot = self._job.writer.snapshot
+
+        def finish_local_part() -> None:
+            if snapshot is not None:
+                snapshot.wait()
+            self._uploaded.wait()
+            self._raise_error()
+
+        # Two rounds: rank 0 waits for the notes of all ranks, so it must learn first whether they will come.
         try:
-            agreed(self._job.axis, snapshot.wait if snapshot else lambda: None, "writing a checkpoint")
+            agreed(self._job.axis, finish_local_part, "writing a checkpoint")
         except Exception:
             self._cancel()
             raise
@@ -252,24 +273,61 @@ class PendingSave:
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _finish(self) -> None:
-        """Wait for all ranks' notes, then write the manifest. Runs in rank 0's thread."""
-        job = self._job
-        notes = {rank: job.files.note(rank) for rank in job.writer.writing_ranks}
+    def _run(self) -> None:
+        """Upload this rank's files, and complete the checkpoint on rank 0. Runs in a thread."""
+        action = "writing the manifest"
         try:
-            while not all(note.exists() for note in notes.values()):
-                if self._cancelled.wait(_POLL_SECONDS):
-                    job.clean_up()
-                    return
-            job.writer.written = {rank: read_note(note) for rank, note in notes.items()}
-            job.complete()
-            if self._after is not None:
-                self._after()
+            if self._store is not None:
+                action = f"uploading to {self._store.address}"
+                self._upload(self._store)
+            self._uploaded.set()
+            if self._job.axis.rank == 0:
+                self._complete()
         except Exception as error:
-            self._error = as_checkpoint_error(error, "writing the manifest")
+            self._error = as_checkpoint_error(error, action)
+        finally:
+            self._uploaded.set()
+
+    def _upload(self, store: ObjectStore) -> None:
+        """Upload the data file and then the note, once the writer has left the note."""
+        files, rank = self._job.files, self._job.axis.rank
+        if self._job.writer.snapshot is None:
+            return
+        while not files.note(rank).exists():
+            if self._cancelled.wait(_POLL_SECONDS):
+                return
+        for path in (files.data(rank), files.note(rank)):
+            store.put(path, path.name)
+
+    def _complete(self) -> None:
+        """Wait for all ranks' notes, then write the manifest. Rank 0 only."""
+        job, store = self._job, self._store
+        notes = {rank: job.files.note(rank) for rank in job.writer.writing_ranks}
+        while not self._has_all(notes.values()):
+            if self._cancelled.wait(_POLL_SECONDS if store is None else _STORE_POLL_SECONDS):
+                job.clean_up()
+                return
+        for rank, note in notes.items():
+            content = note.read_bytes() if store is None else store.read(note.name)
+            job.writer.written[rank] = Written.from_json(json.loads(content))
+        job.complete()
+        if store is not None:
+            store.put(job.path / MANIFEST, MANIFEST)
+            for note in notes.values():
+                store.remove(note.name)
+        if self._after is not None:
+            self._after()
+
+    def _has_all(self, notes: Collection[Path]) -> bool:
+        if self._store is None:
+            return all(note.exists() for note in notes)
+        return {note.name for note in notes} <= set(self._store.names())
 
 
 class _Save:

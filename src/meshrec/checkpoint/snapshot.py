@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from meshrec.checkpoint.agreement import CheckpointError, describe
-from meshrec.checkpoint.data_file import TensorPart, Written, write_data_file
+from meshrec.checkpoint.data_file import TensorPart, write_data_file
 from meshrec.durable import name_full_disk, remove_named, write_durably
 from meshrec.tables.streamed import StreamedPart
 from meshrec.tables.table import TableSnapshot
@@ -195,11 +195,6 @@ def shared_memory() -> list[tuple[int, int]]:
         if permissions.endswith("s")
         for start, end in [addresses.split("-")]
     ]
-
-
-def read_note(note: Path) -> Written:
-    """Read the file which a writer process leaves after success: the data file's size and piece positions."""
-    return Written.from_json(json.loads(note.read_text()))
 
 
 def failure_of(note: Path) -> Path:

@@ -1,10 +1,12 @@
 """Checkpoints in an object store, for hosts without a shared folder.
 
 [Note: how a checkpoint reaches a store]
-1. Every rank writes a data file to a local scratch folder, and uploads it.
-2. After all uploads, rank 0 uploads the manifest. Stores show an object only when it is complete, so the
-   manifest completes the checkpoint, as on a disk.
-3. The local files are removed. Training waits for the upload: a forked writer must not talk to a store.
+1. Every rank forks a writer, as for a save to a folder (snapshot.py). The writer leaves a data file and a
+   note in a scratch folder of the host. It must not talk to the store: a fork copies no connection.
+2. A thread of every rank uploads the data file, and then the note, while training continues.
+3. A thread of rank 0 uploads the manifest once the store has the notes of all ranks, and removes the notes.
+   Stores show an object only when it is complete, so the manifest completes the checkpoint, as on a disk.
+4. `PendingSave.wait` ends the save on all ranks, and the scratch folders are removed.
 
 To load a checkpoint, one rank per host downloads it completely to a scratch folder, from which all ranks of
 the host read.
@@ -15,22 +17,18 @@ Only objects with names of checkpoint files are deleted from the store.
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-
-from meshrec.checkpoint.agreement import DamagedCheckpointError, agreed, ranks_of
+from meshrec.checkpoint.agreement import agreed
+from meshrec.checkpoint.finding import step_name, step_of
 from meshrec.checkpoint.manifest import MANIFEST
-from meshrec.checkpoint.saving import load, save
+from meshrec.comms.mesh import Axis
 from meshrec.data.faults import needs
 from meshrec.durable import durable_file, make_scratch, remove_scratch
 
-_NAME = re.compile(r"step-(\d{10,})")
-_FILE = re.compile(rf"{re.escape(MANIFEST)}|data-[0-9a-f]{{8,64}}-\d{{5,}}\.safetensors")
+_FILE = re.compile(rf"{re.escape(MANIFEST)}|(?:data|note)-[0-9a-f]{{8,64}}-\d{{5,}}\.(?:safetensors|json)")
 """Checkpoint object names; other objects are never deleted."""
 _KIND = "staged"
 """Scratch folder kind."""
@@ -112,138 +110,80 @@ class ObjectStore:
 
 
 class StoredCheckpoints:
-    """A run's checkpoints in an object store; same interface as `CheckpointManager`.
-
-    `save`, `async_save` and `load_latest` are collective.
+    """A run's checkpoints in an object store, for `CheckpointManager`.
 
     Args:
         store: folder in the store.
         local: folder on this host for files in transit.
-        keep_last: number of checkpoints to keep.
-        group: participating ranks (default: the default process group).
     """
 
-    def __init__(
-        self, store: ObjectStore, local: Path, *, keep_last: int = 3, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, store: ObjectStore, local: Path) -> None:
         self._store, self._local = store, local
-        self._keep_last, self._group = keep_last, group
 
-    def save(self, step: int, state: Mapping[str, Any]) -> str:
-        """Save and upload, then remove old checkpoints.
+    def address(self, step: int) -> str:
+        """Return the address of a step's checkpoint."""
+        return self.under(step).address
 
-        Raises:
-            CheckpointError: the checkpoint cannot be written or uploaded; raised on every rank. Older ones
-                remain.
-        """
-        axis, name = ranks_of(self._group), f"step-{step:010d}"
-        uploading = f"uploading to {self._store.address}"
-        folder = agreed(axis, self._scratch, f"writing to {self._local}")[axis.rank]
-        try:
-            save(folder, state, step=step, group=self._group)
-            agreed(axis, lambda: self._upload(folder, name), uploading)
-            agreed(axis, lambda: self._complete(folder, name, axis.rank, step), uploading)
-        finally:
-            remove_scratch(folder)
-        return f"{self._store.address}/{name}"
+    def under(self, step: int) -> ObjectStore:
+        """Return the store folder of a step's checkpoint."""
+        return self._store.under(step_name(step))
 
-    def async_save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save like `save`, and return after the upload.
+    def steps(self) -> dict[int, bool]:
+        """Return all steps with objects in the store, and whether the manifest is there."""
+        complete: dict[int, bool] = {}
+        for step, name in self._objects():
+            complete[step] = complete.get(step, False) or name == MANIFEST
+        return complete
 
-        For the interface of `CheckpointManager`. A forked writer must not talk to a store, so there is no
-        background save.
-        """
-        self.save(step, state)
+    def check(self, step: int) -> None:
+        """Do nothing: files are checked after their download."""
 
-    def wait(self) -> None:
-        """Do nothing: saves run in the foreground."""
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint, finished or not."""
+        names = [name for object_step, name in self._objects() if object_step == step]
+        # Manifest first: an interrupted removal must not leave an apparently complete checkpoint.
+        for name in sorted(names, key=lambda name: name != MANIFEST):
+            self._store.remove(f"{step_name(step)}/{name}")
 
-    def latest(self) -> str | None:
-        """Return the address of the newest complete checkpoint. Not collective."""
-        steps = self.steps()
-        return f"{self._store.address}/step-{max(steps):010d}" if steps else None
-
-    def load_latest(self, state: Mapping[str, Any]) -> int | None:
-        """Load the newest intact checkpoint and return the step; without checkpoints, return None.
-
-        Raises:
-            DamagedCheckpointError: checkpoints exist, but none is intact; raised on every rank.
-        """
-        axis = ranks_of(self._group)
-        steps = agreed(axis, self.steps, f"looking into {self._store.address}")[0]
-        for step in sorted(steps, reverse=True):
-            # A common folder name: the ranks on a host share the download.
-            token = agreed(axis, lambda: secrets.token_hex(8), "loading a checkpoint")[0]
-            scratch = self._local / f"{_KIND}-{token}"
-            try:
-                agreed(axis, partial(self._download, step, scratch), f"downloading step {step}")
-                load(scratch / f"step-{step:010d}", state, group=self._group)
-            except DamagedCheckpointError:
-                if step == min(steps):
-                    raise
-                continue
-            finally:
-                # Barrier: another rank of this host may still read from the folder.
-                agreed(axis, lambda: None, "loading a checkpoint")
-                remove_scratch(scratch)
-            return step
-        return None
-
-    def fetch(self, step: int, to: Path) -> None:
-        """Download a checkpoint to a folder of this host, by the host's local rank 0. Not collective."""
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            name = f"step-{step:010d}"
-            names = [object_name for object_name in self._store.names() if object_name.startswith(f"{name}/")]
-            for object_name in sorted(
-                names, key=lambda object_name: object_name.endswith(MANIFEST)
-            ):  # the manifest completes it
-                self._store.get(object_name, to / object_name)
-
-    def remove_after(self, step: int) -> None:
-        """Remove checkpoints of later steps. Call on every rank: rank 0 removes, other ranks do not wait."""
-        if ranks_of(self._group).rank == 0:
-            for later in self.steps():
-                if later > step:
-                    self._remove(later)
-
-    def _scratch(self, token: str | None = None) -> Path:
+    def new_scratch(self, token: str | None = None) -> Path:
+        """Create a scratch folder for files in transit."""
         self._local.mkdir(parents=True, exist_ok=True)
         return make_scratch(_KIND, self._local, token=token)
 
-    def _download(self, step: int, scratch: Path) -> None:
+    def download(self, step: int, to: Path) -> None:
+        """Download a checkpoint to a folder of this host, by the host's local rank 0. Not collective."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            with suppress(FileExistsError):  # hosts may share the folder
-                self._scratch(scratch.name.removeprefix(f"{_KIND}-"))
-            self.fetch(step, scratch)
+            names = [name for object_step, name in self._objects() if object_step == step]
+            names = [name for name in names if not name.startswith("note-")]
+            # The manifest last: it completes the checkpoint here too.
+            for name in sorted(names, key=lambda name: name == MANIFEST):
+                self._store.get(f"{step_name(step)}/{name}", to / step_name(step) / name)
 
-    def _upload(self, folder: Path, name: str) -> None:
-        for path in folder.glob("data-*.safetensors"):
-            self._store.put(path, f"{name}/{path.name}")
+    @contextmanager
+    def opened(self, step: int, axis: Axis) -> Iterator[Path]:
+        """Yield a folder of this host with a step's checkpoint, removed at the end. Collective."""
+        # A common folder name: the ranks on a host share the download.
+        token = agreed(axis, lambda: secrets.token_hex(8), "loading a checkpoint")[0]
+        scratch = self._local / f"{_KIND}-{token}"
 
-    def _complete(self, folder: Path, name: str, rank: int, step: int) -> None:
-        if rank == 0:
-            self._store.put(folder / MANIFEST, f"{name}/{MANIFEST}")
-            self._remove_old(step)
+        def download() -> None:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                with suppress(FileExistsError):  # hosts may share the folder
+                    self.new_scratch(token)
+                self.download(step, scratch)
 
-    def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, ascending. Not collective."""
-        return sorted(step for step, name in self._files() if name == MANIFEST)
+        try:
+            agreed(axis, download, f"downloading step {step}")
+            yield scratch / step_name(step)
+        finally:
+            # Barrier: another rank of this host may still read from the folder.
+            agreed(axis, lambda: None, "loading a checkpoint")
+            remove_scratch(scratch)
 
-    def _files(self) -> Iterator[tuple[int, str]]:
+    def _objects(self) -> Iterator[tuple[int, str]]:
+        """Yield step and file name of all checkpoint objects."""
         for object_name in self._store.names():
             folder, _, name = object_name.partition("/")
-            if (match := _NAME.fullmatch(folder)) and _FILE.fullmatch(name):
-                yield int(match[1]), name
-
-    def _remove_old(self, saved: int) -> None:
-        complete = [step for step in self.steps() if step <= saved]
-        retained = set(complete[-self._keep_last :])
-        for step in {step for step, _ in self._files()}:
-            if step <= saved and step not in retained:
-                self._remove(step)
-
-    def _remove(self, step: int) -> None:
-        names = [name for file_step, name in self._files() if file_step == step]
-        # Manifest first: an interrupted removal must not leave an apparently complete checkpoint.
-        for name in sorted(names, key=lambda name: name != MANIFEST):
-            self._store.remove(f"step-{step:010d}/{name}")
+            step = step_of(folder)
+            if step is not None and _FILE.fullmatch(name):
+                yield step, name

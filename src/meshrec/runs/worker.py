@@ -442,9 +442,9 @@ class _Run:
         """Fetch the reported weights from the store into the run folder, where commands look for them."""
         assert self._store is not None
         for name in (BEST, CHECKPOINTS):
-            kept = StoredCheckpoints(self._store.under(name), self._folder.path, group=None)
-            if step in kept.steps():
-                kept.fetch(step, self._folder.path / name)
+            checkpoints = StoredCheckpoints(self._store.under(name), self._folder.path)
+            if checkpoints.steps().get(step):
+                checkpoints.download(step, self._folder.path / name)
                 break
         summary["checkpoints"] = self._checkpoints(step)
 

@@ -7,7 +7,7 @@ from weakref import finalize
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS
-from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.durable import make_scratch, remove_scratch
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.tables.placeholder import PlaceholderTensor
@@ -79,8 +79,8 @@ class CheckpointSaver:
         self._saved: int | None = None
         """Step of the last successful save; None after a failure."""
         # None if no checkpoints are saved.
-        self._manager: CheckpointManager | StoredCheckpoints | None = None
-        best: CheckpointManager | StoredCheckpoints | None = None
+        self._manager: CheckpointManager | None = None
+        best: CheckpointManager | None = None
         # On rank 0: where small run files are copied, so that another host can continue.
         self._mirror: tuple[Path, ObjectStore] | None = None
         if folder is not None and keep:
@@ -201,8 +201,7 @@ class CheckpointSaver:
 
 def _manager(
     folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
-) -> CheckpointManager | StoredCheckpoints:
-    if store is None:
-        return CheckpointManager(folder.path / name, keep_last=keep_last, group=ranks.control)
-    local = folder.path / ".staged" / name
-    return StoredCheckpoints(store.under(name), local, keep_last=keep_last, group=ranks.control)
+) -> CheckpointManager:
+    path = folder.path / name if store is None else folder.path / ".staged" / name
+    stored = None if store is None else store.under(name)
+    return CheckpointManager(path, keep_last=keep_last, group=ranks.control, store=stored)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint import CheckpointManager
-from meshrec.checkpoint.stored import StoredCheckpoints
 from meshrec.train.progress import Progress
 
 
@@ -17,9 +16,7 @@ class BestWeights:
             memory.
     """
 
-    def __init__(
-        self, model: nn.Module, manager: CheckpointManager | StoredCheckpoints | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, manager: CheckpointManager | None = None) -> None:
         self._model, self._manager = model, manager
         # In-memory copy, if there is no manager; allocated by the first `keep`.
         self._kept: dict[str, Tensor] = {}
