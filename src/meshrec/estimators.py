@@ -14,7 +14,6 @@ import tarfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +29,6 @@ from meshrec.data.faults import needs
 from meshrec.data.frames import to_table
 from meshrec.data.locations import is_address
 from meshrec.data.log_columns import LogColumns
-from meshrec.data.nearest import did_you_mean
 from meshrec.data.propose import propose
 from meshrec.data.propose_label import Task
 from meshrec.durable import durable_folder, make_scratch, remove_scratch
@@ -47,8 +45,8 @@ from meshrec.runs.worker import work
 from meshrec.train.evaluation import Scored
 from meshrec.train.observers import Evaluated, Event, Finished, Said, Started, Stepped
 from meshrec.train.ranks import choose_device, join
-from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import CONFIG, RunFolder, final_of
+from meshrec.train.tuning import with_options
 
 _base = needs("sklearn.base", "estimators")
 _checks = needs("sklearn.utils.validation", "estimators")
@@ -116,7 +114,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         names: dict[str, Any] = {}
         # recipe_text or recipe_of_log generated this text.
         exec(compile(text, "recipe.py", "exec"), names)
-        recipe = _with_options(names["recipe"](), self.options or {})
+        recipe = with_options(names["recipe"](), self.options or {})
         # An estimator trains in this process.
         recipe.check(1)
         self.recipe_ = text
@@ -703,26 +701,6 @@ def _own_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _with_options(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
-    """Replace recipe fields by option name, such as ``training.epochs``.
-
-    Raises:
-        ValueError: the recipe has no such field.
-    """
-    for name, value in options.items():
-        part, _, field = name.partition(".")
-        inner: Any = getattr(recipe, part, None)
-        if not field or not hasattr(inner, field):
-            known = [] if inner is None else [f"{part}.{each}" for each in vars(inner)]
-            raise ValueError(
-                f"options[{name!r}]: the recipe has no such option; {part!r} has {known}."
-                f"{did_you_mean(name, known)}"
-            )
-        parts: dict[str, Any] = {part: replace(inner, **{field: value})}
-        recipe = replace(recipe, **parts)
-    return recipe
 
 
 def _are_paths(data: Any) -> bool:

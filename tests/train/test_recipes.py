@@ -4,8 +4,7 @@ import sys
 import pytest
 
 from meshrec.models import DLRM
-from meshrec.train import RECIPES, Recipe, SyntheticClicks, resolve
-from meshrec.train.query_loss import Ranking
+from meshrec.train import RECIPES, Ranking, Recipe, SyntheticClicks, resolve
 from meshrec.train.recipes import full_name
 
 MINE = """

@@ -3,7 +3,7 @@ import torch
 
 from meshrec.checkpoint import CheckpointManager
 from meshrec.train.progress import Progress
-from meshrec.train.weights import BestWeights
+from meshrec.train.saver import BestWeights
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

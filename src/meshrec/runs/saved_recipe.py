@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from meshrec.runs.source import kept_recipe
-from meshrec.train.places import DATA
 from meshrec.train.recipe import Recipe
-from meshrec.train.recipes import resolve
+from meshrec.train.recipes import PATH_FIELDS, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
-from meshrec.train.values import value_of
+from meshrec.train.yaml_recipes import value_of
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
@@ -123,7 +122,7 @@ def changes(before: Recipe, after: Recipe) -> list[Change]:
 
 def _is_place(recipe: Recipe, name: str) -> bool:
     """Return whether an option is a path to the data: the same data may be elsewhere now."""
-    if name in [f"data.{each}" for each in DATA]:
+    if name in [f"data.{each}" for each in PATH_FIELDS]:
         return True
     value: Any = recipe
     for part in name.split("."):

@@ -58,8 +58,7 @@ from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_st
 from meshrec.runs.saved_recipe import check_data, describe_data
 from meshrec.runs.source import keep_source
 from meshrec.train.baselines import baselines
-from meshrec.train.class_loss import Softmax
-from meshrec.train.losses import NextItem
+from meshrec.train.losses import NextItem, Ranking, Softmax
 from meshrec.train.observers import (
     Advanced,
     Event,
@@ -69,7 +68,6 @@ from meshrec.train.observers import (
     Said,
     TensorBoardObserver,
 )
-from meshrec.train.query_loss import Ranking
 from meshrec.train.ranking_baselines import ranking_baselines
 from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.remarks import remarks, winner

@@ -13,13 +13,21 @@ from meshrec.train.architectures import (
     TwoTowerConfig,
     tables_on_meta,
 )
-from meshrec.train.class_loss import Softmax
 from meshrec.train.click_logs import ClickLog
 from meshrec.train.hstu_ranking import HSTURankerConfig, SyntheticImpressions
 from meshrec.train.log_sources import BooksRatings, Log, LogSource, MovieLensSequences
-from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
+from meshrec.train.losses import (
+    BinaryCrossEntropy,
+    Huber,
+    Loss,
+    NextItem,
+    Ranking,
+    Softmax,
+    SquaredError,
+    Task,
+    Tasks,
+)
 from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUConfig, SASRecConfig
-from meshrec.train.query_loss import Ranking
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import (
     DataSource,

@@ -39,8 +39,8 @@ _logger = logging.getLogger("meshrec.train")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DLRMConfig(ModelConfig):
-    """DLRM: embeddings, a bottom MLP over dense values, pairwise dot products, and a top MLP over both."""
+class TableOptions:
+    """Embedding table options that models have in common."""
 
     embedding_dim: int = 16
     """Embedding width, the same for every table."""
@@ -48,6 +48,12 @@ class DLRMConfig(ModelConfig):
     """Standard deviation of initial table values; by default small values that depend on the number
     of rows.
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DLRMConfig(TableOptions, ModelConfig):
+    """DLRM: embeddings, a bottom MLP over dense values, pairwise dot products, and a top MLP over both."""
+
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
     top: tuple[int, ...] = (64, 32)
@@ -64,15 +70,9 @@ class DLRMConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DLRMDCNConfig(ModelConfig):
+class DLRMDCNConfig(TableOptions, ModelConfig):
     """DLRM with a low-rank cross network instead of dot products."""
 
-    embedding_dim: int = 16
-    """Embedding width, the same for every table."""
-    table_std: float | None = None
-    """Standard deviation of initial table values; by default small values that depend on the number
-    of rows.
-    """
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
     top: tuple[int, ...] = (64, 32)
@@ -95,15 +95,9 @@ class DLRMDCNConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepFMConfig(ModelConfig):
+class DeepFMConfig(TableOptions, ModelConfig):
     """DeepFM: a linear term, pairwise products, and an MLP over the same embeddings."""
 
-    embedding_dim: int = 16
-    """Embedding width, the same for every table."""
-    table_std: float | None = None
-    """Standard deviation of initial table values; by default small values that depend on the number
-    of rows.
-    """
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
     deep: tuple[int, ...] = (64, 32)
@@ -120,7 +114,7 @@ class DeepFMConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClickTowersConfig(ModelConfig):
+class ClickTowersConfig(TableOptions, ModelConfig):
     """Two towers on clicks: the logit is the dot product between query and item vectors.
 
     The query tower reads all dense values. `meshrec export --tower` exports the vectors of one side.
@@ -128,12 +122,6 @@ class ClickTowersConfig(ModelConfig):
 
     item_features: tuple[str, ...] = ()
     """Features of the item tower; the query tower reads all others. By default the dataset's item."""
-    embedding_dim: int = 16
-    """Embedding width, the same for every table."""
-    table_std: float | None = None
-    """Standard deviation of initial table values; by default small values that depend on the number
-    of rows.
-    """
     layers: tuple[int, ...] = (64, 32)
     """Layer sizes in both towers; the last size is the vector width."""
     temperature: float = 0.1
@@ -157,18 +145,12 @@ class ClickTowersConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiTaskConfig(ModelConfig):
+class MultiTaskConfig(TableOptions, ModelConfig):
     """Multi-task model: a mixture over embeddings and dense values, and a tower per label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
     """Sharing between tasks: one bottom, gates over shared experts, or shared experts next to task-specific
     experts.
-    """
-    embedding_dim: int = 16
-    """Embedding width, the same for every table."""
-    table_std: float | None = None
-    """Standard deviation of initial table values; by default small values that depend on the number
-    of rows.
     """
     expert: tuple[int, ...] = (64, 32)
     """Layer sizes of the shared bottom or of an expert."""
@@ -206,15 +188,11 @@ class MultiTaskConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoTowerConfig(ModelConfig):
+class TwoTowerConfig(TableOptions, ModelConfig):
     """A user tower and an item tower; retrieval ranks all catalog items by dot product."""
 
     embedding_dim: int = 64
     """Embedding width, the same for every table."""
-    table_std: float | None = None
-    """Standard deviation of initial table values; by default small values that depend on the number
-    of rows.
-    """
     layers: tuple[int, ...] = (128, 64)
     """Layer sizes in both towers; the last size is the vector width."""
     temperature: float = 0.05
@@ -251,17 +229,11 @@ class TwoTowerConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DINConfig(ModelConfig):
+class DINConfig(TableOptions, ModelConfig):
     """DIN: attention over a history, conditioned on the candidate item, and an MLP; see
     `meshrec.models.DIN`.
     """
 
-    embedding_dim: int = 16
-    """Embedding width, the same for every table."""
-    table_std: float | None = None
-    """Standard deviation of initial table values; by default small values that depend on the number
-    of rows.
-    """
     attention: tuple[int, ...] = (64, 32)
     """Hidden layer sizes of the attention MLP, which weights the history."""
     over: tuple[int, ...] = (128, 64)

@@ -16,9 +16,7 @@ from meshrec.comms.wire import FULL_PRECISION, FULL_WIRES, TableWires
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.optim import FTRL, OptimizerSpec, RowWiseAdagrad
 from meshrec.planner.wire_choice import AUTO, WireBound
-from meshrec.train.class_loss import Softmax
-from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, SquaredError, Tasks
-from meshrec.train.query_loss import Ranking
+from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, Ranking, Softmax, SquaredError, Tasks
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -113,9 +111,13 @@ class TableSource(ABC):
     seed: int = 0
     """Seed for shuffle and split."""
 
-    @abstractmethod
     def parts(self) -> tuple[Any, Any, Any]:
-        """Return training, validation and test data as paths or tables; the latter two may be None."""
+        """Return training, validation and test data as paths or tables; the latter two may be None.
+
+        By default, these are the fields ``train``, ``validation`` and ``test``.
+        """
+        train, validation, test = (getattr(self, name) for name in ("train", "validation", "test"))
+        return train, validation, test
 
     def all_rows(self) -> Any:
         """Return a source that also trains on this source's validation and test rows."""

@@ -1,4 +1,4 @@
-"""Built-in recipes by name, and the lookup of user recipes."""
+"""Built-in recipes by name, and the lookup of user recipes, with the relative paths in them."""
 
 import ast
 import dataclasses
@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
 from meshrec.optim import Adam
 from meshrec.train.architectures import (
@@ -24,12 +25,15 @@ from meshrec.train.architectures import (
 from meshrec.train.hstu_ranking import hstu_ranker
 from meshrec.train.losses import BinaryCrossEntropy, Task, Tasks
 from meshrec.train.next_item_recipes import NEXT_ITEM_RECIPES
-from meshrec.train.places import from_folder
 from meshrec.train.published import avazu, criteo_kaggle, movielens_20m
 from meshrec.train.recipe import DenseOptimizer, ModelConfig, Placement, Recipe, Training
 from meshrec.train.schedule import Schedule
 from meshrec.train.sources import MovieLens, SyntheticClicks
 from meshrec.train.yaml_recipes import SUFFIXES, from_yaml
+
+T = TypeVar("T")
+PATH_FIELDS = ("train", "validation", "test", "log")
+"""Data source fields with string paths; in all other fields only a ``Path`` is a path."""
 
 
 def movielens_dlrm() -> Recipe:
@@ -268,3 +272,35 @@ def _imported(place: str, name: str) -> ModuleType:
         raise ValueError(
             f"recipe {name!r}: there is no module {error.name!r}. Install it, or name a file."
         ) from error
+
+
+def from_folder(recipe: Recipe, folder: Path) -> Recipe:
+    """Resolve the recipe's relative paths to data and to a plan from ``folder``."""
+    return dataclasses.replace(
+        recipe,
+        data=_moved(recipe.data, folder, texts=PATH_FIELDS),
+        placement=_moved(recipe.placement, folder),
+    )
+
+
+def _moved(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T:
+    if not dataclasses.is_dataclass(holder):
+        return holder
+    values = {each.name: getattr(holder, each.name) for each in dataclasses.fields(holder) if each.init}
+    places = {name: _absolute(value, folder, text=name in texts) for name, value in values.items()}
+    # Only changed fields, so that a recipe without relative paths stays the same object.
+    moved = {name: place for name, place in places.items() if place is not values[name]}
+    return dataclasses.replace(holder, **moved) if moved else holder  # type: ignore[type-var]
+
+
+def _absolute(value: Any, folder: Path, *, text: bool) -> Any:
+    """Return ``folder / value``, or ``value`` itself if it is not a relative path."""
+    if isinstance(value, tuple | list):
+        found = type(value)(_absolute(each, folder, text=text) for each in value)
+        return value if found == value else found
+    if isinstance(value, Path):
+        # `Path()` is a default that means no path.
+        return value if value.is_absolute() or value == Path() else folder / value
+    if text and isinstance(value, str) and value and not is_address(value):
+        return value if Path(value).is_absolute() else str(folder / value)
+    return value

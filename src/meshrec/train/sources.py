@@ -10,7 +10,7 @@ from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.train.recipe import DataSource, TableSource
 
 if TYPE_CHECKING:
-    from meshrec.data import Dataset
+    from meshrec.data import Dataset, Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,19 @@ class MovieLens(DataSource):
 
     def load(self) -> "Dataset":
         """Load the ratings into memory."""
-        from meshrec.data import Split, movielens
+        from meshrec.data import movielens
 
-        split = None
-        if self.split_by is not None:
-            split = Split(by=self.split_by, column=self.split_column, seed=self.seed)
+        split = (
+            None
+            if self.split_by is None
+            else Split(by=self.split_by, column=self.split_column, seed=self.seed)
+        )
         return movielens(
-            path=self.path, split=split, history=self.history, liked_from=self.liked_from, seed=self.seed
+            path=self.path,
+            split=_split_of(self),
+            history=self.history,
+            liked_from=self.liked_from,
+            seed=self.seed,
         )
 
 
@@ -92,9 +98,6 @@ class Parquet(TableSource, DataSource):
     """Validation files, which select the best weights."""
     test: tuple[str, ...] | None = None
     """Test files, which evaluate the selected weights once."""
-
-    def parts(self) -> tuple[Any, Any, Any]:
-        return self.train, self.validation, self.test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +118,6 @@ class Csv(TableSource, DataSource):
     def csv_format(self) -> CsvFormat:
         return self.csv
 
-    def parts(self) -> tuple[Any, Any, Any]:
-        return self.train, self.validation, self.test
-
 
 @dataclass(frozen=True, kw_only=True)
 class Frame(TableSource, DataSource):
@@ -132,9 +132,6 @@ class Frame(TableSource, DataSource):
     """Validation rows, which select the best weights."""
     test: Any = None
     """Test rows, which evaluate the selected weights once."""
-
-    def parts(self) -> tuple[Any, Any, Any]:
-        return self.train, self.validation, self.test
 
     def all_rows(self) -> "Frame":
         """Return a source that also trains on this source's validation and test rows."""
@@ -177,17 +174,27 @@ class Criteo(DataSource):
 
     def load(self) -> "Dataset":
         """Open the files."""
-        from meshrec.data import Split, criteo
+        from meshrec.data import criteo
 
-        split = None
-        if self.split_by is not None:
-            split = Split(by=self.split_by, column=self.split_column, seed=self.seed)
+        split = (
+            None
+            if self.split_by is None
+            else Split(by=self.split_by, column=self.split_column, seed=self.seed)
+        )
         return criteo(
             train=self.train,
             validation=self.validation,
             test=self.test,
-            split=split,
+            split=_split_of(self),
             num_embeddings=self.num_embeddings,
             on_error=self.on_error,
             seed=self.seed,
         )
+
+
+def _split_of(source: MovieLens | Criteo) -> "Split | None":
+    from meshrec.data import Split
+
+    if source.split_by is None:
+        return None
+    return Split(by=source.split_by, column=source.split_column, seed=source.seed)

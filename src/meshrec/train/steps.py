@@ -1,17 +1,22 @@
-"""Training steps, and metrics lines that summarize them."""
+"""Training steps with profile and time per phase, and metrics lines that summarize them."""
 
+import itertools
 import logging
 import math
+import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn, profiler
+from torch.distributed.tensor import DTensor
+
 from meshrec.data import Batch
+from meshrec.distributed import record_phases
+from meshrec.planner.measured import PhaseTime, write_phases
 from meshrec.train.building import Built
 from meshrec.train.evaluation import Window
-from meshrec.train.phase_times import PhaseTimes
-from meshrec.train.profiling import StepProfiler
 from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
@@ -20,7 +25,6 @@ from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
 from meshrec.train.stragglers import WaitClock
 from meshrec.train.table_counts import IdCounts
-from meshrec.train.usage import gradient_norm, memory_and_cpu
 
 _logger = logging.getLogger("meshrec.train")
 
@@ -63,7 +67,7 @@ class Steps:
         self._batch_size = training.batch_size
         self._trace = folder.trace(ranks.rank) if profile and folder is not None else None
         # Open only inside `profiled`.
-        self._profiler: StepProfiler | None = None
+        self._profiler: profiler.profile | None = None
 
     def run(self, batches: Iterator[Batch], num_samples: int, lines: "MetricLines") -> None:
         """Train a step on ``num_samples`` samples over all ranks, and add it to ``lines``.
@@ -86,11 +90,16 @@ class Steps:
 
     @contextmanager
     def profiled(self) -> Iterator[None]:
-        """Record a trace of some steps in this context, if a profile was requested."""
+        """Trace some steps in this context, for Perfetto (ui.perfetto.dev), if a profile was requested."""
         if self._trace is None:
             yield
             return
-        with StepProfiler(self._trace) as self._profiler:
+        path = str(self._trace)
+        # Steps 1 to 5 are skipped, 6 and 7 are warmup, 8 to 12 are recorded.
+        schedule = profiler.schedule(wait=5, warmup=2, active=5, repeat=1)
+        with profiler.profile(
+            schedule=schedule, on_trace_ready=lambda trace: trace.export_chrome_trace(path)
+        ) as self._profiler:
             yield
         self._profiler = None
 
@@ -98,6 +107,53 @@ class Steps:
         """Tell the profiler that a step has ended."""
         if self._profiler is not None:
             self._profiler.step()
+
+
+class PhaseTimes:
+    """Recorder for the time per phase.
+
+    If exchanges overlap with computation, the step after a recorded step waits for every exchange and is
+    recorded as well. The difference between both steps is the time hidden by the overlap.
+
+    Args:
+        every: steps between recordings; 0: none.
+        folder: run folder; None: nothing is recorded.
+        ranks: the ranks, which record the same steps.
+        is_pipelined: whether exchanges overlap with computation.
+    """
+
+    def __init__(self, every: int, folder: RunFolder | None, ranks: Ranks, *, is_pipelined: bool) -> None:
+        self._every, self._folder, self._ranks, self._is_pipelined = every, folder, ranks, is_pipelined
+        # Times for steps with overlap, and for steps that wait for every exchange; cleared by `write`.
+        self._times: tuple[list[PhaseTime], list[PhaseTime]] = ([], [])
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Record the step after ``step`` steps, if a recording is due."""
+        every = self._every
+        # Not in the first steps, which allocate memory.
+        place = step % every - every // 2 if every and self._folder is not None else -1
+        if place != 0 and not (place == 1 and self._is_pipelined):
+            yield
+            return
+        with record_phases(device=self._ranks.device, overlap=place == 0) as seconds:
+            yield
+        rank = self._ranks.rank
+        self._times[place].extend(PhaseTime(name, rank, value, step + 1) for name, value in seconds.items())
+
+    def write(self) -> None:
+        """Write the recorded times from all ranks. Collective."""
+        if not self._every or self._folder is None:
+            return
+        times, self._times = self._times, ([], [])
+        found = self._ranks.collect(times)
+        if self._ranks.is_first:
+            try:
+                write_phases(self._folder.phases, itertools.chain(*(each for each, _ in found)))
+                if self._is_pipelined:
+                    write_phases(self._folder.whole_phases, itertools.chain(*(each for _, each in found)))
+            except OSError as error:
+                _logger.warning("the time per phase is not kept: %s", error)
 
 
 class MetricLines:
@@ -180,3 +236,14 @@ class MetricLines:
             waiting = f"; {100 * slowest.share:.0f} % waiting for rank {slowest.rank}"
         _logger.info("step %d: loss %.6g%s", progress.step, line.get("loss", math.nan), waiting)
         return line
+
+
+def memory_and_cpu() -> tuple[float, float]:
+    """Return this process's peak memory in MiB and CPU seconds, both since process start."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time()
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> float:
+    """Return the last step's gradient norm, after clipping."""
+    norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
