@@ -3,7 +3,7 @@ import importlib
 import pytest
 
 from meshrec.cli import unread
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import check_output
 
 
 def test_what_can_be_written(tmp_path):

@@ -14,8 +14,8 @@ from meshrec.cli.train import main as train
 from meshrec.data.features.values import hashes_of
 from meshrec.export import Predictor
 from meshrec.runs.export import export_run
-from meshrec.runs.quantize import trained_model
 from meshrec.runs.report import report_data
+from meshrec.runs.scoring import trained_model
 from meshrec.serve.fresh import Codes, Deltas, apply_deltas
 from meshrec.serve.requests import Request, RequestError, checked
 from meshrec.serve.trial import signature_of

@@ -5,16 +5,14 @@ its rectangles. The checkpoint of a fixed table has no IDs: row i belongs to ID 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshrec.checkpoint.blocks import read_region
 from meshrec.checkpoint.manifest import Manifest
-from meshrec.checkpoint.reading import open_data, stored_rows
+from meshrec.checkpoint.reading import read_rows
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span
@@ -127,36 +125,3 @@ def load_hashed(
         counts = [read_rows(folder, manifest, name, span) for name in waiting]
         for table in target.tables:
             table.load(counts_in_rectangle(table, *counts))
-
-
-def read_rows(folder: Path, manifest: Manifest, name: str, rows: tuple[int, int]) -> Tensor:
-    """Read and verify a tensor's rows [rows[0], rows[1]).
-
-    Args:
-        folder: checkpoint folder.
-        manifest: checkpoint manifest.
-        name: tensor name.
-        rows: first row and end.
-
-    Returns:
-        Tensor [rows[1] - rows[0], ...] with the stored dtype.
-
-    Raises:
-        DamagedCheckpointError: a block differs from the written content.
-    """
-    record = manifest.tensors[name]
-    values = torch.empty((rows[1] - rows[0], *record.shape[1:]), dtype=record.dtype)
-    with ExitStack() as stack:
-        opened: dict[int, int] = {}
-        for piece in record.pieces:
-            low, high = max(rows[0], piece.offset[0]), min(rows[1], piece.offset[0] + piece.shape[0])
-            if low >= high or 0 in piece.shape:
-                continue
-            if piece.file not in opened:
-                opened[piece.file] = stack.enter_context(open_data(folder, manifest, piece.file))
-            target = values[low - rows[0] : high - rows[0]]
-            for dim in range(1, len(piece.shape)):
-                target = target.narrow(dim, piece.offset[dim], piece.shape[dim])
-            stored = stored_rows(folder, manifest, opened[piece.file], name, record=record, piece=piece)
-            read_region(stored, (low - piece.offset[0], *[0] * (len(piece.shape) - 1)), target)
-    return values

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshrec.checkpoint.hashed import read_rows
 from meshrec.checkpoint.manifest import Manifest
+from meshrec.checkpoint.reading import read_rows
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.tables.hashed.table import IDS

@@ -9,9 +9,10 @@ from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meshrec.checkpoint.agreement import REMEDY, CheckpointError, DamagedCheckpointError
-from meshrec.checkpoint.blocks import StoredRows, verify_rows
+from meshrec.checkpoint.blocks import StoredRows, read_region, verify_rows
 from meshrec.checkpoint.manifest import (
     MANIFEST,
     MOST_BYTES,
@@ -127,6 +128,49 @@ def verify_data(
                 # Continue the round-robin across pieces, so that small pieces do not all fall to rank 0.
                 verify_rows(stored, buffer, slice((rank - num_blocks) % world_size, None, world_size))
                 num_blocks += len(stored.grid.blocks())
+
+
+def read_rows(
+    folder: Path,
+    manifest: Manifest,
+    name: str,
+    rows: tuple[int, int],
+    *,
+    opened: dict[int, int] | None = None,
+) -> Tensor:
+    """Read and verify a tensor's rows [rows[0], rows[1]), assembled from the pieces.
+
+    Args:
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        name: tensor name; a 0-d tensor has one row.
+        rows: first row and end.
+        opened: descriptors of data files by index; None: open the files that are needed.
+
+    Returns:
+        Tensor [rows[1] - rows[0], ...] with the stored dtype.
+
+    Raises:
+        DamagedCheckpointError: a block differs from the written content.
+    """
+    record = manifest.tensors[name]
+    values = torch.empty((rows[1] - rows[0], *record.shape[1:]), dtype=record.dtype)
+    with ExitStack() as stack:
+        descriptors = {} if opened is None else opened
+        for piece in record.pieces:
+            offset, shape = piece.offset or (0,), piece.shape or (1,)
+            low, high = max(rows[0], offset[0]), min(rows[1], offset[0] + shape[0])
+            if low >= high or 0 in shape:
+                continue
+            if piece.file not in descriptors:
+                descriptors[piece.file] = stack.enter_context(open_data(folder, manifest, piece.file))
+            target = values[low - rows[0] : high - rows[0]]
+            for dim in range(1, len(shape)):
+                target = target.narrow(dim, offset[dim], shape[dim])
+            descriptor = descriptors[piece.file]
+            stored = stored_rows(folder, manifest, descriptor, name, record=record, piece=piece)
+            read_region(stored, (low - offset[0], *[0] * (len(shape) - 1)), target)
+    return values
 
 
 def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:

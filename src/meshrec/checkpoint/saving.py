@@ -393,8 +393,10 @@ class _Save:
 
     def complete(self) -> None:
         """Write the manifest, which completes the checkpoint, and remove replaced files. Rank 0 only."""
-        entries = _entries(self.writer, self._collected)
-        written, tensors = self.writer.records(self.writer.written, entries)
+        # Other ranks' random number tensors are unknown here; their entry is the name's first component.
+        local = self._collected.entries
+        entries = {name: local.get(name, name.split(".")[0]) for name in self.writer.metadata}
+        written, tensors = self.writer.records(entries)
         manifest = Manifest(
             step=self._step,
             world_size=self.axis.size,
@@ -441,14 +443,6 @@ class _RankShare(NamedTuple):
     nonce: str
     values: dict[str, Any]
     names: dict[str, str]
-
-
-def _entries(writer: Writer, collected: Collected) -> dict[str, str]:
-    """Return state entries by tensor name.
-
-    Other ranks' random number tensors are unknown here; their entry is the name's first component.
-    """
-    return {name: collected.entries.get(name, name.split(".")[0]) for name in writer.metadata}
 
 
 @contextmanager

@@ -213,7 +213,7 @@ def prepare(
             jobs.append(job)
         else:
             targets = {name: _empty(manifest, name) for name in saved.get(entry, ())}
-            job = _replaced(state, entry, item, kind, content=content, buffers=targets)
+            job = _restorer(state, entry, item, kind, content=content, buffers=targets)
             fresh.update(targets)
             objects.append((item, job)) if kind == _STATEFUL else jobs.append(job)
         if isinstance(item, DistributedModelParallel):
@@ -302,10 +302,10 @@ class _Hashed(NamedTuple):
 
     def settle(self) -> None:
         """Exchange row counts. Collective."""
-        for changed in [target.changed for target in self.hashed.values()] + [
-            target.changed for target in self.fixed.values()
-        ]:
-            changed()
+        for hashed in self.hashed.values():
+            hashed.changed()
+        for fixed in self.fixed.values():
+            fixed.changed()
 
 
 def _hashed(
@@ -493,7 +493,7 @@ def _common(
     return common, finish
 
 
-def _replaced(
+def _restorer(
     state: Mapping[str, Any], entry: str, item: Any, kind: str, *, content: Any, buffers: dict[str, Tensor]
 ) -> Callable[[], None]:
     """Return a function which restores an item from its saved value, because DCP cannot fill it in place.

@@ -124,19 +124,15 @@ class Writer(StorageWriter):
         """Ranks with data to write; valid on rank 0."""
         return [rank for rank, items in enumerate(self.items) if items]
 
-    def records(
-        self, written: Mapping[int, Written], entries: Mapping[str, str]
-    ) -> tuple[list[Written], dict[str, TensorRecord]]:
-        """Return files in rank order, and a record per tensor.
+    def records(self, entries: Mapping[str, str]) -> tuple[list[Written], dict[str, TensorRecord]]:
+        """Return the files in ``written`` in rank order, and a record per tensor.
 
-        Args:
-            written: finished files by rank.
-            entries: state entry by tensor name.
+        ``entries`` are the state entries by tensor name.
         """
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.metadata}
-        order = sorted(written)
+        order = sorted(self.written)
         for number, rank in enumerate(order):
-            for index, piece in zip(self.items[rank], written[rank].pieces, strict=True):
+            for index, piece in zip(self.items[rank], self.written[rank].pieces, strict=True):
                 pieces[index.fqn].append(piece._replace(file=number))
         records = {
             name: TensorRecord(
@@ -144,7 +140,7 @@ class Writer(StorageWriter):
             )
             for name, stored in self.metadata.items()
         }
-        return [written[rank] for rank in order], records
+        return [self.written[rank] for rank in order], records
 
 
 class CheckpointReader(StorageReader):

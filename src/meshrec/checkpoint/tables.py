@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshrec.checkpoint.blocks import FileWriter, grid_of, memory_of, read_region
+from meshrec.checkpoint.blocks import FileWriter, grid_of, memory_of
 from meshrec.checkpoint.data_file import TensorPart, header_of, write_data_file
 from meshrec.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
-from meshrec.checkpoint.reading import open_data, read_manifest, stored_rows
+from meshrec.checkpoint.reading import open_data, read_manifest, read_rows
 from meshrec.checkpoint.safetensors import read_mapped
 from meshrec.durable import DamageError, durable_file, open_regular, write_durably
 
@@ -160,26 +160,13 @@ def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorReco
         Consecutive rows, with the stored dtype.
     """
     grid = grid_of(record.shape, record.dtype)
-    shape = record.shape or (1,)
     with ExitStack() as stack:
-        file_indices = {piece.file for piece in record.pieces}
-        opened = {n: stack.enter_context(open_data(folder, manifest, n)) for n in sorted(file_indices)}
+        files = sorted({piece.file for piece in record.pieces})
+        # Opened once: every open verifies the file's header.
+        opened = {file: stack.enter_context(open_data(folder, manifest, file)) for file in files}
         for first in grid.blocks():
             end = min(first + grid.rows_per_block, grid.num_rows)
-            block = torch.empty((end - first, *shape[1:]), dtype=record.dtype)
-            for piece in record.pieces:
-                offset, size = piece.offset or (0,), piece.shape or (1,)
-                low, high = max(first, offset[0]), min(end, offset[0] + size[0])
-                if low >= high or 0 in size:
-                    continue
-                target = block[low - first : high - first]
-                for dim in range(1, len(size)):
-                    target = target.narrow(dim, offset[dim], size[dim])
-                stored = stored_rows(folder, manifest, opened[piece.file], name, record=record, piece=piece)
-                if not piece.shape:
-                    target = target[0]
-                read_region(stored, (low - offset[0], *[0] * (len(size) - 1))[: len(piece.shape)], target)
-            yield block
+            yield read_rows(folder, manifest, name, (first, end), opened=opened)
 
 
 def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:

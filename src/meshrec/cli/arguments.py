@@ -1,11 +1,13 @@
-"""Parsing of command-line arguments with ``tyro``."""
+"""Parsing of command-line arguments with ``tyro``, and checks of the output files that they name."""
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 import tyro
+from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 HELP = ("-h", "--help")
@@ -125,3 +127,50 @@ def parse_known(kind: Any, arguments: Sequence[str], *, program: str) -> tuple[A
     """Read the options of ``kind``, and return them and the other arguments, among them requests for help."""
     with _REGISTRY:
         return tyro.cli(kind, args=list(arguments), prog=program, return_unknown_args=True, add_help=False)
+
+
+def check_output(path: Path | None, *, force: bool, option: str = "--out") -> None:
+    """Raise ValueError if the file cannot be written. Commands call this before the work, not after it.
+
+    Args:
+        path: the file.
+        force: whether it may replace one that exists.
+        option: the option that names it.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the file to write in it.")
+    if path.exists() and not force:
+        raise ValueError(f"{path} is there already; name another {option}, or replace it: --force.")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+
+
+def parse_subcommand(kind: Any, arguments: Sequence[str], *, command: str, name: str) -> Any:
+    """Read the arguments of a command with a single subcommand as a ``kind``.
+
+    Args:
+        kind: The dataclass of the subcommand.
+        arguments: The words of the command line, without the command.
+        command: The name of the command.
+        name: The name of the subcommand, which comes first.
+
+    Raises:
+        UsageError: The subcommand is missing, or has another name.
+    """
+    first, rest = (arguments[0], arguments[1:]) if arguments else (None, ())
+    if first in HELP:
+        first, rest = name, HELP[1:]
+    if first != name:
+        mistake = f"give its command: {name}"
+        if first is not None:
+            mistake = f"there is no command {first!r}; there is {name}"
+        raise UsageError(f"{command}: {mistake}. `meshrec {command} --help` lists its options.")
+    return parse(kind, rest, program=f"meshrec {command} {name}")
+
+
+def wide_console(width: int) -> Console:
+    """Return a console that is ``width`` characters wide where the output is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)

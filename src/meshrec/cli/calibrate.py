@@ -12,8 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
-from meshrec.cli.arguments import parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import check_output, parse
 from meshrec.comms.joining import form_group
 from meshrec.comms.launchers import launched
 from meshrec.comms.leaving import leave_process_group

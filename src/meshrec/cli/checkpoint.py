@@ -13,8 +13,7 @@ from rich.table import Table
 from meshrec.checkpoint import export_safetensors, find_checkpoint, import_weights, read_manifest, verify_data
 from meshrec.checkpoint.finding import all_checkpoints
 from meshrec.checkpoint.manifest import DTYPE_NAMES, Manifest
-from meshrec.cli.arguments import parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import check_output, parse, wide_console
 from meshrec.cli.run_options import reported_fit
 from meshrec.plan.text import size_text
 from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, final_of, run_or_path
@@ -23,15 +22,12 @@ _PIPE_WIDTH = 140
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointInspectOptions:
-    """Show what a checkpoint contains: its step, entries, and the tensors with their types, shapes and
-    sizes.
-    """
+class _CheckpointOptions:
+    """Options that select a checkpoint."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of checkpoints (the newest is used), or the name or folder of a run (its
-    reported
-    weights are used).
+    """A checkpoint, a folder of checkpoints (the newest is used), or the name or folder of a run (the weights
+    that it reports are used).
     """
     step: int | None = None
     """Use the checkpoint of this step instead."""
@@ -39,10 +35,25 @@ class CheckpointInspectOptions:
     """Use a run's last checkpoint instead of its best one."""
     first: bool = False
     """Use the first fit of a run that was fitted on all rows afterwards (--final all)."""
-    json: bool = False
-    """Print the contents as JSON."""
     runs: Path = RUNS
     """Folder of all run folders."""
+
+    def find(self) -> Path:
+        """Return the selected checkpoint. A run fitted on all rows reports the weights of that fit."""
+        path = run_or_path(self.path, self.runs)
+        if (path / CONFIG).is_file() and not (self.first or self.last or self.step is not None):
+            path = reported_fit(RunFolder(path)).path
+        return find_checkpoint(path, step=self.step, last=self.last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInspectOptions(_CheckpointOptions):
+    """Show what a checkpoint contains: its step, entries, and the tensors with their types, shapes and
+    sizes.
+    """
+
+    json: bool = False
+    """Print the contents as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +67,19 @@ class CheckpointVerifyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointExportOptions:
+class CheckpointExportOptions(_CheckpointOptions):
     """Write the weights of a checkpoint's model to one safetensors file. Shards are joined to whole
     tensors.
     """
 
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of checkpoints (the newest is used), or the name or folder of a run (its
-    reported
-    weights are used).
-    """
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """File to write."""
-    step: int | None = None
-    """Use the checkpoint of this step instead."""
-    last: bool = False
-    """Use a run's last checkpoint instead of its best one."""
-    first: bool = False
-    """Use the first fit of a run that was fitted on all rows afterwards (--final all)."""
     to: str = "safetensors"
     """Format of the file; safetensors is the only one."""
     entry: str | None = None
     """Entry of the saved state whose module is exported, such as model; needed if there are several
     modules.
     """
-    runs: Path = RUNS
-    """Folder of all run folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +121,10 @@ def run(
     Raises:
         ValueError: The options, or the files that they name, cannot be used.
     """
-    console = Console()
-    console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
+    console = wide_console(_PIPE_WIDTH)
     match options:
         case CheckpointInspectOptions():
-            path = _reported_checkpoint(options)
+            path = options.find()
             manifest = read_manifest(path)
             if options.json:
                 print(json.dumps(_summary(path, manifest)))
@@ -141,21 +138,13 @@ def run(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
             check_output(options.out, force=True)  # it is not replaced: `export_safetensors` refuses
-            path = _reported_checkpoint(options)
+            path = options.find()
             names = export_safetensors(path, options.out, entry=options.entry)
             console.print(f"{path}: {len(names)} tensors in {options.out}")
         case ImportOptions():
             names = import_weights(options.source, options.out, entry=options.entry, rename=options.rename)
             console.print(f"{len(names)} tensors in {options.out}: {', '.join(names)}")
     return 0
-
-
-def _reported_checkpoint(options: CheckpointInspectOptions | CheckpointExportOptions) -> Path:
-    """Return the selected checkpoint. A run fitted on all rows reports the weights of that fit."""
-    path = run_or_path(options.path, options.runs)
-    if (path / CONFIG).is_file() and not (options.first or options.last or options.step is not None):
-        path = reported_fit(RunFolder(path)).path
-    return find_checkpoint(path, step=options.step, last=options.last)
 
 
 def _verify(console: Console, path: Path) -> int:

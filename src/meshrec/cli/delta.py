@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from meshrec.checkpoint import DeltaError, verify_deltas
-from meshrec.cli.arguments import HELP, UsageError, parse
+from meshrec.cli.arguments import parse_subcommand
 from meshrec.train.run_folder import CONFIG, DELTAS, RUNS, run_or_path
 
 
@@ -34,15 +34,7 @@ class VerifyOptions:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return 1 if a delta is damaged, else 0."""
-    word, rest = (arguments[0], arguments[1:]) if arguments else (None, [])
-    if word in HELP:
-        word, rest = "verify", HELP[1:]
-    if word != "verify":
-        what = (
-            "give its command: verify" if word is None else f"there is no command {word!r}; there is verify"
-        )
-        raise UsageError(f"delta: {what}. `meshrec delta --help` lists its options.")
-    options: VerifyOptions = parse(VerifyOptions, rest, program="meshrec delta verify")
+    options: VerifyOptions = parse_subcommand(VerifyOptions, arguments, command="delta", name="verify")
     path = run_or_path(options.path, options.runs)
     path = path / DELTAS if (path / CONFIG).is_file() else path
     if not path.is_dir():

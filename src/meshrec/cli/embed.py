@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrec.cli.arguments import parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import check_output, parse
 from meshrec.cli.run_options import RunOptions
 from meshrec.data.faults import needs
 from meshrec.runs.vectors import load_table, values_of_rows

@@ -5,24 +5,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from meshrec.cli.arguments import Words, parse
+from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.on_ranks import on_ranks
-from meshrec.cli.output import check_output
-from meshrec.cli.run_options import RankOptions, RunOptions
+from meshrec.cli.run_options import DataOptions, RankOptions, RunOptions, open_scorer
 from meshrec.runs.judging import judge
-from meshrec.runs.scoring import load_scorer
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import finite
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(RunOptions, RankOptions):
+class EvaluateOptions(RunOptions, RankOptions, DataOptions):
     """Compute a run's metrics on labelled data."""
 
-    data: tuple[str, ...]
-    """Files, folders or patterns of data, in the format of the training data."""
     by: Words = ()
     """Columns to slice the data by: metrics are also computed for the most frequent values of each."""
     group: str | None = None
@@ -33,8 +28,6 @@ class EvaluateOptions(RunOptions, RankOptions):
     """JSON file to write the metrics to."""
     force: bool = False
     """Replace a file that exists."""
-    on_error: Literal["raise", "skip"] | None = None
-    """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,15 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     run = options.folder()
 
     def work(ranks: Ranks) -> None:
-        scorer = load_scorer(
-            run,
-            ranks,
-            options.data,
-            labelled=True,
-            on_error=options.on_error,
-            step=options.step,
-            last=options.last,
-        )
+        scorer = open_scorer(options, run, ranks, labelled=True)
         found = judge(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
         if found is None:
             return

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshrec.cli.arguments import Words, parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.run_options import RunOptions
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from meshrec.cli.arguments import Words, parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.run_options import RunOptions
 from meshrec.export.manifest import MANIFEST
 from meshrec.export.package import compile_anew

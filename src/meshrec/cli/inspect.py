@@ -13,10 +13,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from meshrec.cli.arguments import Words, parse
-from meshrec.cli.inspect_log import NextItemModel, inspect_log
-from meshrec.cli.output import check_output
-from meshrec.cli.recipe_source import call_of, in_a_line, seen_from, text_of
+from meshrec.cli.arguments import Words, check_output, parse
+from meshrec.cli.inspect_log import NextItemModel, call_of, in_a_line, inspect_log, seen_from, text_of
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.log_columns import LogColumns
 from meshrec.reports.page import to_page

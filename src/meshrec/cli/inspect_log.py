@@ -3,15 +3,17 @@
 With a label, the recipe learns whether a user clicks.
 """
 
+import json
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from meshrec.cli.recipe_source import call_of, seen_from, text_of
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
+from meshrec.data.locations import is_address
 from meshrec.data.log_columns import LogColumns
 
 if TYPE_CHECKING:
@@ -178,3 +180,34 @@ def recipe() -> Recipe:
         training=Training(batch_size={batch}, epochs={epochs}, patience=8),
     )
 '''
+
+
+def seen_from(folder: Path, data: str) -> str:
+    """Write a relative path to data as the recipe in ``folder`` needs it."""
+    if is_address(data) or Path(data).is_absolute():
+        return data
+    return os.path.relpath(data, folder)
+
+
+def call_of(value: Any) -> str:
+    """Return the call that makes a dataclass, with the fields that differ from their defaults."""
+    words = [
+        f"{each.name}={text_of(getattr(value, each.name))}"
+        for each in fields(value)
+        if getattr(value, each.name) != each.default
+    ]
+    return f"{type(value).__name__}({', '.join(words)})"
+
+
+def text_of(value: Any) -> str:
+    """Return a value as Python source, with double quotes, as formatters want them."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(text_of, value))}{',' if len(value) == 1 else ''})"
+    return repr(value)
+
+
+def in_a_line(name: str) -> str:
+    """Return a column's name for a comment, escaped where a line break would end the comment."""
+    return name if name.isprintable() else repr(name)

@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
-from meshrec.cli.arguments import UsageError, Words, parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import UsageError, Words, check_output, parse
 from meshrec.cluster import JobOptions, ServeJob, SlurmJob, job_set, pytorch_job, script, serving, submit
 from meshrec.comms.joining import host_store
 from meshrec.data.faults import needs
@@ -145,15 +144,16 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(
             f"launch {name}: take one of {', '.join(_ACTIONS)}.{did_you_mean(name, list(_ACTIONS))}"
         )
-    own, more = rest, list[str]()
+    action, more = _ACTIONS[name], list[str]()
     if "--" in rest:
-        at = rest.index("--")
-        own, more = rest[:at], rest[at + 1 :]
-    return _ACTIONS[name](own, more)
+        end = rest.index("--")
+        rest, more = rest[:end], rest[end + 1 :]
+    words = rest if action.trains else [*rest, *more]
+    options = parse(action.options, words, program=f"meshrec launch {name}")
+    return action.run(options, more) if action.trains else action.run(options)
 
 
-def _slurm(arguments: Sequence[str], more: Sequence[str]) -> int:
-    options = parse(SlurmOptions, arguments, program="meshrec launch slurm")
+def _slurm(options: SlurmOptions, more: Sequence[str]) -> int:
     job = SlurmJob(
         recipe=options.recipe,
         arguments=more,
@@ -183,8 +183,7 @@ def _slurm(arguments: Sequence[str], more: Sequence[str]) -> int:
     return 0
 
 
-def _kubernetes(arguments: Sequence[str], more: Sequence[str]) -> int:
-    options = parse(KubernetesOptions, arguments, program="meshrec launch k8s")
+def _kubernetes(options: KubernetesOptions, more: Sequence[str]) -> int:
     names = ("recipe", "image", "replicas", "ranks_per_pod", "name", "claim", "cpus", "memory", "shm", "gpus")
     values = {name: getattr(options, name) for name in (*names, "restarts")}
     job = JobOptions(**values, arguments=more, environment=_variables(options.env))
@@ -192,14 +191,12 @@ def _kubernetes(arguments: Sequence[str], more: Sequence[str]) -> int:
     return 0
 
 
-def _serve(arguments: Sequence[str], more: Sequence[str]) -> int:
-    options = parse(ServeManifestOptions, [*arguments, *more], program="meshrec launch k8s-serve")
+def _serve(options: ServeManifestOptions) -> int:
     _print_yaml(*serving(ServeJob(**vars(options))))
     return 0
 
 
-def _store(arguments: Sequence[str], more: Sequence[str]) -> int:
-    options = parse(StoreOptions, [*arguments, *more], program="meshrec launch store")
+def _store(options: StoreOptions) -> int:
     store = host_store(options.address, options.port)
     print(f"the store listens at {options.address}:{store.port}", flush=True)
     try:
@@ -228,22 +225,27 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-_ACTIONS: dict[str, Callable[[Sequence[str], Sequence[str]], int]] = {
-    "slurm": _slurm,
-    "k8s": _kubernetes,
-    "k8s-serve": _serve,
-    "store": _store,
+class _Action(NamedTuple):
+    """An action of the command: its options, and the function that takes them."""
+
+    options: type
+    run: Callable[..., int]
+    trains: bool = False
+    """Whether the words after ``--`` are options of `meshrec train`, and the second argument."""
+
+
+_ACTIONS = {
+    "slurm": _Action(SlurmOptions, _slurm, trains=True),
+    "k8s": _Action(KubernetesOptions, _kubernetes, trains=True),
+    "k8s-serve": _Action(ServeManifestOptions, _serve),
+    "store": _Action(StoreOptions, _store),
 }
 
 
 def _help() -> str:
-    kinds = {
-        "slurm": SlurmOptions,
-        "k8s": KubernetesOptions,
-        "k8s-serve": ServeManifestOptions,
-        "store": StoreOptions,
-    }
-    lines = [f"  {name:10} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in kinds.items()]
+    lines = [
+        f"  {name:10} {(action.options.__doc__ or '').splitlines()[0]}" for name, action in _ACTIONS.items()
+    ]
     return "\n".join(
         [
             "usage: meshrec launch [-h] {slurm,k8s,k8s-serve,store} ...",

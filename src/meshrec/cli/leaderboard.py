@@ -9,9 +9,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import check_output, parse
 from meshrec.cli.inspect import InspectOptions, look, recipe_text
-from meshrec.cli.output import check_output
 from meshrec.durable import scratch_folder
 from meshrec.reports.page import to_page
 

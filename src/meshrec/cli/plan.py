@@ -11,8 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
-from meshrec.cli.arguments import parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import check_output, parse
 from meshrec.comms.wire import AcrossNodes, TableWires
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.plan.text import read_json

@@ -3,32 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from meshrec.cli.arguments import Words, parse
+from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.on_ranks import on_ranks
-from meshrec.cli.output import check_output
-from meshrec.cli.run_options import RankOptions, RunOptions
+from meshrec.cli.run_options import DataOptions, RankOptions, RunOptions, open_scorer
 from meshrec.runs.calibrated import CalibrationKind, curve_of_run
 from meshrec.runs.score_file import write_scores
-from meshrec.runs.scoring import gathered, load_scorer
+from meshrec.runs.scoring import gathered
 from meshrec.train.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions(RunOptions, RankOptions):
+class PredictOptions(RunOptions, RankOptions, DataOptions):
     """Score data, which needs no labels: one row of scores per row of data, in the order of the data."""
 
-    data: tuple[str, ...]
-    """Files, folders or patterns of data, in the format of the training data."""
     out: Path
     """File to write the scores to: .parquet or .csv."""
     force: bool = False
     """Replace a file that exists."""
     keep: Words = ()
     """Columns of the data to write beside the scores; if none, those of the IDs."""
-    on_error: Literal["raise", "skip"] | None = None
-    """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
     calibration: CalibrationKind | None = None
     """Calibrate probabilities on the run's validation data: isotonic, for thousands of rows, or platt."""
 
@@ -39,15 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     run = options.folder()
 
     def work(ranks: Ranks) -> None:
-        scorer = load_scorer(
-            run,
-            ranks,
-            options.data,
-            labelled=False,
-            on_error=options.on_error,
-            step=options.step,
-            last=options.last,
-        )
+        scorer = open_scorer(options, run, ranks, labelled=False)
         curve = None if options.calibration is None else curve_of_run(run, scorer, ranks, options.calibration)
         scored = gathered(scorer, ranks)
         if not ranks.is_first:

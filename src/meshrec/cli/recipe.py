@@ -7,8 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import HELP, UsageError, parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import check_output, parse_subcommand
 from meshrec.train.recipes import resolve
 from meshrec.train.yaml_recipes import to_yaml
 
@@ -26,15 +25,7 @@ class ToYamlOptions:
 
 
 def main(arguments: Sequence[str]) -> int:
-    word, rest = (arguments[0], arguments[1:]) if arguments else (None, [])
-    if word in HELP:
-        word, rest = "to-yaml", HELP[1:]
-    if word != "to-yaml":
-        what = (
-            "give its command: to-yaml" if word is None else f"there is no command {word!r}; there is to-yaml"
-        )
-        raise UsageError(f"recipe: {what}. `meshrec recipe --help` lists its options.")
-    options: ToYamlOptions = parse(ToYamlOptions, rest, program="meshrec recipe to-yaml")
+    options: ToYamlOptions = parse_subcommand(ToYamlOptions, arguments, command="recipe", name="to-yaml")
     check_output(options.out, force=options.force)
     text = to_yaml(resolve(options.recipe))
     if options.out is None:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import Words, parse
+from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.on_ranks import on_ranks
-from meshrec.cli.output import check_output
 from meshrec.cli.run_options import RankOptions, RunOptions
 from meshrec.train.ranks import Ranks
 

@@ -4,11 +4,15 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from meshrec.train.run_folder import RUNS, SUMMARY, RunFolder, final_of, find_run
+
+if TYPE_CHECKING:
+    from meshrec.runs.scoring import Scorer
+    from meshrec.train.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +67,35 @@ class RankOptions:
     """Number of ranks on this machine; it may differ from the run's."""
     device: str | None = None
     """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """The options of commands that score data."""
+
+    data: tuple[str, ...]
+    """Files, folders or patterns of data, in the format of the training data."""
+    on_error: Literal["raise", "skip"] | None = None
+    """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
+
+
+def open_scorer(options: Any, run: RunFolder, ranks: "Ranks", *, labelled: bool) -> "Scorer":
+    """Load a run's model, and open the data of the options. Collective.
+
+    Args:
+        options: `RunOptions` and `DataOptions` of a command.
+        run: the run.
+        ranks: the ranks, from `join`.
+        labelled: whether to read labels.
+    """
+    from meshrec.runs.scoring import load_scorer
+
+    return load_scorer(
+        run,
+        ranks,
+        options.data,
+        labelled=labelled,
+        on_error=options.on_error,
+        step=options.step,
+        last=options.last,
+    )

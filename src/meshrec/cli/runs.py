@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
-from meshrec.cli.arguments import UsageError, parse
+from meshrec.cli.arguments import UsageError, parse, wide_console
 from meshrec.data.nearest import did_you_mean
 from meshrec.metrics.named import leading_text, metric_of, quality
 from meshrec.runs.removing import remove_run
@@ -106,8 +105,7 @@ def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
     Raises:
         ValueError: A run does not exist.
     """
-    console = Console()
-    console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
+    console = wide_console(_PIPE_WIDTH)
     match options:
         case RunsOptions():
             console.print(_list(_wanted(options)))

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import Words, parse
-from meshrec.cli.output import check_output
+from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.run_options import RunOptions
 
 

@@ -11,14 +11,15 @@ from meshrec.durable.digests import (
     write_digests,
 )
 from meshrec.durable.files import (
+    FULL,
     DamageError,
     durable_file,
+    name_full_disk,
     open_regular,
     read_regular,
     sync_folder,
     write_durably,
 )
-from meshrec.durable.full_disk import FULL, name_full_disk
 from meshrec.durable.marks import PREFIX, Mark, mark, marks, release
 from meshrec.durable.removal import Created, is_below, remove_empty, remove_link, remove_named
 from meshrec.durable.scratch import (

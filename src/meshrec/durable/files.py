@@ -1,17 +1,19 @@
-"""Atomic file writes, and reads that never block on a pipe or device."""
+"""Atomic file writes, errors of full disks, and reads that never block on a pipe or device."""
 
 import contextlib
 import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from meshrec.durable.removal import Created
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -146,3 +148,30 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
         if count == 0:
             raise DamageError(f"{name}: the file ends too early")
         num_read += count
+
+
+def name_full_disk(error: OSError, paths: Iterable[Path | str]) -> None:
+    """Set the file name on a disk-full error, unless it already has one.
+
+    Args:
+        error: error from a write.
+        paths: files and folders on the disks written to. The path on the disk with the least free space is
+            named, or its nearest existing parent.
+    """
+    if error.errno not in FULL or error.filename is not None:
+        return
+    folders = [folder for path in paths if (folder := _existing(Path(path))) is not None]
+    error.filename = min(map(str, folders), key=_free_bytes, default=None)
+
+
+def _existing(path: Path) -> Path | None:
+    try:
+        path = path.absolute()
+        return next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
+    except (OSError, ValueError):  # too long a name, or a null byte
+        return None
+
+
+def _free_bytes(folder: str) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint import find_checkpoint, read_manifest
-from meshrec.checkpoint.hashed import read_rows
 from meshrec.checkpoint.manifest import Manifest, TensorRecord
+from meshrec.checkpoint.reading import read_rows
 from meshrec.checkpoint.tables import whole_blocks
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.embedding_modules import TableCollection

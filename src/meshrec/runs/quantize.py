@@ -1,30 +1,23 @@
 """Quantization of a run's model into a checkpoint."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from meshrec.checkpoint import find_checkpoint, load, save
+from meshrec.checkpoint import save
 from meshrec.metrics.binary import log_losses
 from meshrec.modules import DataType
-from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant.budget import Choice, choose_precision
 from meshrec.quant.from_checkpoint import quantised_about
 from meshrec.quant.page import page_of
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
-from meshrec.runs.fitting import data_of_run
-from meshrec.runs.saved_recipe import load_recipe
+from meshrec.runs.scoring import trained_model
 from meshrec.train.evaluation import outputs_of
 from meshrec.train.progress import origin_of
 from meshrec.train.ranks import Ranks
-from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from meshrec.data import Dataset
 
 
 class QuantisedRun(NamedTuple):
@@ -32,35 +25,6 @@ class QuantisedRun(NamedTuple):
 
     model: nn.Module
     choice: Choice | None
-
-
-class TrainedModel(NamedTuple):
-    """A run's unsharded model with checkpoint weights, recipe and data."""
-
-    model: nn.Module
-    recipe: Recipe
-    dataset: "Dataset"
-    checkpoint: Path
-
-
-def trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
-    """Load a run's model from the checkpoint selected by ``meshrec.checkpoint.find_checkpoint``.
-
-    Args:
-        run: the run.
-        step: load the checkpoint at this step.
-        last: load the last checkpoint instead of the best.
-    """
-    checkpoint = find_checkpoint(run.path, step=step, last=last)
-    recipe = load_recipe(run)
-    dataset = data_of_run(recipe.data, run)
-    model = recipe.model.build(dataset)
-    for child in model.modules():
-        if isinstance(child, TableCollection):
-            # Tables are built on meta; the checkpoint fills all rows.
-            child.to_empty(device=torch.device("cpu"))
-    load(checkpoint, {"model": model})
-    return TrainedModel(model, recipe, dataset, checkpoint)
 
 
 def quantize_run(

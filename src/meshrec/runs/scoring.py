@@ -3,13 +3,16 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import nn
 
 from meshrec.checkpoint import find_checkpoint, load, read_manifest
+from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim import SGD
-from meshrec.runs.fitting import features_of
+from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.runs.saved_recipe import describe_data, load_recipe
 from meshrec.train.building import build
 from meshrec.train.evaluation import Scored, score
@@ -93,6 +96,35 @@ def load_model(
     model = build(_placed(scored, run, ranks, sharded=sharded), dataset, ranks).model
     load(checkpoint, {"model": model})
     return model, read_manifest(checkpoint).step
+
+
+class TrainedModel(NamedTuple):
+    """A run's unsharded model with checkpoint weights, recipe and data."""
+
+    model: nn.Module
+    recipe: Recipe
+    dataset: "Dataset"
+    checkpoint: Path
+
+
+def trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
+    """Load a run's model from the checkpoint selected by ``meshrec.checkpoint.find_checkpoint``.
+
+    Args:
+        run: the run.
+        step: load the checkpoint at this step.
+        last: load the last checkpoint instead of the best.
+    """
+    checkpoint = find_checkpoint(run.path, step=step, last=last)
+    recipe = load_recipe(run)
+    dataset = data_of_run(recipe.data, run)
+    model = recipe.model.build(dataset)
+    for child in model.modules():
+        if isinstance(child, TableCollection):
+            # Tables are built on meta; the checkpoint fills all rows.
+            child.to_empty(device=torch.device("cpu"))
+    load(checkpoint, {"model": model})
+    return TrainedModel(model, recipe, dataset, checkpoint)
 
 
 def _handling(source: DataSource, on_error: "OnError | None") -> DataSource:

@@ -3,14 +3,13 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data.nearest import did_you_mean
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.runs.fitting import data_of_run, features_of
+from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe
+from meshrec.runs.scoring import trained_model
 from meshrec.train.recipe import FittedSource
 from meshrec.train.run_folder import RunFolder
 
@@ -35,13 +34,8 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
     Raises:
         ValueError: the run, checkpoint or feature does not exist.
     """
-    checkpoint = find_checkpoint(run.path, step=step, last=last)
-    recipe = load_recipe(run)
-    model = recipe.model.build(data_of_run(recipe.data, run))
-    collections = [each for each in model.modules() if isinstance(each, TableCollection)]
-    for each in collections:
-        each.to_empty(device=torch.device("cpu"))
-    load(checkpoint, {"model": model})
+    model = trained_model(run, step=step, last=last).model
+    collections = [module for module in model.modules() if isinstance(module, TableCollection)]
     known: list[str] = []
     for each in collections:
         hashed = each.hashed_tables()

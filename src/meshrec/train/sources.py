@@ -74,11 +74,6 @@ class MovieLens(DataSource):
         """Load the ratings into memory."""
         from meshrec.data import movielens
 
-        split = (
-            None
-            if self.split_by is None
-            else Split(by=self.split_by, column=self.split_column, seed=self.seed)
-        )
         return movielens(
             path=self.path,
             split=_split_of(self),
@@ -176,11 +171,6 @@ class Criteo(DataSource):
         """Open the files."""
         from meshrec.data import criteo
 
-        split = (
-            None
-            if self.split_by is None
-            else Split(by=self.split_by, column=self.split_column, seed=self.seed)
-        )
         return criteo(
             train=self.train,
             validation=self.validation,
