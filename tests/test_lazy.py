@@ -8,11 +8,11 @@ from meshrec.lazy import uncollected
 
 OWN = """
 import gc, sys
-from meshrec.lazy import own_process, uncollected
+from meshrec.lazy import declare_command, uncollected
 with uncollected():
     import json
 assert gc.get_freeze_count() == 0
-own_process()
+declare_command()
 with uncollected():
     import meshrec.cli.train
 assert gc.isenabled() and gc.get_freeze_count() > 100_000

@@ -13,8 +13,8 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
-from meshrec.cli.unread import nobody_reads
-from meshrec.lazy import own_process
+from meshrec.cli.unread import has_no_reader
+from meshrec.lazy import declare_command
 
 _UNREAD = 128 + 13
 """The status of a program that SIGPIPE has ended, as a shell reports it."""
@@ -38,7 +38,7 @@ def main() -> int:
         _say_stopped()
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        if not nobody_reads():
+        if not has_no_reader():
             raise
         return _UNREAD
     except SystemExit as ended:
@@ -50,12 +50,12 @@ def main() -> int:
 
 
 def command() -> NoReturn:
-    """Run `main` in a process of its own, and end the process at once.
+    """Run `main` as the whole program, and end the process at once.
 
     Like the children of :mod:`multiprocessing`, it waits for threads, runs the exit functions and flushes its
     output. It skips the destruction of torch's objects, which takes a second or two.
     """
-    own_process()
+    declare_command()
     os.environ.setdefault(SAFE_PATH_VARIABLE, "1")  # for compilers, trackers and launchers that torch starts
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
@@ -75,8 +75,8 @@ def command() -> NoReturn:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt, or end the process at once while a module is being imported.
 
-    A library that tries to import another one may catch the interrupt: the command would then go on, or fail
-    later with an ImportError of a module that was half loaded.
+    A library that tries to import another one may catch the interrupt: the command would then continue, or
+    fail later with an ImportError of a module that was half loaded.
     """
     importing = frame
     while importing is not None and not importing.f_code.co_filename.startswith("<frozen importlib"):

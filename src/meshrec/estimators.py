@@ -43,7 +43,7 @@ from meshrec.runs.scoring import Scorer, gathered, load_scorer, open_data
 from meshrec.runs.similar import similar_items
 from meshrec.runs.worker import work
 from meshrec.train.evaluation import Scored
-from meshrec.train.observers import Evaluated, Event, Finished, Said, Started, Stepped
+from meshrec.train.observers import Evaluated, Event, Finished, Reported, Started, Stepped
 from meshrec.train.ranks import choose_device, join
 from meshrec.train.run_folder import CONFIG, RunFolder, final_of
 from meshrec.train.tuning import with_options
@@ -122,7 +122,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         job = Job(
             recipe=recipe, source="recipe.yaml", name=_RUN, runs=folder, device=self.device, final=self.final
         )
-        with _own_random_state():
+        with _preserved_random_state():
             self.summary_ = work(job, lambda _: _Progress() if self.verbose else _silent)
 
     def _evaluated(self, data: Any) -> dict[str, float]:
@@ -170,12 +170,12 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
                 f"{folder} holds a {about['class']}, not a {cls.__name__}. Call "
                 f"meshrec.{about['class']}.load."
             )
-        made = cls(**about["params"])
-        _unpacked(_packed(Path(folder) / _RUN), made._new_folder())
+        estimator = cls(**about["params"])
+        _unpacked(_packed(Path(folder) / _RUN), estimator._new_folder())
         for name, value in about["fitted"].items():
             # JSON turns these arrays into lists.
-            setattr(made, name, np.array(value) if name in ("classes_", "feature_names_in_") else value)
-        return made
+            setattr(estimator, name, np.array(value) if name in ("classes_", "feature_names_in_") else value)
+        return estimator
 
     def _fitted(self) -> dict[str, Any]:
         """Return the attributes that `fit` learned in addition to the run."""
@@ -241,14 +241,14 @@ class _OfTables:
                 query=query,
                 out=folder / "recipe.py",
             )
-            found, proposal = look(options)
+            data_profile, proposal = look(options)
             is_classifier = isinstance(self, Classifier)
-            if is_classifier and found.labels is not None and len(found.labels.values) > 2:
-                proposal = propose(found, label=self._target, time=self.time, task="classes")
+            if is_classifier and data_profile.labels is not None and len(data_profile.labels.values) > 2:
+                proposal = propose(data_profile, label=self._target, time=self.time, task="classes")
             self.remarks_ = proposal.warnings
-            self._train(recipe_text(options, proposal, found.num_rows), folder)
+            self._train(recipe_text(options, proposal, data_profile.num_rows), folder)
             if is_classifier:
-                self._classes(found.labels, proposal.features.labels[0])
+                self._classes(data_profile.labels, proposal.features.labels[0])
                 self._calibrate()
         return self
 
@@ -330,11 +330,11 @@ class _OfTables:
         """
         _checks.check_is_fitted(self)
         rows = self._table(X, reset=False)
-        others = None if background is None else self._table(background, reset=False)
-        if others is None and not _is_there(RunFolder(self.run_)):
+        background_rows = None if background is None else self._table(background, reset=False)
+        if background_rows is None and not _is_there(RunFolder(self.run_)):
             raise ValueError("the saved model has no training data to compare with. Give background rows.")
-        found = contributions(RunFolder(self.run_), rows, background=others, num_orders=num_orders)
-        return self._returned(found)
+        table = contributions(RunFolder(self.run_), rows, background=background_rows, num_orders=num_orders)
+        return self._returned(table)
 
 
 class Classifier(_base.ClassifierMixin, _OfTables, _Estimator):  # type: ignore[misc, name-defined]
@@ -624,11 +624,11 @@ class Recommender(_Estimator):
         """
         _checks.check_is_fitted(self)
         ranks = join(choose_device(self.device))
-        wanted = None if users is None else pa.table({self.user: pa.array(_listed(users))})
+        requested = None if users is None else pa.table({self.user: pa.array(_listed(users))})
         log = data if data is None or _are_paths(data) else self._paths(data, self._folder_of("other"))
-        found = load_recommender(RunFolder(self.run_), ranks, users=wanted, data=log)
-        best = recommendations(found, ranks, k, keep_seen=keep_seen)
-        return self._returned(pa.concat_tables(recommendation_tables(found, best)))
+        recommender = load_recommender(RunFolder(self.run_), ranks, users=requested, data=log)
+        best = recommendations(recommender, ranks, k, keep_seen=keep_seen)
+        return self._returned(pa.concat_tables(recommendation_tables(recommender, best)))
 
     def similar(self, items: Any, k: int = 10) -> Any:
         """Return the most similar items for each item, by vector cosine.
@@ -670,19 +670,19 @@ class _Progress:
                 self._num_steps = event.num_steps
             case Evaluated(line, _):
                 self._quality = f"  {leading_text(line)}"
-            case Said(text):
+            case Reported(text):
                 print(f"\r{text}", file=sys.stderr)
             case Stepped(step, _) if 100 * step // self._num_steps != self._shown:
                 self._shown = 100 * step // self._num_steps
                 text = f"\rstep {step:,} of {self._num_steps:,}{self._quality}   "
                 print(text, end="", file=sys.stderr, flush=True)
             case Finished(summary):
-                found = "  ".join(
+                metrics = "  ".join(
                     f"{data} {leading_text(summary[data])}"
                     for data in ("validation", "test")
                     if summary[data]
                 )
-                print(f"\rfinished at step {summary['step']:,}: {found}   ", file=sys.stderr)
+                print(f"\rfinished at step {summary['step']:,}: {metrics}   ", file=sys.stderr)
             case _:
                 pass
 
@@ -692,7 +692,7 @@ def _silent(event: Event) -> None:
 
 
 @contextmanager
-def _own_random_state() -> Iterator[None]:
+def _preserved_random_state() -> Iterator[None]:
     """Preserve the program's random state: training seeds Python, NumPy and torch."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -709,7 +709,7 @@ def _are_paths(data: Any) -> bool:
     return (
         isinstance(data, list | tuple)
         and len(data) > 0
-        and all(isinstance(each, str | Path) for each in data)
+        and all(isinstance(path, str | Path) for path in data)
     )
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 
 class _Process:
-    is_own = False
+    is_command = False
 
 
 _process = _Process()
 
 
-def own_process() -> None:
-    """Declare that nothing but MeshRec's command runs here, so `uncollected` may freeze what it imports."""
-    _process.is_own = True
+def declare_command() -> None:
+    """Declare that this process runs MeshRec's command only, so `uncollected` may freeze imported objects."""
+    _process.is_command = True
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        if _process.is_own:
+        if _process.is_command:
             gc.freeze()
         if was_on:
             gc.enable()
@@ -46,11 +46,11 @@ def importer(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str]
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 
-    def found(name: str) -> Any:
+    def load(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; use one of {package}.__all__."
             )
         return getattr(importlib.import_module(home_of[name]), name)
 
-    return found
+    return load

@@ -92,11 +92,11 @@ class DistributedModelParallel(nn.Module):
         embedding_modules = _embedding_modules(module, sharders)
         self._plan = self._checked_plan(plan, module, embedding_modules, sharders)
         self._sharded: dict[str, Any] = {}
-        seed_by_path({path: found for path, (found, _) in embedding_modules.items()})  # type: ignore[misc]
-        for path, (found, sharder) in embedding_modules.items():
+        seed_by_path({path: collection for path, (collection, _) in embedding_modules.items()})  # type: ignore[misc]
+        for path, (collection, sharder) in embedding_modules.items():
             module_plan = self._plan.plan[path]
-            self._sharded[path] = sharder.shard(found, module_plan, self._env, self._device)  # type: ignore[arg-type]
-            module = _replaced(module, path, self._sharded[path])
+            self._sharded[path] = sharder.shard(collection, module_plan, self._env, self._device)  # type: ignore[arg-type]
+            module = _with_submodule(module, path, self._sharded[path])
         self._plan = _running(self._plan, self._sharded)
         self._dmp_wrapped_module: nn.Module = module
         self._is_data_parallel = False
@@ -161,8 +161,8 @@ class DistributedModelParallel(nn.Module):
         """
         tables = {tensor for module in self._sharded.values() for tensor in module.parameters()}
         for child in self.module.modules():
-            own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-            if any(tensor.is_meta for tensor in own):
+            tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+            if any(tensor.is_meta for tensor in tensors):
                 child.to_empty(device=self._device, recurse=False)
                 if not hasattr(child, "reset_parameters"):
                     raise ValueError(
@@ -171,7 +171,7 @@ class DistributedModelParallel(nn.Module):
                         "yourself."
                     )
                 child.reset_parameters()  # type: ignore[operator]
-            elif own and not any(tensor in tables for tensor in own):
+            elif tensors and not any(tensor in tables for tensor in tensors):
                 child._apply(lambda tensor: tensor.to(self._device), recurse=False)
         for parameter in self.module.parameters():
             if parameter not in tables:
@@ -231,15 +231,15 @@ class DistributedModelParallel(nn.Module):
             module: the model.
             sharded: the sharded embedding modules in ``module``, by path.
         """
-        made = DistributedModelParallel.__new__(DistributedModelParallel)
-        nn.Module.__init__(made)
-        made._env, made._device, made._plan = self._env, self._device, _running(self._plan, sharded)
-        made._dense, made._dense_options = None, {}
-        made._sharded, made._dmp_wrapped_module = dict(sharded), module
-        made._is_data_parallel = False
-        made._gradient_dtype = None
-        made._dense_gradients = made.late_gradients = None
-        return made
+        model = DistributedModelParallel.__new__(DistributedModelParallel)
+        nn.Module.__init__(model)
+        model._env, model._device, model._plan = self._env, self._device, _running(self._plan, sharded)
+        model._dense, model._dense_options = None, {}
+        model._sharded, model._dmp_wrapped_module = dict(sharded), module
+        model._is_data_parallel = False
+        model._gradient_dtype = None
+        model._dense_gradients = model.late_gradients = None
+        return model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to copy or pickle one rank's part of a model; a model of one process is copied whole."""
@@ -298,8 +298,8 @@ class DistributedModelParallel(nn.Module):
         of parameters.
         """
         model = self.module
-        own = chain(model._modules, model._parameters, model._buffers)
-        return {"": "_dmp_wrapped_module", **dict.fromkeys(own, "module")}
+        names = chain(model._modules, model._parameters, model._buffers)
+        return {"": "_dmp_wrapped_module", **dict.fromkeys(names, "module")}
 
     def sparse_grad_parameter_names(
         self, destination: list[str] | None = None, prefix: str = ""
@@ -345,7 +345,7 @@ class DistributedModelParallel(nn.Module):
         if plan is None:
             plan = self._planned(module, sharders) if embedding_modules else ShardingPlan({})
         verify_same_plan(plan, self._env.world.group)
-        tables = {path: tables_of(found) for path, (found, _) in embedding_modules.items()}
+        tables = {path: tables_of(collection) for path, (collection, _) in embedding_modules.items()}
         verify_plan(plan, tables, world_size=self._env.shard.size)
         return plan
 
@@ -420,16 +420,16 @@ def _embedding_modules(
         ValueError: an option of a sharder names no table, or a name that several modules have.
     """
     modules: dict[str, tuple[nn.Module, Sharder]] = {
-        path: (found, sharder)
-        for path, found in module.named_modules()
+        path: (collection, sharder)
+        for path, collection in module.named_modules()
         for sharder in sharders
-        if isinstance(found, sharder.module_type)
+        if isinstance(collection, sharder.module_type)
     }
-    names = {path: list(tables_of(found)) for path, (found, _) in modules.items()}
+    names = {path: list(tables_of(collection)) for path, (collection, _) in modules.items()}
     for sharder in sharders:
         tables = {path: names[path] for path, (_, by) in modules.items() if by is sharder}
-        for path, own_sharder in sharder.by_path(tables, names).items():
-            modules[path] = modules[path][0], own_sharder
+        for path, sharder_of_module in sharder.by_path(tables, names).items():
+            modules[path] = modules[path][0], sharder_of_module
     return modules
 
 
@@ -438,7 +438,7 @@ def _running(plan: ShardingPlan, sharded: Mapping[str, Any]) -> ShardingPlan:
     return replace(plan, plan={path: module.plan for path, module in sharded.items()})
 
 
-def _replaced(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
+def _with_submodule(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
     if not path:
         return module
     parent, _, name = path.rpartition(".")

@@ -24,11 +24,11 @@ def test_what_cannot(tmp_path):
     "error", ["rank 0: BrokenPipeError: 32", "a rank ended without an error. Its log is x"]
 )
 def test_ranks_whose_output_nobody_reads_are_no_failure(monkeypatch, error):
-    monkeypatch.setattr(unread, "nobody_reads", lambda: True)
+    monkeypatch.setattr(unread, "has_no_reader", lambda: True)
     with pytest.raises(BrokenPipeError):
         unread.check_reader(error)
     unread.check_reader("rank 0: KeyError: 'x'")
-    monkeypatch.setattr(unread, "nobody_reads", lambda: False)
+    monkeypatch.setattr(unread, "has_no_reader", lambda: False)
     unread.check_reader(error)
 
 

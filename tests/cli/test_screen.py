@@ -4,7 +4,7 @@ from rich.console import Console
 
 from meshrec.cli.screen import LineScreen, LiveScreen, summary_table
 from meshrec.train import Placement, RunFolder, Trainer, join
-from meshrec.train.observers import Finished, Said
+from meshrec.train.observers import Finished, Reported
 
 SUMMARY = {
     "state": "stopped",
@@ -34,7 +34,7 @@ def shown(kind, tmp_path, small, *, terminal):
     screen = kind(RunFolder(tmp_path / "mine"), console)
     recipe = small(epochs=2, placement=Placement(sharding_types=("row_wise",)))
     Trainer(recipe, recipe.data.load(), join("cpu"), observer=screen).run()
-    screen(Said("something"))
+    screen(Reported("something"))
     screen(Finished(SUMMARY))
     return out.getvalue()
 

@@ -32,7 +32,7 @@ def test_a_run_leaves_its_folder(tmp_path, small):
     names = {"global mean", "item popularity", "logistic regression"}
     assert set(summary["baselines"]) - {"LightGBM"} == names
     assert " won: test AUC " in summary["winner"]
-    told = [event.text for event in events if type(event).__name__ == "Said"]
+    told = [event.text for event in events if type(event).__name__ == "Reported"]
     for name in names:  # as each is done, for screens without a progress bar
         assert sum(text.startswith(f"baseline {name}: AUC ") for text in told) == 1
     assert folder.read_json(CONFIG)["recipe"]["training"]["epochs"] == 2

@@ -7,7 +7,7 @@ import torch
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager, read_manifest
 from meshrec.train import RunFolder, Trainer, join
-from meshrec.train.observers import Said, Stepped
+from meshrec.train.observers import Reported, Stepped
 from meshrec.train.stopping import StopRequest
 
 
@@ -116,6 +116,6 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, small, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointManager, "async_save", full)
         each.run()
-    said = [event.text for event in events if isinstance(event, Said)]
+    said = [event.text for event in events if isinstance(event, Reported)]
     assert sum(bool(re.match("no checkpoint was saved: .*No space left", text)) for text in said) == 2
     assert os.listdir(folder.path / "checkpoints") == ["step-0000000010"]

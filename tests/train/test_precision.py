@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshrec.train import DenseOptimizer, Trainer, join
-from meshrec.train.observers import Said
+from meshrec.train.observers import Reported
 from meshrec.train.precision import choose_precision, native_bf16
 from meshrec.train.recipe import Training
 from meshrec.train.run_folder import RunFolder
@@ -69,7 +69,7 @@ def test_bf16_trains_nearly_as_well_and_reports_the_loss_in_both_precisions(smal
     assert check.samples == 400
     assert 0 < abs(check.difference) < 0.01
     assert check.fp32 == pytest.approx(rounded.validation["loss"], rel=1e-5)  # evaluations compute in fp32
-    lines = [event.text for event in said if isinstance(event, Said)]
+    lines = [event.text for event in said if isinstance(event, Reported)]
     assert any("dense part in bf16" in line for line in lines)
     assert any(f"{check.bf16:.6f}" in line and f"{check.fp32:.6f}" in line for line in lines)
 

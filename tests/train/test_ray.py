@@ -13,7 +13,7 @@ from meshrec.cli.on_ray import train_on_ray
 from meshrec.data.features import Features, Hashed, Label
 from meshrec.runs.job import Job
 from meshrec.train import ray as on_ray
-from meshrec.train.observers import Evaluated, Logged, Said
+from meshrec.train.observers import Evaluated, Logged, Reported
 from meshrec.train.run_folder import RunFolder
 
 
@@ -51,7 +51,7 @@ def line(step, **more):
 
 def test_workers_report_at_the_same_steps(reports, tmp_path):
     for reporter in (on_ray._Reporter(10), on_ray._Reporter(10, RunFolder(tmp_path))):
-        for event in (Logged(line(5)), Logged(line(10)), Said("x"), Evaluated(line(12), True)):
+        for event in (Logged(line(5)), Logged(line(10)), Reported("x"), Evaluated(line(12), True)):
             reporter(event)
     steps = [metrics["step"] for metrics, _ in reports]
     assert steps == [10, 12] * 2

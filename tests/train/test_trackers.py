@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshrec.train import RunFolder
-from meshrec.train.observers import Evaluated, Finished, Logged, Said, Started
+from meshrec.train.observers import Evaluated, Finished, Logged, Reported, Started
 from meshrec.train.trackers import WandbObserver, find_trackers, make_trackers, named_metrics
 
 LINE = {"kind": "train", "step": 3, "seconds": 1.5, "loss": 0.5, "lr": 0.1, "ndcg@10": 0.2}
@@ -20,7 +20,7 @@ def started(recipe, folder, first_step=0):
 
 def tell(observer, recipe, folder, first_step=0):
     begin = started(recipe, folder, first_step)
-    for event in (begin, Logged(LINE), Said("x"), Evaluated(TEST, False), Finished(SUMMARY)):
+    for event in (begin, Logged(LINE), Reported("x"), Evaluated(TEST, False), Finished(SUMMARY)):
         observer(event)
 
 
@@ -122,7 +122,7 @@ def test_observers_of_users_and_faulty_ones(folder, small, tmp_path, caplog):
         for each in (own, broken):
             tell(each, small(), folder)
     told = (folder.path / "told").read_text().split()
-    assert told == ["Started", "Logged", "Said", "Evaluated", "Finished"]
+    assert told == ["Started", "Logged", "Reported", "Evaluated", "Finished"]
     (line,) = [record.message for record in caplog.records]
     assert line.endswith("broken failed and gets no more events: OSError: no more room")
 

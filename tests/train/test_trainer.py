@@ -5,7 +5,7 @@ import torch
 
 from meshrec.planner.measured import PHASES_FILE, read_phases
 from meshrec.train import RunFolder, Trainer, join
-from meshrec.train.observers import Evaluated, Logged, Said, Started, Stepped
+from meshrec.train.observers import Evaluated, Logged, Reported, Started, Stepped
 from meshrec.train.stopping import StopRequest
 
 
@@ -51,7 +51,7 @@ def test_early_stopping_takes_the_best_weights(small):
     best = max(event.line["auc"] for event in of(Evaluated, events) if event.line["kind"] == "validation")
     assert validation["auc"] == pytest.approx(best, abs=1e-12)
     assert trainer.judge.early.best_auc == best
-    assert "the best by validation AUC" in of(Said, events)[0].text
+    assert "the best by validation AUC" in of(Reported, events)[0].text
 
 
 def fruitless(small, **training):
@@ -63,12 +63,12 @@ def fruitless(small, **training):
 def test_training_that_does_not_pay_ends_and_says_why(small):
     trainer, _, events = trained(fruitless(small))
     assert (trainer.progress.step, trainer.num_steps) == (20, 80)
-    assert trainer.ended_because in [event.text for event in of(Said, events)]
+    assert trainer.ended_because in [event.text for event in of(Reported, events)]
     assert "step 20 of 80" in trainer.ended_because
     assert "paired test of 400 samples" in trainer.ended_because
     whole, _, events = trained(fruitless(small, chance_patience=None))
     assert whole.progress.step == 80
-    assert of(Said, events)[-1].text == "training made all 80 steps."
+    assert of(Reported, events)[-1].text == "training made all 80 steps."
 
 
 def test_training_that_pays_goes_on(small):

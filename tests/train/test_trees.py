@@ -35,7 +35,7 @@ def test_columns_are_values_categories_and_what_lists_hold(small):
     trees = Trees.__new__(Trees)
     trees._rows = {each.name: each.num_embeddings for each in dataset.features}
     trees._lists = {keys[0]: torch.tensor([1, 2])}
-    trees._kept = {}
+    trees._frequent = {}
     found = torch.from_numpy(trees.matrix(tiny))
     num = tiny.dense.shape[1]
     assert torch.equal(found[:, :num], tiny.dense)

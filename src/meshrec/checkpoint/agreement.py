@@ -43,7 +43,7 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
     Args:
         axis: participating ranks.
         function: local work; the result must be picklable.
-        action: what the ranks do, for error messages, such as "writing the manifest".
+        action: the ranks' work, for error messages, such as "writing the manifest".
 
     Returns:
         Results in rank order.

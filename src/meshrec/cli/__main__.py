@@ -58,7 +58,7 @@ def main() -> int:
 
         print(f"meshrec {version('meshrec')}")
         return 0
-    name, *rest = arguments
+    name, *remaining = arguments
     if name not in COMMANDS:
         from meshrec.data.nearest import did_you_mean
 
@@ -69,7 +69,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    return _run(COMMANDS[name], rest)
+    return _run(COMMANDS[name], remaining)
 
 
 def _run(command: Command, arguments: Sequence[str]) -> int:

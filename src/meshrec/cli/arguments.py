@@ -27,10 +27,10 @@ class UsageError(ValueError):
 @_REGISTRY.primitive_rule
 def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Read ``int | None`` as a number or the word ``none``."""
-    others = [each for each in get_args(info.type) if each is not NoneType]
-    if len(others) != 1 or NoneType not in get_args(info.type):
+    inner_types = [argument for argument in get_args(info.type) if argument is not NoneType]
+    if len(inner_types) != 1 or NoneType not in get_args(info.type):
         return None
-    inner = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(others[0], info.markers))
+    inner = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner_types[0], info.markers))
     if not isinstance(inner, PrimitiveConstructorSpec):
         return None
     choices = None if inner.choices is None else (*inner.choices, _NONE)
@@ -159,15 +159,15 @@ def parse_subcommand(kind: Any, arguments: Sequence[str], *, command: str, name:
     Raises:
         UsageError: The subcommand is missing, or has another name.
     """
-    first, rest = (arguments[0], arguments[1:]) if arguments else (None, ())
+    first, remaining = (arguments[0], arguments[1:]) if arguments else (None, ())
     if first in HELP:
-        first, rest = name, HELP[1:]
+        first, remaining = name, HELP[1:]
     if first != name:
         mistake = f"give its command: {name}"
         if first is not None:
             mistake = f"there is no command {first!r}; there is {name}"
         raise UsageError(f"{command}: {mistake}. `meshrec {command} --help` lists its options.")
-    return parse(kind, rest, program=f"meshrec {command} {name}")
+    return parse(kind, remaining, program=f"meshrec {command} {name}")
 
 
 def wide_console(width: int) -> Console:

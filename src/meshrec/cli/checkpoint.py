@@ -48,9 +48,7 @@ class _CheckpointOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInspectOptions(_CheckpointOptions):
-    """Show what a checkpoint contains: its step, entries, and the tensors with their types, shapes and
-    sizes.
-    """
+    """Show the contents of a checkpoint: step, entries, and tensors with types, shapes and sizes."""
 
     json: bool = False
     """Print the contents as JSON."""

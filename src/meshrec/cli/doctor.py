@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     """Examine, print on rank 0 (on every rank, if they do not meet), and return the exit code."""
     options = parse(DoctorOptions, arguments, program="meshrec doctor")
     is_store = is_address(options.out)
-    wanted = ExaminationOptions(
+    requested = ExaminationOptions(
         folder=None if is_store else Path(options.out),
         runs=RUNS if is_store else Path(options.out),
         store=options.out if is_store else None,
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         join_seconds=options.timeout,
     )
     try:
-        examination = examine(wanted)
+        examination = examine(requested)
     finally:
         if dist.is_initialized():
             leave_process_group()

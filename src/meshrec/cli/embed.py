@@ -19,10 +19,10 @@ class EmbedOptions(RunOptions):
 
     .parquet has the columns row, value and vector. The value is null for rows that stand for no single value:
     those of unseen and of missing values, and all rows of a hashed feature. In a table of raw IDs
-    (meshrec.Hashed), a row stands for its ID; that of a text is its 64-bit hash.
+    (meshrec.Hashed), a row stands for its ID; the ID of a string is its 64-bit hash.
 
     .usearch and .faiss are indexes for the largest inner product (pip install "meshrec[index]"). Their keys
-    are row numbers; a .parquet file of the same name is written beside them.
+    are row numbers; a .parquet file of the same name is written too.
 
     .npy holds the vectors alone, in the order of rows.
     """
@@ -46,15 +46,15 @@ def main(arguments: Sequence[str]) -> int:
             f"{options.out} ends in {options.out.suffix!r}. Name a .parquet, .npy, .usearch or .faiss file."
         )
     run = options.folder()
-    found = load_table(run, options.feature, step=options.step, last=options.last)
-    vectors = found.rows.float().numpy()
+    table = load_table(run, options.feature, step=options.step, last=options.last)
+    vectors = table.rows.float().numpy()
     if options.out.suffix == ".npy":
         np.save(options.out, vectors)
     else:
         if write_index is not None:
             write_index(options.out, vectors)
         values = (
-            values_of_rows(run, options.feature, len(vectors)) if found.ids is None else found.ids.numpy()
+            values_of_rows(run, options.feature, len(vectors)) if table.ids is None else table.ids.numpy()
         )
         _write(options.out.with_suffix(".parquet"), vectors, values)
     print(f"{options.out}: {len(vectors):,} vectors of {vectors.shape[1]} of feature {options.feature!r}")

@@ -39,18 +39,18 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(ranks: Ranks) -> None:
         scorer = open_scorer(options, run, ranks, labelled=True)
-        found = judge(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
-        if found is None:
+        result = judge(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
+        if result is None:
             return
         num = scorer.dataset.train.num_samples
         print(f"{num:,} rows, by the weights of step {scorer.step} of {run.path}")
-        for name, value in found.metrics.items():
-            interval = found.intervals.get(name)
+        for name, value in result.metrics.items():
+            interval = result.intervals.get(name)
             span = "" if interval is None else f"  [{interval.low:.6f}, {interval.high:.6f}]"
             if math.isnan(value):
-                span = f"  (undefined: {found.num_nan:,} scores are NaN)"
+                span = f"  (undefined: {result.num_nan:,} scores are NaN)"
             print(f"  {name.replace('_', ' '):20} {value:.6f}{span}")
-        for column, slices in found.slices.items():
+        for column, slices in result.slices.items():
             print(f"by {column}:")
             for text, metrics in slices.items():
                 auc = f"{metrics['auc']:.4f}" if "auc" in metrics else "-"
@@ -58,6 +58,6 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"  {text:20} {int(metrics['samples']):>9,} rows  AUC {auc}  loss {loss}")
         if options.json is not None:
             about = {"run": str(run.path), "step": scorer.step, "samples": num}
-            options.json.write_text(json.dumps(finite({**about, **found._asdict()}), indent=1) + "\n")
+            options.json.write_text(json.dumps(finite({**about, **result._asdict()}), indent=1) + "\n")
 
     return on_ranks("evaluate", arguments, work, nproc=options.nproc, device=options.device)

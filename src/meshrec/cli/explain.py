@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     from meshrec.runs.contributions import BASE, OUTPUT, contributions
     from meshrec.runs.score_file import table_writer
 
-    found = contributions(
+    table = contributions(
         run,
         options.data,
         background=options.background or None,
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     if options.out is not None:
         with table_writer(options.out) as write:
-            write(found)
-        print(f"{options.out}: contributions to {len(found):,} rows")
+            write(table)
+        print(f"{options.out}: contributions to {len(table):,} rows")
         return 0
-    for number, row in enumerate(found.to_pylist()):
+    for number, row in enumerate(table.to_pylist()):
         base, output = row.pop(BASE), row.pop(OUTPUT)
         print(f"row {number}: {output:.4f}, of which {base:.4f} is the base")
         for name in sorted(row, key=lambda name: -abs(row[name])):

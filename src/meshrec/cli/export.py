@@ -27,11 +27,11 @@ class ExportOptions(RunOptions):
     schema of a request.
 
     Python reads it with meshrec.export.Predictor, and C++ without Python (csrc/runtime). A package from
-    another machine or another version of torch can be compiled anew for this one.
+    another machine or another version of torch can be compiled again for this one.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run, whose reported weights are exported; or a package, to compile anew."""
+    """Name or folder of a run, whose reported weights are exported; or a package, to compile again."""
     out: Path
     """Folder of the new package, or file with --format onnx; it must not exist yet."""
     format: Literal["package", "onnx"] = "package"
@@ -61,7 +61,7 @@ class ExportOptions(RunOptions):
     sign: Path | None = None
     """PEM file of an ed25519 private key: sign the package, so that servers can require it."""
     require_signature: Path | None = None
-    """PEM file of the ed25519 public key that must have signed the package to compile anew."""
+    """PEM file of the ed25519 public key that must have signed the package to compile again."""
     triton: Path | None = None
     """Add the model to this folder, a model repository of NVIDIA's Triton server with or without others."""
 
@@ -164,7 +164,7 @@ def _propose_refit(run: RunFolder) -> None:
 
 
 def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, int]:
-    """Write the items' vectors, beside the columns of each item or the value of each row; return their
+    """Write the items' vectors with the columns of each item or the value of each row; return their
     shape.
     """
     import pyarrow as pa

@@ -131,15 +131,15 @@ def main(arguments: Sequence[str]) -> int:
     check_output(page, force=options.force, option="--page")
     from meshrec.data.propose import as_json
 
-    found, proposal = look(options)
-    options.out.write_text(recipe_text(options, proposal, found.num_rows), encoding="utf-8")
-    data = as_json(found, proposal) | {
+    data_profile, proposal = look(options)
+    options.out.write_text(recipe_text(options, proposal, data_profile.num_rows), encoding="utf-8")
+    data = as_json(data_profile, proposal) | {
         "data": list(options.data),
         "label": options.label,
         "time": options.time,
     }
     page.write_text(to_page("inspect.js", data), encoding="utf-8")
-    _print(proposal, found.num_rows)
+    _print(proposal, data_profile.num_rows)
     print(f"the page: {page}\nthe recipe, to read and to edit: {options.out}")
     if not _loss(proposal.features.labels)[0] and not _has_lightgbm():
         print('for a better model: pip install "meshrec[lightgbm]", and inspect again: it adds boosted trees')
@@ -169,7 +169,7 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
             f"--label {options.label} with {given[0]}: a log of clicks also has --user, --item and --time. "
             "Give all three, or --label alone."
         )
-    if options.label is not None and (unused := [each for each in given if each not in _OF_CLICKS]):
+    if options.label is not None and (unused := [option for option in given if option not in _OF_CLICKS]):
         raise ValueError(
             f"--label {options.label} with {unused[0]}: with a label, every row of the log counts, and DIN "
             "learns. Leave one of them out."
@@ -203,9 +203,9 @@ def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
     tables = _tables(options.data, options.rows, options.csv_format)
     if options.time is not None and options.time_format is not None:
         tables = (_with_times(table, options.time, options.time_format) for table in tables)
-    found = profile(tables, options.label)
-    return found, propose(
-        found,
+    data_profile = profile(tables, options.label)
+    return data_profile, propose(
+        data_profile,
         label=options.label,
         time=options.time,
         task=options.task,
@@ -215,7 +215,7 @@ def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
 
 
 def _with_times(table: "pa.Table", column: str, time_format: str) -> "pa.Table":
-    """Return a table whose texts in ``column`` are times."""
+    """Return a table with the strings in ``column`` parsed as times."""
     from meshrec.data.faults import DataError
     from meshrec.data.features.values import kind_of, parsed_times, whole
 
@@ -246,10 +246,10 @@ def _tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator
     files, text = expand_tables(list(paths))
     names: list[str] | None = None
 
-    def check(file: File, found: list[str]) -> None:
+    def check(file: File, names_of_file: list[str]) -> None:
         nonlocal names
-        names = names or found
-        differ = sorted(set(names) ^ set(found))
+        names = names or names_of_file
+        differ = sorted(set(names) ^ set(names_of_file))
         if differ:
             raise DataError(f"{file} and {files[0]} differ in {differ}. Give files of one form.")
 
@@ -267,13 +267,13 @@ def _tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator
     try:
         with ExitStack() as stack:
             every = [stack.enter_context(open_parquet_file(file)) for file in files]
-            total = sum(each.metadata.num_rows for each in every)
+            total = sum(parquet.metadata.num_rows for parquet in every)
             keys = partition_keys(files)
             stride = 1 if rows is None else max(1, math.ceil(total / rows))
             part = 0
-            for file, each in zip(files, every, strict=True):
-                check(file, list(dict.fromkeys([*each.schema_arrow.names, *keys[file]])))
-                for batch in each.iter_batches(_ROWS, use_threads=False):
+            for file, parquet in zip(files, every, strict=True):
+                check(file, list(dict.fromkeys([*parquet.schema_arrow.names, *keys[file]])))
+                for batch in parquet.iter_batches(_ROWS, use_threads=False):
                     if part % stride == 0:
                         table = plain_table(pa.Table.from_batches([batch]))
                         yield with_keys(table, keys[file]).select(names)
@@ -292,7 +292,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
 
     source = "Csv" if expand_tables(options.data)[1] else "Parquet"
     features = proposal.features
-    kinds = sorted({type(each).__name__ for each in features.features} | {"Features", "Label"})
+    kinds = sorted({type(feature).__name__ for feature in features.features} | {"Features", "Label"})
     labels = ", ".join(map(call_of, features.labels)) + ("," if len(features.labels) == 1 else "")
     loss, names = _loss(features.labels)
     model, tables, dense, epochs = _MODELS[not loss]
@@ -317,7 +317,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     import_of_format = "from meshrec.data.csv_dialects import CsvFormat\n" if csv else ""
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", "WideDeepConfig", source, *names}
     imports = ", ".join(sorted(used, key=str.lower))
-    warnings = "".join(f"# Look at this: {each}.\n" for each in proposal.warnings)
+    warnings = "".join(f"# Look at this: {warning}.\n" for warning in proposal.warnings)
     columns = "\n".join(_column_lines(proposal))
     return f'''"""Recipe that `meshrec inspect` proposed for {num_rows:,} rows: change what you know better.
 
@@ -341,7 +341,7 @@ def recipe() -> Recipe:
     return Recipe(
         name={text_of(options.out.stem)},
         data={source}(
-            train={text_of(tuple(seen_from(options.out.parent, each) for each in options.data))},{csv}
+            train={text_of(tuple(seen_from(options.out.parent, path) for path in options.data))},{csv}
             {split},
             features=FEATURES,
         ),

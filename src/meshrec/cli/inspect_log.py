@@ -40,7 +40,7 @@ class _RecipeParts(NamedTuple):
     task: str
     source: str
     options: tuple[str, ...]
-    """Arguments of the source, beside the files and the columns."""
+    """Arguments of the source, in addition to the files and the columns."""
     model: str
     loss: str
     table_lr: str
@@ -70,9 +70,9 @@ def inspect_log(
         model: the model that learns the next item.
         form: known format of CSV files.
     """
-    text, found, parts = recipe_of_log(data, columns, out, label=label, model=model, form=form)
+    text, log, parts = recipe_of_log(data, columns, out, label=label, model=model, form=form)
     out.write_text(text, encoding="utf-8")
-    print(f"{found.num_rows:,} rows of {found.num_users:,} users and {found.num_items:,} items")
+    print(f"{log.num_rows:,} rows of {log.num_users:,} users and {log.num_items:,} items")
     for reason in parts.reasons:
         print(f"look at this: {reason}")
     print(f"the recipe, to read and to edit: {out}")
@@ -89,27 +89,27 @@ def recipe_of_log(
     model: NextItemModel,
     form: CsvFormat = DETECTED,
 ) -> "tuple[str, LogProposal, _RecipeParts]":
-    """Look at a log; return the recipe as Python source, with what it follows from. See `inspect_log`."""
+    """Look at a log; return the recipe as Python source, and its parts. See `inspect_log`."""
     from meshrec.data.propose_log import propose_log
 
-    found = propose_log(data, columns, form)
-    parts = _of_next_items(found, model) if label is None else _of_clicks(found, label)
+    log = propose_log(data, columns, form)
+    parts = _of_next_items(log, model) if label is None else _of_clicks(log, label)
     if form != DETECTED:
         parts = parts._replace(options=(f"csv={call_of(form)}", *parts.options))
-    return _recipe_text(data, found, parts, out), found, parts
+    return _recipe_text(data, log, parts, out), log, parts
 
 
-def _of_next_items(found: "LogProposal", model: NextItemModel) -> _RecipeParts:
+def _of_next_items(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
     name, call = _MODELS[model]
-    options = [f"history={found.history}"]
-    reasons = [*found.reasons]
-    options += [] if found.exclude_seen else ["exclude_seen=False"]
-    if "SampledSoftmax(" in call and not found.exclude_seen:
+    options = [f"history={log.history}"]
+    reasons = [*log.reasons]
+    options += [] if log.exclude_seen else ["exclude_seen=False"]
+    if "SampledSoftmax(" in call and not log.exclude_seen:
         call = f"{call.removesuffix('))')}, repeats=True))"
         reasons.append("the model learns when items repeat (SampledSoftmax.repeats)")
     if model == "two_tower":
         options.append("windows=False")
-    num_samples = found.num_rows if model == "two_tower" else found.num_windows
+    num_samples = log.num_rows if model == "two_tower" else log.num_windows
     table_lr, schedule = ("2e-3", "") if model == "two_tower" else ("6e-3", "warmup_steps=50, ")
     return _RecipeParts(
         task=f"{name}: which item comes next?",
@@ -120,38 +120,38 @@ def _of_next_items(found: "LogProposal", model: NextItemModel) -> _RecipeParts:
         table_lr=table_lr,
         schedule=schedule,
         num_samples=num_samples,
-        columns=found.columns,
+        columns=log.columns,
         reasons=reasons,
     )
 
 
-def _of_clicks(found: "LogProposal", label: str) -> _RecipeParts:
+def _of_clicks(log: "LogProposal", label: str) -> _RecipeParts:
     return _RecipeParts(
         task="DIN: does the user click, given the clicks before?",
         source="ClickLog",
-        options=(f"label={text_of(label)}", f"history={min(found.history, _MOST_CLICKS)}"),
+        options=(f"label={text_of(label)}", f"history={min(log.history, _MOST_CLICKS)}"),
         model="DINConfig()",
         loss="BinaryCrossEntropy",
         table_lr="2e-3",
         schedule="",
-        num_samples=found.num_rows * 8 // 10,
+        num_samples=log.num_rows * 8 // 10,
         # Clicks of the same time are in no history, whatever their order.
-        columns=replace(found.columns, ties="keep"),
+        columns=replace(log.columns, ties="keep"),
         reasons=[],
     )
 
 
-def _recipe_text(data: Sequence[str], found: "LogProposal", parts: _RecipeParts, out: Path) -> str:
+def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, out: Path) -> str:
     batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
     epochs = min(max(math.ceil(_STEPS * batch / max(parts.num_samples, 1)), 4), 100)
-    files = text_of(tuple(seen_from(out.parent, each) for each in data))
-    remarks = "".join(f"# Look at this: {each}.\n" for each in parts.reasons)
-    options = "".join(f"\n            {each}," for each in parts.options)
+    files = text_of(tuple(seen_from(out.parent, path) for path in data))
+    remarks = "".join(f"# Look at this: {reason}.\n" for reason in parts.reasons)
+    options = "".join(f"\n            {option}," for option in parts.options)
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", parts.source, parts.loss}
     names = ", ".join(sorted({*used, parts.model.partition("(")[0]}, key=str.lower))
     softmax = "from meshrec.models import SampledSoftmax\n" if "SampledSoftmax" in parts.model else ""
     csv = "from meshrec.data.csv_dialects import CsvFormat\n" if "csv=CsvFormat" in options else ""
-    rows = f"{found.num_rows:,} rows"
+    rows = f"{log.num_rows:,} rows"
     return f'''"""Recipe that `meshrec inspect` proposed for {rows}: change what you know better.
 
 Train it: meshrec train {quote(f"{out}:recipe")} --baselines
@@ -192,9 +192,9 @@ def seen_from(folder: Path, data: str) -> str:
 def call_of(value: Any) -> str:
     """Return the call that makes a dataclass, with the fields that differ from their defaults."""
     words = [
-        f"{each.name}={text_of(getattr(value, each.name))}"
-        for each in fields(value)
-        if getattr(value, each.name) != each.default
+        f"{field.name}={text_of(getattr(value, field.name))}"
+        for field in fields(value)
+        if getattr(value, field.name) != field.default
     ]
     return f"{type(value).__name__}({', '.join(words)})"
 

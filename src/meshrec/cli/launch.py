@@ -26,7 +26,7 @@ class SlurmOptions:
     """Write a batch script for Slurm and submit it. Words after `--` are options of `meshrec train`.
 
     Run it in the folder that the nodes share. The job saves a checkpoint when it is preempted or its time is
-    over, is queued again, and goes on.
+    over, is queued again, and continues.
     """
 
     recipe: Recipe
@@ -139,16 +139,16 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0 if arguments else 2
-    name, *rest = arguments
+    name, *remaining = arguments
     if name not in _ACTIONS:
         raise UsageError(
             f"launch {name}: take one of {', '.join(_ACTIONS)}.{did_you_mean(name, list(_ACTIONS))}"
         )
     action, more = _ACTIONS[name], list[str]()
-    if "--" in rest:
-        end = rest.index("--")
-        rest, more = rest[:end], rest[end + 1 :]
-    words = rest if action.trains else [*rest, *more]
+    if "--" in remaining:
+        end = remaining.index("--")
+        remaining, more = remaining[:end], remaining[end + 1 :]
+    words = remaining if action.trains else [*remaining, *more]
     options = parse(action.options, words, program=f"meshrec launch {name}")
     return action.run(options, more) if action.trains else action.run(options)
 
@@ -216,13 +216,13 @@ def _parts(word: str) -> tuple[str, str, str]:
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
-    found = {}
+    variables = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--env {word}: give NAME=VALUE.")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 class _Action(NamedTuple):

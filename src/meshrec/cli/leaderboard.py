@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderboardOptions:
-    """Train wide & deep, DLRM, DCN and DeepFM on your data, beside logistic regression and LightGBM.
+    """Train wide & deep, DLRM, DCN and DeepFM on your data, and logistic regression and LightGBM to compare.
 
     All of them read the features that `meshrec inspect` proposes, on one split. Validation rows choose the
     weights, test rows are read once. LightGBM takes part where it is installed.
@@ -56,36 +56,40 @@ def main(arguments: Sequence[str]) -> int:
     from meshrec.train.recipes import resolve
 
     console = Console()
-    whole = tuple(each if is_address(each) else str(Path(each).absolute()) for each in options.data)
-    asked = InspectOptions(data=whole, label=options.label, time=options.time)
-    profile, proposal = look(asked)
+    paths = tuple(path if is_address(path) else str(Path(path).absolute()) for path in options.data)
+    inspect_options = InspectOptions(data=paths, label=options.label, time=options.time)
+    profile, proposal = look(inspect_options)
     with scratch_folder("meshrec-leaderboard") as folder:
         path = folder / "recipe.py"
-        text = recipe_text(replace(asked, out=path), proposal, profile.num_rows)
+        text = recipe_text(replace(inspect_options, out=path), proposal, profile.num_rows)
         path.write_text(text, encoding="utf-8")
         recipe = resolve(f"{path}:recipe")
     data: Any = recipe.data
     training = replace(recipe.training, seed=options.seed, epochs=options.epochs or recipe.training.epochs)
     recipe = replace(recipe, data=replace(data, seed=options.seed), training=training)
-    found = leaderboard(
+    standings = leaderboard(
         recipe, models=options.models, tell=lambda text: console.print(f"training {text}", highlight=False)
     )
-    console.print(_table(found))
-    rows = [each._asdict() for each in found]
+    console.print(_table(standings))
+    rows = [standing._asdict() for standing in standings]
     about = {"data": list(options.data), "label": options.label, "rows": profile.num_rows, "models": rows}
     options.out.write_text(to_page("leaderboard.js", about), encoding="utf-8")
     print(f"the page: {options.out}")
     return 0
 
 
-def _table(found: "Sequence[Standing]") -> Table:
+def _table(standings: "Sequence[Standing]") -> Table:
     table = Table(title="test AUC, best first", title_justify="left")
     for name in ("", "validation", "test", "95 %"):
         table.add_column(name, justify="right" if name else "left")
-    for each in found:
-        low, high = each.interval
-        style = "bold" if each.kind == "model" else None
+    for standing in standings:
+        low, high = standing.interval
+        style = "bold" if standing.kind == "model" else None
         table.add_row(
-            each.model, f"{each.validation:.4f}", f"{each.test:.4f}", f"{low:.4f} to {high:.4f}", style=style
+            standing.model,
+            f"{standing.validation:.4f}",
+            f"{standing.test:.4f}",
+            f"{low:.4f} to {high:.4f}",
+            style=style,
         )
     return table

@@ -18,7 +18,7 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
     Args:
         job: the options of the run.
         num_workers: the number of workers.
-        min_workers: the smallest number of workers to go on with.
+        min_workers: the smallest number of workers to continue with.
         max_failures: how often Ray starts the workers again.
     """
     least = num_workers if min_workers is None else min_workers

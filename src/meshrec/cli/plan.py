@@ -143,14 +143,14 @@ def run(options: PlanOptions) -> None:
         sys.stdout.write("\n")
         return
     render(report)
-    for what, path in (("plan", options.out), ("page", options.html)):
+    for kind, path in (("plan", options.out), ("page", options.html)):
         if path is not None:
-            print(f"the {what}: {path}")
+            print(f"the {kind}: {path}")
 
 
 def _check_together(options: PlanOptions) -> None:
     """Raise ValueError for an option that another option would ignore."""
-    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    given = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
     tasks: list[str] = [name for name in ("diff", "layouts", "compare", "what_if") if name in given]
     if not tasks:
         return
@@ -290,15 +290,15 @@ def _print_layouts(source: Path, options: PlanOptions) -> None:
     batch = next(iter(dataset.train.batches(batch_size)))
     profile = get_profile(options.hardware or recipe.placement.hardware or "cpu")
     link = profile.intra if (options.ranks_per_node or ranks) >= ranks else profile.inter
-    found = layouts(recipe.model.build(dataset), batch.dense, batch.sparse, world_size=ranks, link=link)
+    candidates = layouts(recipe.model.build(dataset), batch.dense, batch.sparse, world_size=ranks, link=link)
     grid = Grid("dense part", "compute, ms", "exchange, ms", "step, ms", "over the best")
-    for each in found:
-        times = (f"{1e3 * seconds:.3f}" for seconds in (each.compute, each.exchange, each.seconds))
-        grid.add_row(each.name, *times, f"{each.seconds / found[0].seconds:.2f}x")
+    for layout in candidates:
+        times = (f"{1e3 * seconds:.3f}" for seconds in (layout.compute, layout.exchange, layout.seconds))
+        grid.add_row(layout.name, *times, f"{layout.seconds / candidates[0].seconds:.2f}x")
     Console().print(grid)
-    if len(found) > 1:
-        gain = found[1].seconds / found[0].seconds - 1.0
-        first, second = found[0].name, found[1].name
+    if len(candidates) > 1:
+        gain = candidates[1].seconds / candidates[0].seconds - 1.0
+        first, second = candidates[0].name, candidates[1].name
         print(f"{first} wins, {gain:.0%} before {second} (measured here; links of {profile.name}).")
 
 

@@ -22,7 +22,7 @@ class PredictOptions(RunOptions, RankOptions, DataOptions):
     force: bool = False
     """Replace a file that exists."""
     keep: Words = ()
-    """Columns of the data to write beside the scores; if none, those of the IDs."""
+    """Columns of the data to write with the scores; if none, those of the IDs."""
     calibration: CalibrationKind | None = None
     """Calibrate probabilities on the run's validation data: isotonic, for thousands of rows, or platt."""
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     budget = None if options.max_loss is None else _fraction(options.max_loss)
 
     def work(ranks: Ranks) -> None:
-        made = quantize_run(
+        quantised = quantize_run(
             run,
             ranks,
             options.out,
@@ -53,17 +53,17 @@ def main(arguments: Sequence[str]) -> int:
             last=options.last,
             measured=options.first_fit(),
         )
-        _tell(made, options.out)
+        _tell(quantised, options.out)
 
     return on_ranks("quantize", arguments, work, nproc=1, device="cpu")
 
 
-def _tell(made: QuantisedRun, folder: Path) -> None:
-    for name, size in table_bytes(made.model).items():
-        chosen = "" if made.choice is None else f"  {made.choice.types[name]}"
-        print(f"  {name:24} {size_text(size):>10}{chosen}")
-    if made.choice is not None:
-        print(summary(made.choice))
+def _tell(quantised: QuantisedRun, folder: Path) -> None:
+    for name, size in table_bytes(quantised.model).items():
+        data_type = "" if quantised.choice is None else f"  {quantised.choice.types[name]}"
+        print(f"  {name:24} {size_text(size):>10}{data_type}")
+    if quantised.choice is not None:
+        print(summary(quantised.choice))
         print(f"bytes against loss, table by table: {folder / 'report.html'}")
     print(f"the quantised model: {folder}")
 

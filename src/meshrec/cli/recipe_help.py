@@ -34,7 +34,7 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
             continue
         words = "  ".join(_words(field.name, value)) or "(it has no options)"
         lines += textwrap.wrap(
-            words.replace(" ", "\0").replace("\0\0", "  "),  # an option stays beside its value
+            words.replace(" ", "\0").replace("\0\0", "  "),  # an option stays next to its value
             _WIDTH,
             initial_indent=f"  {field.name:{_INDENT - 2}}",
             subsequent_indent=" " * _INDENT,
@@ -57,13 +57,13 @@ def _explained(kind: Any) -> Iterator[tuple[str, str]]:
 
 
 def _words(prefix: str, value: Any) -> Iterator[str]:
-    for each in dataclasses.fields(value):
-        inner = getattr(value, each.name)
-        name = f"{prefix}.{each.name.replace('_', '-')}"
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        name = f"{prefix}.{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(inner) and not hasattr(inner, "from_json"):
             yield f"--{name}.* ({len(dataclasses.fields(inner))} options)"
         elif isinstance(inner, bool):  # the flag that would change it
-            yield f"--{prefix}.{'no-' if inner else ''}{each.name.replace('_', '-')}"
+            yield f"--{prefix}.{'no-' if inner else ''}{field.name.replace('_', '-')}"
         else:
             yield f"--{name} {_text(inner)}"
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     def work(ranks: Ranks) -> None:
         from meshrec.runs.recommending import load_recommender, recommendations, write_recommendations
 
-        found = load_recommender(
+        recommender = load_recommender(
             run,
             ranks,
             users=options.users,
@@ -61,17 +61,17 @@ def main(arguments: Sequence[str]) -> int:
             step=options.step,
             last=options.last,
         )
-        best = recommendations(found, ranks, options.k, keep_seen=keep_seen)
+        best = recommendations(recommender, ranks, options.k, keep_seen=keep_seen)
         if not ranks.is_first:
             for _ in best:
                 pass
             return
-        num_rows = write_recommendations(options.out, found, best)
-        have = "user has" if found.num_unknown == 1 else "users have"
-        unknown = f"; {found.num_unknown:,} {have} no history" if found.num_unknown else ""
+        num_rows = write_recommendations(options.out, recommender, best)
+        have = "user has" if recommender.num_unknown == 1 else "users have"
+        unknown = f"; {recommender.num_unknown:,} {have} no history" if recommender.num_unknown else ""
         print(
-            f"{options.out}: {num_rows:,} recommendations for {len(found.users):,} users, by the weights of "
-            f"step {found.step} of {run.path}{unknown}"
+            f"{options.out}: {num_rows:,} recommendations for {len(recommender.users):,} users, by the "
+            f"weights of step {recommender.step} of {run.path}{unknown}"
         )
 
     return on_ranks("recommend", arguments, work, nproc=options.nproc, device=options.device)

@@ -40,8 +40,8 @@ Names = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Print the results of runs side by side, each beside its difference from the first run's, and the
-    options that differ.
+    """Print the results of runs side by side, with their differences from the first run, and the options that
+    differ.
     """
 
     names: Names
@@ -108,55 +108,57 @@ def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
     console = wide_console(_PIPE_WIDTH)
     match options:
         case RunsOptions():
-            console.print(_list(_wanted(options)))
+            console.print(_list(_selected(options)))
         case CompareOptions():
             if len(options.names) < 2:
                 raise UsageError("runs compare: name two runs or more. `meshrec runs` lists them.")
-            found = [find_run(name, options.runs) for name in options.names]
-            for text in _warnings(found):
+            folders = [find_run(name, options.runs) for name in options.names]
+            for text in _warnings(folders):
                 console.print(text, style="yellow", soft_wrap=True)
-            for table in compare(found):
+            for table in compare(folders):
                 console.print(table)
         case RemoveOptions():
             for folder in [find_run(name, options.runs) for name in options.names]:
-                kept = remove_run(folder)
+                user_files = remove_run(folder)
                 console.print(f"removed {folder.path}")
-                if kept:
-                    console.print(f"kept in it, because MeshRec did not write it: {', '.join(kept)}")
+                if user_files:
+                    console.print(f"kept in it, because MeshRec did not write it: {', '.join(user_files)}")
 
 
 def _warnings(runs: Sequence[RunFolder]) -> list[str]:
     """Return which runs were evaluated on other data than the first one."""
-    first, *others = [dict(flat((each.read_json(CONFIG) or {}).get("data"))) for each in runs]
-    found = []
-    for other, run in zip(others, runs[1:], strict=True):
+    first, *other_data = [dict(flat((folder.read_json(CONFIG) or {}).get("data"))) for folder in runs]
+    warnings = []
+    for other, run in zip(other_data, runs[1:], strict=True):
         differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if differing:
-            told = ", ".join(f"{name} {first.get(name)} and {other.get(name)}" for name in differing[:3])
-            found.append(
-                f"the data of {runs[0].path.name} and {run.path.name} differ ({told}): their metrics are of "
-                "different samples. Evaluate both on the same data: meshrec evaluate RUN --data FILES."
+            differences = ", ".join(
+                f"{name} {first.get(name)} and {other.get(name)}" for name in differing[:3]
             )
-    return found
+            warnings.append(
+                f"the data of {runs[0].path.name} and {run.path.name} differ ({differences}): their metrics "
+                "are of different samples. Evaluate both on the same data: meshrec evaluate RUN --data FILES."
+            )
+    return warnings
 
 
 def compare(runs: Sequence[RunFolder]) -> list[Table]:
     """Return the results of runs, each compared with the first run's, and the options that differ."""
     results = Table(title="results", title_justify="left", title_style="bold")
-    names = [each.path.name for each in runs]
+    names = [run.path.name for run in runs]
     results.add_column("")
     for name in names:
         results.add_column(name, justify="right")
-    figures = [{figure.name: figure for figure in _figures(each)} for each in runs]
-    for name in {name: None for found in figures for name in found}:
-        row = [found.get(name) for found in figures]
-        results.add_row(name, *(_compared(row[0], each) for each in row))
+    figures = [{figure.name: figure for figure in _figures(run)} for run in runs]
+    for name in {name: None for of_run in figures for name in of_run}:
+        row = [of_run.get(name) for of_run in figures]
+        results.add_row(name, *(_compared(row[0], figure) for figure in row))
     options = Table(title="options that differ", title_justify="left", title_style="bold")
     for name in ("", *names):
         options.add_column(name)
-    configs = [dict(flat(_options(each))) for each in runs]
-    for name in {name: None for found in configs for name in found}:
-        values = [found.get(name) for found in configs]
+    configs = [dict(flat(_options(run))) for run in runs]
+    for name in {name: None for of_run in configs for name in of_run}:
+        values = [of_run.get(name) for of_run in configs]
         if any(value != values[0] for value in values):
             options.add_row(name, *map(_text, values))
     return [results, options] if options.row_count else [results]
@@ -182,22 +184,22 @@ def _options(run: RunFolder) -> dict[str, Any]:
     return {name: config.get(name) for name in ("recipe", "ranks", "device", "data", "torch")}
 
 
-def _wanted(options: RunsOptions) -> list[RunFolder]:
-    found = all_runs(options.runs)
-    if not found:
+def _selected(options: RunsOptions) -> list[RunFolder]:
+    runs = all_runs(options.runs)
+    if not runs:
         raise ValueError(f"there is no run in {options.runs.resolve()}; start one: meshrec train RECIPE.")
-    chosen = [
-        each
-        for each in found
-        if options.state in (None, each.state().name) and options.recipe in (None, _recipe(each))
+    selected = [
+        run
+        for run in runs
+        if options.state in (None, run.state().name) and options.recipe in (None, _recipe(run))
     ]
-    if not chosen:
+    if not selected:
         raise ValueError(
-            f"none of the {len(found)} runs in {options.runs} matches; leave --state or --recipe out."
+            f"none of the {len(runs)} runs in {options.runs} matches; leave --state or --recipe out."
         )
     key = _KEYS.get(options.sort)
     return (
-        chosen if key is None else sorted(chosen, key=lambda each: key(each, each.read_json(SUMMARY) or {}))
+        selected if key is None else sorted(selected, key=lambda run: key(run, run.read_json(SUMMARY) or {}))
     )
 
 
@@ -230,16 +232,16 @@ _KEYS: Mapping[str, Callable[[RunFolder, Mapping[str, Any]], Any]] = {
 
 def _worth(metrics: Mapping[str, float] | None) -> float:
     """Return the sort key of metrics: runs without any come first."""
-    found = quality(dict(metrics or {}))
-    return float("-inf") if found is None else found
+    worth = quality(dict(metrics or {}))
+    return float("-inf") if worth is None else worth
 
 
-def _list(found: Sequence[RunFolder]) -> Table:
+def _list(runs: Sequence[RunFolder]) -> Table:
     table = Table()
-    numbers = ("ranks", "steps", "samples/s", "validation", "test")
-    for name in ("run", "recipe", "began", "ranks", "state", *numbers[1:]):
-        table.add_column(name, justify="right" if name in numbers else "left")
-    for folder in found:
+    numeric_columns = ("ranks", "steps", "samples/s", "validation", "test")
+    for name in ("run", "recipe", "began", "ranks", "state", *numeric_columns[1:]):
+        table.add_column(name, justify="right" if name in numeric_columns else "left")
+    for folder in runs:
         config, summary, state = (
             folder.read_json(CONFIG) or {},
             folder.read_json(SUMMARY) or {},
@@ -262,23 +264,23 @@ def _list(found: Sequence[RunFolder]) -> Table:
 
 def _figures(folder: RunFolder) -> list[Figure]:
     summary: dict[str, Any] = folder.read_json(SUMMARY) or {}
-    found = [
+    figures = [
         Figure(f"{data} {name}", value, metric_of(name).better)
         for data in ("validation", "test")
         for name, value in (summary.get(data) or {}).items()
         if value is not None
     ]
-    found += [
+    figures += [
         Figure(name.replace("_", " "), summary[name], better)
         for name, better in _PLAIN.items()
         if summary.get(name) is not None
     ]
     for rank in phase_times(folder):
-        found += [
+        figures += [
             Figure(f"rank {rank['rank']}: {name}, ms", 1e3 * seconds, -1)
             for name, seconds in rank["phases"].items()
         ]
-    return found
+    return figures
 
 
 def _number(value: float | None) -> str:

@@ -20,7 +20,7 @@ from meshrec.train.observers import (
     Line,
     Logged,
     Observer,
-    Said,
+    Reported,
     Started,
     Stepped,
 )
@@ -61,7 +61,7 @@ class LineScreen:
                 )
             case Evaluated(line, is_best):
                 self._print(validation_text(line, is_best))
-            case Said(text):
+            case Reported(text):
                 self._print(text, soft_wrap=True)
             case Finished(summary):
                 self._print(summary_table(summary))
@@ -106,7 +106,7 @@ class LiveScreen:
                 )
             case Evaluated(line, is_best):
                 self._progress.console.print(validation_text(line, is_best))
-            case Said(text):
+            case Reported(text):
                 self._progress.console.print(f"[dim]{text}")
             case Finished(summary):
                 self._progress.stop()
@@ -181,8 +181,8 @@ def summary_table(summary: Line) -> Table:
     """Return the metrics of the run and of the baselines, on validation data and on test data."""
     title = f"the weights of step {summary['weights_step']:,}"
     table = Table(title=title, title_justify="left", title_style="bold")
-    found = {**summary["validation"], **summary["test"]}
-    columns = shown(found)
+    metrics = {**summary["validation"], **summary["test"]}
+    columns = shown(metrics)
     for name in ("", "data", *map(title_of, columns)):
         table.add_column(name, justify="left" if name in ("", "data") else "right")
     for data, key in (("validation", "baselines"), ("test", "baselines_test")):
@@ -255,19 +255,21 @@ def _types(report: PlanReport) -> str:
 
 def _parts(report: PlanReport, rank: int) -> str:
     """List the tables of a rank, with the share that it holds of each."""
-    found = []
+    shares = []
     for table in report.tables:
         if table.name in report.replicated:
-            found.append(f"{table.name} (copy)")
+            shares.append(f"{table.name} (copy)")
             continue
         held = [r for r in table.rectangles if r[4] == rank]
         if not held:
             continue
         part = sum(rows * columns for _, _, rows, columns, _ in held)
         share = part / (table.num_embeddings * table.embedding_dim)
-        found.append(table.name if share == 1 else f"{table.name} ({share:.0%}, {_cut(table.sharding_type)})")
-    return ", ".join(found[:_MOST_NAMES]) + (
-        f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+        shares.append(
+            table.name if share == 1 else f"{table.name} ({share:.0%}, {_cut(table.sharding_type)})"
+        )
+    return ", ".join(shares[:_MOST_NAMES]) + (
+        f" and {len(shares) - _MOST_NAMES} more" if len(shares) > _MOST_NAMES else ""
     )
 
 

@@ -138,39 +138,39 @@ def followed(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path
     """Parse ``NAME=FOLDER`` into the folder of deltas of each model.
 
     Raises:
-        ValueError: A text has another form, or names a model that is not served.
+        ValueError: An argument has another form, or names a model that is not served.
     """
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for text in named:
         name, equals, folder = text.partition("=")
         if not equals or name not in models:
             raise ValueError(f"--deltas {text}: give NAME=FOLDER, with the name of a model: {list(models)}.")
         path = run_or_path(Path(folder))
-        found[name] = path / DELTAS if (path / CONFIG).is_file() else path
-    return found
+        folders[name] = path / DELTAS if (path / CONFIG).is_file() else path
+    return folders
 
 
 def packages(named: Sequence[str]) -> dict[str, Path]:
     """Parse ``NAME=FOLDER`` or ``FOLDER`` into the folder of each model.
 
     Raises:
-        ValueError: A folder holds no package, a name is invalid or given twice, or there is no model at all.
+        ValueError: A folder holds no package, a name is invalid or given twice, or no model is given.
     """
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for text in named:
         name, equals, folder = text.partition("=")
         path = Path(folder if equals else text)
         name = name if equals else path.absolute().name
         if not name or "/" in name:
             raise ValueError(f"{name!r} cannot name a model. Give NAME=FOLDER, with a name without '/'.")
-        if name in found:
+        if name in folders:
             raise ValueError(f"two models are called {name!r}. Give NAME=FOLDER.")
         if not (path / MANIFEST).is_file():
             raise ValueError(f"{path} is not a package. {_remedy(path)}")
-        found[name] = path
-    if not found:
+        folders[name] = path
+    if not folders:
         raise ValueError("no model was named. Give the folder of a package.")
-    return found
+    return folders
 
 
 def _remedy(path: Path) -> str:

@@ -37,12 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     from meshrec.runs.similar import similar_items
 
     items = pa.array(options.items) if options.items else None
-    found = similar_items(run, items, options.k, step=options.step, last=options.last)
+    table = similar_items(run, items, options.k, step=options.step, last=options.last)
     if options.out is None:
-        for row in found.to_pylist():
+        for row in table.to_pylist():
             print(f"{row['item']}  {row['rank']:>3}  {row['similar']}  {row['score']:.4f}")
         return 0
     with table_writer(options.out) as write:
-        write(found)
-    print(f"{options.out}: {len(found):,} similar items")
+        write(table)
+    print(f"{options.out}: {len(table):,} similar items")
     return 0

@@ -54,7 +54,7 @@ class TrainOptions:
     runs: Path = RUNS
     """Folder of all run folders."""
     out: str | None = None
-    """Storage of the run that all hosts reach: a mounted folder, which takes the place of --runs, or the
+    """Storage of the run that all hosts reach: a mounted folder, which replaces --runs, or the
     address of an object store for the checkpoints, such as s3://bucket/runs.
     """
     no_checkpoints: bool = False
@@ -257,9 +257,9 @@ def _find_recipe(name: str | None, options: TrainOptions, words: list[str], lock
         from meshrec.train.stored_run import download_run
 
         download_run(options.name, runs, ObjectStore(out))
-    made = os.environ.get(RUN_VARIABLE)
-    if made:
-        folder = RunFolder(Path(made))
+    launcher_folder = os.environ.get(RUN_VARIABLE)
+    if launcher_folder:
+        folder = RunFolder(Path(launcher_folder))
     elif source is None and options.name is None:
         raise ValueError("--resume: name the run to resume (--name RUN), or its recipe.")
     else:
@@ -361,12 +361,12 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
     """Return the named optimizer with the learning rate of ``now``. Case and dashes do not matter.
 
     Raises:
-        ValueError: There is no such optimizer.
+        ValueError: The optimizer does not exist.
     """
     kinds = {kind.__name__: kind for kind in SPECS}
-    wanted = name.replace("-", "").replace("_", "").lower()
-    for known, kind in kinds.items():
-        if known.lower() == wanted:
+    normalized = name.replace("-", "").replace("_", "").lower()
+    for kind_name, kind in kinds.items():
+        if kind_name.lower() == normalized:
             return now if type(now) is kind else kind(lr=now.lr)
     raise ValueError(
         f"--table-optimizer {name}: there is no such optimizer; take one of {', '.join(kinds)}."

@@ -72,11 +72,11 @@ def main(arguments: Sequence[str]) -> int:
         if options.trials:
             storage = options.storage or options.runs / f"{recipe.name}-tune.db"
             storage.parent.mkdir(parents=True, exist_ok=True)
-            found = tune(
+            result = tune(
                 recipe, ranks, space, trials=options.trials, storage=storage, seed=options.seed, tell=tell
             )
-            best = found.values
-            tell(f"best of {found.num_trials}: {found.worth:.5f}, trial {found.trial} of {storage}")
+            best = result.values
+            tell(f"best of {result.num_trials}: {result.worth:.5f}, trial {result.trial} of {storage}")
             given = [*map(shlex.quote, of_recipe), *(f"--{name} {value}" for name, value in best.items())]
             tell(f"to train it: meshrec train {source} {' '.join(given)}")
         if options.seeds is not None:

@@ -3,7 +3,7 @@
 import select
 
 
-def nobody_reads() -> bool:
+def has_no_reader() -> bool:
     """Return whether the reader of this process's output has ended, as ``head`` does after ten lines."""
     poll = select.poll()
     poll.register(1, 0)  # errors are reported without being asked for
@@ -18,5 +18,5 @@ def check_reader(error: str) -> None:
             last output cannot be written ends without an error.
     """
     signs = ("BrokenPipeError", "SystemExit", "a rank ended without an error")
-    if nobody_reads() and any(sign in error for sign in signs):
+    if has_no_reader() and any(sign in error for sign in signs):
         raise BrokenPipeError

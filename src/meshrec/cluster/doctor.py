@@ -14,7 +14,7 @@ from meshrec.cluster.host import host_checks, object_store
 from meshrec.cluster.network import network_checks
 from meshrec.comms.joining import form_group
 from meshrec.comms.launchers import launched
-from meshrec.runs.same_start import describe_places
+from meshrec.runs.same_start import file_fingerprints
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import Recipe
 
@@ -142,7 +142,7 @@ def _data(ranks: Ranks, recipe: Recipe | None) -> Finding:
     assert recipe is not None
     error, files = None, {}
     try:
-        files = describe_places(recipe.data)
+        files = file_fingerprints(recipe.data)
         recipe.data.load()
     except Exception as refused:
         error = f"{type(refused).__name__}: {str(refused).splitlines()[0][:200]}"

@@ -113,12 +113,12 @@ def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
     return tree.hexdigest()
 
 
-def write_digests(folder: Path, *, known: Mapping[str, str] | None = None) -> None:
+def write_digests(folder: Path, *, sha256s: Mapping[str, str] | None = None) -> None:
     """Write `DIGESTS` for all files in a folder.
 
     Args:
         folder: the folder.
-        known: precomputed SHA-256s by file name.
+        sha256s: precomputed SHA-256s by file name.
 
     Raises:
         ValueError: a file name contains a line break.
@@ -133,7 +133,7 @@ def write_digests(folder: Path, *, known: Mapping[str, str] | None = None) -> No
         with open_regular(path) as descriptor:
             num_bytes = os.fstat(descriptor).st_size
             checksums = checksums_of(descriptor, num_bytes, path.name)
-            sha256 = (known or {}).get(path.name) or _sha256(descriptor)
+            sha256 = (sha256s or {}).get(path.name) or _sha256(descriptor)
             digest = FileDigest(num_bytes, sha256, checksums)
         hexadecimal = "".join(f"{checksum:08x}" for checksum in digest.checksums) or "-"
         lines.append(f"file {digest.num_bytes} {digest.sha256} {hexadecimal} {path.name}")
@@ -195,8 +195,8 @@ def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool
     num_bytes = os.fstat(descriptor).st_size
     if num_bytes != digest.num_bytes:
         raise DamageError(f"{path} has {num_bytes:,} bytes instead of {digest.num_bytes:,}")
-    for number, found in enumerate(checksums_of(descriptor, num_bytes, str(path))):
-        if found != digest.checksums[number]:
+    for number, checksum in enumerate(checksums_of(descriptor, num_bytes, str(path))):
+        if checksum != digest.checksums[number]:
             raise DamageError(
                 f"{path} is not what was written: bytes {number * BLOCK:,} to "
                 f"{min(num_bytes, (number + 1) * BLOCK):,} have another checksum"

@@ -24,7 +24,7 @@ _KINDS = {
 
 
 class DamageError(RuntimeError):
-    """File content differs from what was written."""
+    """File content differs from the written content."""
 
 
 def write_durably(path: Path, content: bytes, *, token: str | None = None) -> None:
@@ -73,7 +73,7 @@ def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raise FileExistsError for a path that is no file, or a link such as /dev/stdout."""
+    """Raise FileExistsError for a path that is not a file, or a link such as /dev/stdout."""
     try:
         kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:  # nothing is there, or a link that leads nowhere

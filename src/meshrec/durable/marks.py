@@ -126,8 +126,8 @@ def _is_valid(candidate: Mark, moved: bool) -> bool:
             content["path"] == os.path.realpath(candidate.folder),
             content["inodes"] == [os.stat(candidate.folder).st_ino, status.st_ino],
         )
-        is_in_place = any(proofs) if moved else all(proofs)
-        return is_in_place and (content["id"], content["kind"]) == (candidate.id, candidate.kind)
+        is_original = any(proofs) if moved else all(proofs)
+        return is_original and (content["id"], content["kind"]) == (candidate.id, candidate.kind)
     except (OSError, DamageError, KeyError, TypeError):
         return False
     finally:

@@ -386,7 +386,7 @@ def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | N
     files = {path.name: sha256_of(path) for path in sorted(parts.iterdir())}
     with (parts / MANIFEST).open("w") as file:
         json.dump({**manifest, "sha256": files}, file, indent=1)
-    write_digests(parts, known=files)
+    write_digests(parts, sha256s=files)
     if key is not None:
         sign_package(parts, key)
 

@@ -74,10 +74,10 @@ def fit_curve(
     # A fractional label counts as a weighted sample of both classes.
     both, ones = np.concatenate([logits, logits]), np.repeat([1, 0], len(logits))
     parts = np.concatenate([weights * labels, weights * (1 - labels)])
-    kept = parts > 0
+    has_weight = parts > 0
     # Practically unregularized: the curve has only two parameters.
     regression = needs("sklearn.linear_model", "estimators").LogisticRegression(C=1e10)
-    regression.fit(both[kept, None], ones[kept], sample_weight=parts[kept])
+    regression.fit(both[has_weight, None], ones[has_weight], sample_weight=parts[has_weight])
     return Curve(kind, regression.coef_[0].tolist(), regression.intercept_.tolist())
 
 
@@ -91,7 +91,7 @@ def curve_of_run(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: Calibration
         kind: ``isotonic`` or ``platt``, see `fit_curve`.
 
     Raises:
-        ValueError: the run's loss is not `BinaryCrossEntropy`, or there is no validation data.
+        ValueError: the run's loss is not `BinaryCrossEntropy`, or the run has no validation data.
     """
     if not isinstance(scorer.recipe.loss, BinaryCrossEntropy):
         raise ValueError(

@@ -60,7 +60,7 @@ def contributions(
         the sum of all other columns. For classes, the output is the logit of the row's most probable class.
 
     Raises:
-        ValueError: the run has no columns to explain, or there are no background rows.
+        ValueError: the run has no columns to explain, or the background is empty.
     """
     if num_orders < 1:
         raise ValueError(f"the number of orders is {num_orders}; it must be at least 1.")
@@ -75,44 +75,44 @@ def contributions(
     names, kinds = features.columns(), features.fitted_kinds()
     rows = plain_table(read_columns(data, names, kinds, source.csv_format)).select(names)
     background = source.parts()[0] if background is None else background
-    others = read_columns(background, names, kinds, source.csv_format)
-    others = plain_table(others.slice(0, _MOST_ROWS))
-    if not len(others):
+    background_rows = read_columns(background, names, kinds, source.csv_format)
+    background_rows = plain_table(background_rows.slice(0, _MOST_ROWS))
+    if not len(background_rows):
         raise ValueError("there are no background rows to compare with. Give some.")
     scorer = load_scorer(run, ranks, rows, labelled=False, step=step, last=last)
 
     def outputs(table: pa.Table) -> npt.NDArray[np.float64]:
         dataset = open_data(source, run, table, labelled=False)
         scored = Scored.joined(list(gathered(scorer._replace(dataset=dataset), ranks)))
-        found: npt.NDArray[np.float64] = scored.logits_B.double().numpy()
-        return found.reshape(len(found), -1)
+        logits: npt.NDArray[np.float64] = scored.logits_B.double().numpy()
+        return logits.reshape(len(logits), -1)
 
     draws = np.random.default_rng(seed)
-    found = np.empty((len(rows), len(names) + 2))
+    result = np.empty((len(rows), len(names) + 2))
     start = time.monotonic()
     for number in range(len(rows)):
-        found[number] = _of_row(rows.slice(number, 1), others, outputs, num_orders, draws)
+        result[number] = _of_row(rows.slice(number, 1), background_rows, outputs, num_orders, draws)
         if number == 1 and tell is not None:  # the first row also warms up
             seconds = (time.monotonic() - start) / 2 * len(rows)
             if seconds > _LONG_SECONDS:
                 tell(f"{len(rows):,} rows take about {seconds:,.0f} seconds; fewer rows or orders take less")
-    return pa.table({name: found[:, at] for at, name in enumerate([*names, BASE, OUTPUT])})
+    return pa.table({name: result[:, at] for at, name in enumerate([*names, BASE, OUTPUT])})
 
 
 def _of_row(
-    row: pa.Table, others: pa.Table, outputs: Any, num: int, draws: np.random.Generator
+    row: pa.Table, background_rows: pa.Table, outputs: Any, num: int, draws: np.random.Generator
 ) -> npt.NDArray[np.float64]:
     """Return a row's contributions, followed by base and output, [d + 2]."""
     names = row.column_names
-    both = pa.concat_tables([row, others.select(names)], promote_options="permissive")
+    both = pa.concat_tables([row, background_rows.select(names)], promote_options="permissive")
     # Position p in an order holds the column that changes from the background value to the row's at step p.
     orders = np.array([draws.permutation(len(names)) for _ in range(num)])
-    chosen = 1 + draws.integers(0, len(others), num)
+    drawn = 1 + draws.integers(0, len(background_rows), num)
     steps = np.arange(len(names) + 1)
     columns = {}
     for column, name in enumerate(names):
-        place = (orders == column).argmax(1)
-        index = np.where(place[:, None] < steps, 0, chosen[:, None])  # [m, d + 1]
+        step_of_change = (orders == column).argmax(1)
+        index = np.where(step_of_change[:, None] < steps, 0, drawn[:, None])  # [m, d + 1]
         columns[name] = both[name].combine_chunks().take(pa.array(index.reshape(-1)))
     scores = outputs(pa.table(columns)).reshape(num, len(names) + 1, -1)
     # Explain the most probable class, from the row's unchanged values.

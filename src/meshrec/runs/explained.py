@@ -18,29 +18,33 @@ def explained(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
     reader, recipe = trainer.dataset.validation, trainer.recipe
     if trainer.stopped or reader is None or not isinstance(recipe.loss, BinaryCrossEntropy):
         return None
-    found = explain(trainer.built.model, trainer.dataset, reader, trainer.ranks)
-    return None if found is None else found.to_json(names_of_rows(folder, found.slices))
+    explanation = explain(trainer.built.model, trainer.dataset, reader, trainer.ranks)
+    return None if explanation is None else explanation.to_json(names_of_rows(folder, explanation.slices))
 
 
-def names_of_rows(folder: RunFolder, wanted: Mapping[str, Iterable[int]]) -> dict[str, dict[int, str]]:
+def names_of_rows(
+    folder: RunFolder, rows_by_feature: Mapping[str, Iterable[int]]
+) -> dict[str, dict[int, str]]:
     """Return the values of table rows as strings, by feature; hashed rows have no values."""
     from meshrec.data.features import Buckets, DatePart, Vocabulary
 
     if folder.read_json(FEATURES) is None:
         return {}
     features = features_of(folder)
-    found: dict[str, dict[int, str]] = {}
-    for name, rows in wanted.items():
+    names: dict[str, dict[int, str]] = {}
+    for name, rows in rows_by_feature.items():
         feature = features[name]
         if isinstance(feature, Vocabulary):
             first, values = feature.rows - len(feature.vocabulary), feature.vocabulary
             # A fixed table size leaves spare rows after the vocabulary.
             if feature.num_embeddings is not None:
                 first = 1 + feature.num_unseen
-            known = {row: str(values[row - first]) for row in rows if first <= row < first + len(values)}
-            found[name] = {0: "missing", **dict.fromkeys(range(1, first), "unseen"), **known}
+            values_by_row = {
+                row: str(values[row - first]) for row in rows if first <= row < first + len(values)
+            }
+            names[name] = {0: "missing", **dict.fromkeys(range(1, first), "unseen"), **values_by_row}
         elif isinstance(feature, Buckets):
-            found[name] = {0: "missing", **dict(enumerate(feature.ranges(), 1))}
+            names[name] = {0: "missing", **dict(enumerate(feature.ranges(), 1))}
         elif isinstance(feature, DatePart):
-            found[name] = {row: feature.text_of(row) for row in rows if row >= 0}
-    return found
+            names[name] = {row: feature.text_of(row) for row in rows if row >= 0}
+    return names

@@ -89,9 +89,9 @@ def export_run(
     else:
         if step is not None or last:
             raise ValueError("a quantised checkpoint has weights of one step. Leave step and last out.")
-        model, said = _quantised(model, Path(quantised), run.name)
-        about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
-        rounding = said["rounding"]
+        model, description = _quantised(model, Path(quantised), run.name)
+        about |= {name: description.get(name) for name in ("step", "checkpoint", "published")}
+        rounding = description["rounding"]
     trained = model
     if isinstance(recipe.data, LogSource) and recipe.data.hashed is not None:
         model, recipe, dataset = _with_item_rows(model, recipe, recipe.data, run, quantised)
@@ -178,7 +178,7 @@ def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -
             "log. Train on meshrec.train.Log, or export a module of your own with meshrec.export.export."
         )
     fitted = features_of(run)
-    query, found = NextItemQuery(model), ItemValues.of(recipe.data, fitted)
+    query, catalog = NextItemQuery(model), ItemValues.of(recipe.data, fitted)
     raw = RawValues(
         *requests_of_histories(
             vocabulary_of(fitted, ITEM),
@@ -186,9 +186,11 @@ def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -
             times=query.reads_times,
         )
     )
-    scores_I = model.new_user_scores(torch.from_numpy(found.ids)).numpy() if model.scores_new_users else None
+    scores_I = (
+        model.new_user_scores(torch.from_numpy(catalog.ids)).numpy() if model.scores_new_users else None
+    )
     items = RankedItems.of(
-        query, found.ids, found.values, new_user_scores_I=scores_I, keep_seen=not recipe.data.exclude_seen
+        query, catalog.ids, catalog.values, new_user_scores_I=scores_I, keep_seen=not recipe.data.exclude_seen
     )
     return _PackageParts(query, raw.keys, 0, raw, None, items)
 
@@ -196,13 +198,17 @@ def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -
 def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder) -> _PackageParts:
     """Return the package parts for two towers trained on a log; requests have the features of both sides."""
     fitted, towers = features_of(run), model.model
-    own = {*towers.query_features, *towers.item_features}
+    tower_features = {*towers.query_features, *towers.item_features}
     raw = RawValues(
         *requests_of_histories(
             vocabulary_of(fitted, ITEM),
             history=log.history,
             times=False,
-            more=[vocabulary_of(fitted, each.name) for each in fitted.ids if each.name in own],
+            more=[
+                vocabulary_of(fitted, feature.name)
+                for feature in fitted.ids
+                if feature.name in tower_features
+            ],
         )
     )
     return _PackageParts(model, raw.keys, 0, raw, None)
@@ -212,12 +218,12 @@ def _recommending(parts: _PackageParts, run: RunFolder, log: LogSource) -> _Pack
     """Reduce two-tower package parts to the query tower and the items to recommend."""
     assert isinstance(parts.model, TowerRanking)
     assert parts.raw is not None
-    found = ItemValues.of(log, features_of(run))
-    query = TowerQuery(parts.model, found.ids)
-    names = [each for each in parts.features if each in (*query.tower.features, SEEN)]
+    catalog = ItemValues.of(log, features_of(run))
+    query = TowerQuery(parts.model, catalog.ids)
+    names = [name for name in parts.features if name in (*query.tower.features, SEEN)]
     items = RankedItems(
-        found.ids,
-        found.values,
+        catalog.ids,
+        catalog.values,
         "item_vectors",
         False,
         1 / parts.model.similarity.options[1],
@@ -252,7 +258,7 @@ def _with_item_rows(
         )
     recipe, fitted = replace(recipe, data=replace(log, hashed=None)), features_of(run)  # type: ignore[arg-type]
     dataset = data_of_run(recipe.data, run)
-    made = _with_rows(recipe.model.build(dataset))
+    unhashed = _with_rows(recipe.model.build(dataset))
     item, key = vocabulary_of(fitted, ITEM), log.key
     assert key is not None
     ids_I = torch.full((item.rows,), Key.missing_key)
@@ -266,12 +272,14 @@ def _with_item_rows(
     }
     trained = dict(model.named_parameters())
     with torch.no_grad():
-        for name, weight in made.named_parameters():
+        for name, weight in unhashed.named_parameters():
             weight.copy_(_rows_of(hashed[name], ids_I) if name in hashed else trained[name])
-        if isinstance(made, HistoryModel) and made.scores_new_users:
+        if isinstance(unhashed, HistoryModel) and unhashed.scores_new_users:
             assert isinstance(model, HistoryModel)
-            made.new_user_scores.scores_I.copy_(model.new_user_scores(ids_I[made.new_user_scores.ids_I]))
-    return made, recipe, dataset
+            unhashed.new_user_scores.scores_I.copy_(
+                model.new_user_scores(ids_I[unhashed.new_user_scores.ids_I])
+            )
+    return unhashed, recipe, dataset
 
 
 def _rows_of(table: HashedTable, ids_N: Tensor) -> Tensor:
@@ -294,8 +302,8 @@ def _with_rows(model: nn.Module) -> nn.Module:
             child.to_empty(device=torch.device("cpu"))
             continue
         types = {config.name: config.data_type for config in configs}
-        memo[id(child)] = made = empty_like(child, types, child.bounds_check, child.output_dtype)
-        give_rows(made, configs)
+        memo[id(child)] = collection = empty_like(child, types, child.bounds_check, child.output_dtype)
+        give_rows(collection, configs)
     return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model)
 
 
@@ -307,21 +315,22 @@ def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module,
     """
     state: dict[str, Any] = {"quantised": {}}
     load(checkpoint, state)
-    said = state["quantised"]
-    if said.get("run") != run:
+    description = state["quantised"]
+    if description.get("run") != run:
         raise ValueError(
-            f"{checkpoint} is of run {said.get('run')!r}, and {run!r} is to be exported. Name its own run."
+            f"{checkpoint} is of run {description.get('run')!r}, and {run!r} is to be exported. Name "
+            "its own run."
         )
-    types = {name: DataType[table["data_type"]] for name, table in said["tables"].items()}
+    types = {name: DataType[table["data_type"]] for name, table in description["tables"].items()}
     memo: dict[int, nn.Module] = {}
     for child in model.modules():
         if isinstance(child, TableCollection):
-            made = empty_like(child, types, child.bounds_check, child.output_dtype)
-            give_rows(made, [config for config, _ in child.tables().values()])
-            memo[id(child)] = made
+            collection = empty_like(child, types, child.bounds_check, child.output_dtype)
+            give_rows(collection, [config for config, _ in child.tables().values()])
+            memo[id(child)] = collection
     result = memo.get(id(model)) or copied_but_for(model, memo)
     load(checkpoint, {"model": result})
-    return result, said
+    return result, description
 
 
 def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:

@@ -50,9 +50,9 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
             make_folder(folder.path)
         except OSError as refused:
             error = f"{folder.path} cannot be made for its log ({refused.strerror})"
-    for rank, each in enumerate(ranks.collect(error)):
-        if each is not None:
-            raise ValueError(f"rank {rank}: {each}. Name another --runs, where every host may write.")
+    for rank, refusal in enumerate(ranks.collect(error)):
+        if refusal is not None:
+            raise ValueError(f"rank {rank}: {refusal}. Name another --runs, where every host may write.")
     return folder, blind
 
 
@@ -74,11 +74,11 @@ def ranks_without(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
     deadline = time.monotonic() + _LOOK_SECONDS
     while not (seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    found = ranks.collect(seen)
+    seen_by_rank = ranks.collect(seen)
     # Only after all ranks have looked.
     if ranks.is_first:
         created.remove()
-    return [rank for rank, each in enumerate(found) if not each], None
+    return [rank for rank, is_seen in enumerate(seen_by_rank) if not is_seen], None
 
 
 def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Ranks) -> None:
@@ -107,10 +107,10 @@ def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Rank
     if not blind:
         return
     names = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
-    others = ", ".join(sorted({hosts[rank] for rank in blind}))
+    blind_hosts = ", ".join(sorted({hosts[rank] for rank in blind}))
     raise ValueError(
-        f"rank {names} on {others} cannot see {path} on {hosts[0]}, and a checkpoint needs storage that all "
-        "hosts reach: give a mounted folder (--out /mnt/shared/runs) or an object store (--out "
+        f"rank {names} on {blind_hosts} cannot see {path} on {hosts[0]}, and a checkpoint needs storage that "
+        "all hosts reach: give a mounted folder (--out /mnt/shared/runs) or an object store (--out "
         "s3://bucket/runs), or --no-checkpoints to save none."
     )
 
@@ -121,10 +121,10 @@ def _check_store(address: str, ranks: Ranks) -> None:
         ObjectStore(address).check()
     except Exception as refused:
         error = (str(refused) or type(refused).__name__).splitlines()[0]
-    for rank, each in enumerate(ranks.collect(error)):
-        if each is not None:
+    for rank, refusal in enumerate(ranks.collect(error)):
+        if refusal is not None:
             raise ValueError(
-                f"rank {rank} cannot write to {address}: {each}. Check the address and the store's "
+                f"rank {rank} cannot write to {address}: {refusal}. Check the address and the store's "
                 "keys on every "
                 "host, or give a folder that all hosts mount (--out /mnt/shared/runs)."
             )
@@ -139,20 +139,20 @@ def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]
     Raises:
         ValueError: rank 0 cannot claim the folder; raised on every rank.
     """
-    made = os.environ.get(RUN_VARIABLE)
-    if made:
-        yield RunFolder(Path(made)), []
+    launcher_folder = os.environ.get(RUN_VARIABLE)
+    if launcher_folder:
+        yield RunFolder(Path(launcher_folder)), []
         return
     # Only rank 0 takes the lock; the other ranks learn the outcome below.
     lock: RunLock | None = None
     path, refusal = "", ""
     if ranks.is_first:
         try:
-            found = job.folder
-            if found is None:
+            folder = job.folder
+            if folder is None:
                 lock = _claim(job)
-                found = lock.folder
-            path = str(found.path)
+                folder = lock.folder
+            path = str(folder.path)
         except ValueError as error:
             refusal = str(error)
     path, refusal = ranks.share((path, refusal))
@@ -168,15 +168,15 @@ def _claim(job: Job) -> RunLock:
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
         # Newest first: a restart continues the latest run of this launch.
-        for known in reversed(all_runs(job.runs)):
-            if _launch_of(known) == launch and known.state().name != "finished":
-                return _locked_again(known, job.rank_timeout)
+        for run in reversed(all_runs(job.runs)):
+            if _launch_of(run) == launch and run.state().name != "finished":
+                return _locked_again(run, job.rank_timeout)
     if launch != "none" and job.store is not None:
         store = ObjectStore(job.store)
         name = stored_launch(launch, LAUNCH, store)
-        found = None if name is None else download_run(name, job.runs, store)
-        if found is not None:
-            return _locked_again(found, job.rank_timeout)
+        downloaded = None if name is None else download_run(name, job.runs, store)
+        if downloaded is not None:
+            return _locked_again(downloaded, job.rank_timeout)
     lock = claim_run(job.name, job.recipe.name, job.runs, resume=job.resume)
     if launch != "none":
         lock.folder.write_json(LAUNCH, {"id": launch})

@@ -68,10 +68,10 @@ def judge(
     names = list(dict.fromkeys([*by, *([] if group is None else [group])]))
     # Read the columns before scoring, so that an unknown name fails early.
     columns = _columns(reader, names) if names and ranks.is_first else {}
-    found = list(gathered(scorer, ranks))
+    scored = list(gathered(scorer, ranks))
     if not ranks.is_first:
         return None
-    whole = Scored.joined(found)
+    whole = Scored.joined(scored)
     outputs = (whole.logits_B, whole.labels_B, whole.weights_B)
     metrics = loss.metrics(*outputs, gather=False)
     if len(whole.labels_B) and whole.weights_B is not None and not bool((whole.weights_B > 0).any()):
@@ -80,14 +80,14 @@ def judge(
     for name in names:
         assert whole.rows_B is not None
         # Row numbers align data columns with scores.
-        values, numbers = _numbered(columns[name], whole.rows_B.numpy())
+        values, value_indices = _numbered(columns[name], whole.rows_B.numpy())
         if name == group:
             area = grouped_auc(
-                whole.logits_B, whole.labels_B, torch.from_numpy(numbers), weights=whole.weights_B
+                whole.logits_B, whole.labels_B, torch.from_numpy(value_indices), weights=whole.weights_B
             )
             metrics |= {} if area is None else {"gauc": area}
         if name in by:
-            slices[name] = _slices(whole, values, numbers)
+            slices[name] = _slices(whole, values, value_indices)
     intervals = {}
     if draws and isinstance(loss, NextItem):
         intervals = rank_intervals(*loss.judged(*outputs), ks=loss.ks, num=draws, seed=seed)
@@ -118,22 +118,22 @@ def _numbered(
     codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
     counts = np.bincount(codes, minlength=len(encoded.dictionary))
     order = np.argsort(-counts, kind="stable")
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
     values = encoded.dictionary.take(pa.array(order[: _MOST_SLICES + 1])).to_pylist()
     null = "None (null)" if "None" in values else "None"
-    return [null if each is None else str(each) for each in values], place[codes]
+    return [null if value is None else str(value) for value in values], position[codes]
 
 
-def _slices(whole: Scored, values: Sequence[str], numbers: Any) -> dict[str, dict[str, float]]:
-    kept = list(values[:_MOST_SLICES])
-    rest = "others (the rest)" if "others" in kept else "others"
-    names = kept + ([rest] if len(values) > len(kept) else [])
-    found = sliced_metrics(
+def _slices(whole: Scored, values: Sequence[str], value_indices: Any) -> dict[str, dict[str, float]]:
+    shown_values = list(values[:_MOST_SLICES])
+    remaining_name = "others (the rest)" if "others" in shown_values else "others"
+    names = shown_values + ([remaining_name] if len(values) > len(shown_values) else [])
+    metrics = sliced_metrics(
         whole.logits_B,
         whole.labels_B,
-        np.minimum(numbers, len(names) - 1),
+        np.minimum(value_indices, len(names) - 1),
         len(names),
         weights=whole.weights_B,
     )
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, metrics, strict=True))

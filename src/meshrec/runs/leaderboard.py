@@ -52,7 +52,7 @@ def leaderboard(
         tell: called with a model's name before it is trained.
 
     Raises:
-        ValueError: a name is unknown, the label is not 0 and 1, or there is no validation or test data.
+        ValueError: a name is unknown, the label is not 0 and 1, or validation or test data is missing.
     """
     unknown = [name for name in models if name not in MODELS]
     if unknown:
@@ -66,7 +66,7 @@ def leaderboard(
     features = source.fit() if isinstance(source, FittedSource) else None
     # Unsharded: everything runs in this process.
     recipe = replace(recipe, placement=replace(Placement(), sharded=False))
-    found: list[Standing] = []
+    standings: list[Standing] = []
     for name, quality in _judged(recipe, features, models, tell):
         for data in ("validation", "test"):
             if "auc" not in quality.get(data, {}):
@@ -75,8 +75,8 @@ def leaderboard(
                 )
         kind = "model" if name in MODELS else "baseline"
         interval = auc_interval(quality["test"]["auc"], *_classes(quality))
-        found.append(Standing(name, quality["validation"]["auc"], quality["test"]["auc"], interval, kind))
-    return sorted(found, key=lambda each: -each.test)
+        standings.append(Standing(name, quality["validation"]["auc"], quality["test"]["auc"], interval, kind))
+    return sorted(standings, key=lambda standing: -standing.test)
 
 
 def _judged(

@@ -43,13 +43,13 @@ class RunLock:
         # File descriptor of the locked file; None after release.
         self._file = _locked(self._path)
         if self._file is None:
-            raise ValueError(_told(folder, "process", _holder(self._path)))
+            raise ValueError(_in_use(folder, "process", _holder(self._path)))
         try:
             for path in sorted(folder.path.glob(".process_rank*")):
                 if not _is_free(path):
                     rank = path.name.removeprefix(".process_rank")
                     raise ValueError(
-                        _told(folder, f"rank {rank} of an earlier start, process", _holder(path))
+                        _in_use(folder, f"rank {rank} of an earlier start, process", _holder(path))
                     )
             _write(self._file, {"pid": os.getpid(), "host": socket.gethostname(), "since": now()})
         except BaseException:
@@ -99,7 +99,7 @@ def hold_as_rank(folder: RunFolder, rank: int) -> Iterator[None]:
     path = folder.process(rank)
     descriptor = _locked(path)
     if descriptor is None:
-        raise ValueError(_told(folder, f"rank {rank} of another start, process", _holder(path)))
+        raise ValueError(_in_use(folder, f"rank {rank} of another start, process", _holder(path)))
     _write(descriptor, os.getpid())
     try:
         yield
@@ -173,13 +173,13 @@ def _write(descriptor: int, value: Any) -> None:
 def _holder(path: Path) -> dict[str, Any]:
     """Return the lock holder described in the file; empty if the holder has not written it yet."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
-    return found if isinstance(found, dict) else {"pid": found, "host": socket.gethostname()}
+    return content if isinstance(content, dict) else {"pid": content, "host": socket.gethostname()}
 
 
-def _told(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
+def _in_use(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
     where = f"{who} {holder['pid']} on {holder['host']}" if holder else f"{who}, not known yet,"
     since = f" since {holder['since']}" if "since" in holder else ""
     stop = f"stop it (kill {holder['pid']})" if holder else "stop it"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from meshrec.checkpoint import save
+from meshrec.checkpoint import load, save
 from meshrec.metrics.binary import log_losses
 from meshrec.modules import DataType
 from meshrec.quant.budget import Choice, choose_precision
@@ -13,7 +13,7 @@ from meshrec.quant.from_checkpoint import quantised_about
 from meshrec.quant.page import page_of
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
-from meshrec.runs.scoring import trained_model
+from meshrec.runs.scoring import TrainedModel, trained_model
 from meshrec.train.evaluation import outputs_of
 from meshrec.train.progress import origin_of
 from meshrec.train.ranks import Ranks
@@ -67,19 +67,21 @@ def quantize_run(
     trained = trained_model(run, step=step, last=last)
     choice = None
     if max_loss is None:
-        made = quantize(trained.model, weights, rounding=rounding)
+        quantised = quantize(trained.model, weights, rounding=rounding)
     else:
         is_refit = measured is not None and measured.path != run.path
         judged = trained_model(measured) if measured is not None and is_refit else trained
         choice = _choice(judged, ranks, max_loss, rounding)
-        made = quantize(trained.model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding)
-    about = quantised_about(made, run=run.name, rounding=rounding, **origin_of(trained.checkpoint))
+        quantised = quantize(
+            trained.model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding
+        )
+    about = quantised_about(quantised, run=run.name, rounding=rounding, **origin_of(trained.checkpoint))
     if choice is not None:
         about |= {"budget": choice.budget, "rise": choice.rise.mean, "rise_bound": choice.rise.bound}
-    save(folder, {"model": made, "quantised": about})
+    save(folder, {"model": quantised, "quantised": about})
     if choice is not None:
         (folder / "report.html").write_text(page_of(choice, f"Precisions of {run.name}"))
-    return QuantisedRun(made, choice)
+    return QuantisedRun(quantised, choice)
 
 
 def _choice(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Rounding) -> Choice:

@@ -106,16 +106,18 @@ def load_recommender(
     recipe, source, features = load_recipe(run), log_source(run), features_of(run)
     logged = source.interactions(features, data)
     column = source.columns.user
-    wanted = logged.values if users is None else _column(users, column, logged.values).unique()
-    numbers = pc.index_in(wanted, value_set=logged.values.cast(wanted.type))
-    known = numbers.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    has_history = (known >= 0) & (logged.log.stops > logged.log.firsts)[known]
-    user_ids = None if source.windows else vocabulary_of(features, USER).lookup_values(wanted)
+    requested = logged.values if users is None else _column(users, column, logged.values).unique()
+    positions = pc.index_in(requested, value_set=logged.values.cast(requested.type))
+    user_indices = positions.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    has_history = (user_indices >= 0) & (logged.log.stops > logged.log.firsts)[user_indices]
+    user_ids = None if source.windows else vocabulary_of(features, USER).lookup_values(requested)
     model, step = load_model(run, ranks, recipe, source.dataset(features), step=step, last=last)
     return Recommender(
         model=model,
-        reader=latest(logged.log, known, history=source.history, windows=source.windows, user_ids=user_ids),
-        users=wanted,
+        reader=latest(
+            logged.log, user_indices, history=source.history, windows=source.windows, user_ids=user_ids
+        ),
+        users=requested,
         user_column=column,
         items=ItemValues.of(source, features),
         num_unknown=int((~has_history).sum()),
@@ -125,36 +127,36 @@ def load_recommender(
 
 
 def recommendations(
-    found: Recommender, ranks: Ranks, k: int, *, keep_seen: bool | None = None
+    recommender: Recommender, ranks: Ranks, k: int, *, keep_seen: bool | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield item IDs and scores [B, K] for the best items, step by step in user order, on rank 0.
 
     Other ranks yield nothing. Collective: every rank must exhaust the iterator.
 
     Args:
-        found: the recommender.
+        recommender: the recommender.
         ranks: the ranks, from `join`.
         k: number of items per user.
         keep_seen: whether to recommend items from a user's history; None: as the recipe ranks them.
     """
-    seen = None if (found.keep_seen if keep_seen is None else keep_seen) else SEEN
-    model: Any = found.model
+    seen = None if (recommender.keep_seen if keep_seen is None else keep_seen) else SEEN
+    model: Any = recommender.model
     inner = model if hasattr(model, "recommend") else model.module
     inner.eval()
-    for batch in found.reader.batches(_BATCH, rank=ranks.rank, world_size=ranks.size):
+    for batch in recommender.reader.batches(_BATCH, rank=ranks.rank, world_size=ranks.size):
         with torch.no_grad():
             best = inner.recommend(batch.sparse.to(ranks.device), k, keep_seen=seen is None, seen=seen)
         every = ranks.collect((best.ids_BK.cpu(), best.scores_BK.cpu()))
         if ranks.is_first:
-            yield torch.cat([each[0] for each in every]), torch.cat([each[1] for each in every])
+            yield torch.cat([part[0] for part in every]), torch.cat([part[1] for part in every])
 
 
-def write_recommendations(out: Path, found: Recommender, best: Iterator[tuple[Tensor, Tensor]]) -> int:
+def write_recommendations(out: Path, recommender: Recommender, best: Iterator[tuple[Tensor, Tensor]]) -> int:
     """Write a row per recommendation: user, rank from 1, item and score.
 
     Args:
         out: a ``.parquet`` or ``.csv`` file. An existing file is replaced once everything is written.
-        found: the recommender.
+        recommender: the recommender.
         best: the results from `recommendations`.
 
     Returns:
@@ -162,27 +164,29 @@ def write_recommendations(out: Path, found: Recommender, best: Iterator[tuple[Te
     """
     num_rows = 0
     with table_writer(out) as write:
-        for table in recommendation_tables(found, best):
+        for table in recommendation_tables(recommender, best):
             write(table)
             num_rows += len(table)
     return num_rows
 
 
-def recommendation_tables(found: Recommender, best: Iterator[tuple[Tensor, Tensor]]) -> Iterator[pa.Table]:
+def recommendation_tables(
+    recommender: Recommender, best: Iterator[tuple[Tensor, Tensor]]
+) -> Iterator[pa.Table]:
     """Yield the rows for `write_recommendations`, step by step."""
     first = 0
     for ids_BK, scores_BK in best:
         # A score of -inf marks an excluded item, where a user has fewer than K candidates.
-        kept = scores_BK > float("-inf")
-        of_user, rank = kept.nonzero().unbind(1)
+        is_candidate = scores_BK > float("-inf")
+        of_user, rank = is_candidate.nonzero().unbind(1)
         yield pa.table(
             {
-                found.user_column: found.users.take(pa.array(first + of_user.numpy())),
+                recommender.user_column: recommender.users.take(pa.array(first + of_user.numpy())),
                 "rank": pa.array(rank.numpy() + 1),
-                "item" if found.user_column != "item" else "recommended": found.items.take(
-                    ids_BK[kept].numpy()
+                "item" if recommender.user_column != "item" else "recommended": recommender.items.take(
+                    ids_BK[is_candidate].numpy()
                 ),
-                "score": pa.array(scores_BK[kept].float().numpy()),
+                "score": pa.array(scores_BK[is_candidate].float().numpy()),
             }
         )
         first += len(ids_BK)
@@ -192,21 +196,21 @@ def _column(path: Any, name: str, logged: pa.Array) -> pa.Array:
     """Read the user column ``name`` from a file or table; values must have the log's kind.
 
     Raises:
-        DataError: there are no users, a user is missing, or the values have another kind.
+        DataError: the column is empty, a user is missing, or the values have another kind.
     """
     kind = kind_of(logged.type)
     table = read_columns(str(path) if isinstance(path, Path) else path, [name], {name: kind})
     if name not in table.column_names or not table.num_rows:
         raise DataError(f"{path} has no users in a column {name!r}. Call it as in the log, and give some.")
-    missing = is_missing(found := table[name].combine_chunks())
+    missing = is_missing(values := table[name].combine_chunks())
     if missing is not None and missing.any():
         raise DataError(
             f"{path}: column {name!r} has no user in row {int(missing.argmax())}. Leave out rows without one."
         )
-    found = one_number(whole(found))
-    if kind_of(found.type) != kind:
+    values = one_number(whole(values))
+    if kind_of(values.type) != kind:
         raise DataError(
-            f"{path}: column {name!r} holds {kind_of(found.type)}, and the log's {kind}. Give it as it is in "
-            "the log."
+            f"{path}: column {name!r} holds {kind_of(values.type)}, and the log's {kind}. Give it as it is "
+            "in the log."
         )
-    return found
+    return values

@@ -73,7 +73,7 @@ def refit_recipe(recipe: Recipe, trainer: Trainer, dataset: "Dataset") -> Recipe
     step = trainer.judge.weights_step
     training = recipe.training
     max_steps = None if training.max_steps is None else max(1, round(training.max_steps * growth))
-    # Options from a checkpoint have lists in place of tuples.
+    # Options from a checkpoint have lists instead of tuples.
     options = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in trainer.progress.start_options.items()
@@ -187,20 +187,20 @@ def _summary(job: Job, again: Trainer, state: str) -> dict[str, Any]:
     }
 
 
-def about_refit(found: Refit, folder: RunFolder, summary: dict[str, Any]) -> dict[str, Any]:
+def about_refit(result: Refit, folder: RunFolder, summary: dict[str, Any]) -> dict[str, Any]:
     """Return the summary entry for a refit, with a sentence for the user.
 
     Args:
-        found: the refit.
+        result: the refit.
         folder: run folder.
         summary: summary of the first fit.
     """
     honest = " and ".join(
         f"{data} {leading_text(summary[data])}" for data in ("validation", "test") if summary[data]
     )
-    step, first = found.step, summary["weights_step"]
+    step, first = result.step, summary["weights_step"]
     text = (
-        f"fitted again on all {found.num_rows:,} rows, where the first fit had {found.num_first_rows:,}: "
+        f"fitted again on all {result.num_rows:,} rows, where the first fit had {result.num_first_rows:,}: "
         f"{step:,} steps for {first:,}, as many passes over the rows. Export and predictions use this second "
         f"fit. The figures of this run ({honest or 'none'}) are those of the first fit, which did not learn "
         "from these rows; nothing is left to judge the second."
@@ -209,8 +209,8 @@ def about_refit(found: Refit, folder: RunFolder, summary: dict[str, Any]) -> dic
         "folder": str(folder.path / FINAL),
         "step": step,
         "first_step": first,
-        "rows": found.num_rows,
-        "first_rows": found.num_first_rows,
+        "rows": result.num_rows,
+        "first_rows": result.num_first_rows,
         "text": text,
     }
 

@@ -10,7 +10,7 @@ from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.removing import remove_checkpoint
 from meshrec.durable import is_below, remove_empty, remove_link, remove_named
 from meshrec.runs.source import COPY
-from meshrec.train.run_folder import CONFIG, DELTAS, FILES, FINAL, RunFolder, is_made, is_run, marks_of
+from meshrec.train.run_folder import CONFIG, DELTAS, FILES, FINAL, RunFolder, is_run, marks_of, was_created
 
 _MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")  # also of the run that this one was copied from
 _DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")
@@ -42,14 +42,14 @@ def remove_run(folder: RunFolder) -> list[str]:
             remove_checkpoint(checkpoint)
         remove_empty(path / name)
     _remove_files(
-        path / DELTAS, [each.name for each in _entries(path / DELTAS) if _DELTA.fullmatch(each.name)]
+        path / DELTAS, [entry.name for entry in _entries(path / DELTAS) if _DELTA.fullmatch(entry.name)]
     )
     _remove_files(path / COPY, _sources(folder))
-    files = [each.name for each in _entries(path) if FILES.fullmatch(each.name) and each.name != CONFIG]
+    files = [entry.name for entry in _entries(path) if FILES.fullmatch(entry.name) and entry.name != CONFIG]
     remove_named(path, files)
     # The configuration proves that this is a run. Delete it last, so that an interrupted removal can be
     # repeated.
-    remove_named(path, [CONFIG, *(each.name for each in _entries(path) if _MARK.fullmatch(each.name))])
+    remove_named(path, [CONFIG, *(entry.name for entry in _entries(path) if _MARK.fullmatch(entry.name))])
     return [] if remove_empty(path) else sorted(os.listdir(path))
 
 
@@ -61,10 +61,10 @@ def drop_unstarted(folder: RunFolder) -> None:
         marks = marks_of(path)
         if not marks or (path / CONFIG).exists():
             return
-        remove_named(path, (each.name for each in _entries(path) if FILES.fullmatch(each.name)))
-        if {each.name for each in _entries(path)} <= {mark.path.name for mark in marks}:
+        remove_named(path, (entry.name for entry in _entries(path) if FILES.fullmatch(entry.name)))
+        if {entry.name for entry in _entries(path)} <= {mark.path.name for mark in marks}:
             remove_named(path, [mark.path.name for mark in marks])
-            if any(map(is_made, marks)):
+            if any(map(was_created, marks)):
                 remove_empty(path)
             return
         time.sleep(0.02)  # other ranks of this host write their failures
@@ -83,7 +83,7 @@ def _remove_files(folder: Path, names: list[str]) -> None:
     remove_named(folder, names)
     # Deepest folders first, so that parents are empty when their turn comes.
     parents = {parent for name in names for parent in PurePosixPath(name).parents}
-    for parent in sorted(parents, key=lambda each: len(each.parts), reverse=True):
+    for parent in sorted(parents, key=lambda path: len(path.parts), reverse=True):
         if parent == PurePosixPath() or is_below(folder, str(parent)):
             remove_empty(folder / parent)
 

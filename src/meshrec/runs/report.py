@@ -68,18 +68,18 @@ def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         passed = max(0.0, line["seconds"] - before)
         before, total = line["seconds"], total + passed
         seconds[line["straggler"]] += passed * line["straggler_share"]
-    found = [{"rank": rank, "share": waited / total} for rank, waited in seconds.items() if total]
-    return sorted(found, key=lambda each: -each["share"])
+    ranks = [{"rank": rank, "share": waited / total} for rank, waited in seconds.items() if total]
+    return sorted(ranks, key=lambda straggler: -straggler["share"])
 
 
 def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
     """Return 95 % AUC intervals by part of the data."""
-    found = {}
+    intervals = {}
     for data, curves in summary.get("curves", {}).items():
         auc = summary[data].get("auc")
         if auc is not None and curves["roc"]:
-            found[data] = auc_interval(auc, curves["positive"], curves["negative"])
-    return found
+            intervals[data] = auc_interval(auc, curves["positive"], curves["negative"])
+    return intervals
 
 
 def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
@@ -88,13 +88,13 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
     For a pipelined run, ``"hidden"`` gives the additional seconds by phase if nothing overlaps the exchange.
     """
     whole = dict(_medians(folder.whole_phases))
-    found: list[dict[str, Any]] = []
+    times: list[dict[str, Any]] = []
     for rank, phases in _medians(folder.phases):
-        found.append({"rank": rank, "phases": phases})
+        times.append({"rank": rank, "phases": phases})
         if rank in whole:
             names = [name for name in phases if name in whole[rank] and name != DENSE]
-            found[-1]["hidden"] = {name: max(0.0, whole[rank][name] - phases[name]) for name in names}
-    return found
+            times[-1]["hidden"] = {name: max(0.0, whole[rank][name] - phases[name]) for name in names}
+    return times
 
 
 def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:

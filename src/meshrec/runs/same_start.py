@@ -47,13 +47,13 @@ _DATA_SUFFIXES = (".parquet", ".csv", ".tsv", ".dat", ".txt", ".json", ".npy", "
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], what: str) -> None:
+def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], complaint: str) -> None:
     """Check that values are equal on all ranks: digests first, then every value. Collective.
 
     Args:
         ranks: the ranks, from `join`.
         mine: this rank's plain values, by name.
-        what: completes "the ranks ..." in the error, such as "were not started alike".
+        complaint: completes "the ranks ..." in the error, such as "were not started alike".
 
     Raises:
         ValueError: values differ. Raised on every rank, with value names and ranks.
@@ -64,13 +64,15 @@ def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], what: str) -> None:
     if len(set(ranks.collect(digest))) == 1:
         return
     every: list[dict[str, str]] = ranks.collect(words)
-    names = sorted({name for each in every for name in each})
-    differing = [name for name in names if len({each.get(name) for each in every}) > 1]
-    told = [f"{name} is {_by_rank([each.get(name, 'absent') for each in every])}" for name in differing]
-    more = f"; and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
+    names = sorted({name for values in every for name in values})
+    differing = [name for name in names if len({values.get(name) for values in every}) > 1]
+    differences = [
+        f"{name} is {_by_rank([values.get(name, 'absent') for values in every])}" for name in differing
+    ]
+    more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
     raise ValueError(
-        f"the ranks {what}: {'; '.join(told[:_MOST_NAMED])}{more}. Start all ranks with the same command, "
-        "the same files, and the same versions."
+        f"the ranks {complaint}: {'; '.join(differences[:_MOST_NAMED])}{more}. Start all ranks with the same "
+        "command, the same files, and the same versions."
     )
 
 
@@ -82,41 +84,43 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
         source: recipe name, as given to `resolve`.
         options: command-line options, which must be equal on all ranks.
     """
-    places = dict(_places(recipe.data, "data"))
-    found: dict[str, Any] = {name: _ADDRESS.sub("", str(value)) for name, value in flat(to_json(recipe))}
-    for name, path in places.items():
+    paths = dict(_data_paths(recipe.data, "data"))
+    description: dict[str, Any] = {
+        name: _ADDRESS.sub("", str(value)) for name, value in flat(to_json(recipe))
+    }
+    for name, path in paths.items():
         if isinstance(path, Path) or os.path.isabs(path):
-            found.pop(name, None)  # the same data may lie elsewhere on each machine
-        found |= {f"{name}: {file}": about for file, about in _listing(Path(path))}
-    found |= {f"option {name}": value for name, value in options.items()}
-    found |= {f"version of {name}": value for name, value in versions().items()}
-    found |= {f"variable {name}": os.environ.get(name) for name in ENVIRONMENT}
-    found |= {f"source {name}": digest[:16] for name, digest in digests_of_source(source).items()}
+            description.pop(name, None)  # the same data may lie elsewhere on each machine
+        description |= {f"{name}: {file}": about for file, about in _listing(Path(path))}
+    description |= {f"option {name}": value for name, value in options.items()}
+    description |= {f"version of {name}": value for name, value in versions().items()}
+    description |= {f"variable {name}": os.environ.get(name) for name in ENVIRONMENT}
+    description |= {f"source {name}": digest[:16] for name, digest in digests_of_source(source).items()}
     plan = recipe.placement.plan
     if plan is not None:
-        found["placement.plan"] = _fingerprint(plan)
-    return found
+        description["placement.plan"] = _fingerprint(plan)
+    return description
 
 
-def describe_places(source: DataSource) -> dict[str, str]:
+def file_fingerprints(source: DataSource) -> dict[str, str]:
     """Return fingerprints of all files named by a data source: size and digest, by name."""
     return {
         f"{name}: {file}": about
-        for name, path in _places(source, "data")
+        for name, path in _data_paths(source, "data")
         for file, about in _listing(Path(path))
     }
 
 
 def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
     """Describe the data loaded on this rank: sizes and files."""
-    found = dict(flat(describe_data(dataset), "data"))
+    description = dict(flat(describe_data(dataset), "data"))
     for name, reader in (
         ("train", dataset.train),
         ("validation", dataset.validation),
         ("test", dataset.test),
     ):
-        found |= {f"{name} file {number}": about for number, about in _files(reader)}
-    return found
+        description |= {f"{name} file {number}": about for number, about in _files(reader)}
+    return description
 
 
 def _files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
@@ -132,22 +136,22 @@ def _by_rank(values: list[str]) -> str:
         ranks.setdefault(value, []).append(rank)
     parts = [
         f"{value} on rank {', '.join(map(str, of[:8]))}{', ...' if len(of) > 8 else ''}"
-        for value, of in sorted(ranks.items(), key=lambda each: (-len(each[1]), each[1]))
+        for value, of in sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
     ]
     return " and ".join(parts)
 
 
-def _places(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
+def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
     """Yield data source options with paths of existing files or folders."""
     if isinstance(value, str | Path):
         if value and "\0" not in str(value) and os.path.exists(value):
             yield name, value
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _places(each, f"{name}.{number}")
+        for number, item in enumerate(value):
+            yield from _data_paths(item, f"{name}.{number}")
     elif isinstance(value, DataSource) and dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from _places(getattr(value, field.name), f"{name}.{field.name}")
+            yield from _data_paths(getattr(value, field.name), f"{name}.{field.name}")
 
 
 def _listing(path: Path) -> Iterator[tuple[str, str]]:
@@ -156,7 +160,9 @@ def _listing(path: Path) -> Iterator[tuple[str, str]]:
         return  # a default such as Path() means no folder of data; logs that grow may lie here
     files = [path]
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix in _DATA_SUFFIXES and each.is_file())
+        files = sorted(
+            entry for entry in path.iterdir() if entry.suffix in _DATA_SUFFIXES and entry.is_file()
+        )
     for file in files[:_MOST_FILES]:
         yield file.name, _fingerprint(file)
     if len(files) > _MOST_FILES:

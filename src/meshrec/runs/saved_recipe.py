@@ -5,7 +5,7 @@ import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from meshrec.runs.source import kept_recipe
+from meshrec.runs.source import recorded_recipe
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import PATH_FIELDS, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
@@ -52,8 +52,8 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
     if source is None and not isinstance(config.get("source"), str):
         raise ValueError(f"{folder.path} does not record its recipe; name the recipe.")
     # The template provides classes and defaults, the configuration all recorded values.
-    template = kept_recipe(folder, config) if source is None else resolve(source)
-    if config.get("all_rows"):  # its tables in memory are no values of the configuration
+    template = recorded_recipe(folder, config) if source is None else resolve(source)
+    if config.get("all_rows"):  # the configuration has no in-memory tables
         template = dataclasses.replace(template, data=template.data.all_rows())
     where = f"{folder.path / CONFIG}: recipe"
     try:
@@ -84,8 +84,8 @@ def restored(template: T, saved: Any, where: str) -> T:
         )
     hints = typing.get_type_hints(kind)
     values = {}
-    for each in dataclasses.fields(template):
-        name, now = each.name, getattr(template, each.name)
+    for field in dataclasses.fields(template):
+        name, now = field.name, getattr(template, field.name)
         if name not in saved:
             continue  # newer than the run: its value of today is the default
         if dataclasses.is_dataclass(now) and hasattr(now, "from_json"):
@@ -104,25 +104,25 @@ def changes(before: Recipe, after: Recipe) -> list[Change]:
     Raises:
         ValueError: an option cannot change during a run, because old checkpoints would no longer fit.
     """
-    old, new = (dict(flat(to_json(each))) for each in (before, after))
-    found = [
+    old, new = (dict(flat(to_json(recipe))) for recipe in (before, after))
+    changed = [
         Change(name, old.get(name), new.get(name))
         for name in {**old, **new}
         if old.get(name) != new.get(name)
     ]
-    for name, was, is_now in found:
+    for name, was, is_now in changed:
         is_fixed = any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED)
-        if is_fixed and not _is_place(after, name):
+        if is_fixed and not _is_data_path(after, name):
             raise ValueError(
                 f"{name} was {was} in this run and cannot become {is_now}: its checkpoints would not fit. "
                 "Leave the option out to resume, or start a new run with another --name."
             )
-    return found
+    return changed
 
 
-def _is_place(recipe: Recipe, name: str) -> bool:
+def _is_data_path(recipe: Recipe, name: str) -> bool:
     """Return whether an option is a path to the data: the same data may be elsewhere now."""
-    if name in [f"data.{each}" for each in PATH_FIELDS]:
+    if name in [f"data.{field}" for field in PATH_FIELDS]:
         return True
     value: Any = recipe
     for part in name.split("."):
@@ -140,7 +140,7 @@ def describe_data(dataset: "Dataset") -> dict[str, Any]:
             ("test", dataset.test),
         )
     }
-    features = {each.name: each.num_embeddings for each in dataset.features}
+    features = {feature.name: feature.num_embeddings for feature in dataset.features}
     return {"name": dataset.name, "samples": sizes, "features": features, "num_dense": dataset.num_dense}
 
 
@@ -155,7 +155,7 @@ def check_data(config: dict[str, Any], dataset: "Dataset", where: Path) -> None:
     Raises:
         ValueError: a property differs; the error names it.
     """
-    before, today = (dict(flat(each)) for each in (config.get("data", {}), describe_data(dataset)))
+    before, today = (dict(flat(data)) for data in (config.get("data", {}), describe_data(dataset)))
     for name, value in before.items():
         if today.get(name) != value:
             raise ValueError(

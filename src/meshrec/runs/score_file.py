@@ -50,7 +50,7 @@ def write_scores(
 
     reader = dataset.train
     assert isinstance(reader, StreamReader)
-    names = list(keep) or list(dataset.id_columns or (each.name for each in dataset.features))
+    names = list(keep) or list(dataset.id_columns or (feature.name for feature in dataset.features))
     titles = list(loss.score_names())
     if set(titles) & set(names):
         raise ValueError(f"--keep {' '.join(names)}: scores are named {titles}; rename the data's columns.")
@@ -67,21 +67,21 @@ def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) 
     """Split scores for consecutive rows by task; null where a row has no score."""
     import pyarrow as pa
 
-    done = 0
-    for each in scored:
-        assert each.rows_B is not None
-        if len(each.rows_B) == 0:
+    num_written = 0
+    for part in scored:
+        assert part.rows_B is not None
+        if len(part.rows_B) == 0:
             continue
         # Gaps between row numbers are skipped rows, which get a null score.
-        size = int(each.rows_B[-1]) + 1 - done
-        values, known = np.zeros((size, num_tasks), np.float32), np.zeros(size, np.bool_)
-        at = each.rows_B.numpy() - done
-        values[at], known[at] = loss.scores(each.logits_B).reshape(-1, num_tasks).numpy(), True
-        yield [pa.array(values[:, task], mask=~known) for task in range(num_tasks)]
-        done += size
+        size = int(part.rows_B[-1]) + 1 - num_written
+        values, has_score = np.zeros((size, num_tasks), np.float32), np.zeros(size, np.bool_)
+        at = part.rows_B.numpy() - num_written
+        values[at], has_score[at] = loss.scores(part.logits_B).reshape(-1, num_tasks).numpy(), True
+        yield [pa.array(values[:, task], mask=~has_score) for task in range(num_tasks)]
+        num_written += size
     # Skipped rows at the end of the data have no batch.
-    if done < num_rows:
-        yield [pa.nulls(num_rows - done, pa.float32())] * num_tasks
+    if num_written < num_rows:
+        yield [pa.nulls(num_rows - num_written, pa.float32())] * num_tasks
 
 
 class _ColumnReader:

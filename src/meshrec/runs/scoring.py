@@ -92,7 +92,7 @@ def load_model(
     # Nothing is updated here, so no optimizer state is allocated.
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
     # Hashed tables keep their rows in shards, even on a single rank.
-    sharded = ranks.size > 1 or any(each.keys is not None for each in dataset.features)
+    sharded = ranks.size > 1 or any(feature.keys is not None for feature in dataset.features)
     model = build(_placed(scored, run, ranks, sharded=sharded), dataset, ranks).model
     load(checkpoint, {"model": model})
     return model, read_manifest(checkpoint).step
@@ -201,7 +201,7 @@ def gathered(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
 def _vocabularies(features: "Features") -> "list[Vocabulary]":
     from meshrec.data.features import Vocabulary
 
-    return [each for each in features.ids if isinstance(each, Vocabulary)]
+    return [feature for feature in features.ids if isinstance(feature, Vocabulary)]
 
 
 class _UnseenValues:
@@ -224,7 +224,7 @@ class _UnseenValues:
         for number, feature in enumerate(self._features):
             num, unseen = counts[2 * number : 2 * number + 2]
             if ranks.is_first and num and unseen / num >= _MANY_UNSEEN:
-                known = feature.vocabulary.slice(0, 3).to_pylist()
+                examples = feature.vocabulary.slice(0, 3).to_pylist()
                 _logger.warning(
                     "feature %r: %.1f %% of the %s values of column %r did not occur in training, and are "
                     "all alike to the model. Compare the column with the training data, which holds %s, or "
@@ -233,5 +233,5 @@ class _UnseenValues:
                     100 * unseen / num,
                     f"{num:,.0f}",
                     feature.source,
-                    ", ".join(map(repr, known)),
+                    ", ".join(map(repr, examples)),
                 )

@@ -43,14 +43,14 @@ def similar_items(
     ranks = join("cpu")
     model: Any = load_model(run, ranks, recipe, dataset, step=step, last=last)[0]
     inner = model if hasattr(model, "item_vectors") else model.module
-    known = ItemValues.of(source, features)
-    values = known.values if items is None else _as_type(items, known.values.type)
-    positions = pc.index_in(values, value_set=known.values)
+    catalog = ItemValues.of(source, features)
+    values = catalog.values if items is None else _as_type(items, catalog.values.type)
+    positions = pc.index_in(values, value_set=catalog.values)
     if positions.null_count:
         unknown = values[int(positions.is_null().to_numpy(zero_copy_only=False).argmax())].as_py()
         raise DataError(
             f"item {unknown!r} was not in the training data, which has items such as "
-            f"{known.values.slice(0, 3).to_pylist()}. Leave it out."
+            f"{catalog.values.slice(0, 3).to_pylist()}. Leave it out."
         )
     with torch.no_grad():
         vectors_IV = nn.functional.normalize(inner.eval().item_vectors().float(), dim=1)
@@ -58,13 +58,13 @@ def similar_items(
     scores_NI = vectors_IV[index_N] @ vectors_IV.T
     # An item is not similar to itself.
     scores_NI[torch.arange(len(index_N)), index_N] = float("-inf")
-    num = min(k, len(known.values) - 1)
+    num = min(k, len(catalog.values) - 1)
     best_NK, index_NK = scores_NI.topk(num, dim=1)
     return pa.table(
         {
             "item": values.take(pa.array(torch.arange(len(index_N)).repeat_interleave(num).numpy())),
             "rank": pa.array(torch.arange(1, num + 1).repeat(len(index_N)).numpy()),
-            "similar": known.values.take(pa.array(index_NK.flatten().numpy())),
+            "similar": catalog.values.take(pa.array(index_NK.flatten().numpy())),
             "score": pa.array(best_NK.flatten().numpy()),
         }
     )

@@ -103,7 +103,7 @@ def digests_of_source(source: str | None) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
-def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
+def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
     """Execute the source named in a run's ``config.json``, and return the recipe.
 
     Raises:
@@ -146,10 +146,10 @@ def _is_code(source: str) -> bool:
 
 def _where(folder: RunFolder, source: str) -> str:
     """Return the path of the code for the user to read."""
-    place = source.rpartition(":")[0]
-    name = Path(place).name if place.endswith(".py") else f"{place.replace('.', '/')}.py"
+    location = source.rpartition(":")[0]
+    name = Path(location).name if location.endswith(".py") else f"{location.replace('.', '/')}.py"
     copy = folder.path / COPY / name
-    return str(copy if copy.is_file() else place)
+    return str(copy if copy.is_file() else location)
 
 
 def _doubt(source: str, entry: Any) -> str | None:
@@ -202,13 +202,13 @@ def _key(*, make: bool) -> bytes | None:
 
 def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
     """Return a recipe's source folder and files: the recipe, and modules imported from the same folder."""
-    place = source.rpartition(":")[0]
-    if not place.endswith(".py"):
-        path = Path(str(importlib.import_module(place).__file__))
-        return path.parent, {f"{place.replace('.', '/')}.py": path.read_bytes()}
-    loaded = sys.modules.get(module_name(Path(place)))
-    main = Path(place if loaded is None else str(loaded.__file__)).resolve()
-    found = {main.name: main.read_bytes()}
+    location = source.rpartition(":")[0]
+    if not location.endswith(".py"):
+        path = Path(str(importlib.import_module(location).__file__))
+        return path.parent, {f"{location.replace('.', '/')}.py": path.read_bytes()}
+    loaded = sys.modules.get(module_name(Path(location)))
+    main = Path(location if loaded is None else str(loaded.__file__)).resolve()
+    files = {main.name: main.read_bytes()}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
@@ -217,22 +217,22 @@ def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
         # Include only modules found through the recipe's folder, not an installation below it.
         expected = main.parent.joinpath(*name.split("."))
         if path in (expected.with_suffix(".py"), expected / "__init__.py"):
-            found[path.relative_to(main.parent).as_posix()] = path.read_bytes()
-    return main.parent, found
+            files[path.relative_to(main.parent).as_posix()] = path.read_bytes()
+    return main.parent, files
 
 
 def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict[str, bytes] | None:
     """Read the recorded files; return None if a file is missing or, with ``check``, has changed."""
-    found = {}
+    files = {}
     for name, digest in entry["files"].items():
         path = folder / name
         # The entry may come from somebody else: its names must not leave the folder.
         if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
             return None
-        found[name] = path.read_bytes()
-        if check and hashlib.sha256(found[name]).hexdigest() != digest:
+        files[name] = path.read_bytes()
+        if check and hashlib.sha256(files[name]).hexdigest() != digest:
             return None
-    return found
+    return files
 
 
 class _Bytes(SourceFileLoader):
@@ -258,12 +258,12 @@ class _Neighbours(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return a module's spec; None if the module is not among the files."""
-        place = fullname.replace(".", "/")
-        for name, is_package in ((f"{place}.py", False), (f"{place}/__init__.py", True)):
+        location = fullname.replace(".", "/")
+        for name, is_package in ((f"{location}.py", False), (f"{location}/__init__.py", True)):
             if name in self._files:
                 loader = _Bytes(fullname, self._folder / name, self._files[name])
                 return importlib.util.spec_from_loader(fullname, loader, is_package=is_package)
-        if any(name.startswith(f"{place}/") for name in self._files):  # a folder without __init__.py
+        if any(name.startswith(f"{location}/") for name in self._files):  # a folder without __init__.py
             return ModuleSpec(fullname, None, is_package=True)
         return None
 

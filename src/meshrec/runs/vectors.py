@@ -36,11 +36,11 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
     """
     model = trained_model(run, step=step, last=last).model
     collections = [module for module in model.modules() if isinstance(module, TableCollection)]
-    known: list[str] = []
-    for each in collections:
-        hashed = each.hashed_tables()
-        for config, weight in each.tables().values():
-            known += config.feature_names
+    feature_names: list[str] = []
+    for collection in collections:
+        hashed = collection.hashed_tables()
+        for config, weight in collection.tables().values():
+            feature_names += config.feature_names
             if feature in config.feature_names and config.name in hashed:
                 ids, rows, _ = hashed[config.name].items()
                 return Vectors(rows, ids)
@@ -48,7 +48,7 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
                 return Vectors(weight.detach(), None)
     raise ValueError(
         f"{run.path} has no feature {feature!r} with a table. Name one of "
-        f"{known}.{did_you_mean(feature, known)}"
+        f"{feature_names}.{did_you_mean(feature, feature_names)}"
     )
 
 
@@ -69,13 +69,17 @@ def values_of_rows(run: RunFolder, feature: str, num_rows: int) -> Any:
     source = load_recipe(run).data
     if not isinstance(source, FittedSource):
         return pa.nulls(num_rows, pa.int64())
-    found = features_of(run)[feature]
-    if isinstance(found, Vocabulary):
+    encoding = features_of(run)[feature]
+    if isinstance(encoding, Vocabulary):
         # Rows before the vocabulary are for missing and unseen values; spare rows may follow.
-        first = num_rows - len(found.vocabulary) if found.num_embeddings is None else 1 + found.num_unseen
-        spare = num_rows - first - len(found.vocabulary)
-        kind = found.vocabulary.type
-        return pa.concat_arrays([pa.nulls(first, kind), found.vocabulary, pa.nulls(spare, kind)])
-    if isinstance(found, Integer):
+        first = (
+            num_rows - len(encoding.vocabulary)
+            if encoding.num_embeddings is None
+            else 1 + encoding.num_unseen
+        )
+        spare = num_rows - first - len(encoding.vocabulary)
+        kind = encoding.vocabulary.type
+        return pa.concat_arrays([pa.nulls(first, kind), encoding.vocabulary, pa.nulls(spare, kind)])
+    if isinstance(encoding, Integer):
         return pa.array(np.arange(num_rows, dtype=np.int64))
     return pa.nulls(num_rows, pa.string())

@@ -65,7 +65,7 @@ from meshrec.train.observers import (
     Finished,
     FolderObserver,
     Observer,
-    Said,
+    Reported,
     TensorBoardObserver,
 )
 from meshrec.train.ranking_baselines import ranking_baselines
@@ -125,12 +125,12 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
 def _failed(folder: RunFolder, ranks: Ranks, error: BaseException, blind: Sequence[int]) -> None:
     """Write the error to the run folder, for the launcher and for later readers."""
     # Without MeshRec's launcher, nobody else records the failure or removes an unstarted folder.
-    alone = RUN_VARIABLE not in os.environ
+    is_unlaunched = RUN_VARIABLE not in os.environ
     try:
         folder.error(ranks.rank).write_text("".join(traceback.format_exception(error)))
-        if ranks.is_first and alone:
+        if ranks.is_first and is_unlaunched:
             record_failure(folder, line_of(error))
-        if alone and isinstance(error, ValueError) and (ranks.is_first or ranks.rank in blind):
+        if is_unlaunched and isinstance(error, ValueError) and (ranks.is_first or ranks.rank in blind):
             drop_unstarted(folder)
     except OSError as full:  # the disk may be what failed
         _logger.warning("%s could not be written: %s", folder.error(ranks.rank), full)
@@ -248,17 +248,17 @@ class _Run:
 
     def _refit(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         """Refit on all rows, and add the result to the summary. Collective."""
-        self._tell(Said("fitting again on all rows, validation and test rows too"))
+        self._tell(Reported("fitting again on all rows, validation and test rows too"))
 
-        def tell(done: float) -> None:
-            self._tell(Advanced("the fit on all rows", done))
+        def tell(share: float) -> None:
+            self._tell(Advanced("the fit on all rows", share))
 
-        found = refit(self._job, trainer, self._folder, self._ranks, stop=stop, tell=tell)
-        if found.is_stopped:
+        result = refit(self._job, trainer, self._folder, self._ranks, stop=stop, tell=tell)
+        if result.is_stopped:
             summary["state"] = "stopped"
         else:
-            summary["final"] = about_refit(found, self._folder, summary)
-            self._tell(Said(summary["final"]["text"]))
+            summary["final"] = about_refit(result, self._folder, summary)
+            self._tell(Reported(summary["final"]["text"]))
 
     def _compare_starts(self) -> None:
         """Check that the ranks were started alike. Collective."""
@@ -304,9 +304,9 @@ class _Run:
             if self._ranks.is_first:  # an earlier start may have ended before its first checkpoint
                 self._folder.forget_after(0, judged=False)
         if self._job.resume:
-            self._tell(Said(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
+            self._tell(Reported(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
             for name, old, new in self._job.changes:
-                self._tell(Said(f"{name} {old} -> {new}"))
+                self._tell(Reported(f"{name} {old} -> {new}"))
 
     def _tell(self, event: Event) -> None:
         for observer in self._observers:
@@ -403,13 +403,13 @@ class _Run:
         """Return the paths of the reported weights, and of the checkpoint from which training can
         continue.
         """
-        found: dict[str, str | None] = {}
-        for name, wanted in (("weights", {"step": weights_step}), ("last", {"last": True})):
+        paths: dict[str, str | None] = {}
+        for name, selection in (("weights", {"step": weights_step}), ("last", {"last": True})):
             try:
-                found[name] = str(find_checkpoint(self._folder.path, **wanted))
+                paths[name] = str(find_checkpoint(self._folder.path, **selection))
             except ValueError:
-                found[name] = None
-        return found
+                paths[name] = None
+        return paths
 
     def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
         """Return predicted and measured seconds per phase on the slowest rank, and for the ``step``."""
@@ -447,30 +447,30 @@ class _Run:
         summary["checkpoints"] = self._checkpoints(step)
 
     def _judge_baselines(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
-        def tell(done: float) -> None:
+        def tell(share: float) -> None:
             if stop.signal is not None:
                 raise _Stopped
-            self._tell(Advanced("baselines", done))
+            self._tell(Advanced("baselines", share))
 
         try:
             loss = self._job.recipe.loss
             if isinstance(loss, Softmax | Ranking):
-                self._tell(Said("there are no baselines for labels of classes or of queries"))
+                self._tell(Reported("there are no baselines for labels of classes or of queries"))
                 return
-            found = (
+            results = (
                 ranking_baselines(trainer.dataset, tell, loss=loss)
                 if isinstance(loss, NextItem)
                 else baselines(trainer.dataset, tell)
             )
-            for name, quality in found:
+            for name, quality in results:
                 for data, key in (("validation", "baselines"), ("test", "baselines_test")):
                     if data in quality:
                         summary[key][name] = quality[data]
                 # Some baselines take minutes, and a screen without a terminal has no progress bar.
                 judged = quality.get("test") or quality.get("validation") or {}
-                self._tell(Said(f"baseline {name}: {leading_text(judged)}"))
+                self._tell(Reported(f"baseline {name}: {leading_text(judged)}"))
         except _Stopped:
-            self._tell(Said("the baselines were skipped, as you asked; the run itself is complete"))
+            self._tell(Reported("the baselines were skipped, as you asked; the run itself is complete"))
 
 
 def goes_on_without_a_host() -> bool:
@@ -507,10 +507,10 @@ def commands(folder: RunFolder) -> dict[str, str]:
     }
 
 
-def _merged(found: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+def _merged(by_rank: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
     """Merge rows skipped by ranks, by file and reason. Ranks with the same window report the same rows."""
     merged: dict[str, dict[str, int]] = {}
-    for of_rank in found:
+    for of_rank in by_rank:
         for file, reasons in of_rank.items():
             merged.setdefault(file, {}).update(reasons)
     return merged

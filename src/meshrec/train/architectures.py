@@ -214,8 +214,8 @@ class TwoTowerConfig(TableOptions, ModelConfig):
         of_items = set(dataset.catalogue.keys())
         towers = TwoTower(
             _on_meta(tables, self.table_std, is_weighted=dataset.has_id_weights),
-            [name for each in tables for name in each.feature_names if name not in of_items],
-            [name for each in tables for name in each.feature_names if name in of_items],
+            [name for table in tables for name in table.feature_names if name not in of_items],
+            [name for table in tables for name in table.feature_names if name in of_items],
             self.layers,
             dense_in_features=dataset.num_dense,
         )
@@ -248,11 +248,15 @@ class DINConfig(TableOptions, ModelConfig):
         item, history = item_and_history(dataset)
         tables = _without_seen(dataset, self.embedding_dim)
         # The item and the history share this table. The model reads it unpooled; all other tables are pooled.
-        own = next(each for each in tables if item in each.feature_names)
-        others = [each for each in tables if each is not own]
-        bags = _on_meta(others, self.table_std, is_weighted=dataset.has_id_weights) if others else None
+        item_table = next(table for table in tables if item in table.feature_names)
+        other_tables = [table for table in tables if table is not item_table]
+        bags = (
+            _on_meta(other_tables, self.table_std, is_weighted=dataset.has_id_weights)
+            if other_tables
+            else None
+        )
         return DIN(
-            sequence_table(own, [history, item], std=self.table_std),
+            sequence_table(item_table, [history, item], std=self.table_std),
             bags,
             history=history,
             item=item,
@@ -265,9 +269,9 @@ class DINConfig(TableOptions, ModelConfig):
 def _without_seen(dataset: "Dataset", embedding_dim: int) -> list[EmbeddingBagConfig]:
     """Return the dataset's table configurations without the seen-items feature, which models never embed."""
     return [
-        replace(each, feature_names=names)
-        for each in dataset.tables(embedding_dim)
-        if (names := [name for name in each.feature_names if name != dataset.seen])
+        replace(table, feature_names=names)
+        for table in dataset.tables(embedding_dim)
+        if (names := [name for name in table.feature_names if name != dataset.seen])
     ]
 
 
@@ -279,13 +283,13 @@ def item_and_history(dataset: "Dataset") -> tuple[str, str]:
     Raises:
         ValueError: the dataset has no such pair, or several.
     """
-    table_of = {each.name: each.table or each.name for each in dataset.features}
-    items = [each.name for each in dataset.features if not each.sequence]
+    table_of = {feature.name: feature.table or feature.name for feature in dataset.features}
+    items = [feature.name for feature in dataset.features if not feature.sequence]
     pairs = [
-        (item, each.name)
+        (item, feature.name)
         for item in (items if dataset.item is None else [dataset.item])
-        for each in dataset.features
-        if each.sequence and table_of[each.name] == table_of[item]
+        for feature in dataset.features
+        if feature.sequence and table_of[feature.name] == table_of[item]
     ]
     if len(pairs) != 1:
         raise ValueError(
@@ -301,7 +305,7 @@ def seen_feature(dataset: "Dataset") -> str | None:
 
     Log a warning if a feature is named "seen" but not declared: those items are then ranked as usual.
     """
-    if dataset.seen is None and any(each.name == "seen" for each in dataset.features):
+    if dataset.seen is None and any(feature.name == "seen" for feature in dataset.features):
         _logger.warning(
             "dataset %r has a feature 'seen', but Dataset.seen is None: the items in it are recommended "
             "again. Set Dataset(seen='seen') to leave them out, or rename the feature.",

@@ -36,7 +36,7 @@ class Baseline(NamedTuple):
     quality: dict[str, dict[str, float]]
 
 
-def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
+def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[Baseline]:
     """Compute baselines in turn: global mean, item popularity, logistic regression, LightGBM.
 
     Popularity is the item's mean training label, smoothed with five samples at the global mean. It is skipped
@@ -52,14 +52,14 @@ def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Ba
     if not dataset.labels:
         yield from _of_label(dataset, None, tell)
         return
-    every = [_of_label(dataset, number, tell) for number in range(len(dataset.labels))]
-    for found in zip(*every, strict=True):
+    by_label = [_of_label(dataset, number, tell) for number in range(len(dataset.labels))]
+    for results in zip(*by_label, strict=True):
         quality: dict[str, dict[str, float]] = {}
-        for label, each in zip(dataset.labels, found, strict=True):
-            for data, metrics in each.quality.items():
+        for label, result in zip(dataset.labels, results, strict=True):
+            for data, metrics in result.quality.items():
                 of_label = {f"{label}/{name}": value for name, value in metrics.items()}
                 quality[data] = {**(quality.get(data) or metrics), **of_label}
-        yield Baseline(found[0].name, quality)
+        yield Baseline(results[0].name, quality)
 
 
 def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
@@ -67,12 +67,14 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         return (
-            batches if number is None else (replace(each, labels=each.labels[:, number]) for each in batches)
+            batches
+            if number is None
+            else (replace(samples, labels=samples.labels[:, number]) for samples in batches)
         )
 
     # Baselines are evaluated on all held-out samples, but learn from the first training samples only.
-    found = {"validation": dataset.validation, "test": dataset.test}
-    judged = {name: reader for name, reader in found.items() if reader is not None}
+    readers = {"validation": dataset.validation, "test": dataset.test}
+    judged = {name: reader for name, reader in readers.items() if reader is not None}
 
     def read(reader: "Reader") -> Batch:
         samples = first_samples(reader)
@@ -92,7 +94,9 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
         yield Baseline("item popularity", quality(_popularity(dataset, train)))
     chooses = None if dataset.validation is None else read(dataset.validation)
     parts = [
-        Labelled.of(each, columns(dataset, each, each.dense)) for each in (train, chooses) if each is not None
+        Labelled.of(samples, columns(dataset, samples, samples.dense))
+        for samples in (train, chooses)
+        if samples is not None
     ]
     fitted = regression(*parts, tell=tell).weights
     yield Baseline(
@@ -107,20 +111,20 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
 def _judge(
     batches: Iterator[Batch], num_samples: int, logits: Callable[[Batch], Tensor], tell: Tell
 ) -> dict[str, float]:
-    found: list[Scored] = []
+    scored: list[Scored] = []
     for number, batch in enumerate(batches):
         tell(min(1.0, number * BATCH / num_samples))
-        found.append(Scored(None, logits(batch), batch.labels, batch.weights))
+        scored.append(Scored(None, logits(batch), batch.labels, batch.weights))
     tell(1.0)
     # No collective: only rank 0 computes baselines.
-    _, scores, labels, weights = Scored.joined(found)
+    _, scores, labels, weights = Scored.joined(scored)
     return binary_metrics(scores, labels, weights, gather=False)
 
 
 def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:
     item = dataset.item
     assert item is not None
-    rows = next(each.num_embeddings for each in dataset.features if each.name == item)
+    rows = next(feature.num_embeddings for feature in dataset.features if feature.name == item)
     items = train.sparse[item]
     samples = torch.repeat_interleave(torch.arange(len(train)), items.lengths())
     weights = weights_of(train)

@@ -48,7 +48,7 @@ class TreeSamples(NamedTuple):
 
     def where(self, mask: Tensor) -> "TreeSamples":
         """Select the samples where ``mask`` [B] is True."""
-        return TreeSamples(*(each[mask] for each in self))
+        return TreeSamples(*(field[mask] for field in self))
 
 
 def scores_of(ids: Tensor, labels: Tensor, weights: Tensor, num_rows: int) -> Tensor:
@@ -90,7 +90,7 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
     The first half learns the model's residuals. These trees are dropped if they do not raise the AUC on
     ``judged``. The second half learns the labels without the model, and the result averages both logits: the
     mean depends less on the drawn samples. The second half is dropped if the model with residual trees has an
-    AUC above the mean's by more than a standard error. If no AUC exists, there are no trees.
+    AUC above the mean's by more than a standard error. If no AUC exists, the result has no trees.
 
     Args:
         train: the training samples.
@@ -112,21 +112,21 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
     before = area_under_curve(judged.logits, judged.labels, judged.weights)
     if before is None:
         return Boosted(1.0, 0.0, [], (0, 0))
-    over, added = _grown(train, judged, num_trees - num_trees // 2, seed)
-    one = judged.logits + added
-    after = _auc(one, judged)
+    residual, added = _grown(train, judged, num_trees - num_trees // 2, seed)
+    logits = judged.logits + added
+    after = _auc(logits, judged)
     if after <= before:
-        over, one, after = [], judged.logits, before
+        residual, logits, after = [], judged.logits, before
     bias = _bias(train)
     # The second half starts from the bias, as if there were no model.
-    start = [each._replace(logits=torch.full_like(each.logits, bias)) for each in (train, judged)]
-    alone, added = _grown(start[0], start[1], num_trees // 2, seed)
+    start = [samples._replace(logits=torch.full_like(samples.logits, bias)) for samples in (train, judged)]
+    separate, added = _grown(start[0], start[1], num_trees // 2, seed)
     histograms = score_histograms(judged.logits, judged.labels, judged.weights)
     interval = auc_interval(after, *effective_sizes(histograms))
     # The interval spans about four standard errors, so a quarter is one.
-    if not alone or after - _auc(one + bias + added, judged) > (interval.high - interval.low) / 4:
-        return Boosted(1.0, 0.0, over, (len(over), 0))
-    return _mean(bias, over, alone)
+    if not separate or after - _auc(logits + bias + added, judged) > (interval.high - interval.low) / 4:
+        return Boosted(1.0, 0.0, residual, (len(residual), 0))
+    return _mean(bias, residual, separate)
 
 
 def boosted_again(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> Boosted:
@@ -137,28 +137,28 @@ def boosted_again(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> 
         counts: number of trees next to the model, and without it.
         seed: as for `boosted`.
     """
-    over, _ = _grown(train, None, counts[0], seed)
+    residual, _ = _grown(train, None, counts[0], seed)
     if not counts[1]:
-        return Boosted(1.0, 0.0, over, (len(over), 0))
+        return Boosted(1.0, 0.0, residual, (len(residual), 0))
     bias = _bias(train)
-    alone, _ = _grown(train._replace(logits=torch.full_like(train.logits, bias)), None, counts[1], seed)
-    return _mean(bias, over, alone)
+    separate, _ = _grown(train._replace(logits=torch.full_like(train.logits, bias)), None, counts[1], seed)
+    return _mean(bias, residual, separate)
 
 
 def _bias(train: TreeSamples) -> float:
     return float(torch.logit(weighted_mean(train.labels, train.weights), eps=1e-6))
 
 
-def _mean(bias: float, over: list[Branch | Leaf], alone: list[Branch | Leaf]) -> Boosted:
+def _mean(bias: float, residual: list[Branch | Leaf], separate: list[Branch | Leaf]) -> Boosted:
     """Average the model plus residual trees with the bias plus independent trees."""
-    trees = [scaled(each, 0.5) for each in (*over, *alone)]
-    return Boosted(0.5, bias / 2, trees, (len(over), len(alone)))
+    trees = [scaled(tree, 0.5) for tree in (*residual, *separate)]
+    return Boosted(0.5, bias / 2, trees, (len(residual), len(separate)))
 
 
 def _auc(logits: Tensor, judged: TreeSamples) -> float:
-    found = area_under_curve(logits, judged.labels, judged.weights)
-    assert found is not None
-    return found
+    auc = area_under_curve(logits, judged.labels, judged.weights)
+    assert auc is not None
+    return auc
 
 
 def _grown(
@@ -186,13 +186,13 @@ def _grown(
     options = _OPTIONS | {"seed": seed, "num_threads": torch.get_num_threads()}
     if judged is None:
         model = lightgbm.train(options, data, num_trees)
-        found = model.dump_model(num_iteration=num_trees)["tree_info"]
-        return [_node(each["tree_structure"]) for each in found], train.logits[:0]
+        tree_info = model.dump_model(num_iteration=num_trees)["tree_info"]
+        return [_node(info["tree_structure"]) for info in tree_info], train.logits[:0]
     other = data_of(judged, data)
     stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
     model = lightgbm.train(options, data, num_trees, valid_sets=[other], callbacks=[stop])
-    found = model.dump_model(num_iteration=model.best_iteration)["tree_info"]
-    trees = [_node(each["tree_structure"]) for each in found]
+    tree_info = model.dump_model(num_iteration=model.best_iteration)["tree_info"]
+    trees = [_node(info["tree_structure"]) for info in tree_info]
     return trees, torch.from_numpy(model.predict(judged.inputs.numpy(), raw_score=True))
 
 

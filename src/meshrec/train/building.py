@@ -51,7 +51,7 @@ class Built(NamedTuple):
             for name in ("embedding_bag_configs", "embedding_configs"):
                 if hasattr(module, name):
                     tables += sum(
-                        each.num_embeddings * each.embedding_dim for each in getattr(module, name)()
+                        config.num_embeddings * config.embedding_dim for config in getattr(module, name)()
                     )
                     break
         return tables, sum(parameter.numel() for parameter in self.dense.params.values())

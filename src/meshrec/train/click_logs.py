@@ -85,9 +85,11 @@ class ClickLog(DataSource):
         from meshrec.data.interactions import HISTORY
 
         table = self.table(data, features)
-        found = self._frame(data, features).scored(features, table, labelled=labelled)
+        dataset = self._frame(data, features).scored(features, table, labelled=labelled)
         # The history is derived: user and item already identify the row next to a score.
-        return replace(found, id_columns=tuple(each for each in found.id_columns if each != HISTORY))
+        return replace(
+            dataset, id_columns=tuple(column for column in dataset.id_columns if column != HISTORY)
+        )
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
         """Return the schema of a row with its history."""

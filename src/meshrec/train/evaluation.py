@@ -38,9 +38,9 @@ class Window:
     def take(self, ranks: Ranks) -> dict[str, float]:
         """Return metrics over all ranks' samples, and clear the window. Collective."""
         outputs, self._outputs = self._outputs, []
-        logits = torch.cat([each.logits for each in outputs]).cpu()
-        labels = torch.cat([each.labels for each in outputs]).cpu()
-        weights = joined_weights([(each.weights, len(each.labels)) for each in outputs])
+        logits = torch.cat([output.logits for output in outputs]).cpu()
+        labels = torch.cat([output.labels for output in outputs]).cpu()
+        weights = joined_weights([(output.weights, len(output.labels)) for output in outputs])
         return self._loss.metrics(logits, labels, weights, group=ranks.control)
 
 

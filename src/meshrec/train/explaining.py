@@ -41,9 +41,9 @@ class Explained(NamedTuple):
         slices = {
             feature: {
                 "others" if row < 0 else (names or {}).get(feature, {}).get(row, f"row {row}"): metrics
-                for row, metrics in found.items()
+                for row, metrics in rows.items()
             }
-            for feature, found in self.slices.items()
+            for feature, rows in self.slices.items()
         }
         return {"samples": self.samples, "importance": self.importance, "slices": slices}
 
@@ -74,25 +74,25 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
         if before is None:
             return None
         importance = {}
-        names = [each.name for each in dataset.features]
-        numbers = list(dataset.dense_names) or [f"dense {number}" for number in range(dataset.num_dense)]
-        for at, name in enumerate([*names, *numbers][:_MOST_FEATURES]):
-            feature = name if at < len(names) else at - len(names)
+        names = [feature.name for feature in dataset.features]
+        dense_names = list(dataset.dense_names) or [f"dense {index}" for index in range(dataset.num_dense)]
+        for index, name in enumerate([*names, *dense_names][:_MOST_FEATURES]):
+            feature = name if index < len(names) else index - len(names)
             without = _scored(model, [_shuffled(batch, feature) for batch in batches], ranks)
             importance[name] = before - binary_metrics(without, labels, weights, group=ranks.control)["auc"]
     finally:
         model.train()
     ids = {name: _rows(batches, name) for name in names}
-    gathered = [each for each in ranks.collect((plain, labels, ids, weights)) if len(each[1])]
-    plain, labels = (torch.cat([each[part] for each in gathered]) for part in (0, 1))
-    weights = joined_weights([(each[3], len(each[1])) for each in gathered])
+    by_rank = [values for values in ranks.collect((plain, labels, ids, weights)) if len(values[1])]
+    plain, labels = (torch.cat([values[part] for values in by_rank]) for part in (0, 1))
+    weights = joined_weights([(values[3], len(values[1])) for values in by_rank])
     slices: dict[str, dict[int, dict[str, float]]] = {}
-    for name in sorted(names, key=lambda each: -importance.get(each, 0.0)):
-        rows = [each[2][name] for each in gathered]
-        if all(each is not None for each in rows) and len(slices) < _MOST_SLICED:
-            found = _slices(plain, labels, weights, np.concatenate(rows))
-            slices |= {name: found} if found else {}
-    ordered = dict(sorted(importance.items(), key=lambda each: -each[1]))
+    for name in sorted(names, key=lambda name: -importance.get(name, 0.0)):
+        rows = [values[2][name] for values in by_rank]
+        if all(part is not None for part in rows) and len(slices) < _MOST_SLICED:
+            metrics = _slices(plain, labels, weights, np.concatenate(rows))
+            slices |= {name: metrics} if metrics else {}
+    ordered = dict(sorted(importance.items(), key=lambda item: -item[1]))
     return Explained(len(labels), ordered, slices)
 
 
@@ -105,12 +105,12 @@ def _first(reader: "Reader", ranks: Ranks) -> Iterator[Batch]:
 
 
 def _scored(model: nn.Module, batches: list[Batch], ranks: Ranks) -> Tensor:
-    found = []
+    parts = []
     for batch in batches:
         with torch.no_grad():
             logits = forward(model, batch.padded(1024).to(ranks.device), ranks.device)
-        found.append(logits[: len(batch)].cpu())
-    return torch.cat(found)
+        parts.append(logits[: len(batch)].cpu())
+    return torch.cat(parts)
 
 
 def _shuffled(batch: Batch, feature: str | int) -> Batch:
@@ -138,22 +138,22 @@ def _shuffled(batch: Batch, feature: str | int) -> Batch:
 
 def _rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64] | None":
     """Return the table row per sample, or None if a sample has several IDs or none."""
-    each = [batch.sparse[name] for batch in batches]
-    if not all(bool((ids.lengths() == 1).all()) for ids in each):
+    bags = [batch.sparse[name] for batch in batches]
+    if not all(bool((ids.lengths() == 1).all()) for ids in bags):
         return None
-    return np.concatenate([ids.values().numpy() for ids in each])
+    return np.concatenate([ids.values().numpy() for ids in bags])
 
 
 def _slices(
     logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
-    values, places, counts = np.unique(rows, return_inverse=True, return_counts=True)
+    values, indices, counts = np.unique(rows, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MOST_VALUES]
     if len(values) < 2 or counts[order].sum() < _COVERED * len(rows):
         return {}
     number = np.full(len(values), len(order))
     number[order] = np.arange(len(order))
-    rest = len(order) < len(values)
-    found = sliced_metrics(logits, labels, number[places], len(order) + rest, weights=weights)
-    names = [*(int(values[at]) for at in order), *([-1] if rest else [])]
-    return dict(zip(names, found, strict=True))
+    has_remaining = len(order) < len(values)
+    metrics = sliced_metrics(logits, labels, number[indices], len(order) + has_remaining, weights=weights)
+    names = [*(int(values[at]) for at in order), *([-1] if has_remaining else [])]
+    return dict(zip(names, metrics, strict=True))

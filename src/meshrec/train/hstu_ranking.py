@@ -82,34 +82,34 @@ class HSTURankerConfig(ModelConfig):
         Raises:
             ValueError: no sequence shares a table with a feature, or the history length is unknown.
         """
-        read = [each for each in dataset.features if each.num_embeddings]
-        single = {each.table or each.name: each.name for each in read if not each.sequence}
-        sequences = [each for each in read if each.sequence]
-        history = [each for each in sequences if (each.table or each.name) in single]
+        read = [feature for feature in dataset.features if feature.num_embeddings]
+        single = {feature.table or feature.name: feature.name for feature in read if not feature.sequence}
+        sequences = [feature for feature in read if feature.sequence]
+        history = [feature for feature in sequences if (feature.table or feature.name) in single]
         if not history or history[0].max_length is None:
             raise ValueError(
                 f"dataset {dataset.name!r} must have a history: a sequence of known length that shares the "
-                f"table of a feature of the item; its sequences are {[each.name for each in sequences]}. Set "
-                "sequence, table and max_length of a Feature."
+                f"table of a feature of the item; its sequences are {[feature.name for feature in sequences]}"
+                ". Set sequence, table and max_length of a Feature."
             )
-        candidates = [single[each.table or each.name] for each in history]
+        candidates = [single[feature.table or feature.name] for feature in history]
         features = RankerFeatures(
             contextual=tuple(name for name in single.values() if name not in candidates),
-            history=tuple(each.name for each in history),
+            history=tuple(feature.name for feature in history),
             candidates=tuple(candidates),
-            actions=tuple(each.name for each in sequences if each not in history),
+            actions=tuple(feature.name for feature in sequences if feature not in history),
             times=dataset.times if self.times else None,
         )
         tables = [
             EmbeddingConfig(
-                name=each.name,
-                num_embeddings=each.num_embeddings,
-                keys=each.keys,
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                keys=table.keys,
                 embedding_dim=self.embedding_dim,
-                feature_names=list(each.feature_names),
-                **initial_values(self.table_std, is_hashed=each.keys is not None),
+                feature_names=list(table.feature_names),
+                **initial_values(self.table_std, is_hashed=table.keys is not None),
             )
-            for each in dataset.tables(self.embedding_dim)
+            for table in dataset.tables(self.embedding_dim)
         ]
         return HSTURanker(
             EmbeddingCollection(tables=tables, device=torch.device("meta")),

@@ -22,7 +22,7 @@ _LEAD = 0.02
 evaluations on few samples beats the first by chance.
 """
 _TESTED = 100_000
-"""Maximum number of validation samples in the paired loss test: so many leave no doubt about a difference."""
+"""Maximum number of validation samples in the paired loss test: more would not change the outcome."""
 
 
 class Judge:
@@ -113,8 +113,8 @@ class Judge:
         weights = None if scored.weights_B is None else scored.weights_B[tested]
         parts = self._ranks.collect((scored.rows_B[tested], losses[tested], weights))
         order = torch.cat([part[0] for part in parts]).argsort(stable=True)
-        found = joined_weights([(part[2], len(part[0])) for part in parts])
-        every = None if found is None else found[order]
+        joined = joined_weights([(part[2], len(part[0])) for part in parts])
+        every = None if joined is None else joined[order]
         self.early.test.add(torch.cat([part[1] for part in parts])[order], every, step)
 
     def prefer_first(self) -> None:
@@ -148,11 +148,11 @@ class Judge:
 
     def _metrics(self, data: str, scored: Scored, step: int) -> dict[str, float]:
         recipe, outputs = self._recipe, (scored.logits_B, scored.labels_B, scored.weights_B)
-        found = recipe.loss.metrics(*outputs, group=self._ranks.control)
-        self._refuse_undefined(data, step, found, outputs)  # a NaN has no bin
+        metrics = recipe.loss.metrics(*outputs, group=self._ranks.control)
+        self._refuse_undefined(data, step, metrics, outputs)  # a NaN has no bin
         if isinstance(recipe.loss, BinaryCrossEntropy):
             self._histograms[data] = score_histograms(*outputs)
-        return found
+        return metrics
 
     def _refuse_undefined(
         self, data: str, step: int, metrics: dict[str, float], outputs: tuple[Tensor, Tensor, Tensor | None]

@@ -121,7 +121,7 @@ def _config(num_ranks: int, max_restarts: int, scratch: Path) -> Any:
 
 def signals_of(failed: Any) -> dict[int, int]:
     """Return the signal that killed each rank, from a ``ChildFailedError``."""
-    return {rank: -each.exitcode for rank, each in failed.failures.items() if each.exitcode < 0}
+    return {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
 
 
 @contextmanager
@@ -191,12 +191,12 @@ def first_error(
         signals: signals that killed ranks, by rank.
         silent: ranks killed because they no longer answered.
     """
-    found = []
+    errors = []
     for rank in range(num_ranks):
         path = folder.error(rank)
         if path.is_file():
-            found.append((path.stat().st_mtime, rank, _error_in(path.read_text())))
-    causes = [each for each in found if not _has_lost_a_peer(each[2])]
+            errors.append((path.stat().st_mtime, rank, _error_in(path.read_text())))
+    causes = [entry for entry in errors if not _has_lost_a_peer(entry[2])]
     if not causes and silent:
         ranks = ", ".join(map(str, sorted(silent)))
         logs = ", ".join(str(folder.log(rank)) for rank in sorted(silent))
@@ -212,9 +212,9 @@ def first_error(
             f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
             f"{_hint(number)}. Its log is {folder.log(rank)}"
         )
-    if not found:
+    if not errors:
         return f"a rank ended without an error. Its log is one of {folder.path / 'log_rank*.txt'}"
-    _, rank, error = min(causes or found)
+    _, rank, error = min(causes or errors)
     name, _, message = error.partition(": ")
     if name.rpartition(".")[2] in MESSAGES:
         return message

@@ -88,9 +88,9 @@ def whole(parts: Iterator[Batch]) -> Batch:
     keys = batches[0].sparse.keys()
     values, lengths = [], []
     for key in keys:
-        each_key = [batch.sparse[key] for batch in batches]
-        values += [part.values() for part in each_key]
-        lengths += [part.lengths() for part in each_key]
+        bags = [batch.sparse[key] for batch in batches]
+        values += [part.values() for part in bags]
+        lengths += [part.lengths() for part in bags]
     return Batch(
         torch.cat([batch.dense for batch in batches]),
         KeyedJaggedTensor.from_lengths_sync(keys=keys, values=torch.cat(values), lengths=torch.cat(lengths)),
@@ -138,7 +138,7 @@ def columns(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool =
     return sparse.hstack([*parts, sparse.csr_matrix(last.numpy())], format="csr")
 
 
-def chosen(num_samples: int) -> Any:
+def validation_mask(num_samples: int) -> Any:
     """Return a mask with every tenth training sample, a substitute for missing validation data."""
     return np.arange(num_samples) % _CHOICE == _CHOICE - 1
 
@@ -157,7 +157,7 @@ def regression(
     judged: Labelled | None = None,
     *,
     penalty: float | None = None,
-    tell: Tell = lambda done: None,
+    tell: Tell = lambda share: None,
 ) -> Regression:
     """Fit a weight per column, with the best of seven L2 penalties by AUC on held-out samples.
 
@@ -173,31 +173,31 @@ def regression(
         transposed = train.inputs.T.tocsr()
         return Regression(_fit(train, transposed, penalty=penalty, start=None, tell=tell), penalty)
     if judged is None:
-        chooses = chosen(len(train.labels))
+        chooses = validation_mask(len(train.labels))
         judged, train = train.where(chooses), train.where(~chooses)
     transposed = train.inputs.T.tocsr()
     judged_weights = None if judged.weights is None else torch.from_numpy(judged.weights)
-    best, kept, last = -1.0, None, None
+    best, best_fit, last = -1.0, None, None
     for number, penalty in enumerate(_PENALTIES):
 
-        def told(done: float, number: int = number) -> None:
-            tell((number + done) / len(_PENALTIES))
+        def tell_share(share: float, number: int = number) -> None:
+            tell((number + share) / len(_PENALTIES))
 
-        last = _fit(train, transposed, penalty=penalty, start=last, tell=told)
+        last = _fit(train, transposed, penalty=penalty, start=last, tell=tell_share)
         logits = torch.from_numpy(judged.inputs @ last)
-        found = area_under_curve(logits, torch.from_numpy(judged.labels), judged_weights)
-        if found is None:  # one class only: nothing chooses, so the strongest penalty stays
+        auc = area_under_curve(logits, torch.from_numpy(judged.labels), judged_weights)
+        if auc is None:  # one class only: nothing chooses, so the strongest penalty stays
             return Regression(last, penalty)
-        if found <= best:
+        if auc <= best:
             break
-        best, kept = found, Regression(last, penalty)
-    assert kept is not None
-    return kept
+        best, best_fit = auc, Regression(last, penalty)
+    assert best_fit is not None
+    return best_fit
 
 
-def fitted_again(found: Regression, train: Labelled) -> "Vector":
+def fitted_again(fit: Regression, train: Labelled) -> "Vector":
     """Refit the regression on other samples at the same penalty; return the weights."""
-    start, penalty = found
+    start, penalty = fit
     transposed = train.inputs.T.tocsr()
     return _fit(train, transposed, penalty=penalty, start=start, tolerance=_ROUGH)
 
@@ -208,7 +208,7 @@ def _fit(
     *,
     penalty: float,
     start: "Vector | None",
-    tell: Tell = lambda done: None,
+    tell: Tell = lambda share: None,
     tolerance: float = _TOLERANCE,
 ) -> "Vector":
     """Minimize the weighted sum of losses plus ``penalty`` / 2 times the squared weights.
@@ -231,15 +231,15 @@ def _fit(
         coefficients = scaled * scale
         logits = data @ coefficients
         # log(1 + exp(x)) without overflow.
-        each = np.maximum(logits, 0.0) - logits * labels + np.log1p(np.exp(-np.abs(logits)))
+        losses = np.maximum(logits, 0.0) - logits * labels + np.log1p(np.exp(-np.abs(logits)))
         errors = of_samples * (1.0 / (1.0 + np.exp(-np.clip(logits, -500.0, 500.0))) - labels)
         gradient = (transposed @ errors + penalized * coefficients) * scale
-        return float(each @ of_samples + penalized @ coefficients**2 / 2) / num, gradient / num
+        return float(losses @ of_samples + penalized @ coefficients**2 / 2) / num, gradient / num
 
     first = np.zeros(data.shape[1]) if start is None else start / scale
     options = {"maxiter": _ITERATIONS, "maxcor": 8, "gtol": 1e-6, "ftol": tolerance}
     # L-BFGS vectors are short: BLAS threads would spin between calls, for two thirds of the CPU time.
     with needs("threadpoolctl", "train").threadpool_limits(1, user_api="blas"):
-        found = minimize(loss, first, jac=True, method="L-BFGS-B", options=options)
-    coefficients: Vector = found.x * scale
+        result = minimize(loss, first, jac=True, method="L-BFGS-B", options=options)
+    coefficients: Vector = result.x * scale
     return coefficients

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.log_columns import ITEM, LogColumns
 from meshrec.train.recipe import DataSource
@@ -91,10 +93,10 @@ class LogSource(ABC):
             raise ValueError(
                 "a run of next items scores no rows. Write recommendations with `meshrec recommend`."
             )
-        found = self._dataset(features, data, "leave_last_out")
-        assert found.test is not None
+        dataset = self._dataset(features, data, "leave_last_out")
+        assert dataset.test is not None
         # Scoring reads the training part of a dataset, see `FittedSource.scored`.
-        return replace(found, train=found.test, validation=None, test=None)
+        return replace(dataset, train=dataset.test, validation=None, test=None)
 
     def load(self) -> "Dataset":
         """Learn vocabularies, and make the dataset."""
@@ -145,6 +147,7 @@ class Log(LogSource, DataSource):
     csv: CsvFormat = DETECTED
     """CSV format; settings not given are detected."""
 
+    @override
     def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
         from meshrec.data.frames import read_columns
         from meshrec.data.logs import LogTable
@@ -168,6 +171,7 @@ class MovieLensSequences(LogSource, DataSource):
     num_ratings: int | None = None
     """Expected number of ratings in the folder; if none, any number."""
 
+    @override
     def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
         from meshrec.data.logs import LogTable
         from meshrec.data.movielens import load_raw
@@ -192,6 +196,7 @@ class BooksRatings(LogSource, DataSource):
     num_ratings: int | None = 22_507_155
     """Expected number of ratings in the file; if none, any number."""
 
+    @override
     def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
         import pyarrow.csv as csv
 
@@ -203,7 +208,7 @@ class BooksRatings(LogSource, DataSource):
             raise DataError(f"{file} does not exist. Name the folder that holds it with --data.path.")
         names = ["user", "item", "rating", "time"]
         table = csv.read_csv(file, csv.ReadOptions(column_names=names))
-        kinds = [str(each) for each in table.schema.types]
+        kinds = [str(kind) for kind in table.schema.types]
         if kinds[:2] != ["string", "string"] or kinds[3] != "int64":
             raise DataError(
                 f"{file}: its columns are {kinds}, and must be user, book, rating and time in seconds, "
@@ -222,12 +227,12 @@ def _folder(data: Any) -> Path:
     return Path(paths[0])
 
 
-def _check_rows(name: str, found: int, expected: int | None) -> None:
+def _check_rows(name: str, num_rows: int, expected: int | None) -> None:
     """Raise DataError unless the number of ratings equals the published number."""
     from meshrec.data.faults import DataError
 
-    if expected is not None and found != expected:
+    if expected is not None and num_rows != expected:
         raise DataError(
-            f"{name} has {found:,} ratings, and the published data has {expected:,}. Download it again, "
+            f"{name} has {num_rows:,} ratings, and the published data has {expected:,}. Download it again, "
             "or set --data.num-ratings none for other ratings of the same form."
         )

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from meshrec.metrics import binary_metrics, number_metrics, rank_metrics
 from meshrec.metrics.classes import class_metrics
@@ -87,6 +88,7 @@ class BinaryCrossEntropy(Loss):
         if not self.positive_weight > 0:
             raise ValueError(f"loss.positive_weight is {self.positive_weight}; it must be above 0.")
 
+    @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(
             outputs, labels, weights, reduction="sum", pos_weight=self._factor(labels)
@@ -113,6 +115,7 @@ class BinaryCrossEntropy(Loss):
 class SquaredError(Loss):
     """Squared error of numeric labels."""
 
+    @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         return _weighted(self.per_sample(outputs, labels), weights)
 
@@ -142,6 +145,7 @@ class Huber(Loss):
         if not self.delta > 0:
             raise ValueError(f"loss.delta is {self.delta}; it must be above 0.")
 
+    @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         return _weighted(self.per_sample(outputs, labels), weights)
 
@@ -175,6 +179,7 @@ class Softmax(Loss):
                 "classes of the label."
             )
 
+    @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         return _weighted(self.per_sample(outputs, labels), weights)
 
@@ -194,7 +199,7 @@ class Softmax(Loss):
         return torch.softmax(outputs, dim=1)
 
     def score_names(self) -> tuple[str, ...]:
-        return tuple(f"score_{each}" for each in self.classes)
+        return tuple(f"score_{label}" for label in self.classes)
 
     def _check(self, outputs: Tensor, labels: Tensor) -> None:
         if outputs.shape != (*labels.shape, len(self.classes)):
@@ -226,6 +231,7 @@ class Ranking(Loss):
         if not self.ks or min(self.ks) < 1:
             raise ValueError(f"loss.ks is {list(self.ks)}; it must be one number or more, each at least 1.")
 
+    @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """Sum the loss over all queries in the batch. A query split between two batches counts in both.
 
@@ -279,6 +285,7 @@ class NextItem(Loss):
         if not self.ks or min(self.ks) < 1:
             raise ValueError(f"loss.ks is {list(self.ks)}; it must be one number or more, each at least 1.")
 
+    @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         if outputs.shape[:-1] != labels.shape or outputs.shape[-1] not in (2, 3):
             raise ValueError(
@@ -302,12 +309,12 @@ class NextItem(Loss):
             labels: labels [B]; above 0 if the user chose the item.
             weights: sample weights [B]; None: 1.
         """
-        chosen = labels > 0
+        is_positive = labels > 0
         return (
-            outputs[chosen, 0],
-            outputs[chosen, 1],
-            None if weights is None else weights[chosen],
-            outputs[chosen, 2] if outputs.shape[1] > 2 else None,
+            outputs[is_positive, 0],
+            outputs[is_positive, 1],
+            None if weights is None else weights[is_positive],
+            outputs[is_positive, 2] if outputs.shape[1] > 2 else None,
         )
 
     def scores(self, outputs: Tensor) -> Tensor:
@@ -330,8 +337,8 @@ def sum_of_members(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor 
         outputs, labels = (_zero_where_uncounted(values, weights) for values in (outputs, labels))
     if outputs.dim() < 3:
         return loss.sum(outputs, labels, weights)
-    each = [loss.sum(squeezed(member), labels, weights) for member in outputs.unbind(2)]
-    return torch.stack(each).mean()
+    losses = [loss.sum(squeezed(member), labels, weights) for member in outputs.unbind(2)]
+    return torch.stack(losses).mean()
 
 
 def _zero_where_uncounted(values: Tensor, weights: Tensor) -> Tensor:
@@ -373,6 +380,7 @@ class Tasks(Loss):
                 f"loss.tasks must be two or more of different names: {[task.name for task in self.tasks]}."
             )
 
+    @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         if outputs.shape != labels.shape or outputs.shape[-1] != len(self.tasks):
             raise ValueError(
@@ -399,13 +407,13 @@ class Tasks(Loss):
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
         """Compute the first task's metrics without a prefix, and all tasks' metrics as ``task/name``."""
-        found: dict[str, float] = {}
+        all_metrics: dict[str, float] = {}
         for number, task in enumerate(self.tasks):
             metrics = task.loss.metrics(outputs[:, number], labels[:, number], weights, **ranks)
             # The first task selects the best weights, so its metrics also appear without a prefix.
-            found |= {} if number else metrics
-            found |= {f"{task.name}/{name}": value for name, value in metrics.items()}
-        return found
+            all_metrics |= {} if number else metrics
+            all_metrics |= {f"{task.name}/{name}": value for name, value in metrics.items()}
+        return all_metrics
 
     def score_names(self) -> tuple[str, ...]:
         return tuple(f"score_{task.name}" for task in self.tasks)

@@ -144,8 +144,10 @@ class HistoryParts(NamedTuple):
             ValueError: the dataset lacks an item, exactly one item history, or the history's maximum length.
         """
         item, history = item_and_history(dataset)
-        table = next(each for each in dataset.tables(embedding_dim) if item in each.feature_names)
-        feature = next(each for each in dataset.features if each.name == history)
+        table = next(
+            candidate for candidate in dataset.tables(embedding_dim) if item in candidate.feature_names
+        )
+        feature = next(candidate for candidate in dataset.features if candidate.name == history)
         if feature.max_length is None:
             raise ValueError(
                 f"dataset {dataset.name!r} does not say how long a history may be. Set max_length of its "

@@ -55,10 +55,14 @@ class Evaluated(NamedTuple):
     is_best: bool
 
 
-class Said(NamedTuple):
+class Reported(NamedTuple):
     """Event: a message for the user."""
 
     text: str
+
+
+Said = Reported
+"""The old name of `Reported`, for one release."""
 
 
 class Advanced(NamedTuple):
@@ -74,7 +78,7 @@ class Finished(NamedTuple):
     summary: Line
 
 
-Event = Started | Stepped | Logged | Evaluated | Said | Advanced | Finished
+Event = Started | Stepped | Logged | Evaluated | Reported | Advanced | Finished
 Observer = Callable[[Event], None]
 """Callback for every event, on rank 0 only."""
 

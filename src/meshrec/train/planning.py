@@ -70,7 +70,7 @@ def constraints_of(
     placement = recipe.placement
     batches = dataset.train.batches(recipe.training.batch_size // world_size, world_size=world_size)
     # With few rows, the last ranks have none; if all rows are damaged, no rank has any.
-    first = [each.sparse for each in itertools.islice(batches, placement.sample_batches) if len(each)]
+    first = [batch.sparse for batch in itertools.islice(batches, placement.sample_batches) if len(batch)]
     measured = estimate_from_batches(model, first) if first else {}
     return {
         table.name: replace(
@@ -99,13 +99,13 @@ def _priced_for(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPla
     """
     if recipe.placement.wire == AUTO:
         return plan
-    wanted = TableWires.parse(recipe.placement.wire)
+    wires = TableWires.parse(recipe.placement.wire)
     for table in plan.required_inputs().tables:
-        if table.wire != wanted.of(table.name):
+        if table.wire != wires.of(table.name):
             raise ValueError(
                 f"placement.plan {recipe.placement.plan} was made for {table.wire} between ranks (table "
-                f"{table.name!r}), and placement.wire is {wanted}. Set placement.wire to "
-                f"{wires_of(plan)}, or plan again with `meshrec plan --wire {wanted}`."
+                f"{table.name!r}), and placement.wire is {wires}. Set placement.wire to "
+                f"{wires_of(plan)}, or plan again with `meshrec plan --wire {wires}`."
             )
     return plan
 

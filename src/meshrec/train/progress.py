@@ -57,6 +57,6 @@ def origin_of(checkpoint: Path) -> dict[str, Any]:
     them.
     """
     manifest, progress = read_manifest(checkpoint), Progress()
-    if "progress" in manifest.values:  # earlier releases did not keep it beside the best weights
+    if "progress" in manifest.values:  # earlier releases did not store it with the best weights
         load(checkpoint, {"progress": progress})
     return {"step": manifest.step, "checkpoint": checkpoint.name, "published": progress.published}

@@ -38,14 +38,14 @@ def csv_to_parquet(
     texts: Sequence[str] = (),
     times: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Convert a text file of any size to Parquet, block by block; return the number of rows.
+    """Convert a CSV file of any size to Parquet, block by block; return the number of rows.
 
     Args:
         source: the file, plain or compressed.
         out: the file to write; its folder is created.
         columns: column names, if the file has no header.
         delimiter: delimiter between values.
-        texts: columns read as strings, regardless of content.
+        texts: columns to read as strings, regardless of content.
         times: time columns with format: ``{"hour": "%y%m%d%H"}``.
 
     Raises:

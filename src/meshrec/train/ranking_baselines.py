@@ -30,7 +30,7 @@ Scores = Callable[[Batch], Any]
 
 
 def ranking_baselines(
-    dataset: "Dataset", tell: Tell = lambda done: None, *, loss: NextItem | None = None
+    dataset: "Dataset", tell: Tell = lambda share: None, *, loss: NextItem | None = None
 ) -> Iterator[Baseline]:
     """Yield baselines in turn, evaluated on the same samples as the model and ranked by the same rules.
 
@@ -57,14 +57,14 @@ def ranking_baselines(
             f"dataset {dataset.name!r} names no item to rank among a catalogue on validation data. Set "
             "Dataset.item, catalogue and validation."
         )
-    found = _Judge(dataset, loss or NextItem(), tell)
-    yield Baseline("item popularity", found.quality(lambda batch: np.zeros((len(batch), 1))))
-    yield max((found.by_neighbours(num) for num in _NEIGHBOURS), key=found.of_validation)
-    yield Baseline("last-item Markov chain", found.quality(found.transitions()))
+    judge = _Judge(dataset, loss or NextItem(), tell)
+    yield Baseline("item popularity", judge.quality(lambda batch: np.zeros((len(batch), 1))))
+    yield max((judge.by_neighbours(num) for num in _NEIGHBOURS), key=judge.of_validation)
+    yield Baseline("last-item Markov chain", judge.quality(judge.transitions()))
     if dataset.seen is None:
-        yield found.by_own_items("own most frequent items", float("inf"))
-        recent = [found.by_own_items("own recent items", half_life) for half_life in _HALF_LIVES]
-        yield max(recent, key=found.of_validation)
+        yield judge.by_history("own most frequent items", float("inf"))
+        recent = [judge.by_history("own recent items", half_life) for half_life in _HALF_LIVES]
+        yield max(recent, key=judge.of_validation)
 
 
 class _Judge:
@@ -82,26 +82,28 @@ class _Judge:
         self._dataset, self._loss, self._tell, self._item = dataset, loss, tell, dataset.item
         # Ascending catalog IDs, in which _places searches.
         self._ids_I = dataset.catalogue[dataset.item].values().long()
-        (self._history,) = (each.name for each in dataset.features if each.sequence and each.num_embeddings)
+        (self._history,) = (
+            feature.name for feature in dataset.features if feature.sequence and feature.num_embeddings
+        )
         counts_I = torch.zeros(len(self._ids_I), dtype=torch.float64)
         for batch in dataset.train.batches(_BATCH):
             ids = batch.sparse[self._item]
-            chosen = torch.repeat_interleave(batch.labels, ids.lengths()).double()
-            counts_I += torch.bincount(self._places(ids.values()), chosen, minlength=len(counts_I))
+            weights = torch.repeat_interleave(batch.labels, ids.lengths()).double()
+            counts_I += torch.bincount(self._indices(ids.values()), weights, minlength=len(counts_I))
         # Additive smoothing keeps the logarithm finite for items that never occur.
         self._popularity_I = (counts_I + 1e-3) / (counts_I + 1e-3).sum()
 
-    def of_validation(self, found: Baseline) -> float:
+    def of_validation(self, baseline: Baseline) -> float:
         """Return the validation NDCG."""
-        return found.quality["validation"][f"ndcg@{self._loss.ks[0]}"]
+        return baseline.quality["validation"][f"ndcg@{self._loss.ks[0]}"]
 
     def quality(self, scores: Scores) -> dict[str, dict[str, float]]:
         """Return metrics on validation and test data."""
         readers = {"validation": self._dataset.validation, "test": self._dataset.test}
-        return {name: self._metrics(each, scores) for name, each in readers.items() if each is not None}
+        return {name: self._metrics(reader, scores) for name, reader in readers.items() if reader is not None}
 
     def _metrics(self, reader: "Reader", scores: Scores) -> dict[str, float]:
-        found = []
+        scored = []
         for number, batch in enumerate(reader.batches(_BATCH)):
             self._tell(min(1.0, number * _BATCH / reader.num_samples))
             of_items = torch.from_numpy(scores(batch)).double()
@@ -111,13 +113,13 @@ class _Judge:
             # An item's "vector" is its score column; a sample's is an identity row. Dot products then give
             # the scores.
             target_B, one = last_ids(batch.sparse[self._item]), torch.eye(len(batch), dtype=torch.float64)
-            own_BB = logs_BI[:, self._places(target_B)].T
+            target_logs_BB = logs_BI[:, self._indices(target_B)].T
             seen = None if self._dataset.seen is None else batch.sparse[self._dataset.seen]
             chunks = iter([ItemChunk(self._ids_I, logs_BI.T)])
-            judged = judge_targets(one, own_BB, target_B, chunks, seen=seen)
-            found.append(Scored(None, judged, batch.labels, batch.weights))
+            judged = judge_targets(one, target_logs_BB, target_B, chunks, seen=seen)
+            scored.append(Scored(None, judged, batch.labels, batch.weights))
         self._tell(1.0)
-        _, outputs, labels, weights = Scored.joined(found)
+        _, outputs, labels, weights = Scored.joined(scored)
         return self._loss.metrics(outputs, labels, weights, gather=False)
 
     def by_neighbours(self, num: int) -> Baseline:
@@ -128,18 +130,20 @@ class _Judge:
         rows = sparse.vstack([self._had(batch) for batch in self._dataset.validation.batches(_BATCH)])
         norms_I = np.sqrt(np.asarray(rows.sum(0)).ravel())
         unit = (rows @ sparse.diags(1 / np.maximum(norms_I, 1e-9))).tocsc()
-        kept = []
+        blocks = []
         for first in range(0, unit.shape[1], _ROWS):
             cosines = (unit[:, first : first + _ROWS].T @ unit).toarray()
             at = np.arange(len(cosines))
             # An item is not a neighbor of itself.
             cosines[at, first + at] = 0.0
-            least = np.partition(cosines, -min(num, cosines.shape[1]), axis=1)[:, -min(num, cosines.shape[1])]
-            kept.append(sparse.csr_matrix(np.where(cosines >= least[:, None], cosines, 0.0)))
-        nearest = sparse.vstack(kept).tocsr()
+            threshold = np.partition(cosines, -min(num, cosines.shape[1]), axis=1)[
+                :, -min(num, cosines.shape[1])
+            ]
+            blocks.append(sparse.csr_matrix(np.where(cosines >= threshold[:, None], cosines, 0.0)))
+        nearest = sparse.vstack(blocks).tocsr()
         return Baseline("item-kNN", self.quality(lambda batch: (self._had(batch) @ nearest).toarray()))
 
-    def by_own_items(self, name: str, half_life: float) -> Baseline:
+    def by_history(self, name: str, half_life: float) -> Baseline:
         """Return the metrics for ranking items in the user's history by weighted count.
 
         Args:
@@ -153,7 +157,7 @@ class _Judge:
             ends_B, lengths_B = history.offsets()[1:], history.lengths()
             age_N = torch.repeat_interleave(ends_B, lengths_B) - 1 - torch.arange(len(history.values()))
             weights_N = torch.exp2(-age_N / half_life).double().numpy()
-            columns_N, offsets = self._places(history.values()).numpy(), history.offsets().numpy()
+            columns_N, offsets = self._indices(history.values()).numpy(), history.offsets().numpy()
             shape = (len(batch), len(self._ids_I))
             return sparse.csr_matrix((weights_N, columns_N, offsets), shape=shape).toarray()
 
@@ -169,17 +173,17 @@ class _Judge:
             # Target and history are aligned at the end: the last target follows the last history item.
             shift_B = history.offsets()[1:] - targets.offsets()[1:]
             at_T = torch.arange(len(targets.values())) + torch.repeat_interleave(shift_B, targets.lengths())
-            before.append(self._places(history.values()[at_T]))
-            after.append(self._places(targets.values()))
+            before.append(self._indices(history.values()[at_T]))
+            after.append(self._indices(targets.values()))
         at = (torch.cat(before).numpy(), torch.cat(after).numpy())
         size = (len(self._ids_I), len(self._ids_I))
         counts = sparse.coo_matrix((np.ones(len(at[0])), at), shape=size).tocsr()
 
         def scores(batch: Batch) -> Any:
             history = batch.sparse[self._history]
-            found = counts[self._places(last_ids(history)).numpy()].toarray()
-            found[history.lengths().numpy() == 0] = 0.0
-            return found
+            rows = counts[self._indices(last_ids(history)).numpy()].toarray()
+            rows[history.lengths().numpy() == 0] = 0.0
+            return rows
 
         return scores
 
@@ -188,16 +192,16 @@ class _Judge:
         from scipy import sparse
 
         bags: JaggedTensor = batch.sparse[self._dataset.seen or self._history]
-        columns = self._places(bags.values()).numpy()
+        columns = self._indices(bags.values()).numpy()
         ends = np.concatenate([[0], np.cumsum(bags.lengths().numpy())])
-        found = sparse.csr_matrix(
+        matrix = sparse.csr_matrix(
             (np.ones(len(columns)), columns, ends), shape=(len(batch), len(self._ids_I))
         )
         # A user may have had an item several times; 0/1 entries count it once.
-        found.sum_duplicates()
-        found.data[:] = 1.0
-        return found
+        matrix.sum_duplicates()
+        matrix.data[:] = 1.0
+        return matrix
 
-    def _places(self, ids: torch.Tensor) -> torch.Tensor:
+    def _indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Return catalog indices for IDs."""
         return torch.searchsorted(self._ids_I, ids.long()).clamp(max=len(self._ids_I) - 1)

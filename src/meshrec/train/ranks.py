@@ -67,9 +67,9 @@ class Ranks:
         """Gather values from all ranks, in rank order. Collective."""
         if self.control is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def wait_for_all(self) -> None:
         """Wait until every rank arrives, without a timeout: a rank may work alone for long."""

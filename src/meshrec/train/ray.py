@@ -65,14 +65,14 @@ def trainer(
     torch_train = needs("ray.train.torch", "ray")
     device = "cuda" if scaling.use_gpu else "cpu"
     job = Job(recipe=recipe, runs=Path(out).absolute(), device=device, **options)
-    made: TorchTrainer = torch_train.TorchTrainer(
+    torch_trainer: TorchTrainer = torch_train.TorchTrainer(
         _train,
         train_loop_config={"job": job, "launch": f"ray-{uuid.uuid4()}", "report_every": report_every},
         scaling_config=scaling,
         run_config=run_config,
         torch_config=_torch_config(),
     )
-    return made
+    return torch_trainer
 
 
 def checkpoint_path(checkpoint: "Checkpoint") -> Path:
@@ -115,24 +115,24 @@ def data_source(
         features: features to make from the columns: `meshrec.data.features.Features`.
         options: more options for `meshrec.train.Parquet`, such as ``split_by``.
     """
-    places: dict[str, tuple[str, ...] | None] = {}
+    paths: dict[str, tuple[str, ...] | None] = {}
     for name, part in (("train", train), ("validation", validation), ("test", test)):
-        places[name] = None if part is None else (str(_written(part, Path(folder).absolute() / name)),)
-    assert places["train"] is not None
+        paths[name] = None if part is None else (str(_written(part, Path(folder).absolute() / name)),)
+    assert paths["train"] is not None
     return Parquet(
-        train=places["train"],
-        validation=places["validation"],
-        test=places["test"],
+        train=paths["train"],
+        validation=paths["validation"],
+        test=paths["test"],
         features=features,
         **options,
     )
 
 
-def _written(part: "Dataset", place: Path) -> Path:
-    if not place.is_dir():
-        with durable_folder(place) as parts:
+def _written(part: "Dataset", folder: Path) -> Path:
+    if not folder.is_dir():
+        with durable_folder(folder) as parts:
             part.write_parquet(str(parts))
-    return place
+    return folder
 
 
 @dataclass
@@ -166,14 +166,14 @@ class _Reporter:
         if self.folder is None:
             return None
         try:
-            found = find_checkpoint(self.folder.path, last=True)
+            checkpoint = find_checkpoint(self.folder.path, last=True)
         except ValueError:
             return None
-        step = int(found.name.removeprefix("step-"))
+        step = int(checkpoint.name.removeprefix("step-"))
         if step <= self.reported:
             return None
         self.reported = step
-        return found
+        return checkpoint
 
 
 def _train(config: dict[str, Any]) -> None:

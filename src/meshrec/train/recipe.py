@@ -45,7 +45,7 @@ class DataSource(ABC):
         """Return a source that also trains on this source's validation and test rows.
 
         Raises:
-            ValueError: there is no such source.
+            ValueError: the source has no such variant.
         """
         raise ValueError(
             f"{type(self).__name__} has no source of all rows for --final all. Leave --final "
@@ -266,7 +266,7 @@ class Training:
     """Stop after this many evaluations without a better AUC, and keep the best weights."""
     chance_patience: int | None = None
     """Stop after this many evaluations whose validation loss is not below the previous best by more than
-    chance, in a paired test over samples, and keep the best weights; if none, there is no such test.
+    chance, in a paired test over samples, and keep the best weights; if none, the test is off.
     """
     accumulate: int = 1
     """Number of batches per update, whose gradients are added up."""
@@ -298,7 +298,7 @@ class Training:
     """Number of checkpoints to keep."""
     publish_every: int | None = None
     """Steps between deltas for servers, written to ``deltas`` in the run folder; a further delta precedes
-    every checkpoint. If none, there are no deltas.
+    every checkpoint. If none, no delta is written.
     """
     prefetch: int = 2
     """Number of batches to read ahead."""
@@ -422,11 +422,11 @@ class Recipe:
             if isinstance(value, kind):
                 continue
             is_class = isinstance(value, type)
-            found = f"the class {value.__name__}" if is_class else repr(value)
+            given = f"the class {value.__name__}" if is_class else repr(value)
             lacks_call = is_class and issubclass(value, kind)
             remedy = f"Write {value.__name__}(...)" if lacks_call else f"Give a {kind.__name__}"
             raise ValueError(
-                f"recipe {self.name!r}: its field {name!r} must be a {kind.__name__}, got {found}. {remedy}."
+                f"recipe {self.name!r}: its field {name!r} must be a {kind.__name__}, got {given}. {remedy}."
             )
 
     def check(self, world_size: int) -> None:
@@ -490,8 +490,8 @@ def _check_labels(features: "Features", loss: Loss) -> None:
             f"the labels are {names}, and the loss is for {len(losses)}. Give loss=Tasks(...) one task for "
             "each label, or a single loss for a single label."
         )
-    for label, each in zip(features.labels, losses, strict=True):
-        if label.kind == "number" and isinstance(each, BinaryCrossEntropy):
+    for label, label_loss in zip(features.labels, losses, strict=True):
+        if label.kind == "number" and isinstance(label_loss, BinaryCrossEntropy):
             raise ValueError(
                 f"label {label.column!r} is a number, and BinaryCrossEntropy takes 0 to 1. Take SquaredError "
                 "or Huber, or a label of kind='binary', with positive_from where it is another range."
@@ -513,7 +513,7 @@ def _check_classes(features: "Features", loss: Loss) -> None:
     is_query = bool(labels) and labels[-1].kind == "query"
     if isinstance(loss, Ranking) != is_query or (is_query and len(labels) != 2):
         raise ValueError(
-            f"the labels are {[f'{each.column} ({each.kind})' for each in labels]}, and the loss is "
+            f"the labels are {[f'{label.column} ({label.kind})' for label in labels]}, and the loss is "
             f"{type(loss).__name__}. Ranking takes two labels, the second of kind='query', and no other loss "
             "takes a query."
         )

@@ -133,7 +133,7 @@ def resolve(name: str) -> Recipe:
     Relative paths in a recipe file start at the file's folder.
 
     Raises:
-        ValueError: there is no such recipe, or the function returns something else.
+        ValueError: the recipe does not exist, or the function returns something else.
     """
     if name in RECIPES:
         return RECIPES[name]()
@@ -141,9 +141,9 @@ def resolve(name: str) -> Recipe:
         return from_folder(from_yaml(Path(name)), Path(name).resolve().parent)
     name = full_name(name)
     if ":" not in name:
-        known = ", ".join(RECIPES)
+        names = ", ".join(RECIPES)
         raise ValueError(
-            f"there is no recipe {name!r}; there are {known}. Your own: path/to/file.py:function, "
+            f"there is no recipe {name!r}; there are {names}. Your own: path/to/file.py:function, "
             f"file.yaml or "
             f"package.module:function.{did_you_mean(name, RECIPES) or _with_function(name)}"
         )
@@ -170,9 +170,9 @@ def _recipes_of_file(name: str) -> list[str]:
         body = ast.parse(Path(name).read_text(encoding="utf-8")).body if name.endswith(".py") else []
     except (OSError, ValueError, SyntaxError):
         return []
-    functions = [each for each in body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
-    recipes = [each for each in functions if each.returns and ast.unparse(each.returns).endswith("Recipe")]
-    return [f"{name}:{each.name}" for each in recipes or functions]
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+    recipes = [node for node in functions if node.returns and ast.unparse(node.returns).endswith("Recipe")]
+    return [f"{name}:{node.name}" for node in recipes or functions]
 
 
 def recipe_by(function: Any, name: str) -> Recipe:
@@ -202,19 +202,19 @@ def function_of(name: str) -> Callable[..., Any]:
     """Return the function named ``path/to/file.py:function`` or ``package.module:function``.
 
     Raises:
-        ValueError: there is no such function.
+        ValueError: the function does not exist.
     """
-    place, _, function_name = name.rpartition(":")
-    module = module_of_file(Path(place)) if place.endswith(".py") else _imported(place, name)
+    location, _, function_name = name.rpartition(":")
+    module = module_of_file(Path(location)) if location.endswith(".py") else _imported(location, name)
     function = getattr(module, function_name, None)
     if not callable(function):
-        functions = [each for each, value in vars(module).items() if callable(value)]
+        functions = [attribute for attribute, value in vars(module).items() if callable(value)]
         raise ValueError(
-            f"recipe {name!r}: {place} has no function {function_name!r}. Name one that it has."
+            f"recipe {name!r}: {location} has no function {function_name!r}. Name one that it has."
             f"{did_you_mean(function_name, functions)}"
         )
-    found: Callable[..., Any] = function
-    return found
+    result: Callable[..., Any] = function
+    return result
 
 
 def module_name(path: Path) -> str:
@@ -230,13 +230,13 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
         loader: source loader. If None, the file is read from disk, and may import modules in its folder.
 
     Raises:
-        ValueError: there is no such file, or it cannot be imported.
+        ValueError: the file does not exist, or it cannot be imported.
     """
     if not path.is_file():
-        known = [str(each) for each in path.parent.glob("*.py")]
+        siblings = [str(sibling) for sibling in path.parent.glob("*.py")]
         raise ValueError(
             f"recipe file {path} does not exist. Name a recipe, or "
-            f"FILE.py:FUNCTION.{did_you_mean(str(path), known)}"
+            f"FILE.py:FUNCTION.{did_you_mean(str(path), siblings)}"
         )
     name = module_name(path)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -262,12 +262,12 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
     return module
 
 
-def _imported(place: str, name: str) -> ModuleType:
+def _imported(module: str, name: str) -> ModuleType:
     # Append, so that the current folder can be imported from but never shadows installed packages.
     if "" not in sys.path:
         sys.path.append("")
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"recipe {name!r}: there is no module {error.name!r}. Install it, or name a file."
@@ -286,18 +286,18 @@ def from_folder(recipe: Recipe, folder: Path) -> Recipe:
 def _moved(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T:
     if not dataclasses.is_dataclass(holder):
         return holder
-    values = {each.name: getattr(holder, each.name) for each in dataclasses.fields(holder) if each.init}
-    places = {name: _absolute(value, folder, text=name in texts) for name, value in values.items()}
+    values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder) if field.init}
+    absolute = {name: _absolute(value, folder, text=name in texts) for name, value in values.items()}
     # Only changed fields, so that a recipe without relative paths stays the same object.
-    moved = {name: place for name, place in places.items() if place is not values[name]}
+    moved = {name: path for name, path in absolute.items() if path is not values[name]}
     return dataclasses.replace(holder, **moved) if moved else holder  # type: ignore[type-var]
 
 
 def _absolute(value: Any, folder: Path, *, text: bool) -> Any:
     """Return ``folder / value``, or ``value`` itself if it is not a relative path."""
     if isinstance(value, tuple | list):
-        found = type(value)(_absolute(each, folder, text=text) for each in value)
-        return value if found == value else found
+        paths = type(value)(_absolute(item, folder, text=text) for item in value)
+        return value if paths == value else paths
     if isinstance(value, Path):
         # `Path()` is a default that means no path.
         return value if value.is_absolute() or value == Path() else folder / value

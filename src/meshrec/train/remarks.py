@@ -22,37 +22,39 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
     # Other runs have no final result to remark on.
     if summary["state"] != "finished":
         return []
-    found = []
+    messages = []
     for data in ("test", "validation"):
         text = _chance(data, summary[data], summary["curves"].get(data))
         if text is not None:
-            found.append(text)
+            messages.append(text)
             break
     last = summary["step"]
     limited = summary["num_steps"] == last  # neither early stopping nor the user ended it
-    if not found and limited and summary["best_step"] == last and num_evaluations > 1:
+    if not messages and limited and summary["best_step"] == last and num_evaluations > 1:
         by = title_of(leading_metric(summary["validation"]) or "loss")
         option = f"--training.epochs {2 * training.epochs}"
         if training.max_steps is not None and training.max_steps == last:
             option = f"--training.max-steps {2 * last}"
-        found.append(
+        messages.append(
             f"the last step is the best by validation {by}: it was still improving. Train longer: {option}."
         )
-    return found
+    return messages
 
 
 def winner(summary: Mapping[str, Any]) -> str | None:
     """Say who won by the leading metric, on test data if available; None without baselines."""
     for data, key in (("test", "baselines_test"), ("validation", "baselines")):
         lead = leading_metric(summary[data])
-        rivals = {name: found[lead] for name, found in summary[key].items() if lead in found} if lead else {}
+        rivals = (
+            {name: metrics[lead] for name, metrics in summary[key].items() if lead in metrics} if lead else {}
+        )
         if lead is None or not rivals:
             continue
         best, ours = max(rivals, key=lambda name: rivals[name]), summary[data][lead]
-        said = f"{data} {title_of(lead)}"
+        result = f"{data} {title_of(lead)}"
         if ours >= rivals[best]:
-            return f"{summary['recipe']} won: {said} {ours:.4f}; next is {best} with {rivals[best]:.4f}"
-        return f"{best} won: {said} {rivals[best]:.4f}; {summary['recipe']} has {ours:.4f}"
+            return f"{summary['recipe']} won: {result} {ours:.4f}; next is {best} with {rivals[best]:.4f}"
+        return f"{best} won: {result} {rivals[best]:.4f}; {summary['recipe']} has {ours:.4f}"
     return None
 
 

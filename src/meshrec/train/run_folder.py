@@ -132,7 +132,7 @@ class RunFolder:
         Args:
             name: file name.
             value: file contents.
-            seal: whether to add a checksum, for contents that decide what a run computes.
+            seal: whether to add a checksum, for contents that decide the results of a run.
         """
         text = json.dumps(finite(value), indent=1, allow_nan=False) + "\n"
         if seal:
@@ -162,15 +162,15 @@ class RunFolder:
 
     def state(self) -> RunState:
         """Read the run state. If the run's process on this machine is gone, the run has failed."""
-        found = self.read_json(STATE)
-        if found is None:  # written by an earlier release
+        saved = self.read_json(STATE)
+        if saved is None:  # written by an earlier release
             return RunState((self.read_json(SUMMARY) or {}).get("state", "failed"), None, None)
-        lost = found["host"] == socket.gethostname() and not _is_alive(found["pid"])
-        if found["state"] == "running" and lost:
+        lost = saved["host"] == socket.gethostname() and not _is_alive(saved["pid"])
+        if saved["state"] == "running" and lost:
             return RunState(
                 "failed", "it ended without an error: killed, or out of memory", self._last_step()
             )
-        return RunState(found["state"], found["error"], found["step"])
+        return RunState(saved["state"], saved["error"], saved["step"])
 
     def _last_step(self) -> int | None:
         return max((line["step"] for line in self.metrics()), default=None)
@@ -214,17 +214,19 @@ class RunFolder:
         last = {"validation": step if judged else step - 1, "test": -1}
         for path in (self.path / METRICS, self.phases, self.whole_phases):
             if path.exists():
-                kept = [line for line in _lines(path) if line["step"] <= last.get(line.get("kind", ""), step)]
-                write_durably(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+                retained = [
+                    line for line in _lines(path) if line["step"] <= last.get(line.get("kind", ""), step)
+                ]
+                write_durably(path, "".join(json.dumps(line) + "\n" for line in retained).encode())
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
-                found.append(json.loads(line))
-    return found
+                lines.append(json.loads(line))
+    return lines
 
 
 def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = False) -> RunFolder:
@@ -237,8 +239,8 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
         resume: whether to continue a run.
 
     Raises:
-        ValueError: a new run's folder already contains a run or cannot be created, or there is no run to
-            resume.
+        ValueError: a new run's folder already contains a run or cannot be created, or the run to resume
+            does not exist.
     """
     if name is not None and (Path(name).name != name or name in ("", "..")):
         raise ValueError(
@@ -247,14 +249,14 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
     if resume:
         path = runs / name if name is not None else _last(runs, recipe)
         if path is None or not is_run(path):
-            what = (
+            subject = (
                 f"{path.resolve()} has no run"
                 if path is not None
                 else f"{runs.resolve()} has no run of {recipe}"
             )
-            known = ", ".join(run.path.name for run in all_runs(runs)) or "none"
+            names = ", ".join(run.path.name for run in all_runs(runs)) or "none"
             raise ValueError(
-                f"{what} to resume; leave out --resume, or name one with --name. There are: {known}."
+                f"{subject} to resume; leave out --resume, or name one with --name. There are: {names}."
             )
         return RunFolder(path)
     try:
@@ -301,14 +303,14 @@ def _check_unused(path: Path) -> None:
         ValueError: the folder has files, other than those from a start that ended before the first step.
     """
     started = marks_of(path)
-    ours = {each.path.name for each in started}
-    others = sorted(
+    ours = {run_mark.path.name for run_mark in started}
+    user_files = sorted(
         name
         for name in os.listdir(path)
         if name not in ours and not (started and FILES.fullmatch(name)) and not name.startswith(PREFIX)
     )
-    if others:
-        some = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+    if user_files:
+        some = ", ".join(user_files[:5]) + (", ..." if len(user_files) > 5 else "")
         raise ValueError(
             f"{path} is not a run, and holds {some}. Use another --name or --runs, or move its files away."
         )
@@ -318,10 +320,10 @@ def _check_unused(path: Path) -> None:
 
 def marks_of(path: Path) -> list[Mark]:
     """Return the marks that prove a folder to be a run folder from this version, started or not."""
-    return [each for kind in _KINDS for each in marks(path.resolve(), kind, moved=True)]
+    return [run_mark for kind in _KINDS for run_mark in marks(path.resolve(), kind, moved=True)]
 
 
-def is_made(run: Mark) -> bool:
+def was_created(run: Mark) -> bool:
     """Return whether a run's folder was created for it."""
     return run.kind == _KINDS[0]
 
@@ -347,14 +349,14 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
         trust: whether the recipe's source may be executed although somebody else trained the run.
 
     Raises:
-        ValueError: there is no such run.
+        ValueError: the run does not exist.
     """
     for path in (runs / name, Path(name)):
         if (path / CONFIG).is_file():
             return RunFolder(path, trust)
-    known = ", ".join(run.path.name for run in all_runs(runs)) or "none"
+    names = ", ".join(run.path.name for run in all_runs(runs)) or "none"
     raise ValueError(
-        f"there is no run {str(name)!r} in {runs.resolve()}; there are: {known}. --runs names another folder."
+        f"there is no run {str(name)!r} in {runs.resolve()}; there are: {names}. --runs names another folder."
     )
 
 
@@ -373,8 +375,8 @@ def run_or_path(path: Path, runs: Path = RUNS) -> Path:
 
 def all_runs(runs: Path = RUNS) -> list[RunFolder]:
     """Return all runs, oldest first."""
-    found = [path.parent for path in runs.glob(f"*/{CONFIG}")]
-    return [RunFolder(path) for path in sorted(found, key=lambda path: (path / CONFIG).stat().st_mtime)]
+    paths = [path.parent for path in runs.glob(f"*/{CONFIG}")]
+    return [RunFolder(path) for path in sorted(paths, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
 
 def to_json(value: Any) -> Any:
@@ -437,17 +439,17 @@ def now() -> str:
 
 
 def _numbered(runs: Path, recipe: str) -> dict[int, Path]:
-    found = {}
+    by_number = {}
     for path in runs.glob(f"{recipe}-*"):
         number = path.name.removeprefix(f"{recipe}-")
         if number.isdigit():
-            found[int(number)] = path
-    return found
+            by_number[int(number)] = path
+    return by_number
 
 
 def _last(runs: Path, recipe: str) -> Path | None:
-    found = {n: path for n, path in _numbered(runs, recipe).items() if (path / CONFIG).is_file()}
-    return found[max(found)] if found else None
+    by_number = {n: path for n, path in _numbered(runs, recipe).items() if (path / CONFIG).is_file()}
+    return by_number[max(by_number)] if by_number else None
 
 
 def _next(runs: Path, recipe: str) -> RunFolder:

@@ -98,7 +98,7 @@ class CheckpointSaver:
             best = CheckpointManager(path, keep_last=1)
         self._best = BestWeights(built.model, best)
         # Set by keep_best, for the rest of the process; not restored on resume.
-        self._kept_step: int | None = None
+        self._best_step: int | None = None
 
     def resume(self) -> bool:
         """Load the newest intact checkpoint; return False if there is none."""
@@ -106,7 +106,7 @@ class CheckpointSaver:
             return False
         # Loading overwrites the optimizer options; the current recipe's options must win.
         optimizers = (self.state["table_optimizer"], self.state["dense_optimizer"])
-        groups = [group for each in optimizers for group in each.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self._saved = self._manager.load_latest(self.state)
         for group, values in zip(groups, options, strict=True):
@@ -147,7 +147,7 @@ class CheckpointSaver:
         self.publish()
         try:
             self._best.keep(self._progress)
-            self._kept_step = self._progress.step
+            self._best_step = self._progress.step
         except CheckpointError as error:
             if self._manager is None:
                 raise
@@ -157,7 +157,7 @@ class CheckpointSaver:
         """Load the best weights; return their step, or None if the current weights are the best."""
         step = self._progress.step
         # The weights are already the best: there is nothing to load.
-        if self._kept_step == step:
+        if self._best_step == step:
             return None
         restored = self._best.restore()
         return None if restored == step else restored
@@ -212,8 +212,8 @@ class BestWeights:
 
     def __init__(self, model: nn.Module, manager: CheckpointManager | None = None) -> None:
         self._model, self._manager = model, manager
-        # In-memory copy, if there is no manager; allocated by the first `keep`.
-        self._kept: dict[str, Tensor] = {}
+        # In-memory copy, without a manager; allocated by the first `keep`.
+        self._copy: dict[str, Tensor] = {}
         # Step of the in-memory copy.
         self._step: int | None = None
 
@@ -231,18 +231,18 @@ class BestWeights:
             self._manager.remove_after(progress.step)  # from before the run went back to a checkpoint
             return
         # Allocate once, and reuse the memory for every later best step.
-        if not self._kept:
-            self._kept = {name: torch.empty_like(tensor) for name, tensor in self._tensors().items()}
+        if not self._copy:
+            self._copy = {name: torch.empty_like(tensor) for name, tensor in self._tensors().items()}
         for name, tensor in self._tensors().items():
-            self._kept[name].copy_(tensor)
+            self._copy[name].copy_(tensor)
         self._step = progress.step
 
     def restore(self) -> int | None:
-        """Load the best weights and return their step; None if there is no copy."""
+        """Load the best weights and return their step; None without a copy."""
         if self._manager is not None:
             return self._manager.load_latest({"model": self._model})
-        for name, tensor in self._tensors().items() if self._kept else ():
-            tensor.copy_(self._kept[name])
+        for name, tensor in self._tensors().items() if self._copy else ():
+            tensor.copy_(self._copy[name])
         return self._step
 
     def _tensors(self) -> dict[str, Tensor]:

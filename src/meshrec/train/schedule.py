@@ -32,8 +32,8 @@ class Schedule:
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay == "constant":
             return 1.0
-        done = min(1.0, (step - self.warmup_steps) / max(1, num_steps - 1 - self.warmup_steps))
-        left = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        progress = min(1.0, (step - self.warmup_steps) / max(1, num_steps - 1 - self.warmup_steps))
+        left = 1 - progress if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.final + (1 - self.final) * left
 
 
@@ -50,7 +50,9 @@ class LearningRates:
         self, optimizers: Iterable[torch.optim.Optimizer], schedule: Schedule, num_steps: int
     ) -> None:
         # Base rates from the recipe. The multiplier applies to these, so the rates depend on the step alone.
-        self._groups = [(group, float(group["lr"])) for each in optimizers for group in each.param_groups]
+        self._groups = [
+            (group, float(group["lr"])) for optimizer in optimizers for group in optimizer.param_groups
+        ]
         self._schedule, self._num_steps = schedule, num_steps
 
     def set(self, step: int) -> float:

@@ -132,26 +132,28 @@ class PhaseTimes:
         """Record the step after ``step`` steps, if a recording is due."""
         every = self._every
         # Not in the first steps, which allocate memory.
-        place = step % every - every // 2 if every and self._folder is not None else -1
-        if place != 0 and not (place == 1 and self._is_pipelined):
+        offset = step % every - every // 2 if every and self._folder is not None else -1
+        if offset != 0 and not (offset == 1 and self._is_pipelined):
             yield
             return
-        with record_phases(device=self._ranks.device, overlap=place == 0) as seconds:
+        with record_phases(device=self._ranks.device, overlap=offset == 0) as seconds:
             yield
         rank = self._ranks.rank
-        self._times[place].extend(PhaseTime(name, rank, value, step + 1) for name, value in seconds.items())
+        self._times[offset].extend(PhaseTime(name, rank, value, step + 1) for name, value in seconds.items())
 
     def write(self) -> None:
         """Write the recorded times from all ranks. Collective."""
         if not self._every or self._folder is None:
             return
         times, self._times = self._times, ([], [])
-        found = self._ranks.collect(times)
+        by_rank = self._ranks.collect(times)
         if self._ranks.is_first:
             try:
-                write_phases(self._folder.phases, itertools.chain(*(each for each, _ in found)))
+                write_phases(self._folder.phases, itertools.chain(*(overlapped for overlapped, _ in by_rank)))
                 if self._is_pipelined:
-                    write_phases(self._folder.whole_phases, itertools.chain(*(each for _, each in found)))
+                    write_phases(
+                        self._folder.whole_phases, itertools.chain(*(waiting for _, waiting in by_rank))
+                    )
             except OSError as error:
                 _logger.warning("the time per phase is not kept: %s", error)
 
@@ -189,7 +191,7 @@ class MetricLines:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there was no step since the last line."""
+        """Whether no step was added since the last line."""
         return self._window.is_empty
 
     def start_clock(self) -> None:
@@ -245,5 +247,5 @@ def memory_and_cpu() -> tuple[float, float]:
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Return the last step's gradient norm, after clipping."""
-    norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

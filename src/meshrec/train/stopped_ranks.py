@@ -33,26 +33,26 @@ class StoppedRanks:
         passed = min(time.monotonic() - self._polled, self._longest)
         self._polled = time.monotonic()
         before = self._seconds
-        self._seconds = {each: before.get(each, -passed) + passed for each in _stopped_children()}
-        return [each for each, seconds in self._seconds.items() if seconds > self._timeout]
+        self._seconds = {child: before.get(child, -passed) + passed for child in _stopped_children()}
+        return [child for child, seconds in self._seconds.items() if seconds > self._timeout]
 
 
 def _stopped_children() -> list[tuple[int, int]]:
     """Return (process, rank) for stopped child processes that are ranks in this launch."""
-    found = []
+    children = []
     for path in _PROC.glob("self/task/*/children"):
         for word in _read(path).split():
             state = _read(_PROC / word / "stat").rpartition(")")[2].split()[:1]
             if state == ["T"]:  # a debugger's is "t"
                 rank = _rank_of(_read(_PROC / word / "environ"))
                 if rank is not None:
-                    found.append((int(word), rank))
-    return found
+                    children.append((int(word), rank))
+    return children
 
 
 def _rank_of(environment: str) -> int | None:
     """Return a process's rank from its environment; None if it is not a rank in this launch."""
-    values = dict(each.partition("=")[::2] for each in environment.split("\0"))
+    values = dict(entry.partition("=")[::2] for entry in environment.split("\0"))
     # The store path is unique to a launch, so it tells this launch's ranks from another's.
     if STORE_VARIABLE not in values or values[STORE_VARIABLE] != os.environ.get(STORE_VARIABLE):
         return None

@@ -76,13 +76,13 @@ class StopRequest:
         """
         if ranks.control is None:
             return Agreement(self.signal is not None, failed)
-        found = self.finish()
+        agreement = self.finish()
         flags = torch.tensor([float(self.signal is not None), float(failed)])
         self._asked = (flags, dist.all_reduce(flags, group=ranks.control, async_op=True))
         if at_once:
             newer = self.finish()
-            found = Agreement(found.stop or newer.stop, found.failed or newer.failed)
-        return found
+            agreement = Agreement(agreement.stop or newer.stop, agreement.failed or newer.failed)
+        return agreement
 
     def finish(self) -> Agreement:
         """Wait for the pending flags, and return the agreement."""
@@ -118,7 +118,7 @@ class PairedTest:
         patience: evaluations without a new reference after which the run ends; None: never.
 
     Attributes:
-        step: step of the reference; None: there is no reference yet.
+        step: step of the reference; None before the first evaluation.
         num_samples: number of samples in the test.
     """
 
@@ -170,7 +170,7 @@ class PairedTest:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state from ``state_dict``."""
         self.step, self._losses = state["step"], state["losses"]
-        self._deviations = [float(each) for each in state["deviations"]]
+        self._deviations = [float(value) for value in state["deviations"]]
 
 
 def _deviations(gains: torch.Tensor, weights: torch.Tensor | None) -> float:

@@ -11,7 +11,7 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 _logger = logging.getLogger("meshrec")
 RUN = "run"
 """Folder for a run's small files, next to its checkpoints."""
-_KEPT = ("*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
+_COPIED = ("*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
 
 
 def upload_run(folder: Path, store: ObjectStore) -> None:
@@ -22,7 +22,7 @@ def upload_run(folder: Path, store: ObjectStore) -> None:
             if (
                 path.is_file()
                 and not name.startswith(".")
-                and any(fnmatch.fnmatch(name, each) for each in _KEPT)
+                and any(fnmatch.fnmatch(name, pattern) for pattern in _COPIED)
             ):
                 store.put(path, name)
     except OSError as error:
@@ -39,13 +39,15 @@ def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
     """
     folder = RunFolder(runs / name)
     if not (folder.path / CONFIG).exists():
-        kept = store.under(name).under(RUN)
-        names = kept.names()
-        # The configuration is uploaded with the first checkpoint; without it there is no run to continue.
+        stored = store.under(name).under(RUN)
+        names = stored.names()
+        # The configuration is uploaded with the first checkpoint; without it, the run cannot be continued.
         if CONFIG not in names:
             return None
-        for each in sorted(names, key=lambda each: each == CONFIG):  # last: it makes the folder a run
-            kept.get(each, folder.path / each)
+        for file_name in sorted(
+            names, key=lambda file_name: file_name == CONFIG
+        ):  # last: it makes the folder a run
+            stored.get(file_name, folder.path / file_name)
     return folder
 
 
@@ -57,16 +59,16 @@ def stored_launch(launch: str, launch_file: str, store: ObjectStore) -> str | No
         launch_file: name of the file with the launch ID.
         store: the object store.
     """
-    for each in store.names():
-        name, _, rest = each.partition("/")
-        if rest == f"{RUN}/{launch_file}" and _launch_in(store, each) == launch:
+    for path in store.names():
+        name, _, file = path.partition("/")
+        if file == f"{RUN}/{launch_file}" and _launch_in(store, path) == launch:
             return name
     return None
 
 
 def _launch_in(store: ObjectStore, name: str) -> str | None:
     try:
-        found = json.loads(store.read(name)).get("id")
+        entry = json.loads(store.read(name)).get("id")
     except (json.JSONDecodeError, AttributeError):
         return None
-    return None if found is None else str(found)
+    return None if entry is None else str(entry)

@@ -23,9 +23,9 @@ class IdCounts:
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
         self._tables = [
-            each
-            for each in model.modules()
-            if isinstance(each, TableModule) and each.is_sharded and each.is_growable
+            module
+            for module in model.modules()
+            if isinstance(module, TableModule) and module.is_sharded and module.is_growable
         ]
         # Totals at the last `take`: metrics lines report differences.
         self._before = [dict.fromkeys(_COUNTS, 0.0) for _ in self._tables]
@@ -38,9 +38,9 @@ class IdCounts:
         """
         if not self._tables:
             return {}
-        own = [value for table in self._tables for value in _counts(table)]
-        totals = iter(self._ranks.sum(own))
-        found = {}
+        counts = [value for table in self._tables for value in _counts(table)]
+        totals = iter(self._ranks.sum(counts))
+        line = {}
         for table, before in zip(self._tables, self._before, strict=True):
             # Replicas of the same keys report the same counts: divide by the number of copies.
             copies = max(next(totals), 1e-9)
@@ -48,11 +48,11 @@ class IdCounts:
             since = {name: max(0, now[name] - before[name]) for name in _COUNTS}
             before.update(now)
             prefix = f"{PREFIX}{table.name}/"
-            found[f"{prefix}live"] = float(now["live"])
-            found |= {f"{prefix}{name}": float(since[name]) for name in ("new", "refused", "evicted")}
+            line[f"{prefix}live"] = float(now["live"])
+            line |= {f"{prefix}{name}": float(since[name]) for name in ("new", "refused", "evicted")}
             if since["read"]:
-                found[f"{prefix}hit_rate"] = since["hits"] / since["read"]
-        return found
+                line[f"{prefix}hit_rate"] = since["hits"] / since["read"]
+        return line
 
 
 def _counts(module: TableModule) -> Iterable[float]:

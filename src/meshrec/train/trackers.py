@@ -66,9 +66,9 @@ class MLflowObserver:
             else experiment.experiment_id
         )
         name = self._folder.path.name
-        known = self._client.search_runs([number], f"attributes.run_name = '{name}'")
-        if known and event.first_step > 0:
-            self._run = known[0].info.run_id
+        earlier_runs = self._client.search_runs([number], f"attributes.run_name = '{name}'")
+        if earlier_runs and event.first_step > 0:
+            self._run = earlier_runs[0].info.run_id
             self._client.update_run(self._run, "RUNNING")
             return
         self._run = self._client.create_run(number, run_name=name).info.run_id
@@ -104,10 +104,10 @@ class WandbObserver:
         """Return the run's W&B ID. It is unique, because folders may have equal names, and survives a
         resume.
         """
-        kept = self._folder.path / "wandb_id.txt"
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex)
-        return kept.read_text()
+        path = self._folder.path / "wandb_id.txt"
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex)
+        return path.read_text()
 
     def __call__(self, event: Event) -> None:
         """Record an event."""
@@ -149,7 +149,7 @@ def make_trackers(names: str, folder: RunFolder) -> list[Observer]:
     `RunFolder` and returns an observer.
 
     Raises:
-        ValueError: there is no such observer.
+        ValueError: an observer does not exist.
         ModuleNotFoundError: an observer's package is not installed.
     """
     return [_Careful(name, make(folder)) for name, make in find_trackers(names).items()]
@@ -159,19 +159,19 @@ def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
     """Return the functions that create the observers. Called before a run exists, so that wrong names fail
     early; raises the same errors as `make_trackers`.
     """
-    found: dict[str, Callable[[RunFolder], Observer]] = {}
-    for name in filter(None, (each.strip() for each in names.split(","))):
+    makers: dict[str, Callable[[RunFolder], Observer]] = {}
+    for name in filter(None, (part.strip() for part in names.split(","))):
         if name in TRACKERS:
             needs(TRACKERS[name].module, name)
-            found[name] = TRACKERS[name].make
+            makers[name] = TRACKERS[name].make
         elif ":" in name:
-            found[name] = function_of(name)
+            makers[name] = function_of(name)
         else:
             raise ValueError(
                 f"--track {name}: there is no such observer; take one of {', '.join(TRACKERS)}, or your own: "
                 "path/to/file.py:function."
             )
-    return found
+    return makers
 
 
 def named_metrics(line: Line) -> dict[str, float]:

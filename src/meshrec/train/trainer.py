@@ -10,7 +10,7 @@ from meshrec.ops.memory import frozen_objects
 from meshrec.train.building import Built, build
 from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.judge import Judge
-from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
+from meshrec.train.observers import Evaluated, Event, Logged, Observer, Reported, Started, Stepped
 from meshrec.train.precision import LossCheck, check_loss, choose_precision
 from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
@@ -92,7 +92,7 @@ class Trainer:
             folder=folder,
             keep=keep,
             store=store,
-            tell=lambda text: self._tell(Said(text)),
+            tell=lambda text: self._tell(Reported(text)),
         )
         self.precision = choose_precision(recipe.training.dense_precision, ranks)
         self.loss_check: LossCheck | None = None
@@ -132,11 +132,11 @@ class Trainer:
     def resume(self) -> bool:
         """Load the folder's newest intact checkpoint; return False if there is none. Collective."""
         folder = self.saver.folder
-        found = self.saver.resume()
-        if found and folder is not None and self.ranks.is_first:
+        is_resumed = self.saver.resume()
+        if is_resumed and folder is not None and self.ranks.is_first:
             step = self.progress.step
             folder.forget_after(step, judged=self.judge.early.last_step == step)
-        return found
+        return is_resumed
 
     def run(self) -> dict[str, float]:
         """Train to the end, or until an early stop; return the selected weights' validation metrics.
@@ -147,8 +147,8 @@ class Trainer:
         """
         self._tell(self._started())
         if self.precision.reason is not None:
-            self._tell(Said(self.precision.reason))
-        is_fitted = self._begins_with_fitted_weights()
+            self._tell(Reported(self.precision.reason))
+        is_fitted = self._starts_with_fitted_weights()
         self.saver.start()
         with frozen_objects(), self._steps.profiled():
             if is_fitted or self._owes_an_evaluation():
@@ -159,7 +159,7 @@ class Trainer:
                 self._epoch()
         if self._stop.finish().failed:
             self._fail()
-        self._log_rest()
+        self._log_remaining()
         if self.progress.step and not self.progress.num_samples:
             raise ValueError(
                 f"nothing was trained: all rows of {self.dataset.name!r} were left out as damaged, see the "
@@ -181,7 +181,7 @@ class Trainer:
         """
         return score(self.built.model, reader, self.ranks)
 
-    def _begins_with_fitted_weights(self) -> bool:
+    def _starts_with_fitted_weights(self) -> bool:
         if self.progress.step:
             return False
         options = self.recipe.model.start(self.built.model, self.recipe, self.dataset, self.ranks)
@@ -230,7 +230,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         if self.saver.is_due(self.progress.step):
-            self._log_rest()  # a run that resumes here has lost these metrics
+            self._log_remaining()  # a run that resumes here has lost these metrics
             self.saver.save()
 
     def _one_step(self, batches: Iterator[Batch]) -> bool:
@@ -277,12 +277,14 @@ class Trainer:
     def _fail(self) -> None:
         """Raise the first error from any rank, on every rank."""
         # All ranks pick the earliest step, so that they raise the same error.
-        found = [each for each in self.ranks.collect(self._steps.first_failure) if each is not None]
-        step, cause = min(found)
+        failures = [
+            failure for failure in self.ranks.collect(self._steps.first_failure) if failure is not None
+        ]
+        step, cause = min(failures)
         latest = self.saver.latest()
-        kept = f"The last good checkpoint is {latest}" if latest else "No checkpoint was saved before it"
+        saved = f"The last good checkpoint is {latest}" if latest else "No checkpoint was saved before it"
         raise LossError(
-            f"step {step}: {cause}. {kept}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
+            f"step {step}: {cause}. {saved}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
             "gradients (--training.clip-norm 1), and train again."
         )
 
@@ -292,13 +294,13 @@ class Trainer:
         self._steps.phases.write()
         self._lines.start_clock()
 
-    def _log_rest(self) -> None:
+    def _log_remaining(self) -> None:
         """Report metrics for remaining samples since the last line."""
         if not self._lines.is_empty:
             self._log()
 
     def _evaluate(self) -> None:
-        self._log_rest()
+        self._log_remaining()
         if self.dataset.validation is None:
             return
         is_best = self.judge.validate(self.progress.step)
@@ -324,8 +326,8 @@ class Trainer:
                     f": what was fitted before the first step (the model's linear part and trees) was not "
                     f"improved by {step:,} steps of training. More epochs would not help"
                 )
-            self._tell(Said(f"took the weights of step {best}, the best by validation {by}{why}"))
-        self._tell(Said(self.ended_because))
+            self._tell(Reported(f"took the weights of step {best}, the best by validation {by}{why}"))
+        self._tell(Reported(self.ended_because))
         if not self.stopped and self.dataset.test is not None:
             judge.examine(step)
             line = {"kind": "test", **self._lines.where(), "step": judge.weights_step, **judge.test}
@@ -340,7 +342,7 @@ class Trainer:
         if self.loss_check is not None:
             _, rounded, exact = self.loss_check
             self._tell(
-                Said(
+                Reported(
                     f"the loss in bf16 is {rounded:.6f}, and in fp32 {exact:.6f}, on "
                     f"{self.loss_check.samples:,} samples"
                 )

@@ -60,14 +60,14 @@ class Trees:
         lightgbm = needs("lightgbm", "lightgbm")
         # Most frequent IDs per list feature, which become indicator columns.
         self._lists: dict[str, Tensor] = {}
-        self._rows = {each.name: each.num_embeddings for each in dataset.features}
+        self._rows = {feature.name: feature.num_embeddings for feature in dataset.features}
         for name in self._rows:
             ids = train.sparse[name]
             if len(ids.values()) and int(ids.lengths().max()) > 1:
                 counts = torch.bincount(ids.values(), minlength=self._rows[name])
                 self._lists[name] = torch.topk(counts, min(_MOST_IDS, len(counts))).indices
         # Most frequent IDs per single-ID feature; all other IDs share a category.
-        self._kept = {
+        self._frequent = {
             name: torch.topk(torch.bincount(train.sparse[name].values(), minlength=rows), most).indices
             for name, rows in self._rows.items()
             if name not in self._lists and (most := min(rows, _MOST_CATEGORIES)) < rows
@@ -78,8 +78,8 @@ class Trees:
             "objective": "binary",
             "metric": "auc",
             "learning_rate": 0.1,
-            # Only rank 0 computes baselines, while the others wait: it takes all cores, but not so many
-            # threads that they wait for each other longer than they work.
+            # Only rank 0 computes baselines, while the others wait, so it takes all cores. For few samples,
+            # more threads would wait for each other longer than they work.
             "num_threads": min(os.cpu_count() or 1, 1 + len(train.labels) // _SAMPLES_OF_A_THREAD),
             "seed": 0,
             "verbosity": -1,
@@ -103,11 +103,13 @@ class Trees:
                 judged = [lightgbm.Dataset(columns, labels.numpy(), weight=of_samples, reference=data)]
         rounds = _ROUNDS if judged else 200
 
-        def told(state: Any) -> None:
+        def tell_iteration(state: Any) -> None:
             tell(state.iteration / rounds)
 
         stops = [lightgbm.early_stopping(_PATIENCE, verbose=False)] if judged else []
-        self._model = lightgbm.train(options, data, rounds, valid_sets=judged, callbacks=[told, *stops])
+        self._model = lightgbm.train(
+            options, data, rounds, valid_sets=judged, callbacks=[tell_iteration, *stops]
+        )
 
     def __call__(self, batch: "Batch") -> Tensor:
         """Return the logits of a batch, [B] float64."""
@@ -130,18 +132,18 @@ class Trees:
                 columns.append(column[:, None].numpy())
                 continue
             # Column of a table row among the indicators; -1: no column.
-            place = torch.full((self._rows[name],), -1)
-            place[frequent] = torch.arange(len(frequent))
-            at = place[values]
+            positions = torch.full((self._rows[name],), -1)
+            positions[frequent] = torch.arange(len(frequent))
+            at = positions[values]
             occurs = torch.zeros(len(batch), len(frequent))
             occurs[sample[at >= 0], at[at >= 0]] = 1.0
             lists.append(occurs.numpy())
         return np.concatenate([*columns, *lists], axis=1).astype(np.float32)
 
     def _category(self, name: str, values: Tensor) -> Tensor:
-        kept = self._kept.get(name)
-        if kept is None:
+        frequent = self._frequent.get(name)
+        if frequent is None:
             return values
-        place = torch.full((self._rows[name],), len(kept))
-        place[kept] = torch.arange(len(kept))
-        return place[values]
+        categories = torch.full((self._rows[name],), len(frequent))
+        categories[frequent] = torch.arange(len(frequent))
+        return categories[values]

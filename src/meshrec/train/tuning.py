@@ -75,7 +75,7 @@ def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choice
     if not words:
         rates = {"tables.lr": float(recipe.tables.lr), "dense.lr": recipe.dense.lr}
         return {name: Range(rate / 10, rate * 10, True) for name, rate in rates.items()}
-    found: dict[str, Range | Choices] = {}
+    space: dict[str, Range | Choices] = {}
     for word in words:
         name, equals, values = word.partition("=")
         if not equals or not values:
@@ -83,15 +83,15 @@ def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choice
                 f"--space {word}: write it as tables.lr=1e-4..1e-1:log, or as model.embedding_dim=8,16,32."
             )
         option(recipe, name)
-        found[name] = _values(values, word)
-    return found
+        space[name] = _values(values, word)
+    return space
 
 
 def _values(text: str, word: str) -> Range | Choices:
     ends, _, scale = text.partition(":")
     low, dots, high = ends.partition("..")
     if not dots:
-        return Choices(tuple(_literal(each) for each in text.split(",")))
+        return Choices(tuple(_literal(part) for part in text.split(",")))
     first, last = _literal(low), _literal(high)
     if not isinstance(first, int | float) or not isinstance(last, int | float) or scale not in ("", "log"):
         raise ValueError(f"--space {word}: a range is LOW..HIGH or LOW..HIGH:log, of numbers. Correct it.")
@@ -111,12 +111,12 @@ def option(recipe: Recipe, name: str) -> Any:
     """Return a recipe's option by dotted name.
 
     Raises:
-        ValueError: there is no such option.
+        ValueError: the option does not exist.
     """
     value: Any = recipe
     for part in name.split("."):
         if not dataclasses.is_dataclass(value) or part not in {
-            each.name for each in dataclasses.fields(value)
+            field.name for field in dataclasses.fields(value)
         }:
             raise ValueError(
                 f"recipe {recipe.name!r} has no option {name!r}. `meshrec train RECIPE --help` lists them."
@@ -128,8 +128,8 @@ def option(recipe: Recipe, name: str) -> Any:
 
 def _names(holder: Any, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all recipe options."""
-    for each in dataclasses.fields(holder):
-        value, name = getattr(holder, each.name), f"{prefix}{each.name}"
+    for field in dataclasses.fields(holder):
+        value, name = getattr(holder, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _names(value, f"{name}.")
         else:
@@ -140,17 +140,17 @@ def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return the recipe with new values for some options, by dotted name.
 
     Raises:
-        ValueError: there is no such option.
+        ValueError: the option does not exist.
     """
     for name, value in values.items():
         option(recipe, name)
-        recipe = _replaced(recipe, name.split("."), value)
+        recipe = _with_value(recipe, name.split("."), value)
     return recipe
 
 
-def _replaced(holder: Any, path: Sequence[str], value: Any) -> Any:
-    first, *rest = path
-    new = _replaced(getattr(holder, first), rest, value) if rest else value
+def _with_value(holder: Any, path: Sequence[str], value: Any) -> Any:
+    first, *inner = path
+    new = _with_value(getattr(holder, first), inner, value) if inner else value
     return dataclasses.replace(holder, **{first: new})
 
 
@@ -197,9 +197,9 @@ def tune(
     dataset = None if any(name.startswith("data.") for name in space) else recipe.data.load()
 
     def train(values: Mapping[str, Any], trial: "optuna.Trial | None" = None) -> float:
-        chosen = with_options(recipe, values)
-        chosen.check(ranks.size)
-        return _trained(chosen, dataset or chosen.data.load(), ranks, trial)
+        variant = with_options(recipe, values)
+        variant.check(ranks.size)
+        return _trained(variant, dataset or variant.data.load(), ranks, trial)
 
     # Other ranks follow rank 0: they train values until it shares None, then receive the result.
     if not ranks.is_first:
@@ -218,20 +218,20 @@ def tune(
             pruner=search.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
         )
     # Interrupted trials do not count.
-    ended = [each for each in study.trials if each.state.is_finished()]
+    num_finished = sum(trial.state.is_finished() for trial in study.trials)
 
     def objective(trial: "optuna.Trial") -> float:
-        values = ranks.share({name: each.suggest(trial, name) for name, each in space.items()})
+        values = ranks.share({name: options.suggest(trial, name) for name, options in space.items()})
         worth = train(values, trial)
         tell(f"trial {trial.number}: {worth:.5f}  {_words(values)}")
         return worth
 
     with _naming(storage):
-        study.optimize(objective, n_trials=max(0, trials - len(ended)), catch=())
+        study.optimize(objective, n_trials=max(0, trials - num_finished), catch=())
     ranks.share(None)
-    found = study.best_trial
-    made: Best = ranks.share(Best(study.best_params, study.best_value, found.number, len(study.trials)))
-    return made
+    number = study.best_trial.number
+    result: Best = ranks.share(Best(study.best_params, study.best_value, number, len(study.trials)))
+    return result
 
 
 @contextlib.contextmanager
@@ -273,9 +273,9 @@ def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Tr
     def observe(event: Event) -> None:
         assert trial is not None
         if isinstance(event, Evaluated) and event.line["kind"] == "validation":
-            found = quality(dict(event.line))
-            if found is not None:
-                best.append(found)
+            worth = quality(dict(event.line))
+            if worth is not None:
+                best.append(worth)
                 trial.report(max(best), len(best))
                 if trial.should_prune():
                     stop.request()
@@ -309,17 +309,17 @@ def seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: N
     if num < 2:
         raise ValueError(f"--seeds is {num}; a deviation needs at least 2.")
     dataset = recipe.data.load()
-    found: dict[str, list[float]] = {}
+    values_by_metric: dict[str, list[float]] = {}
     for seed in range(num):
         trainer = Trainer(with_options(recipe, {"training.seed": seed}), dataset, ranks)
         trainer.run()
         metrics = trainer.test or trainer.validation
         tell(f"seed {seed}: {_words(metrics)}")
         for name, value in metrics.items():
-            found.setdefault(name, []).append(value)
+            values_by_metric.setdefault(name, []).append(value)
     return {
         name: Spread(statistics.fmean(values), statistics.stdev(values), values)
-        for name, values in found.items()
+        for name, values in values_by_metric.items()
         if len(values) == num
     }
 

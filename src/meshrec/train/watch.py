@@ -65,7 +65,7 @@ class OutputWatch:
     def first_bad(self) -> str | None:
         """Return the first module to finish with NaN or infinity in its output."""
         for name, output in self._seen:
-            if any(not bool(torch.isfinite(each).all()) for each in _tensors(output)):
+            if any(not bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
                 return name
         return None
 
@@ -82,7 +82,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, dict):
         yield from _tensors(list(output.values()))
     elif isinstance(output, list | tuple):
-        for each in output:
-            yield from _tensors(each)
+        for item in output:
+            yield from _tensors(item)
     elif callable(getattr(output, "values", None)):
         yield from _tensors(output.values())

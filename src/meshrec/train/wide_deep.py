@@ -18,11 +18,11 @@ from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, boosted_aga
 from meshrec.train.linear import (
     Labelled,
     Regression,
-    chosen,
     columns,
     first_samples,
     fitted_again,
     regression,
+    validation_mask,
     weights_of,
 )
 from meshrec.train.losses import BinaryCrossEntropy
@@ -147,12 +147,12 @@ class WideDeepConfig(ModelConfig):
                     "model.shrinkage."
                 )
         seed = recipe.training.seed
-        found = ranks.share(_fitted(wide, dataset, self, seed) if ranks.is_first else None)
+        fitted = ranks.share(_fitted(wide, dataset, self, seed) if ranks.is_first else None)
         # Not strict: parameters without fitted values keep their initial values.
-        model.load_state_dict(_first_state(wide, found, seed), strict=False)
+        model.load_state_dict(_first_state(wide, fitted, seed), strict=False)
         if wide.trees is not None:
-            wide.trees.grow(found.trees)
-        return {"fit_penalty": found.penalty} | ({"fit_tree_counts": found.counts} if wide.trees else {})
+            wide.trees.grow(fitted.trees)
+        return {"fit_penalty": fitted.penalty} | ({"fit_tree_counts": fitted.counts} if wide.trees else {})
 
     def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
         """Return the penalty per lookup, by feature: the row penalty divided by the expected lookups
@@ -160,7 +160,7 @@ class WideDeepConfig(ModelConfig):
         """
         if not self.shrinkage:
             return []
-        lengths = {each.name: max(each.average_length, 1e-6) for each in dataset.features}
+        lengths = {feature.name: max(feature.average_length, 1e-6) for feature in dataset.features}
         num_samples = dataset.train.num_samples
         return [
             self.shrinkage * config.num_embeddings / (num_samples * sum(map(lengths.__getitem__, names)))
@@ -191,7 +191,7 @@ def _fitted(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: i
     configuration sets them.
     """
     train = first_samples(dataset.train)
-    others = None if dataset.validation is None else first_samples(dataset.validation)
+    validation = None if dataset.validation is None else first_samples(dataset.validation)
 
     def labelled(samples: Batch) -> Labelled:
         encoding = model.numbers.encoding
@@ -201,37 +201,37 @@ def _fitted(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: i
         return Labelled.of(samples, columns(dataset, samples, dense, shared=True))
 
     learnt = labelled(train)
-    chooses = None if others is None else labelled(others)
-    found = regression(learnt, chooses, penalty=config.fit_penalty)
-    linear = torch.from_numpy(found.weights)
+    chooses = None if validation is None else labelled(validation)
+    fit = regression(learnt, chooses, penalty=config.fit_penalty)
+    linear = torch.from_numpy(fit.weights)
     if model.trees is None:
-        return _Fitted(linear.float(), [], [], found.penalty, (0, 0))
+        return _Fitted(linear.float(), [], [], fit.penalty, (0, 0))
     # Samples that select the number of trees must not contribute to the scores that trees split.
-    is_chosen = others is not None or config.fit_tree_counts is not None
-    learns = torch.from_numpy(~chosen(len(train)) | is_chosen)
+    uses_all = validation is not None or config.fit_tree_counts is not None
+    learns = torch.from_numpy(~validation_mask(len(train)) | uses_all)
     scores = _scores(dataset, train, learns)
 
     def judged(samples: Batch, matrix: Any) -> TreeSamples:
-        logits = torch.from_numpy(matrix @ found.weights)
+        logits = torch.from_numpy(matrix @ fit.weights)
         return TreeSamples(_inputs(dataset, samples, scores), samples.labels, logits, weights_of(samples))
 
-    crossed = _crossed(dataset, train, learnt, found, learns).where(learns)
+    crossed = _crossed(dataset, train, learnt, fit, learns).where(learns)
     if config.fit_tree_counts is not None:
         result = boosted_again(crossed, config.fit_tree_counts, seed=seed)
     else:
         judges = (
             judged(train, learnt.inputs).where(~learns)
-            if others is None or chooses is None
-            else judged(others, chooses.inputs)
+            if validation is None or chooses is None
+            else judged(validation, chooses.inputs)
         )
         result = boosted(crossed, judges, model.trees.num_trees, seed=seed)
     linear *= result.share
     linear[-1] += result.bias
-    return _Fitted(linear.float(), scores, result.trees, found.penalty, result.counts)
+    return _Fitted(linear.float(), scores, result.trees, fit.penalty, result.counts)
 
 
 def _crossed(
-    dataset: "Dataset", samples: Batch, learnt: Labelled, found: Regression, learns: Tensor
+    dataset: "Dataset", samples: Batch, learnt: Labelled, fit: Regression, learns: Tensor
 ) -> TreeSamples:
     """Return training samples with out-of-fold scores and logits.
 
@@ -241,39 +241,39 @@ def _crossed(
     folds = torch.arange(len(samples)) % _FOLDS
     inputs, logits = [], []
     for fold in range(_FOLDS):
-        rest = learns & (folds != fold)
-        coefficients = fitted_again(found, learnt.where(rest.numpy()))
-        inputs.append(_inputs(dataset, samples, _scores(dataset, samples, rest)))
+        in_other_folds = learns & (folds != fold)
+        coefficients = fitted_again(fit, learnt.where(in_other_folds.numpy()))
+        inputs.append(_inputs(dataset, samples, _scores(dataset, samples, in_other_folds)))
         logits.append(torch.from_numpy(learnt.inputs @ coefficients))
-    own = torch.arange(len(samples))
+    sample_indices = torch.arange(len(samples))
     return TreeSamples(
-        torch.stack(inputs)[folds, own],
+        torch.stack(inputs)[folds, sample_indices],
         samples.labels,
-        torch.stack(logits)[folds, own],
+        torch.stack(logits)[folds, sample_indices],
         weights_of(samples),
     )
 
 
 def _scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
     """Return row scores by table, from samples where ``learns`` [B] is True."""
-    found, weights = [], weights_of(samples)
+    table_scores, weights = [], weights_of(samples)
     for table in dataset.tables(1):
         if table.keys is not None:
             continue
         jagged = [samples.sparse[name] for name in table.feature_names]
-        owners = torch.cat([torch.arange(len(samples)).repeat_interleave(each.lengths()) for each in jagged])
-        ids, counts = torch.cat([each.values() for each in jagged]), learns[owners]
+        owners = torch.cat([torch.arange(len(samples)).repeat_interleave(bag.lengths()) for bag in jagged])
+        ids, counts = torch.cat([bag.values() for bag in jagged]), learns[owners]
         owners = owners[counts]
         scores = scores_of(ids[counts], samples.labels[owners], weights[owners], table.num_embeddings)
-        found.append(scores)
-    return found
+        table_scores.append(scores)
+    return table_scores
 
 
 def _inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
     """Return tree inputs [B, N + F]: numbers, then pooled ID scores per feature; 0 for hashed tables."""
-    inputs, rest = [samples.dense], iter(scores)
+    inputs, remaining = [samples.dense], iter(scores)
     for table in dataset.tables(1):
-        of_rows = None if table.keys is not None else next(rest)[:, None]
+        of_rows = None if table.keys is not None else next(remaining)[:, None]
         for name in table.feature_names:
             jagged = samples.sparse[name]
             if of_rows is None:
@@ -284,26 +284,26 @@ def _inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
     return torch.cat(inputs, dim=1)
 
 
-def _first_state(model: WideDeep, found: _Fitted, seed: int) -> dict[str, Tensor]:
+def _first_state(model: WideDeep, fit: _Fitted, seed: int) -> dict[str, Tensor]:
     """Return parameter values for the fitted start, with a deep part that adds 0."""
     state: dict[str, Tensor] = {}
     # The fitted weights follow the order in `columns`: table rows, bins, lines, bias.
-    encoding, place, fitted, scores = model.numbers.encoding, 0, found.linear, iter(found.scores)
+    encoding, start, fitted, scores = model.numbers.encoding, 0, fit.linear, iter(fit.scores)
     for config in model.sparse_arch.embedding_bag_collection.embedding_bag_configs():
         if config.keys is not None:
             continue
         weight = torch.empty(config.num_embeddings, config.embedding_dim)
         init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
-        weight[:, 0] = fitted[place : place + len(weight)] / model.wide_scale
+        weight[:, 0] = fitted[start : start + len(weight)] / model.wide_scale
         if model.trees is not None:
             weight[:, model.num_outputs] = next(scores)
-        place += len(weight)
+        start += len(weight)
         state[f"sparse_arch.embedding_bag_collection.embedding_bags.{config.name}.weight"] = weight
     num_bins = encoding.N * encoding.T
-    bins, lines = fitted[place : place + num_bins], fitted[place + num_bins : -1]
-    numbers = model.numbers.weight.detach().cpu().clone()
-    numbers[:, :, 0] = bins.view(encoding.N, encoding.T) + lines[:, None] * encoding.widths.cpu()
-    state["numbers.weight"] = numbers
+    bins, lines = fitted[start : start + num_bins], fitted[start + num_bins : -1]
+    number_weights = model.numbers.weight.detach().cpu().clone()
+    number_weights[:, :, 0] = bins.view(encoding.N, encoding.T) + lines[:, None] * encoding.widths.cpu()
+    state["numbers.weight"] = number_weights
     # A zero head: before the first step, the model predicts as the regression does.
     state["mlp.head"] = torch.zeros_like(model.mlp.head)
     state["mlp.bias"] = torch.full_like(model.mlp.bias, float(fitted[-1]))

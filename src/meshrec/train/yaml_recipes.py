@@ -39,15 +39,15 @@ def from_yaml(path: Path) -> Recipe:
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
     if not path.is_file():
-        known = [str(each) for suffix in SUFFIXES for each in path.parent.glob(f"*{suffix}")]
+        siblings = [str(sibling) for suffix in SUFFIXES for sibling in path.parent.glob(f"*{suffix}")]
         raise ValueError(
-            f"recipe file {path} does not exist. Name a recipe's file.{did_you_mean(str(path), known)}"
+            f"recipe file {path} does not exist. Name a recipe's file.{did_you_mean(str(path), siblings)}"
         )
     try:
         read = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except yaml.YAMLError as error:
-        what = " ".join(str(error).split())
-        raise ValueError(f"{path} is not YAML: {what}. Correct this line.") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is not YAML: {reason}. Correct this line.") from error
     return recipe_of(read, str(path))
 
 
@@ -57,7 +57,7 @@ def recipe_of(saved: Any, where: str) -> Recipe:
     Raises:
         ValueError: a field or a value is not allowed in a recipe.
     """
-    recipe: Recipe = _made(Recipe, saved, where)
+    recipe: Recipe = _object(Recipe, saved, where)
     return recipe
 
 
@@ -71,13 +71,13 @@ def to_yaml(recipe: Recipe) -> str:
     return text
 
 
-def _made(kind: Any, saved: Any, where: str) -> Any:
+def _object(kind: Any, saved: Any, where: str) -> Any:
     """Create an object of a class, or of the subclass named by ``saved``."""
     if not isinstance(saved, Mapping):
         raise ValueError(
             f"{where} is {saved!r:.100}, and it must have the fields of {kind.__name__}. {_REMEDY}."
         )
-    classes = {each.__name__: each for each in _concrete(kind)}
+    classes = {subclass.__name__: subclass for subclass in _concrete(kind)}
     default = kind.__name__ if kind.__name__ in classes else None
     name = saved.get("type", default)
     if name not in classes:
@@ -85,28 +85,29 @@ def _made(kind: Any, saved: Any, where: str) -> Any:
             f"{where}: its type is {name!r}; take one of {', '.join(sorted(classes))}."
             f"{did_you_mean(str(name), classes)}"
         )
-    chosen = classes[name]
-    hints, fields = typing.get_type_hints(chosen), {each.name: each for each in dataclasses.fields(chosen)}
+    selected = classes[name]
+    hints = typing.get_type_hints(selected)
+    fields = {field.name: field for field in dataclasses.fields(selected)}
     values = {}
-    for field, value in saved.items():
-        if field == "type":
+    for field_name, value in saved.items():
+        if field_name == "type":
             continue
-        if field not in fields:
+        if field_name not in fields:
             raise ValueError(
-                f"{where}: {name} has no field {field!r}; it has "
-                f"{', '.join(fields)}.{did_you_mean(str(field), fields)}"
+                f"{where}: {name} has no field {field_name!r}; it has "
+                f"{', '.join(fields)}.{did_you_mean(str(field_name), fields)}"
             )
-        values[field] = _field(hints[field], value, f"{where}: {field}", name=field)
+        values[field_name] = _field(hints[field_name], value, f"{where}: {field_name}", name=field_name)
     missing = [
-        each.name
-        for each in fields.values()
-        if each.default is dataclasses.MISSING
-        and each.default_factory is dataclasses.MISSING
-        and each.name not in values
+        field.name
+        for field in fields.values()
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and field.name not in values
     ]
     if missing:
         raise ValueError(f"{where}: {name} needs {' and '.join(missing)}. Add {missing[0]}.")
-    return chosen(**values)
+    return selected(**values)
 
 
 def _field(hint: Any, value: Any, where: str, *, name: str) -> Any:
@@ -118,9 +119,9 @@ def _field(hint: Any, value: Any, where: str, *, name: str) -> Any:
         except (KeyError, TypeError) as error:
             raise ValueError(f"{where}: {error}. {_REMEDY}.") from error
     # An optional field, such as None or X, has the dataclass among its arguments.
-    kind = next((each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)), hint)
+    kind = next((argument for argument in typing.get_args(hint) if dataclasses.is_dataclass(argument)), hint)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return _made(kind, value, where)
+        return _object(kind, value, where)
     return value_of(hint, value, where, remedy=_REMEDY)
 
 
@@ -138,9 +139,9 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        for each in arguments:
+        for option in arguments:
             try:
-                return value_of(each, saved, where, remedy=remedy)
+                return value_of(option, saved, where, remedy=remedy)
             except ValueError:
                 continue
     elif hint in (None, type(None)):
@@ -153,10 +154,10 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
         if isinstance(saved, list):
             inner = arguments[0] if arguments else Any
             kinds = arguments if arguments and arguments[-1] is not ... else [inner] * len(saved)
-            found = [
+            items = [
                 value_of(kind, item, where, remedy=remedy) for kind, item in zip(kinds, saved, strict=False)
             ]
-            return found if origin is list else tuple(found)
+            return items if origin is list else tuple(items)
     elif isinstance(hint, type) and issubclass(hint, Enum):
         return hint(saved)
     elif hint is Path:
@@ -172,37 +173,39 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
 
 def _concrete(kind: Any) -> list[Any]:
     """Return a class and its MeshRec subclasses, without abstract classes."""
-    found = [] if getattr(kind, "__abstractmethods__", None) else [kind]
-    below = [each for child in kind.__subclasses__() for each in _concrete(child)]
-    return [*found, *(each for each in below if each.__module__.startswith("meshrec."))]
+    classes = [] if getattr(kind, "__abstractmethods__", None) else [kind]
+    below = [subclass for child in kind.__subclasses__() for subclass in _concrete(child)]
+    return [*classes, *(subclass for subclass in below if subclass.__module__.startswith("meshrec."))]
 
 
 def _plain(value: Any, declared: Any) -> Any:
     """Convert an object to plain values. It includes the class name unless the declared type implies it."""
     kind = type(value)
     if hasattr(value, "from_json"):
-        return {name: each for name, each in value.to_json().items() if _FEATURES.get(name) != each}
+        return {name: item for name, item in value.to_json().items() if _FEATURES.get(name) != item}
     if not kind.__module__.startswith("meshrec."):
         raise ValueError(
             f"{kind.__name__} is a class of your own, which YAML cannot name. Keep the recipe in Python."
         )
     hints = typing.get_type_hints(kind)
-    found: dict[str, Any] = {} if declared is kind else {"type": kind.__name__}
-    for each in dataclasses.fields(value):
-        inner = getattr(value, each.name)
-        default = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+    plain: dict[str, Any] = {} if declared is kind else {"type": kind.__name__}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        default = (
+            field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        )
         if inner is default or (type(inner) is type(default) and to_json(inner) == to_json(default)):
             continue
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
-            found[each.name] = _plain(inner, hints[each.name])
+            plain[field.name] = _plain(inner, hints[field.name])
         elif not _is_plain(inner):
             raise ValueError(
-                f"{kind.__name__}.{each.name} is a {type(inner).__name__}, which YAML cannot hold. Keep the "
+                f"{kind.__name__}.{field.name} is a {type(inner).__name__}, which YAML cannot hold. Keep the "
                 "recipe in Python; write tables that are in memory to files, and read these (Parquet, Csv)."
             )
         else:
-            found[each.name] = to_json(inner)
-    return found
+            plain[field.name] = to_json(inner)
+    return plain
 
 
 def _is_plain(value: Any) -> bool:
