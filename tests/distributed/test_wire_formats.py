@@ -263,7 +263,8 @@ def test_infinity_arrives_and_is_named_once(ranks):
     assert value == other == torch.inf
     assert is_rest_finite
     assert len(messages) == 1
-    assert "table 't1', feature 'b': 2 rows of embeddings" in messages[0]
+    assert "table 't1', feature 'b': embeddings for row" in messages[0]
+    assert "2 pairs of row and column" in messages[0]
     assert "row 0 of rank 0's batch" in messages[0]
     assert none == []
 

@@ -61,7 +61,7 @@ def test_tables_must_be_wider_than_the_linear_weights():
 def grown(num_inputs=5):
     """Trees that split the numbers and the scores of both features."""
     trees = BoostedTrees(num_inputs, 1)
-    trees.grow([Branch(at, 0.2, Leaf(-1.0), Leaf(float(at))) for at in range(num_inputs)])
+    trees.set_trees([Branch(at, 0.2, Leaf(-1.0), Leaf(float(at))) for at in range(num_inputs)])
     return trees
 
 
@@ -72,7 +72,7 @@ def test_trees_split_numbers_and_scores_which_no_gradient_moves():
     rows = model.sparse_arch(sparse)
     inputs = torch.cat([dense, rows[:, :, 1]], 1)
     added = torch.where(inputs > 0.2, torch.arange(5.0), torch.tensor(-1.0)).sum(1)
-    model.trees.grow([])
+    model.trees.set_trees([])
     assert torch.allclose(out.squeeze(1), model(dense, sparse).squeeze(1) + added, atol=1e-6)
     model.train()(dense, sparse).sum().backward()
     for bag in model.sparse_arch.embedding_bag_collection.embedding_bags.values():

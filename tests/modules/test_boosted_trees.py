@@ -25,24 +25,24 @@ def test_the_sum_of_leaves_is_that_of_a_plain_walk(seed):
     module = BoostedTrees(9, 3)
     inputs = torch.randint(-3, 4, (50, 5), generator=generator).float()
     assert torch.equal(module(inputs), torch.zeros(50))
-    module.grow(trees)
+    module.set_trees(trees)
     expected = [sum(plain(tree, sample) for tree in trees) for sample in inputs.tolist()]
     assert torch.allclose(module(inputs), torch.tensor(expected), atol=1e-5)
-    module.grow(trees[:1])
+    module.set_trees(trees[:1])
     assert torch.allclose(module(inputs), torch.tensor([plain(trees[0], each) for each in inputs.tolist()]))
 
 
 def test_trees_that_do_not_fit_are_refused():
     deep = Branch(0, 0.0, Leaf(1.0), Branch(0, 1.0, Leaf(2.0), Leaf(3.0)))
     with pytest.raises(ValueError, match=r"2 trees.*1"):
-        BoostedTrees(1, 2).grow([deep, deep])
+        BoostedTrees(1, 2).set_trees([deep, deep])
     with pytest.raises(ValueError, match=r"tree 0.*1 levels"):
-        BoostedTrees(1, 1).grow([deep])
+        BoostedTrees(1, 1).set_trees([deep])
 
 
 def test_exports_for_batches_of_any_size():
     module, inputs = BoostedTrees(3, 2), torch.randn(5, 2)
-    module.grow([Branch(1, 0.0, Leaf(1.0), Leaf(2.0))])
+    module.set_trees([Branch(1, 0.0, Leaf(1.0), Leaf(2.0))])
     program = torch.export.export(module, (inputs,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
     more = torch.randn(9, 2)
     assert torch.equal(program.module()(more), module(more))

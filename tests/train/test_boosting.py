@@ -33,7 +33,7 @@ def test_trees_add_what_the_model_leaves_over_and_the_module_sums_them():
     assert bias == pytest.approx(0.5 * float(torch.logit(train.labels.mean())), abs=1e-4)
     assert 0 < len(trees) <= 100
     module = BoostedTrees(100, NUM_LEVELS)
-    module.grow(trees)
+    module.set_trees(trees)
     assert area_under_curve(module(judged.inputs), judged.labels) > 0.85
 
 
@@ -67,7 +67,7 @@ def test_thresholds_are_rounded_down_so_that_no_sample_changes_sides():
     labels = (torch.arange(200) % 2).float()
     samples = TreeSamples(inputs, labels, torch.zeros(200, dtype=torch.float64), torch.ones(200))
     module = BoostedTrees(5, NUM_LEVELS)
-    module.grow(boosted(samples, samples, 5, seed=0).trees)
+    module.set_trees(boosted(samples, samples, 5, seed=0).trees)
     assert area_under_curve(module(inputs), labels) == 1.0
 
 
@@ -119,7 +119,7 @@ def test_a_model_begins_as_regression_and_trees_alike_on_all_ranks(small, ranks)
     model = recipe.model.build(dataset)
     found = _fitted(model, dataset, recipe.model, recipe.training.seed)
     samples = first_samples(dataset.validation)
-    model.trees.grow(found.trees)
+    model.trees.set_trees(found.trees)
     added = model.trees(_inputs(dataset, samples, found.scores))
     encoded = torch.cat([samples.dense, samples.dense], 1)  # a number without bins is encoded as it is
     linear = torch.from_numpy(columns(dataset, samples, encoded) @ found.linear.double().numpy())

@@ -297,7 +297,7 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
     if truth is not None:
         for name, column in columns.items():
             if name != label and column.kind != "other":
-                column.signal = signal(whole(sample.table[name]), column.kind, truth)
+                column.signal = column_auc(whole(sample.table[name]), column.kind, truth)
     return Profile(num_rows, columns, sample.table, labels)
 
 
@@ -310,7 +310,7 @@ def _counted(counts: Counts | None, labels: Any) -> Counts | None:
     return counts if len(counts.values) <= _MAX_LABELS else None
 
 
-def signal(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float | None:
+def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float | None:
     """Return the AUC of a single column as a predictor of the label, at least 1/2.
 
     Two predictors are tried, and the larger AUC counts:

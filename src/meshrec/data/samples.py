@@ -81,7 +81,7 @@ class Samples(NamedTuple):
         kept, rows, weights = (None if values is None else values[index] for values in optional)
         return Samples(self.dense[index], self.labels[index], ids, kept, rows, weights)
 
-    def good(self) -> "Samples":
+    def valid(self) -> "Samples":
         """Return only valid samples."""
         if self.kept is None or self.kept.all():
             return self._replace(kept=None)
@@ -209,7 +209,7 @@ def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Ba
         shape: sample shape.
         pieces: samples.
     """
-    pieces = [piece.good() for piece in pieces] or [
+    pieces = [piece.valid() for piece in pieces] or [
         void_samples(0, shape)._replace(rows=np.zeros(0, np.int64))
     ]
     num = sum(len(piece.labels) for piece in pieces)

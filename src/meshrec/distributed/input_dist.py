@@ -34,7 +34,7 @@ from meshrec.modules.input_checks import (
     mix_ids,
     positions_of,
     sample_weights,
-    with_split_keys,
+    with_copied_keys,
 )
 from meshrec.ops import operators
 from meshrec.ops.device_copies import copy_to_host
@@ -221,7 +221,7 @@ class InputDist:
         if not self._sequence and features.variable_stride_per_key():
             features = _expanded(features)
         if self._own_keys:
-            features, positions = with_split_keys(features, positions, self._own_keys)
+            features, positions = with_copied_keys(features, positions, self._own_keys)
             keys = features.keys()
         weights = sample_weights(features, is_weighted=True) if self._weighted else None
         values, offsets = features.values(), features.offsets()

@@ -105,7 +105,7 @@ class Codec:
             values = feedback.corrected(values, blocks, names)
         message, report = self.encoding.encode(values, blocks, step=step, keys=keys)
         if report is not None:
-            self._watch.look(report, blocks)
+            self._watch.warn(report, blocks)
         if feedback is not None:
             feedback.keep(values, self.encoding.decode(message, blocks))
         return message
@@ -116,38 +116,48 @@ class Codec:
 
 
 class _Watch:
-    """Warning for the first row with infinity or NaN, once per column."""
+    """Warning for the first row with infinity or NaN, once per column.
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._told: set[str] = set()
+    Args:
+        content: the rows in the messages, embeddings or gradients.
+    """
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+        # Columns with a warning.
+        self._warned: set[str] = set()
+        # GPU reports since the last one that was read.
         self._unread = 0
 
-    def look(self, report: Tensor, blocks: Sequence[Block]) -> None:
-        """Inspect a kernel's report. A GPU report is not read in every step, because the read waits."""
+    def warn(self, report: Tensor, blocks: Sequence[Block]) -> None:
+        """Log a warning if a kernel's report counts rows with infinity or NaN, per wire column.
+
+        A GPU report is not read in every step, because the read waits.
+        """
         if not report.is_cpu:
             self._unread = (self._unread + 1) % _READ_EVERY
             if self._unread:
                 return
-        count, place = report.tolist()
-        if not count:
+        num_pairs, element = report.tolist()
+        if not num_pairs:
             return
-        ends = list(accumulate(each.num_rows * each.columns.width for each in blocks))
-        block = blocks[bisect_right(ends, place)]
-        place -= ends[bisect_right(ends, place)] - block.num_rows * block.columns.width
-        row, column = divmod(place, block.columns.width)
+        ends = list(accumulate(block.num_rows * block.columns.width for block in blocks))
+        number = bisect_right(ends, element)
+        block = blocks[number]
+        start = ends[number] - block.num_rows * block.columns.width
+        row, column = divmod(element - start, block.columns.width)
         starts = list(accumulate(block.columns.widths, initial=0))
         name = block.columns.names[bisect_right(starts, column) - 1]
-        if name in self._told:
+        if name in self._warned:
             return
-        self._told.add(name)
+        self._warned.add(name)
         _logger.warning(
-            "%s: %d rows of %s in a message hold infinity or NaN, the first for row %d of rank %d's batch. "
-            "They arrive as such. Look for a learning rate that is too high, or for damaged weights: "
-            "`meshrec inspect` and torch.autograd.set_detect_anomaly show where they begin.",
+            "%s: %s for row %d of rank %d's batch hold infinity or NaN, the first of %d pairs of row and "
+            "column in a message. They arrive as such. Look for a learning rate that is too high, or for "
+            "damaged weights: `meshrec inspect` and torch.autograd.set_detect_anomaly show where they begin.",
             name,
-            count,
-            self._what,
+            self._content,
             row,
             block.first_key // _RANK_KEYS,
+            num_pairs,
         )

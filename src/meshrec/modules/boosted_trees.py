@@ -32,7 +32,7 @@ def scaled(node: Branch | Leaf, factor: float) -> Branch | Leaf:
 
 
 class BoostedTrees(nn.Module):
-    """T binary trees whose leaf values are summed. A tree returns 0 until `grow` sets it.
+    """T binary trees whose leaf values are summed. A tree returns 0 until `set_trees` sets it.
 
     Every tree is stored as a complete binary tree with L levels, so that shapes do not depend on the fitted
     trees. A batch descends all trees at once, level by level. Trees are buffers: checkpoints and exported
@@ -61,7 +61,7 @@ class BoostedTrees(nn.Module):
         roots = torch.arange(num_trees, device=device)
         self.register_buffer("roots", roots, persistent=False)
 
-    def grow(self, trees: list[Branch | Leaf]) -> None:
+    def set_trees(self, trees: list[Branch | Leaf]) -> None:
         """Replace all trees of the module by ``trees``. Unused trees return 0.
 
         Raises:

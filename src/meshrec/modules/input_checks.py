@@ -85,7 +85,7 @@ def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[
     return [position_by_key[feature] for feature in features]
 
 
-def with_split_keys(
+def with_copied_keys(
     features: KeyedJaggedTensor, positions: Sequence[int], uses: Sequence[int]
 ) -> tuple[KeyedJaggedTensor, list[int]]:
     """Give some lookups a private copy of a shared key.

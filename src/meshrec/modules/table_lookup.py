@@ -21,7 +21,7 @@ from meshrec.modules.input_checks import (
     key_bounds,
     positions_of,
     sample_weights,
-    with_split_keys,
+    with_copied_keys,
 )
 from meshrec.modules.served_table import ServedTable
 from meshrec.ops import keyed, operators, tbe
@@ -157,7 +157,7 @@ class TableLookup:
         keys = self.positions(features)
         # Slots are per table: a key that two tables read needs separate copies of its IDs.
         if self._split_keys:
-            features, keys = with_split_keys(features, keys, self._split_keys)
+            features, keys = with_copied_keys(features, keys, self._split_keys)
         lookups = tbe.Lookups(
             values=features.values(),
             offsets=features.offsets(),

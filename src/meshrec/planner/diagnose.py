@@ -33,7 +33,7 @@ def diagnose(
         constraints: constraints by table name.
     """
     free = replace(topology, replicate=(1,))
-    lines = _missing(tables, free, batch_size, constraints)
+    lines = _shortage(tables, free, batch_size, constraints)
     largest = sorted(tables, key=lambda table: -table.num_bytes)[:5]
     listing = ", ".join(f"{table.name} {size_text(table.num_bytes)}" for table in largest)
     lines.append(f"The largest tables with optimizer state: {listing}.")
@@ -68,7 +68,7 @@ def _fits(
     return fitting_plan(problem, seconds=0.3) is not None
 
 
-def _missing(
+def _shortage(
     tables: Sequence[Table],
     topology: Topology,
     batch_size: int,

@@ -120,13 +120,15 @@ def measured(
     """
     sizes = split_sizes(batch, -(-batch // num_splits))
 
-    def rounds() -> list[list[UnitCost]]:
+    def measure_repeatedly() -> list[list[UnitCost]]:
         """Return the costs of all units, measured ``_REPEATS`` times after a warm-up round."""
         return [_measure(traced, programs, taken, sizes) for _ in range(_REPEATS + 1)][1:]
 
     with ThreadPoolExecutor(num_workers) as pool:
         rounds_of_all = [
-            result for job in [pool.submit(rounds) for _ in range(num_workers)] for result in job.result()
+            result
+            for job in [pool.submit(measure_repeatedly) for _ in range(num_workers)]
+            for result in job.result()
         ]
     return [
         UnitCost(*(statistics.median(seconds) for seconds in zip(*unit, strict=True)))
@@ -156,12 +158,12 @@ def measured_stages(
         arguments.append(stage_arguments)
         with torch.enable_grad():
             values.update(
-                zip(stage.split.gives, stage.split.module(*entered(_inputs(stage_arguments))), strict=True)
+                zip(stage.split.gives, stage.split.module(*entered(_detached(stage_arguments))), strict=True)
             )
     # All stages start at once, because they share memory bandwidth.
     together = threading.Barrier(len(arguments))
 
-    def rounds(index: int) -> UnitCost:
+    def measure_split(index: int) -> UnitCost:
         """Return the median cost of a split in stage ``index``, over ``_REPEATS`` rounds after a warm-up."""
         # All stages start together, because they will share memory bandwidth in training.
         together.wait()
@@ -170,7 +172,7 @@ def measured_stages(
         return UnitCost(*(statistics.median(seconds) for seconds in zip(*costs, strict=True)))
 
     with ThreadPoolExecutor(len(arguments)) as pool:
-        split_costs = list(pool.map(rounds, range(len(arguments))))
+        split_costs = list(pool.map(measure_split, range(len(arguments))))
     return [
         UnitCost(*(a + b + EXCHANGE_SECONDS for a, b in zip(one, other, strict=True)))
         for one, other in zip(whole, split_costs, strict=True)
@@ -185,7 +187,7 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
     pending = []
     forward = backward = 0.0
     for _ in range(depth):
-        inputs = _inputs(arguments)
+        inputs = _detached(arguments)
         with torch.enable_grad():
             results, seconds = _timed(program.module, *entered(inputs))
         forward += seconds
@@ -218,7 +220,7 @@ def _arguments(
     ]
 
 
-def _inputs(arguments: Sequence[Any]) -> list[Any]:
+def _detached(arguments: Sequence[Any]) -> list[Any]:
     """Copy the arguments of a part. Tensors are detached, with unchanged ``requires_grad``."""
     return [pytree.tree_map(_as_input, argument) for argument in arguments]
 
@@ -237,7 +239,7 @@ def _measure(
         if unit.whole:
             costs.append(_measure_whole(part, taken, sizes, values))
             continue
-        inputs = _inputs(_arguments(part, taken, sizes, values))
+        inputs = _detached(_arguments(part, taken, sizes, values))
         with torch.enable_grad():
             results, forward = _timed(part.module, *entered(inputs))
         values.update(zip(part.gives, results, strict=True))

@@ -203,7 +203,7 @@ class RankStep:
                 continue
             if exchange.error is None:
                 try:
-                    self._do(action, k)
+                    self._run_action(action, k)
                 except ElsewhereError as error:
                     exchange.error = str(error)
                 except Exception as error:
@@ -220,7 +220,7 @@ class RankStep:
         if self._train:
             self._run.tables_backward()
 
-    def _do(self, action: str, k: int) -> None:
+    def _run_action(self, action: str, k: int) -> None:
         run = self._run
         if action == "tables":
             run.tables()

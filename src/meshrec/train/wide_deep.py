@@ -151,7 +151,7 @@ class WideDeepConfig(ModelConfig):
         # Not strict: parameters without fitted values keep their initial values.
         model.load_state_dict(_first_state(wide, fitted, seed), strict=False)
         if wide.trees is not None:
-            wide.trees.grow(fitted.trees)
+            wide.trees.set_trees(fitted.trees)
         return {"fit_penalty": fitted.penalty} | ({"fit_tree_counts": fitted.counts} if wide.trees else {})
 
     def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
