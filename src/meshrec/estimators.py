@@ -37,10 +37,14 @@ from meshrec.runs.calibrated import CalibrationKind, Curve, curve_of_run
 from meshrec.runs.contributions import contributions
 from meshrec.runs.job import Job
 from meshrec.runs.judging import judge
-from meshrec.runs.recommending import load_recommender, recommendation_tables, recommendations
+from meshrec.runs.recommending import (
+    load_recommender,
+    recommendation_tables,
+    recommendations,
+    similar_items,
+)
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.runs.scoring import Scorer, gathered, load_scorer, open_data
-from meshrec.runs.similar import similar_items
 from meshrec.runs.worker import work
 from meshrec.train.evaluation import Scored
 from meshrec.train.observers import Evaluated, Event, Finished, Reported, Started, Stepped

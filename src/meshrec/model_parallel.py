@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from meshrec.comms.collectives import broadcast
 from meshrec.comms.dense_gradients import DenseGradients, average_gradients
@@ -309,6 +310,7 @@ class DistributedModelParallel(nn.Module):
         """
         return [] if destination is None else destination
 
+    @override
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -319,6 +321,7 @@ class DistributedModelParallel(nn.Module):
         """
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
+    @override
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:

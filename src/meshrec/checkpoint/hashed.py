@@ -1,25 +1,30 @@
-"""Load hashed tables from checkpoints under any plan, block by block.
+"""Load tables whose rows a checkpoint stores by ID, under any plan, block by block.
 
 A checkpoint stores hashed rows in key order, with their ``ids``. Every rank reads all IDs, and the rows of
-its rectangles. The checkpoint of a fixed table has no IDs: row i belongs to ID i.
+its rectangles. The checkpoint of a fixed table has no IDs: row i belongs to ID i. A fixed table also loads a
+hashed table's checkpoint: the row of ID i becomes row i.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.reading import read_rows
 from meshrec.model_parallel import DistributedModelParallel
+from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span
 from meshrec.tables.hashed.io import WAITING, counts_in_rectangle, rows_in_rectangle, state_dict_names
 from meshrec.tables.hashed.table import IDS, HashedRows, HashedTable, is_growable
 from meshrec.tables.module import TableModule
+from meshrec.tables.table import Rectangle, RowBlock
 
+_log = logging.getLogger(__name__)
 # Rows per read; bounds memory to 64 Ki rows.
 _BLOCK_ROWS = 1 << 16
 
@@ -125,3 +130,173 @@ def load_hashed(
         counts = [read_rows(folder, manifest, name, span) for name in waiting]
         for table in target.tables:
             table.load(counts_in_rectangle(table, *counts))
+
+
+class LoadableRows(Protocol):
+    """Rectangle which accepts row blocks."""
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """The rectangle's keys and columns."""
+
+    def load(self, blocks: Iterable[RowBlock]) -> None:
+        """Replace rows, or some row parts."""
+
+
+class WholeRows:
+    """Unsharded table and optimizer state in parameter memory."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.rectangle = Rectangle(0, 0, weight.shape[0], 0, weight.shape[1])
+        self.tensors = {"weight": weight}
+
+    @torch.no_grad()
+    def load(self, blocks: Iterable[RowBlock]) -> None:
+        """Copy blocks into parameter memory."""
+        for block in blocks:
+            keys = torch.arange(*_ends(block.keys)) if isinstance(block.keys, range) else block.keys
+            for name, values in block.parts.items():
+                self.tensors[name][keys] = values.to(self.tensors[name].dtype)
+
+
+class FixedTarget(NamedTuple):
+    """Fixed-size table being loaded.
+
+    Attributes:
+        path: table's module name.
+        tables: this rank's rectangles.
+        num_rows: whole table's row count.
+        dim: whole table's column count.
+        changed: tells batches in flight that rows were loaded.
+    """
+
+    path: str
+    tables: Sequence[LoadableRows]
+    num_rows: int
+    dim: int
+    changed: Callable[[], object]
+
+
+def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
+    """Return a module's trainable fixed tables by path."""
+    module = item.module if isinstance(item, DistributedModelParallel) else item
+    targets: dict[str, FixedTarget] = {}
+    for path, child in module.named_modules():
+        if isinstance(child, TableModule) and not child.is_growable and child.storage.is_trainable:
+            changed = child.rows_loaded
+            targets[path] = FixedTarget(path, child.tables, child.num_rows, child.dim, changed)
+        elif isinstance(child, TableCollection):
+            name, _ = child.table_holders()
+            start = f"{path}.{name}" if path else name
+            for config, weight in child.tables().values():
+                if config.keys is None and not config.data_type.bits:
+                    rows = WholeRows(weight.detach())
+                    where = f"{start}.{config.name}"
+                    num_rows, dim = weight.shape
+                    targets[where] = FixedTarget(where, [rows], num_rows, dim, lambda: None)
+    return targets
+
+
+def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
+    """Check that IDs are valid fixed table rows.
+
+    Args:
+        ids: ID blocks, int64.
+        num_rows: table's row count.
+        table: table name in errors.
+
+    Returns:
+        Number of IDs.
+
+    Raises:
+        ValueError: IDs outside [0, num_rows).
+    """
+    count, outside, example = 0, 0, 0
+    for block in ids:
+        bad = block[(block < 0) | (block >= num_rows)]
+        if len(bad) and not outside:
+            example = int(bad[0])
+        count, outside = count + len(block), outside + len(bad)
+    if outside:
+        raise ValueError(
+            f"{outside:,} of {count:,} IDs of the hashed table are outside {table!r}, such as {example}: "
+            f"they must lie in [0, {num_rows:,}). Nothing was changed. Raise num_embeddings, or give the "
+            "table hashed keys."
+        )
+    return count
+
+
+def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, prefix: str) -> None:
+    """Check that a hashed table's checkpoint fits a fixed table, before anything changes.
+
+    Args:
+        target: table to load.
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        prefix: checkpoint name prefix of the table's tensors.
+
+    Raises:
+        ValueError: the width differs, or an ID is outside the table.
+    """
+    num, dim = manifest.tensors[f"{prefix}weight"].shape
+    if dim != target.dim:
+        raise ValueError(
+            f"{prefix}weight has {dim} columns in the checkpoint, and the table has {target.dim}. Load it "
+            "into a model of the same size."
+        )
+    blocks = (
+        read_rows(folder, manifest, f"{prefix}{IDS}", (first, min(first + _BLOCK_ROWS, num)))
+        for first in range(0, num, _BLOCK_ROWS)
+    )
+    count = check_ids(blocks, target.num_rows, f"{prefix}weight")
+    if count < target.num_rows:
+        _log.info(
+            "%sweight: the checkpoint has rows for %s IDs; the remaining %s rows are unchanged",
+            prefix,
+            f"{count:,}",
+            f"{target.num_rows - count:,}",
+        )
+
+
+def load_fixed(
+    target: FixedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
+) -> None:
+    """Copy rows from a hashed table's checkpoint: the row of ID i becomes row i.
+
+    Args:
+        target: table to load.
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        prefix: checkpoint name prefix of the table's tensors.
+        slots: checkpoint tensor name per optimizer state slot.
+    """
+    parts = {"weight": f"{prefix}weight"} | {s: n for s, n in slots.items() if n in manifest.tensors}
+    num = manifest.tensors[parts["weight"]].shape[0]
+    for first in range(0, num, _BLOCK_ROWS):
+        rows = (first, min(first + _BLOCK_ROWS, num))
+        ids = read_rows(folder, manifest, f"{prefix}{IDS}", rows)
+        values = {part: read_rows(folder, manifest, name, rows) for part, name in parts.items()}
+        for table in target.tables:
+            table.load(rows_by_id(table, ids, values))
+
+
+def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterable[RowBlock]:
+    """Yield a block with the rows inside a fixed table's rectangle, or nothing.
+
+    Args:
+        table: rectangle.
+        ids: int64 [N], in any order.
+        parts: row parts by name: [N] (per-row values) or [N, D].
+    """
+    r = table.rectangle
+    inside = ((ids >= r.r0) & (ids < r.r1)).nonzero()[:, 0]
+    if len(inside):
+        # Row blocks have ascending keys.
+        keys, order = ids[inside].sort()
+        positions = inside[order]
+        cut = {name: v[positions] if v.dim() == 1 else v[positions, r.c0 : r.c1] for name, v in parts.items()}
+        yield RowBlock(keys, r.columns, cut)
+
+
+def _ends(keys: range) -> tuple[int, int]:
+    return keys.start, keys.stop

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint.agreement import agreed, ranks_of
-from meshrec.checkpoint.hashed import hashed_targets
-from meshrec.checkpoint.hashed_to_fixed import WholeRows, check_ids, fixed_targets, rows_by_id
+from meshrec.checkpoint.hashed import WholeRows, check_ids, fixed_targets, hashed_targets, rows_by_id
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.reading import read_manifest, read_rows
 from meshrec.checkpoint.unfinished import filling

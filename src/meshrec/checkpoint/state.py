@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint.agreement import REMEDY, DamagedCheckpointError
-from meshrec.checkpoint.hashed import HashedTarget, check_fits, hashed_targets, load_hashed
-from meshrec.checkpoint.hashed_to_fixed import (
+from meshrec.checkpoint.hashed import (
     FixedTarget,
+    HashedTarget,
     WholeRows,
+    check_fits,
     check_fits_fixed,
     fixed_targets,
+    hashed_targets,
     load_fixed,
+    load_hashed,
 )
 from meshrec.checkpoint.manifest import KINDS, RANDOM, Manifest
 from meshrec.checkpoint.named_optimizers import create_state, keyed, local_part

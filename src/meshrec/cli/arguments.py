@@ -124,7 +124,13 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
 
 
 def parse_known(kind: Any, arguments: Sequence[str], *, program: str) -> tuple[Any, list[str]]:
-    """Read the options of ``kind``, and return them and the other arguments, among them requests for help."""
+    """Read the options of ``kind``, and return them and the other arguments, among them requests for help.
+
+    Args:
+        kind: The dataclass.
+        arguments: The words of the command line, without the command.
+        program: The name of the command in errors.
+    """
     with _REGISTRY:
         return tyro.cli(kind, args=list(arguments), prog=program, return_unknown_args=True, add_help=False)
 

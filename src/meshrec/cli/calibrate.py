@@ -72,7 +72,13 @@ def run(options: CalibrateOptions) -> None:
 
 
 def with_disk(profile: HardwareProfile, folder: Path, *, quick: bool) -> HardwareProfile:
-    """Return a profile with the figures of a disk."""
+    """Return a profile with the figures of a disk.
+
+    Args:
+        profile: the profile of this machine.
+        folder: a folder on the disk.
+        quick: whether to measure few rows.
+    """
     reads, writes = measure_disk(folder, num_rows=20_000 if quick else 500_000)
     sources = {**profile.sources, "disk": f"measured in {folder.absolute()}"}
     return replace(profile, disk_reads=reads, disk_writes=writes, sources=sources)

@@ -287,7 +287,13 @@ def _tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator
 
 
 def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:
-    """Return the recipe as Python source."""
+    """Return the recipe as Python source.
+
+    Args:
+        options: the options of the command.
+        proposal: the proposed features.
+        num_rows: number of rows, which sets the batch size and the number of epochs.
+    """
     from meshrec.data.locations import expand_tables
 
     source = "Csv" if expand_tables(options.data)[1] else "Parquet"

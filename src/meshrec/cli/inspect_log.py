@@ -89,7 +89,11 @@ def recipe_of_log(
     model: NextItemModel,
     form: CsvFormat = DETECTED,
 ) -> "tuple[str, LogProposal, _RecipeParts]":
-    """Look at a log; return the recipe as Python source, and its parts. See `inspect_log`."""
+    """Look at a log; return the recipe as Python source, with the figures of the log and the recipe's parts.
+
+    Args:
+        data, columns, out, label, model, form: as in `inspect_log`.
+    """
     from meshrec.data.propose_log import propose_log
 
     log = propose_log(data, columns, form)

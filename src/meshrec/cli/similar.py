@@ -33,8 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     run = options.folder()
     import pyarrow as pa
 
+    from meshrec.runs.recommending import similar_items
     from meshrec.runs.score_file import table_writer
-    from meshrec.runs.similar import similar_items
 
     items = pa.array(options.items) if options.items else None
     table = similar_items(run, items, options.k, step=options.step, last=options.last)

@@ -32,6 +32,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import override
+
 from meshrec.durable import Created, write_durably
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, module_name, module_of_file, recipe_by, resolve
@@ -256,6 +258,7 @@ class _Neighbours(MetaPathFinder):
     def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
         self._folder, self._files = folder, files
 
+    @override
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return a module's spec; None if the module is not among the files."""
         location = fullname.replace(".", "/")

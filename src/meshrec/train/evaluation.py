@@ -108,13 +108,28 @@ def score(
                 watch(batch)
             if not bool(batch.dense.isfinite().all()):  # training would end with a loss that is not finite
                 raise ValueError("a batch to score has dense values that are NaN or infinite. Repair them.")
-            # The padding is cut off below: every rank computes the same shapes.
-            whole = batch.padded(batch_size).to(ranks.device)
-            with torch.no_grad():
-                logits = forward(model, whole, ranks.device)
-            yield Scored(batch.rows, logits[: len(batch)].cpu(), batch.labels, batch.weights)
+            logits = padded_logits(model, batch, batch_size, ranks)
+            yield Scored(batch.rows, logits, batch.labels, batch.weights)
     finally:
         model.train()
+
+
+@torch.no_grad()
+def padded_logits(
+    model: nn.Module, batch: "Batch", batch_size: int, ranks: Ranks, *, bf16: bool = False
+) -> Tensor:
+    """Return a batch's logits on the CPU, computed with ``batch_size`` samples: every rank computes the same
+    shapes.
+
+    Args:
+        model: a model called as ``model(dense, sparse)``.
+        batch: at most ``batch_size`` samples.
+        batch_size: number of samples with padding, which is cut off.
+        ranks: the ranks, from `join`.
+        bf16: compute the dense part in bf16.
+    """
+    whole = batch.padded(batch_size).to(ranks.device)
+    return forward(model, whole, ranks.device, bf16=bf16)[: len(batch)].cpu()
 
 
 def evaluate(

@@ -11,15 +11,15 @@ from meshrec.data.batch import Batch
 from meshrec.data.samples import gather_ranges
 from meshrec.metrics import binary_metrics, sliced_metrics
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
-from meshrec.train.evaluation import joined_weights
+from meshrec.train.evaluation import joined_weights, padded_logits
 from meshrec.train.ranks import Ranks
-from meshrec.train.step import forward
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
 
 _SAMPLES = 8192
 """Number of samples over all ranks to examine, from the start of the data."""
+_BATCH = 1024
 _MOST_FEATURES = 64
 _MOST_VALUES = 8
 _MOST_SLICED = 6
@@ -97,20 +97,14 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
 
 
 def _first(reader: "Reader", ranks: Ranks) -> Iterator[Batch]:
-    size = 1024
-    for number, batch in enumerate(reader.batches(size, rank=ranks.rank, world_size=ranks.size)):
-        if number * size * ranks.size >= _SAMPLES:
+    for number, batch in enumerate(reader.batches(_BATCH, rank=ranks.rank, world_size=ranks.size)):
+        if number * _BATCH * ranks.size >= _SAMPLES:
             return
         yield batch
 
 
 def _scored(model: nn.Module, batches: list[Batch], ranks: Ranks) -> Tensor:
-    parts = []
-    for batch in batches:
-        with torch.no_grad():
-            logits = forward(model, batch.padded(1024).to(ranks.device), ranks.device)
-        parts.append(logits[: len(batch)].cpu())
-    return torch.cat(parts)
+    return torch.cat([padded_logits(model, batch, _BATCH, ranks) for batch in batches])
 
 
 def _shuffled(batch: Batch, feature: str | int) -> Batch:

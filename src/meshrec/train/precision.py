@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshrec.train.evaluation import joined_weights
+from meshrec.train.evaluation import joined_weights, padded_logits
 from meshrec.train.losses import Loss
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Precision
-from meshrec.train.step import forward
 
 if TYPE_CHECKING:
     from meshrec.data import Batch, Reader
@@ -111,14 +110,10 @@ def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> 
     return None if rounded is None or exact is None else LossCheck(int(samples), rounded, exact)
 
 
-@torch.no_grad()
 def _loss_of(
     model: nn.Module, batches: "Sequence[Batch]", ranks: Ranks, loss: Loss, *, bf16: bool
 ) -> float | None:
-    logits: list[Tensor] = []
-    for batch in batches:
-        whole = batch.padded(_CHECKED_BATCH).to(ranks.device)
-        logits.append(forward(model, whole, ranks.device, bf16=bf16)[: len(batch)].cpu())
+    logits = torch.cat([padded_logits(model, batch, _CHECKED_BATCH, ranks, bf16=bf16) for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
     weights = joined_weights([(batch.weights, len(batch.labels)) for batch in batches])
-    return loss.metrics(torch.cat(logits), labels, weights, group=ranks.control).get("loss")
+    return loss.metrics(logits, labels, weights, group=ranks.control).get("loss")
