@@ -204,6 +204,7 @@ class CheckpointManager:
 
     def _remove_old(self, saved: int) -> None:
         """Remove complete checkpoints beyond the limits, and incomplete ones older than ``saved``."""
+        # Later steps stay after a return to an earlier step, until they are saved again.
         steps = {step: complete for step, complete in self._checkpoints.steps().items() if step <= saved}
         complete_steps = sorted(step for step, is_complete in steps.items() if is_complete)
         retained = set(complete_steps[-self._keep_last :])

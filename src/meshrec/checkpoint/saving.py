@@ -361,6 +361,7 @@ class _Save:
         except BaseException:
             self.clean_up()
             raise
+        # Entries that ranks hold in part become whole, equally on every rank.
         for part in parts[1:]:
             self._collected.entries.update(part.names)
             for entry, values in part.values.items():

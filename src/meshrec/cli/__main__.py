@@ -17,6 +17,7 @@ class Command(NamedTuple):
     summary: str
 
 
+# Modules by name, imported when the command runs: `meshrec --help` must not wait for torch.
 COMMANDS = {
     "inspect": Command("meshrec.cli.inspect", "Look at your data and write a recipe for it."),
     "train": Command("meshrec.cli.train", "Train a recipe; its run folder holds everything to look at."),

@@ -12,6 +12,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 HELP = ("-h", "--help")
 _NONE = "none"
+# Rules where these commands differ from tyro: the word none, lists, and values that only Python can build.
 _REGISTRY = ConstructorRegistry()
 
 Words = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")]
@@ -118,6 +119,7 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
         SystemExit: An argument is wrong (2), or help was requested (0). tyro has printed which, and the
             nearest options.
     """
+    # A field that is a union becomes options of its default, not subcommands.
     config = (tyro.conf.AvoidSubcommands,)
     with _REGISTRY:
         return tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)

@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         examination = examine(requested)
     finally:
+        # Also after an error: peers would wait for this rank.
         if dist.is_initialized():
             leave_process_group()
     if examination.rank == 0 or not examination.has_met:

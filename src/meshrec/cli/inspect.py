@@ -269,6 +269,7 @@ def _tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator
             every = [stack.enter_context(open_parquet_file(file)) for file in files]
             total = sum(parquet.metadata.num_rows for parquet in every)
             keys = partition_keys(files)
+            # Parts are spread over the files, because their start may be a single day or user.
             stride = 1 if rows is None else max(1, math.ceil(total / rows))
             part = 0
             for file, parquet in zip(files, every, strict=True):

@@ -146,6 +146,7 @@ def _of_clicks(log: "LogProposal", label: str) -> _RecipeParts:
 
 
 def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, out: Path) -> str:
+    # About 150 updates per epoch, within these bounds.
     batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
     epochs = min(max(math.ceil(_STEPS * batch / max(parts.num_samples, 1)), 4), 100)
     files = text_of(tuple(seen_from(out.parent, path) for path in data))

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     from meshrec.train.recipes import resolve
 
     console = Console()
+    # The recipe is written to a scratch folder, where relative paths would point elsewhere.
     paths = tuple(path if is_address(path) else str(Path(path).absolute()) for path in options.data)
     inspect_options = InspectOptions(data=paths, label=options.label, time=options.time)
     profile, proposal = look(inspect_options)

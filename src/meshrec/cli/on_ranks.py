@@ -43,6 +43,7 @@ def on_ranks(
         work(join(where))
         return 0
     with scratch_folder("meshrec-command") as folder:
+        # Every rank runs this command again, and comes here with `launched()` true.
         ended = launch(
             [command, *arguments, "--device", where],
             num_ranks=nproc,
@@ -60,6 +61,7 @@ def _as_rank(work: Callable[[Ranks], None], device: str) -> int:
     ranks = join(device)
     try:
         work(ranks)
+        # A rank that ends early would break collectives in which others still wait for it.
         ranks.wait_for_all()
     except Exception:
         folder = os.environ.get(RUN_VARIABLE)

@@ -215,6 +215,7 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
             f"{source} is neither a file in {Path.cwd()} nor a recipe; give a task file, a saved plan, or "
             f"one of {', '.join(RECIPES)}."
         )
+    # Tasks and plans are JSON; only plans have the planner's inputs.
     if "planner" in read_json(source, "a task file or a saved plan"):
         for name in _OF_NEW_PLANS:
             if getattr(options, name) not in (None, False):

@@ -37,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         curve = None if options.calibration is None else curve_of_run(run, scorer, ranks, options.calibration)
         scored = gathered(scorer, ranks)
         if not ranks.is_first:
+            # Scoring is collective, and rank 0 alone writes.
             for _ in scored:
                 pass
             return

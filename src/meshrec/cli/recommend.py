@@ -63,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         best = recommendations(recommender, ranks, options.k, keep_seen=keep_seen)
         if not ranks.is_first:
+            # Recommending is collective, and rank 0 alone writes.
             for _ in best:
                 pass
             return

@@ -197,6 +197,7 @@ def _selected(options: RunsOptions) -> list[RunFolder]:
         raise ValueError(
             f"none of the {len(runs)} runs in {options.runs} matches; leave --state or --recipe out."
         )
+    # None for "began": `all_runs` returns the runs in this order.
     key = _KEYS.get(options.sort)
     return (
         selected if key is None else sorted(selected, key=lambda run: key(run, run.read_json(SUMMARY) or {}))

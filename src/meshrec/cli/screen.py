@@ -26,6 +26,7 @@ from meshrec.train.observers import (
 )
 from meshrec.train.run_folder import CONFIG, RunFolder
 
+# Width where the output is not a terminal; rich would wrap lines at 80.
 _PIPE_WIDTH = 120
 _MOST_RANKS = 16
 _MOST_NAMES = 8

@@ -96,6 +96,7 @@ class ServeOptions:
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal ends it; return the exit code."""
     options: ServeOptions = parse(ServeOptions, arguments, program="meshrec serve")
+    # Not an option: other users could read it in the list of processes.
     token = os.environ.get(TOKEN)
     if options.token_file is not None:
         token = options.token_file.read_text().strip()

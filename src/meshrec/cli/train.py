@@ -121,6 +121,7 @@ def main(arguments: Sequence[str]) -> int:
 def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     began = os.environ.get(BEGAN_VARIABLE, str(time.time()))
     name, words = split_recipe(arguments)
+    # Options of the recipe are unknown until it is resolved, which takes some of the command's options.
     first, _ = parse_known(TrainOptions, words, program="meshrec train")
     if name is None and not first.resume:
         return _help(words)
@@ -131,6 +132,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     options, recipe = parse(command.source, _with_folder(command), command.recipe, first.table_optimizer)
     resumed, job = command.resumed, _job(command, options, recipe)
     if resumed is not None and _is_over(resumed, job):
+        # Under another launcher, every rank comes here.
         if os.environ.get("RANK", "0") == "0":
             step = (resumed.read_json(SUMMARY) or {}).get("step")
             print(f"{resumed.path} is finished, at step {step}: give more --training.epochs to train longer.")
@@ -148,11 +150,13 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         from meshrec.runs.refit import check_refit
 
         check_refit(job)
+    # Before the run has a folder: a wrong name must not leave one behind.
     find_trackers(options.track)
     if job.baselines:
         needs("scipy.optimize", "train")  # fail now, not at the end of the run
     device = choose_device(options.device)
     folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs(options)))
+    # Without a launcher, a single rank starts sooner: no second process has to import torch.
     if nproc == 1 and options.max_restarts == 0:
         job = dataclasses.replace(job, folder=folder)
         return _code(_train(job, quiet=options.quiet))

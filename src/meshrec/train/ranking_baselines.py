@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # B samples, I items of the catalogue
 
 _BATCH = 512
+# Items per dense block of the cosine matrix, which would not fit into memory as a whole.
 _ROWS = 1024
 _NEIGHBOURS = (20, 100, 500)
 _HALF_LIVES = (2.0, 8.0, 32.0)

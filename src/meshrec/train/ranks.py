@@ -14,6 +14,7 @@ from meshrec.comms.launchers import launched
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.timeouts import set_timeout
 
+# A barrier takes no infinite timeout.
 _NO_TIMEOUT = timedelta(days=30)
 
 

@@ -253,6 +253,7 @@ class BestWeights:
 def _manager(
     folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
 ) -> CheckpointManager:
+    # Files in transit are in a hidden folder, so that no command takes them for checkpoints.
     path = folder.path / name if store is None else folder.path / ".staged" / name
     stored = None if store is None else store.under(name)
     return CheckpointManager(path, keep_last=keep_last, group=ranks.control, store=stored)

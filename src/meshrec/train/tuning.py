@@ -215,6 +215,7 @@ def tune(
             direction="maximize",
             load_if_exists=True,
             sampler=search.samplers.TPESampler(seed=seed),
+            # Pruning starts after five trials, and after the first evaluation of a trial.
             pruner=search.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
         )
     # Interrupted trials do not count.
