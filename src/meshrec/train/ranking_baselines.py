@@ -81,7 +81,7 @@ class _Judge:
         assert dataset.catalogue is not None
         assert dataset.item is not None
         self._dataset, self._loss, self._tell, self._item = dataset, loss, tell, dataset.item
-        # Ascending catalog IDs, in which _places searches.
+        # Ascending catalog IDs, in which _indices searches.
         self._ids_I = dataset.catalogue[dataset.item].values().long()
         (self._history,) = (
             feature.name for feature in dataset.features if feature.sequence and feature.num_embeddings
