@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from meshrec.quant.dense import BFloat16Linear, in_bfloat16
+from meshrec.quant.quantize import BFloat16Linear, in_bfloat16
 
 
 def test_linear_layers_alone_change():

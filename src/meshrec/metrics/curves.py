@@ -87,14 +87,16 @@ def curves_of(histograms_5H: Tensor) -> dict[str, Any]:
     # Keep about 100 points, evenly spaced along the curve.
     progress = (rates[0] + rates[1]) * _POINTS / 2
     corners = torch.nonzero(torch.diff(progress.floor(), prepend=progress.new_zeros(1)) > 0).flatten()
-    kept = torch.stack(rates, 1)[corners]
+    corner_rates = torch.stack(rates, 1)[corners]
     count = positive + negative
     # Weight of negative and positive samples at or above each threshold, from the highest one.
-    above = kept * torch.stack([negative.sum(), positive.sum()])
+    above = corner_rates * torch.stack([negative.sum(), positive.sum()])
     points = {
-        "roc": torch.cat([kept.new_zeros(1, 2), kept]),
-        "precision_recall": torch.stack([kept[:, 1], above[:, 1] / above.sum(1)], 1),
-        "gains": torch.cat([kept.new_zeros(1, 2), torch.stack([above.sum(1) / count.sum(), kept[:, 1]], 1)]),
+        "roc": torch.cat([corner_rates.new_zeros(1, 2), corner_rates]),
+        "precision_recall": torch.stack([corner_rates[:, 1], above[:, 1] / above.sum(1)], 1),
+        "gains": torch.cat(
+            [corner_rates.new_zeros(1, 2), torch.stack([above.sum(1) / count.sum(), corner_rates[:, 1]], 1)]
+        ),
     }
     group = (count.cumsum(0) * _GROUPS / count.sum()).ceil().long().clamp(1, _GROUPS) - 1
     sums = [torch.bincount(group, values, _GROUPS).tolist() for values in (predicted, positive, count)]

@@ -23,7 +23,7 @@ _TOLERANCE = 1e-6
 """Maximum rounding error of float32 probabilities outside [0, 1]."""
 
 
-class _Pair(NamedTuple):
+class _ExtraMetric(NamedTuple):
     """Two copies of an ``extra`` metric. `MetricSet.compute` resets ``window``, but not ``lifetime``."""
 
     window: "Metric"
@@ -69,7 +69,7 @@ class MetricSet:
         self._pending: list[Tensor] = []
         self._num_pending = 0
         self._extra = {
-            name: _Pair(metric.clone().to(device), metric.clone().to(device))
+            name: _ExtraMetric(metric.clone().to(device), metric.clone().to(device))
             for name, metric in (extra or {}).items()
         }
 
@@ -121,11 +121,11 @@ class MetricSet:
         """
         self._flush()
         computed = Computed(*(self._metrics(totals) for totals in self._sums.take()))
-        for name, pair in self._extra.items():
-            for metrics, metric in zip(computed, pair, strict=True):
+        for name, extra in self._extra.items():
+            for metrics, metric in zip(computed, extra, strict=True):
                 if metrics:
                     metrics[name] = float(metric.compute())
-            pair.window.reset()
+            extra.window.reset()
         return computed
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,8 +162,8 @@ class MetricSet:
         positive, negative = window[_NUM_SUMS:].view(2, num_bins)
         positive += torch.bincount(bins, weights * labels, minlength=num_bins)
         negative += torch.bincount(bins, weights * (1 - labels), minlength=num_bins)
-        for pair in self._extra.values():
-            for metric in pair:
+        for extra in self._extra.values():
+            for metric in extra:
                 metric.update(torch.sigmoid(logits), labels.long())
 
     def _metrics(self, totals: Tensor) -> dict[str, float]:

@@ -27,13 +27,14 @@ class Linear(nn.Linear):
         if not torch.jit.is_scripting():  # type: ignore
             if torch.is_autocast_enabled("cpu") and computes_in_bf16(input):
                 return linear(input, self.weight, self.bias, relu=relu)
-            if not torch.compiler.is_compiling() and _prefer_onednn() and self._fits(input):
+            if not torch.compiler.is_compiling() and _prefer_onednn() and self._takes_onednn(input):
                 out = _OneDNNLinear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
                 return torch.relu(out) if relu else out
         out = nn.functional.linear(input, self.weight, self.bias)
         return torch.relu(out) if relu else out
 
-    def _fits(self, input: Tensor) -> bool:
+    def _takes_onednn(self, input: Tensor) -> bool:
+        """Return whether oneDNN's operator takes the input: a plain fp32 matrix on the CPU."""
         return (
             type(input) is Tensor  # first: proxies fail on the other attributes
             and input.is_cpu
@@ -73,8 +74,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: b
         [..., O]; bf16 where `computes_in_bf16`.
     """
     if not torch.jit.is_scripting():  # type: ignore
-        fits = computes_in_bf16(input) and weight.dtype == torch.float32 and input.numel() > 0
-        if fits and _has_bf16_products():
+        in_bf16 = computes_in_bf16(input) and weight.dtype == torch.float32 and input.numel() > 0
+        if in_bf16 and _has_bf16_products():
             return _bf16_linear(input, weight, bias, relu)
     out = nn.functional.linear(input, weight, bias)
     return torch.relu(out) if relu else out

@@ -77,7 +77,7 @@ class ServedTable(nn.Module):
         for name, tensor in zip(INDEX, (buckets_of(keys), added, rows), strict=True):
             self.register_buffer(name, tensor)
 
-    def found_by(self) -> KeyIndex:
+    def key_index(self) -> KeyIndex:
         """Return the index tensors and the initialization of unknown rows, for the kernels."""
         buckets, added, added_rows = (self.get_buffer(name) for name in INDEX)
         first = first_rows_of(self.storage)

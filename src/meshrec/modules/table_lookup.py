@@ -218,8 +218,8 @@ class TableLookup:
             lookups = self._resolve_hashed(lookups, hashed)  # initializes rows for unknown IDs
             weights = [hashed[t].rows if t in hashed else weight for t, weight in enumerate(weights)]
         if self._served:
-            found_by = {index: table.found_by() for index, table in self._served.items()}
-            return keyed.forward(self._bits, found_by, weights, lookups, options)
+            key_indexes = {index: table.key_index() for index, table in self._served.items()}
+            return keyed.forward(self._bits, key_indexes, weights, lookups, options)
         return self._look_up(weights, lookups, options)
 
     def _can_probe_in_kernel(self, tables: Mapping[int, HashedTable]) -> bool:

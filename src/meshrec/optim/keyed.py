@@ -5,7 +5,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from meshrec.optim.named_state import NamedGroup, NamedState
 from meshrec.optim.slots import check_slots, contents, fill_slots
 
+K = TypeVar("K")
+V = TypeVar("V")
 Closure = Callable[[], float] | None
 """Argument of ``step``: a function that recomputes the loss and gradients, and returns the loss."""
 
@@ -335,8 +337,8 @@ class CombinedOptimizer(KeyedOptimizer):
                 names.add(full)
                 owners[parameter] = full
         # Views, not copies: an optimizer may get new groups or state later.
-        views = _AllParams(self._optims), _AllState(self._optims), _AllGroups(self._optims)
-        super().__init__(*views, self._optims)
+        groups = LiveGroups([optimizer for _, optimizer in self._optims])
+        super().__init__(LiveMapping(self._all_params), _AllState(self._optims), groups, self._optims)
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
@@ -374,6 +376,13 @@ class CombinedOptimizer(KeyedOptimizer):
         """Remove state in every optimizer for the parameters it has."""
         for prefix, optimizer in self._optims:
             optimizer.drop_state([name for name in optimizer.params if _prefixed(prefix, name) in names])
+
+    def _all_params(self) -> dict[str, Tensor]:
+        return {
+            _prefixed(prefix, name): parameter
+            for prefix, optimizer in self._optims
+            for name, parameter in optimizer.params.items()
+        }
 
 
 class OptimizerWrapper(KeyedOptimizer):
@@ -480,27 +489,24 @@ def run_closure(closure: Closure) -> float | None:
         return closure()
 
 
-class _AllParams(Mapping[str, Tensor]):
-    """Parameters of several optimizers, by prefixed name."""
+class LiveMapping(Mapping[K, V]):
+    """Mapping whose content is computed at every access.
 
-    def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
-        self._optims = optims
+    Args:
+        content: Returns the current content.
+    """
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._all()[name]
+    def __init__(self, content: Callable[[], Mapping[K, V]]) -> None:
+        self._content = content
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+    def __getitem__(self, key: K) -> V:
+        return self._content()[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._content())
 
     def __len__(self) -> int:
-        return len(self._all())
-
-    def _all(self) -> dict[str, Tensor]:
-        return {
-            _prefixed(prefix, name): parameter
-            for prefix, optimizer in self._optims
-            for name, parameter in optimizer.params.items()
-        }
+        return len(self._content())
 
 
 class _AllState(Mapping[Tensor, Any]):
@@ -523,22 +529,25 @@ class _AllState(Mapping[Tensor, Any]):
         return sum(len(optimizer.state) for _, optimizer in self._optims)
 
 
-class _AllGroups(Sequence[dict[str, Any]]):
-    """Concatenated groups of several optimizers."""
+class LiveGroups(Sequence[dict[str, Any]]):
+    """Concatenated groups of several optimizers.
 
-    def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
-        self._optims = optims
+    Args:
+        optimizers: The optimizers, whose groups may change.
+    """
+
+    def __init__(self, optimizers: Sequence[KeyedOptimizer]) -> None:
+        self._optimizers = optimizers
 
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # Without Python calls per group: torch's optimizers walk the groups in every step.
-        optimizers = map(operator.itemgetter(1), self._optims)
-        return chain.from_iterable(map(operator.attrgetter("param_groups"), optimizers))
+        return chain.from_iterable(map(operator.attrgetter("param_groups"), self._optimizers))
 
     def __len__(self) -> int:
-        return sum(len(optimizer.param_groups) for _, optimizer in self._optims)
+        return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
 
 
 def _names_in(group: Mapping[str, Any], name_of: Mapping[Tensor, str]) -> list[str]:

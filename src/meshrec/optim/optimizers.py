@@ -91,9 +91,9 @@ class OptimizerSpec(ABC):
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             low, high, allowed = _RANGES.get(name, (0, math.inf, "a number >= 0"))
-            numbers = value if name == "betas" else (value,)
-            is_valid = isinstance(numbers, tuple) and len(numbers) == 1 + (name == "betas")
-            for number in numbers if is_valid else ():
+            values = value if name == "betas" else (value,)
+            is_valid = isinstance(values, tuple) and len(values) == 1 + (name == "betas")
+            for number in values if is_valid else ():
                 # bool is a subclass of int: True would pass as a learning rate.
                 if isinstance(number, bool) or name == "decoupled_weight_decay":
                     is_valid &= isinstance(number, bool) and name == "decoupled_weight_decay"

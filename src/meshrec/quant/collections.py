@@ -1,6 +1,6 @@
 """Collections with the same tables in other data types."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from meshrec.modules import (
     EmbeddingCollection,
 )
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.ops.index import mix
 from meshrec.quant.precision import Rounding, encoded
-from meshrec.tables.hashed.table import HashedRows, HashedTable
+from meshrec.tables.hashed.table import HashedRows
 from meshrec.tables.table import RowBlock, Span
 
 
@@ -57,13 +58,13 @@ def rows_by_table(module: TableCollection) -> dict[str, int]:
     }
 
 
-def encoded_blocks(
-    table: HashedTable, storage: HashedRows, data_type: DataType, rounding: Rounding
+def converted_blocks(
+    stored: Iterable[tuple[Tensor, Tensor]], storage: HashedRows, data_type: DataType, rounding: Rounding
 ) -> Iterator[RowBlock]:
-    """Yield all current rows of an unsharded hashed table in blocks, converted to another data type.
+    """Convert rows of an unsharded hashed table to another data type, block by block.
 
     Args:
-        table: source table.
+        stored: IDs [n] and rows [n, D], in key order.
         storage: storage of the target table.
         data_type: target data type.
         rounding: see ``quantize``.
@@ -71,13 +72,9 @@ def encoded_blocks(
     Raises:
         ValueError: a value is NaN, infinite or out of range; the error names table and ID.
     """
-    for block in table.stream():
-        # Blocks without weights are admission counts, which inference does not need.
-        if "weight" in block.parts:
-            assert isinstance(block.keys, Tensor)
-            ids = table.ids_of(block.keys)
-            rows = encoded(block.parts["weight"], data_type, rounding, storage.name, ids=ids)
-            yield block_of(rows, block.keys, storage, (0, storage.dim))
+    for ids, rows in stored:
+        converted = encoded(rows, data_type, rounding, storage.name, ids=ids)
+        yield block_of(converted, mix(ids, storage.keys.seed), storage, (0, storage.dim))
 
 
 def block_of(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> RowBlock:

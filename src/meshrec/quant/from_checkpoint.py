@@ -14,11 +14,10 @@ from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.index import mix
-from meshrec.quant.collections import block_of, empty_like, rows_by_table
+from meshrec.quant.collections import converted_blocks, empty_like, rows_by_table
 from meshrec.quant.precision import Rounding, check_rounding, encoded
 from meshrec.quant.quantize import checked_types, copied_but_for, finish
 from meshrec.tables.hashed.table import IDS, HashedRows, is_growable
-from meshrec.tables.table import RowBlock
 
 
 def quantize_checkpoint(
@@ -76,7 +75,7 @@ def quantize_checkpoint(
                 # The collection is on meta until here.
                 module.to_empty(device="cpu")
                 stored = _hashed_blocks(folder, manifest, f"{entry}.{full}", module.storage)
-                module.tables[0].load(_coded(stored, module.storage, config.data_type, rounding))
+                module.tables[0].load(converted_blocks(stored, module.storage, config.data_type, rounding))
                 continue
             blocks = _blocks(folder, manifest, f"{entry}.{full}", size)
             rows = _streamed(config, blocks, rounding)
@@ -99,7 +98,7 @@ def _hashed_blocks(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield IDs and rows of a hashed table in blocks, by key. For a fixed table, IDs are row numbers."""
     record, prefix = manifest.tensors.get(name), name.removesuffix("weight")
-    if record is None or len(record.shape) != 2 or not _fits(record.shape, storage):
+    if record is None or len(record.shape) != 2 or not _is_within(record.shape, storage):
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
         raise ValueError(
             f"{folder}: {name!r} must have at most {storage.max_rows:,} rows x {storage.dim}, but the "
@@ -115,16 +114,8 @@ def _hashed_blocks(
         yield ids[order], rows[order]
 
 
-def _fits(shape: Sequence[int], storage: HashedRows) -> bool:
+def _is_within(shape: Sequence[int], storage: HashedRows) -> bool:
     return shape[0] <= storage.max_rows and shape[1] == storage.dim
-
-
-def _coded(
-    stored: Iterator[tuple[Tensor, Tensor]], storage: HashedRows, data_type: DataType, rounding: Rounding
-) -> Iterator[RowBlock]:
-    for ids, rows in stored:
-        coded = encoded(rows, data_type, rounding, storage.name, ids=ids)
-        yield block_of(coded, mix(ids, storage.keys.seed), storage, (0, storage.dim))
 
 
 def _streamed(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:

@@ -1,22 +1,21 @@
 """Quantize a trained model's tables."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_of
 from meshrec.optim.table_names import full_names
-from meshrec.quant.collections import empty_like, encoded_blocks, rows_by_table
-from meshrec.quant.dense import in_bfloat16
+from meshrec.quant.collections import converted_blocks, empty_like, rows_by_table
 from meshrec.quant.precision import Rounding, check_rounding, encoded, types_by_table
 from meshrec.quant.sharded import configs_of, quantised_shards
-from meshrec.tables.hashed.table import is_growable
+from meshrec.tables.hashed.table import HashedTable, is_growable
 
 
 def quantize(
@@ -120,6 +119,30 @@ def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Mo
     return result
 
 
+class BFloat16Linear(nn.Linear):
+    """Linear layer with bf16 weights and products. Outputs have the input's type."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(torch.bfloat16)).to(input.dtype)
+
+
+def in_bfloat16(model: nn.Module) -> None:
+    """Replace every ``nn.Linear`` below ``model`` by a ``BFloat16Linear``, in place."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                # On meta, because the weights are replaced below and initializing them would draw random
+                # numbers.
+                replacement = BFloat16Linear(child.in_features, child.out_features, device="meta")
+                replacement._parameters.update(
+                    {
+                        parameter_name: None if p is None else nn.Parameter(p.detach().to(torch.bfloat16))
+                        for parameter_name, p in child._parameters.items()
+                    }
+                )
+                setattr(module, name, replacement)
+
+
 def finish(model: nn.Module, dense: DataType | None) -> None:
     """Finish a copy: convert linear layers to bf16 if requested, and switch to evaluation mode."""
     if dense is DataType.BF16:
@@ -165,7 +188,8 @@ def _quantised(
                 target.share(table)
             else:
                 target.to_empty(device="cpu")
-                blocks = encoded_blocks(table, target.storage, types[config.name], rounding)
+                stored = _rows_with_ids(table)
+                blocks = converted_blocks(stored, target.storage, types[config.name], rounding)
                 target.tables[0].load(blocks)
         else:
             values, data_type = weight.detach(), types[config.name]
@@ -174,3 +198,12 @@ def _quantised(
     # finish() switches to eval later. Until then the copy has the mode of the original.
     collection.train(module.training)
     return collection
+
+
+def _rows_with_ids(table: HashedTable) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield IDs and rows of a hashed table, in key order."""
+    for block in table.stream():
+        # Blocks without weights are admission counts, which inference does not need.
+        if "weight" in block.parts:
+            assert isinstance(block.keys, Tensor)
+            yield table.ids_of(block.keys), block.parts["weight"]

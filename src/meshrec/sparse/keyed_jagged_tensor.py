@@ -111,7 +111,6 @@ class KeyedJaggedTensor(Jagged):
                 )
             check_keys_and_strides(keys, count_bags(lengths, offsets), stride, strides)
             offsets = consistent_offsets(lengths, offsets, "bag {}".format)
-        # self._bag x
         self._fill(keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices)
         self._bag_offset_per_key = lengths_offset_per_key
         self._offset_per_key = offset_per_key

@@ -113,7 +113,7 @@ def register(
         leaf_names: Attribute name per leaf, in flattening order.
         flatten: Maps an object to (leaves, context).
         unflatten: Maps (leaves, context) to an object.
-        from_dumpable: Maps the context as loaded from JSON to the context; None if there is no context.
+        from_dumpable: Maps the context as loaded from JSON to the context; None without a context.
         namespace: Prefix of the class name in exported programs.
         flatten_spec: Maps an object and the spec of an FX graph to leaves; None: as ``flatten``.
     """

@@ -93,6 +93,6 @@ def make_for(name):
 
 def test_fatal_bounds_checks_are_what_collections_do():
     constraints = ParameterConstraints(bounds_check_mode=BoundsCheckMode.FATAL)
-    assert constraints.to_own("a", device="cpu", features=["f"], is_weighted=False)
+    assert constraints.to_core("a", device="cpu", features=["f"], is_weighted=False)
     with pytest.raises(ValueError, match="bounds_check_mode"):
         ParameterConstraints(bounds_check_mode=BoundsCheckMode.WARNING)

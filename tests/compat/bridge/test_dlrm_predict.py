@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshrec.compat.bridge.columns import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
+from meshrec.compat.bridge.datasets import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 from meshrec.compat.bridge.dlrm_predict import (
     BatchingMetadata,
     DLRMModelConfig,

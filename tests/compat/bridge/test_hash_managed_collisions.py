@@ -64,9 +64,9 @@ def test_the_ids_with_rows_are_those_of_a_plain_model(clock, policy):
         for each in set(ids) & until.keys():
             until[each] = step + (hours if policy is not None else 0)
         rows_before = collision._hash_zch_identities.clone()
-        own = {each: row for each, row in zip(ids, found, strict=True) if each in until}
-        assert len(set(own.values())) == len(own)
-        assert all(int(rows_before[row]) == each for each, row in own.items())
+        row_of = {each: row for each, row in zip(ids, found, strict=True) if each in until}
+        assert len(set(row_of.values())) == len(row_of)
+        assert all(int(rows_before[row]) == each for each, row in row_of.items())
         assert int(collision.open_slots()) == size - len(until)
         assert all(0 <= row < size for row in found)
     before = {name: each.clone() for name, each in collision.state_dict().items()}

@@ -203,3 +203,13 @@ def test_a_wrapper_without_parameters_steps_nothing_and_says_so(pass_params_dict
     torch.testing.assert_close(weight.detach(), torch.full((2,), 0.9))
     combined.load_state_dict(combined.state_dict())
     assert list(combined.params) == ["dense.w"]
+
+
+def test_init_state_of_a_wrapper_creates_state_and_zero_gradients():
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    wrapper = keyed.KeyedOptimizerWrapper({"w": weight}, lambda params: torch.optim.Adagrad(params, lr=0.1))
+    wrapper.state.clear()
+    wrapper.init_state()
+    assert list(wrapper.state_dict()["state"]) == ["w"]
+    assert torch.equal(weight.grad, torch.zeros(2, 3))
+    assert torch.equal(weight.detach(), torch.ones(2, 3))

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
-from meshrec import model_parallel as own
+from meshrec import model_parallel as core
 from meshrec.comms.mesh import default_env
 from meshrec.compat.bridge import embeddings
 from meshrec.compat.bridge import sharding_plan as sp
@@ -50,7 +50,7 @@ def test_one_process_without_a_group():
     dmp = DistributedModelParallel(model, plan=plan, sharders=sharders)
     torch.testing.assert_close(dmp(features()).detach(), expected)
     assert dmp.plan == plan
-    assert isinstance(dmp, own.DistributedModelParallel)
+    assert isinstance(dmp, core.DistributedModelParallel)
     assert next(name for name, _ in dmp.bare_named_parameters()) == "ebc.embedding_bags.t.weight"
     assert dmp.sharders == sharders
     assert dmp.fused_optimizer.param_groups[0]["lr"] == 0.5
@@ -125,7 +125,7 @@ def test_a_plan_of_another_level_is_refused():
         with pytest.raises(TypeError, match=f"ShardingPlan.*{type(plan).__name__}"):
             DistributedModelParallel(model, plan=plan)
         with pytest.raises(TypeError, match=f"ShardingPlan.*{type(plan).__name__}"):
-            own.DistributedModelParallel(model, plan=plan)
+            core.DistributedModelParallel(model, plan=plan)
     with pytest.raises(TypeError, match="ShardingPlan"):
         shard(model.ebc, ShardingPlan({"ebc": module_plan}))
 

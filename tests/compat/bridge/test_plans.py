@@ -6,9 +6,9 @@ from meshrec.compat.bridge.plans import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
-    from_own,
-    module_to_own,
-    to_own,
+    from_core,
+    module_to_core,
+    to_core,
 )
 from meshrec.plan import builders as plan_builders
 from meshrec.plan.builders import WorldShape
@@ -29,7 +29,7 @@ def own_plan(device="cpu"):
 
 def test_there_and_back_again():
     plan = own_plan()
-    theirs = from_own(plan, world_size=4, local_size=2)
+    theirs = from_core(plan, world_size=4, local_size=2)
     placed = theirs.plan["ebc"]["columns"]
     assert (placed.sharding_type, placed.compute_kernel, placed.ranks) == ("column_wise", "fused", [1, 0])
     assert [(s.shard_offsets, s.shard_sizes) for s in placed.sharding_spec.shards] == [
@@ -37,19 +37,19 @@ def test_there_and_back_again():
         ([0, 2], [8, 2]),
     ]
     assert theirs.plan["ebc"]["copies"] == ParameterSharding("data_parallel", "fused", [0, 1, 2, 3])
-    assert to_own(theirs).digest() == plan.digest()
-    assert to_own(plan) is plan
-    assert module_to_own(plan.plan["ebc"]) == plan.plan["ebc"]
+    assert to_core(theirs).digest() == plan.digest()
+    assert to_core(plan) is plan
+    assert module_to_core(plan.plan["ebc"]) == plan.plan["ebc"]
 
 
 def test_devices_are_numbered_on_their_node():
-    theirs = from_own(own_plan("cuda"), world_size=4, local_size=2)
+    theirs = from_core(own_plan("cuda"), world_size=4, local_size=2)
     shards = theirs.plan["ebc"]["rows"].sharding_spec.shards
     assert [str(shard.placement) for shard in shards] == [f"rank:{r}/cuda:{r % 2}" for r in range(4)]
 
 
 def test_plans_print_as_tables():
-    theirs = from_own(own_plan(), world_size=4, local_size=2)
+    theirs = from_core(own_plan(), world_size=4, local_size=2)
     lines = str(theirs).splitlines()
     assert lines[0] == "module: ebc"
     assert lines[2] == " param  | sharding type | compute kernel |    ranks    "
@@ -71,7 +71,7 @@ def spec():
 
 def test_enums_serve_as_their_values():
     placed = ParameterSharding(ShardingType.TABLE_WISE, "fused", [0], spec())
-    assert module_to_own({"t": placed})["t"].sharding_type is ShardingType.TABLE_WISE
+    assert module_to_core({"t": placed})["t"].sharding_type is ShardingType.TABLE_WISE
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_enums_serve_as_their_values():
 )
 def test_what_plans_cannot_say(placed, message):
     with pytest.raises(ValueError, match=message):
-        module_to_own({"t": placed})
+        module_to_core({"t": placed})

@@ -15,14 +15,14 @@ from meshrec.compat.bridge.awaitables import Awaitable, LazyAwaitable
 from meshrec.compat.bridge.keyed import CombinedOptimizer, KeyedOptimizer
 from meshrec.compat.bridge.model_parallel import DistributedModelParallel
 from meshrec.compat.bridge.optimizers import EmbOptimType
-from meshrec.compat.bridge.plans import module_to_own
+from meshrec.compat.bridge.plans import module_to_core
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection
 from meshrec.compat.bridge.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
     ModuleSharder,
 )
-from meshrec.distributed import sharders as own
+from meshrec.distributed import sharders as core
 from meshrec.optim import SGD, in_backward_spec
 from meshrec.plan import builders
 from meshrec.plan import sharding_plan as own_plans
@@ -141,7 +141,7 @@ def test_answers_for_planners():
 
 def test_the_type_of_all_sharders():
     assert isinstance(EmbeddingCollectionSharder(), ModuleSharder)
-    assert isinstance(own.EmbeddingBagCollectionSharder(), ModuleSharder)
+    assert isinstance(core.EmbeddingBagCollectionSharder(), ModuleSharder)
     assert not isinstance(bags(), ModuleSharder)
     assert ModuleSharder[nn.Module] is not None
 
@@ -165,7 +165,7 @@ def test_codecs_choose_the_wire_formats_of_tables():
         }
     )
     generators = {"fused": sp.table_wise(rank=0), "dense": sp.row_wise(), "copies": sp.data_parallel()}
-    made = module_to_own(sp.construct_module_sharding_plan(bags(), generators, None, 2, 2, "cpu"))
+    made = module_to_core(sp.construct_module_sharding_plan(bags(), generators, None, 2, 2, "cpu"))
     wires = qcomms.precision_of(sharder.qcomm_codecs_registry, made, pooled=True).wires
     assert str(wires.of("fused")) == "int8/bf16"
     assert str(wires.of("dense")) == "fp16"
@@ -215,7 +215,7 @@ def test_the_stages_of_a_batch_give_the_same_as_forward():
     assert torch.equal(again.values(), module(features).values())
 
 
-@pytest.mark.parametrize("sharder", [EmbeddingCollectionSharder(), own.EmbeddingCollectionSharder()])
+@pytest.mark.parametrize("sharder", [EmbeddingCollectionSharder(), core.EmbeddingCollectionSharder()])
 def test_a_sharder_of_another_kind_is_refused(sharder):
     module = bags()
     copies = dict.fromkeys(("fused", "dense", "copies"), builders.data_parallel())

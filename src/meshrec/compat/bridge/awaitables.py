@@ -35,8 +35,8 @@ class Awaitable(ABC, Generic[W]):
         return self._callbacks
 
 
-class NoWait(Awaitable[W]):
-    """Awaitable with a precomputed value."""
+class _Precomputed(Generic[W]):
+    """Common base for both awaitables with a precomputed value."""
 
     def __init__(self, obj: W) -> None:
         super().__init__()
@@ -44,6 +44,10 @@ class NoWait(Awaitable[W]):
 
     def _wait_impl(self) -> W:
         return self._obj
+
+
+class NoWait(_Precomputed[W], Awaitable[W]):
+    """Awaitable with a precomputed value."""
 
 
 class _AnyLazy(ABCMeta, ProxyableClassMeta):
@@ -87,12 +91,5 @@ class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
         return self._callbacks
 
 
-class LazyNoWait(LazyAwaitable[W]):
+class LazyNoWait(_Precomputed[W], LazyAwaitable[W]):
     """Lazy awaitable with a precomputed value."""
-
-    def __init__(self, obj: W) -> None:
-        super().__init__()
-        self._obj = obj
-
-    def _wait_impl(self) -> W:
-        return self._obj

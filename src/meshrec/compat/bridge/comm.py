@@ -1,9 +1,11 @@
-"""Local rank, local size and node index, read from the launcher's environment."""
+"""Ranks and nodes from the launcher's environment, and modules on devices."""
 
+import copy
 import os
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 # Set by torchrun and by several MPI launchers. The first that is set wins.
 _SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
@@ -48,7 +50,46 @@ def get_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def copy_to_device(module: nn.Module, current_device: torch.device, to_device: torch.device) -> nn.Module:
+    """Return a deep copy with tensors moved from ``current_device`` to ``to_device``.
+
+    Args:
+        module: module to copy. It is not changed.
+        current_device: tensors on other devices are copied where they are.
+        to_device: target device.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(to_device) if tensor.device == current_device else tensor
+
+    copied = copy.deepcopy(module)
+    copied._apply(moved)
+    return copied
+
+
+class CopyableMixin(nn.Module):
+    """Module with a copy method from the CPU to a device."""
+
+    def copy(self, device: torch.device) -> nn.Module:
+        """Return a copy on ``device``."""
+        return copy_to_device(self, torch.device("cpu"), device)
+
+
+def init_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move a module to a device. Reinitialize all parameters if any of them was elsewhere."""
+    if all(parameter.device == device for parameter in module.parameters()):
+        return
+    with torch.no_grad():
+        is_meta = any(parameter.is_meta for parameter in module.parameters())
+        # ``to`` cannot copy out of meta tensors. Their values are drawn below in either case.
+        module.to_empty(device=device) if is_meta else module.to(device)
+        for child in module.modules():
+            reset = getattr(child, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+
 def _first(names: tuple[str, ...]) -> int | None:
     # Unset and negative values both mean that this launcher is not in use.
-    numbers = (int(os.environ.get(name, -1)) for name in names)
-    return next((number for number in numbers if number >= 0), None)
+    values = (int(os.environ.get(name, -1)) for name in names)
+    return next((value for value in values if value >= 0), None)

@@ -61,7 +61,7 @@ class ParameterConstraints:
 
     # Fields hold lists, which cannot be hashed, so this hashes their reprs.
     def __hash__(self) -> int:
-        return hash(tuple(repr(getattr(self, each.name)) for each in fields(self)))
+        return hash(tuple(repr(getattr(self, option.name)) for option in fields(self)))
 
     @property
     def kernels(self) -> list[str] | None:
@@ -96,7 +96,7 @@ class ParameterConstraints:
                 "result."
             )
 
-    def to_own(self, table: str, *, device: str, features: Sequence[str], is_weighted: bool) -> Any:
+    def to_core(self, table: str, *, device: str, features: Sequence[str], is_weighted: bool) -> Any:
         """Convert to MeshRec's constraints for one table.
 
         Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshrec.compat.bridge.sparse import KeyedJaggedTensor
 from meshrec.compat.bridge.sparse.kinds import AssertedError
-from meshrec.models import dlrm as own
+from meshrec.models import dlrm as core
 from meshrec.modules import EmbeddingBagCollection, LowRankCrossNet
 
 
@@ -46,7 +46,7 @@ class ModelInput:
                 part.record_stream(stream)
 
 
-class SparseArch(own.SparseArch):
+class SparseArch(core.SparseArch):
     """Embeddings for all features, which must have the same width.
 
     Raises:
@@ -70,7 +70,7 @@ class SparseArch(own.SparseArch):
         return self._sparse_feature_names
 
 
-class DLRM(own.DLRM):
+class DLRM(core.DLRM):
     """DLRM: dot-product interactions between embeddings and a dense vector, then an MLP; see MeshRec's DLRM.
 
     Raises:
@@ -189,10 +189,10 @@ class DLRM_Projection(DLRM):
                     f"the last size of an interaction branch must be a multiple of embedding_dim {width}, "
                     f"got {list(branch)}."
                 )
-            branches.append(own.DenseArch((count + 1) * width, branch, dense_device))
+            branches.append(core.DenseArch((count + 1) * width, branch, dense_device))
             vectors.append(branch[-1] // width)
         self.inter_arch = InteractionProjectionArch(count, *branches)
-        self.over_arch = own.OverArch(width + vectors[0] * vectors[1], over_arch_layer_sizes, dense_device)
+        self.over_arch = core.OverArch(width + vectors[0] * vectors[1], over_arch_layer_sizes, dense_device)
 
 
 class DLRM_DCN(DLRM):
@@ -217,8 +217,8 @@ class DLRM_DCN(DLRM):
         # Constructed after the base class has drawn its layers: this order gives TorchRec's weights.
         width = (self.sparse_arch.F + 1) * self.sparse_arch.D
         crossnet = LowRankCrossNet(width, dcn_num_layers, dcn_low_rank_dim, dense_device)
-        self.inter_arch = own.InteractionDCNArch(self.sparse_arch.F, crossnet)
-        self.over_arch = own.OverArch(width, over_arch_layer_sizes, dense_device)
+        self.inter_arch = core.InteractionDCNArch(self.sparse_arch.F, crossnet)
+        self.over_arch = core.OverArch(width, over_arch_layer_sizes, dense_device)
 
 
 def choose(n: int, k: int) -> int:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshrec.compat.bridge.columns import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
+from meshrec.compat.bridge.datasets import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, Batch, RandomRecDataset
 from meshrec.compat.bridge.dlrm import DLRM
 from meshrec.compat.bridge.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.compat.bridge.fx import symbolic_trace
 from meshrec.compat.bridge.inference import PredictModule, shard_quant_model
 from meshrec.compat.bridge.quant import quantize_inference_model
-from meshrec.compat.bridge.random_dataset import Batch, RandomRecDataset
 from meshrec.compat.bridge.sparse import KeyedJaggedTensor
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from meshrec.compat.bridge import table_configs
 from meshrec.compat.bridge.adapted import Adapted
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.compat.bridge.sparse.helpers import maybe_td_to_kjt
+from meshrec.compat.bridge.sparse.segments import positions_of
 from meshrec.compat.bridge.virtual_tables import keys_of
 from meshrec.modules import embedding_configs, embedding_modules
 from meshrec.modules.embedding_configs import DataType, PoolingType
@@ -56,8 +57,8 @@ def _config(
     virtual_table_eviction_policy: object = None,
     **more: Any,
 ) -> dict[str, Any]:
-    given = {"num_embeddings_post_pruning": num_embeddings_post_pruning, **more}
-    for argument, value in given.items():
+    more["num_embeddings_post_pruning"] = num_embeddings_post_pruning
+    for argument, value in more.items():
         if argument not in _NOT_HERE:
             raise TypeError(f"an embedding config has no argument {argument!r}. Leave it out.")
         if value != _NOT_HERE[argument]:
@@ -111,7 +112,7 @@ def _skip_draws(
         torch.empty(shape, dtype=config.data_type.dtype, device=device).normal_()
 
 
-def _of_numbers(collection: nn.Module, tables: Sequence[_C], kind: type[_C]) -> list[_C]:
+def _unquantized(collection: nn.Module, tables: Sequence[_C], kind: type[_C]) -> list[_C]:
     """Return copies of the configs with quantized data types replaced by fp16, as TorchRec trains them."""
     embedding_configs.check_configs(collection, tables, kind)
     if quantised := [config.name for config in tables if config.data_type.bits]:
@@ -159,7 +160,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        tables = _of_numbers(self, tables, embedding_configs.EmbeddingBagConfig)
+        tables = _unquantized(self, tables, embedding_configs.EmbeddingBagConfig)
         if tables:
             _skip_draws(tables, device)
             super().__init__(tables, is_weighted, device)
@@ -180,7 +181,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         """Look up and pool: [B, sum of D], with a column block per feature; see MeshRec's."""
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
-                return in_float(super().forward(maybe_td_to_kjt(features)))
+                return keyed(super().forward(maybe_td_to_kjt(features)), torch.float32)
         pooled: list[Tensor] = []
         names: list[str] = []
         bags = features.to_dict()
@@ -226,7 +227,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         use_gather_select: bool = False,
         use_gather_select_per_sharding: dict[str, bool] | None = None,
     ) -> None:
-        tables = _of_numbers(self, tables, embedding_configs.EmbeddingConfig)
+        tables = _unquantized(self, tables, embedding_configs.EmbeddingConfig)
         if tables:
             # TorchRec interleaves the draws here, a skipped draw and a real draw per table. On meta nothing
             # is drawn.
@@ -274,17 +275,8 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
             looked_up = super().forward(features)
         except InputError as error:
             raise RowIndexError(str(error)) from error
-        ids = features.to_dict()
-        features_of = [name for names in self._feature_names for name in names]
-        return {
-            name: JaggedTensor.unchecked(
-                rows.values().float(),  # whatever the tables' type, as in TorchRec
-                ids[feature].values() if self._need_indices else None,
-                rows.lengths(),
-                rows.offsets(),
-            )
-            for (name, rows), feature in zip(looked_up.items(), features_of, strict=True)
-        }
+        # fp32 for every table dtype, as in TorchRec.
+        return jagged(looked_up, features, self._configs, self._need_indices, torch.float32)
 
     def need_indices(self) -> bool:
         """Return whether results carry the IDs as weights."""
@@ -345,23 +337,45 @@ def concatenated_bags(
         inverse_indices: keys and the row for every key and sample [K, B], for variable batch sizes; or None.
     """
     if inverse_indices is not None:
-        rows: dict[str, int] = {}
-        for i, key in enumerate(inverse_indices[0]):
-            rows[key] = i
+        rows = positions_of(inverse_indices[0])
         # Indices instead of zip or enumerate with a nested list: TorchScript compiles this function.
         for i in range(len(pooled)):
             pooled[i] = pooled[i].index_select(0, inverse_indices[1][rows[names[i]]])
     return torch.cat(pooled, dim=1)
 
 
-def keyed(kt: sparse.KeyedTensor) -> KeyedTensor:
-    """Convert MeshRec's KeyedTensor to TorchRec's."""
-    return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values(), kt.key_dim())
+def keyed(kt: sparse.KeyedTensor, dtype: torch.dtype | None = None) -> KeyedTensor:
+    """Convert MeshRec's KeyedTensor to TorchRec's, with values in ``dtype`` if given."""
+    return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values().to(dtype=dtype), kt.key_dim())
 
 
-def in_float(kt: sparse.KeyedTensor) -> KeyedTensor:
-    """Convert MeshRec's KeyedTensor to TorchRec's, in float32 for every table dtype."""
-    return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values().float(), kt.key_dim())
+def jagged(
+    looked_up: Mapping[str, sparse.JaggedTensor],
+    features: KeyedJaggedTensor,
+    configs: Sequence[embedding_configs.BaseEmbeddingConfig],
+    need_indices: bool,
+    dtype: torch.dtype | None = None,
+) -> dict[str, JaggedTensor]:
+    """Convert the result of MeshRec's EmbeddingCollection to TorchRec's.
+
+    Args:
+        looked_up: rows [N, D] by result key, in table order.
+        features: input.
+        configs: table configs.
+        need_indices: whether to return the IDs as weights.
+        dtype: dtype of the rows; None: unchanged.
+    """
+    ids = features.to_dict()
+    names = [name for config in configs for name in config.feature_names]
+    return {
+        key: JaggedTensor.unchecked(
+            rows.values().to(dtype=dtype),
+            ids[name].values() if need_indices else None,
+            rows.lengths(),
+            rows.offsets(),
+        )
+        for (key, rows), name in zip(looked_up.items(), names, strict=True)
+    }
 
 
 def _fill_empty(collection: embedding_modules.TableCollection) -> None:

@@ -72,7 +72,7 @@ class MCHEvictionPolicy:
         """Per-ID statistics."""
         return self._metadata_info
 
-    def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
+    def scores(self, current_iter: int, statistics: dict[str, Tensor]) -> Tensor:
         """Return a score per ID, computed from the policy's statistics."""
         raise NotImplementedError(f"{type(self).__name__} has no scores. Write them in a subclass.")
 
@@ -86,8 +86,8 @@ class MCHEvictionPolicy:
             incoming_ids: IDs of the batch, [n].
             history_metadata: statistics by name, int64 [n]. Written in place.
         """
-        for each in history_metadata.values():
-            each[:] = current_iter
+        for statistic in history_metadata.values():
+            statistic[:] = current_iter
 
     def coalesce_history_metadata(
         self,
@@ -111,15 +111,15 @@ class MCHEvictionPolicy:
         Returns:
             Latest iteration by statistic, for admitted IDs only.
         """
-        found = {}
+        coalesced = {}
         for name, history in history_metadata.items():
             if additional_ids is not None:
                 history = torch.cat([history, torch.full_like(additional_ids, current_iter)])
             latest = torch.zeros_like(unique_ids_counts).scatter_reduce_(
                 0, unique_inverse_mapping, history, reduce="amax", include_self=False
             )
-            found[name] = latest if threshold_mask is None else latest[threshold_mask]
-        return found
+            coalesced[name] = latest if threshold_mask is None else latest[threshold_mask]
+        return coalesced
 
     def update_metadata_and_generate_eviction_scores(
         self,
@@ -147,30 +147,31 @@ class MCHEvictionPolicy:
         Returns:
             Slots to evict, and for every slot the index of the new ID among the IDs that the module lacks.
         """
-        known, at = coalesced_history_mch_matching_elements_mask, coalesced_history_mch_matching_indices
+        is_present = coalesced_history_mch_matching_elements_mask
+        slots = coalesced_history_mch_matching_indices
         new, merged = {}, {}
-        names = [each.metadata_name for each in self._metadata_info if each.is_mch_metadata]
+        names = [info.metadata_name for info in self._metadata_info if info.is_mch_metadata]
         for name in names:
-            kept = mch_metadata[name]
+            resident = mch_metadata[name]
             if name == "counts":
                 incoming = coalesced_history_sorted_unique_ids_counts
-                kept[at] += incoming[known]
+                resident[slots] += incoming[is_present]
                 # The last slot is the shared row. The maximum keeps it from ever being evicted.
-                kept[mch_size - 1] = torch.iinfo(torch.int64).max
+                resident[mch_size - 1] = torch.iinfo(torch.int64).max
             else:
                 incoming = coalesced_history_metadata[name][coalesced_history_argsort_mapping]
-                kept[at] = incoming[known]
-                kept[mch_size - 1] = current_iter
-            new[name] = incoming[~known]
-            merged[name] = torch.cat([kept, new[name]])
+                resident[slots] = incoming[is_present]
+                resident[mch_size - 1] = current_iter
+            new[name] = incoming[~is_present]
+            merged[name] = torch.cat([resident, new[name]])
         # Stable, so that resident IDs win ties against new IDs. TorchRec's results depend on this.
         order = torch.argsort(self.scores(current_iter, merged), descending=True, stable=True)
-        best, rest = order[:mch_size], order[mch_size:]
+        best, remaining = order[:mch_size], order[mch_size:]
         # Both have the same length: every new ID among the best pushes a resident ID out.
-        gone, chosen = rest[rest < mch_size], best[best >= mch_size] - mch_size
+        evicted, admitted = remaining[remaining < mch_size], best[best >= mch_size] - mch_size
         for name in names:
-            mch_metadata[name][gone] = new[name][chosen]
-        return gone, chosen
+            mch_metadata[name][evicted] = new[name][admitted]
+        return evicted, admitted
 
 
 _COUNTS = MCHEvictionPolicyMetadataInfo("counts", True, False)
@@ -183,9 +184,9 @@ class LFU_EvictionPolicy(MCHEvictionPolicy):
     def __init__(self, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_COUNTS], threshold_filtering_func)
 
-    def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
+    def scores(self, current_iter: int, statistics: dict[str, Tensor]) -> Tensor:
         """Return the read count per ID."""
-        return numbers["counts"]
+        return statistics["counts"]
 
 
 class LRU_EvictionPolicy(MCHEvictionPolicy):
@@ -195,9 +196,9 @@ class LRU_EvictionPolicy(MCHEvictionPolicy):
         super().__init__([_LAST_ACCESS], threshold_filtering_func)
         self._decay_exponent = decay_exponent
 
-    def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
+    def scores(self, current_iter: int, statistics: dict[str, Tensor]) -> Tensor:
         """Return the negative distance to the last read, to the power ``decay_exponent``."""
-        return -torch.pow(current_iter - numbers["last_access_iter"] + 1, self._decay_exponent)
+        return -torch.pow(current_iter - statistics["last_access_iter"] + 1, self._decay_exponent)
 
 
 class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
@@ -207,7 +208,7 @@ class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
         super().__init__([_COUNTS, _LAST_ACCESS], threshold_filtering_func)
         self._decay_exponent = decay_exponent
 
-    def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
+    def scores(self, current_iter: int, statistics: dict[str, Tensor]) -> Tensor:
         """Return count / distance ** decay_exponent."""
-        distance = torch.pow(current_iter - numbers["last_access_iter"] + 1, self._decay_exponent)
-        return torch.div(numbers["counts"], distance)
+        distance = torch.pow(current_iter - statistics["last_access_iter"] + 1, self._decay_exponent)
+        return torch.div(statistics["counts"], distance)

@@ -68,11 +68,11 @@ class PositionWeightedProcessor(_PositionWeighted):
         if isinstance(features, Proxy):
             names = list(self.max_feature_lengths)
             return weighted_keys(features, names, list(self.position_weights.values()))
-        chosen = [i for i, key in enumerate(features.keys()) if key in self.max_feature_lengths]
-        if not chosen:
+        indices = [i for i, key in enumerate(features.keys()) if key in self.max_feature_lengths]
+        if not indices:
             return features
         weighted: KeyedJaggedTensor = self._run[0](features)
-        return weighted if len(chosen) == len(features.keys()) else weighted.permute(chosen)
+        return weighted if len(indices) == len(features.keys()) else weighted.permute(indices)
 
 
 def _bare(bags: JaggedTensor) -> JaggedTensor:
@@ -105,14 +105,14 @@ def weighted_keys(features: KeyedJaggedTensor, names: list[str], weights: list[T
         names: keys to weight.
         weights: position weights per name, [maximum bag length].
     """
-    chosen: list[int] = []
+    indices: list[int] = []
     for i, key in enumerate(features.keys()):
         if key in names:
-            chosen.append(i)
-    if len(chosen) == 0:
+            indices.append(i)
+    if len(indices) == 0:
         return features
     weighted = keys_weighted_by_position(features, names, weights)
-    return weighted if len(chosen) == len(features.keys()) else weighted.permute(chosen)
+    return weighted if len(indices) == len(features.keys()) else weighted.permute(indices)
 
 
 def offsets_to_range_traceble(offsets: Tensor, values: Tensor) -> Tensor:

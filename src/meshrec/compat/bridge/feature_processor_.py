@@ -6,14 +6,14 @@ from torch.fx import Proxy
 
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.modules import embedding_modules
-from meshrec.modules import feature_processor as own
+from meshrec.modules import feature_processor as core
 
 torch.fx.wrap("weighted_by_position")
 torch.fx.wrap("keys_weighted_by_position")
 torch.fx.wrap("joined")
 
 
-class PositionWeightedModule(own.PositionWeightedModule):
+class PositionWeightedModule(core.PositionWeightedModule):
     """Learned weight per position in a bag, initially 1, for a single feature."""
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
@@ -24,7 +24,7 @@ class PositionWeightedModule(own.PositionWeightedModule):
         return JaggedTensor.unchecked(bags.values(), bags.weights(), bags.lengths(), bags.offsets())
 
 
-class PositionWeightedModuleCollection(own.PositionWeightedModuleCollection):
+class PositionWeightedModuleCollection(core.PositionWeightedModuleCollection):
     """``PositionWeightedModule`` for many features; parameters at ``position_weights.<feature>``."""
 
     @property
@@ -51,7 +51,7 @@ class PositionWeightedModuleCollection(own.PositionWeightedModuleCollection):
         )
 
 
-class FeatureProcessorDictWrapper(own.FeatureProcessorsCollection):
+class FeatureProcessorDictWrapper(core.FeatureProcessorsCollection):
     """Per-feature processors combined into a collection. Other keys are dropped."""
 
     def __init__(self, feature_processors: nn.ModuleDict) -> None:
@@ -64,10 +64,10 @@ class FeatureProcessorDictWrapper(own.FeatureProcessorsCollection):
         return joined(names, [self._feature_processors[name](features[name]) for name in names])
 
 
-class FeatureProcessedEmbeddingBagCollection(own.FeatureProcessedEmbeddingBagCollection):
+class FeatureProcessedEmbeddingBagCollection(core.FeatureProcessedEmbeddingBagCollection):
     """Weighted EmbeddingBagCollection with feature processors that compute the weights."""
 
-    def split(self) -> tuple[own.FeatureProcessorsCollection, embedding_modules.EmbeddingBagCollection]:
+    def split(self) -> tuple[core.FeatureProcessorsCollection, embedding_modules.EmbeddingBagCollection]:
         """Return the processors and the collection. Run in sequence, they give the same result."""
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
@@ -103,16 +103,16 @@ def keys_weighted_by_position(
         names: keys with weights.
         weights: position weights per name, [maximum bag length].
     """
-    known: dict[str, Tensor] = {}
+    weight_of: dict[str, Tensor] = {}
     for i in range(len(names)):
-        known[names[i]] = weights[i]
+        weight_of[names[i]] = weights[i]
     positions = torch.split(
         positions_in_bags(features.offsets(), features.values()), features.length_per_key()
     )
     parts: list[Tensor] = [torch.ones(0, device=features.device())]  # a batch may have no keys
     for i, key in enumerate(features.keys()):
-        if key in known:
-            parts.append(known[key][positions[i]])
+        if key in weight_of:
+            parts.append(weight_of[key][positions[i]])
         else:
             parts.append(torch.ones(positions[i].size(0), device=features.device()))
     return KeyedJaggedTensor(

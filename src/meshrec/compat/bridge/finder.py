@@ -52,18 +52,18 @@ class _BridgedModule(ModuleType):
                 super().__setattr__(name, value)
             return
         super().__setattr__(name, value)
-        if (module := _module_behind(self.__name__, name)) is not None:
-            self._replaced().setdefault(name, getattr(module, name))
+        if (module := _defining_module(self.__name__, name)) is not None:
+            self._originals().setdefault(name, getattr(module, name))
             setattr(module, name, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        if name in self._replaced():
-            setattr(_module_behind(self.__name__, name), name, self._replaced().pop(name))
+        if name in self._originals():
+            setattr(_defining_module(self.__name__, name), name, self._originals().pop(name))
 
-    def _replaced(self) -> dict[str, Any]:
+    def _originals(self) -> dict[str, Any]:
         """Return the original values of names that the program has replaced."""
-        values: dict[str, Any] = vars(self).setdefault("_meshrec_replaced", {})
+        values: dict[str, Any] = vars(self).setdefault("_meshrec_originals", {})
         return values
 
     def __dir__(self) -> list[str]:
@@ -97,7 +97,7 @@ class Bridge(MetaPathFinder, Loader):
         """
         # These belong to other packages, so they must be tested before the package filter below.
         if fullname in _SPAWNERS:
-            return _followed(fullname, path)
+            return _hooked_spec(fullname, path)
         if fullname == "torchrec" and fullname not in self.packages:
             _logger.warning("torchrec is installed and used as it is; %s=1 puts MeshRec in its place.", FORCE)
         if fullname.partition(".")[0] not in self.packages:
@@ -135,8 +135,8 @@ def install(*, force: bool = False) -> tuple[str, ...]:
     force = force or os.environ.get(FORCE, "") not in ("", "0")
     # A second call replaces the first finder, and drops modules that it made for other packages.
     uninstall()
-    wanted = [package for package in _PACKAGES if force or not _is_installed(package)]
-    if loaded := [package for package in wanted if package in sys.modules]:
+    packages = [package for package in _PACKAGES if force or not _is_installed(package)]
+    if loaded := [package for package in packages if package in sys.modules]:
         raise ImportError(
             f"{loaded[0]} is imported already, so MeshRec cannot take its place. Import "
             "meshrec.compat.torchrec before it.",
@@ -145,13 +145,13 @@ def install(*, force: bool = False) -> tuple[str, ...]:
     # Installed even with nothing to bridge: it then logs at ``import torchrec`` that the real package is
     # used. Until that import, the script can still force the bridge. First, so that it precedes the path
     # finders.
-    sys.meta_path.insert(0, Bridge(wanted))
+    sys.meta_path.insert(0, Bridge(packages))
     for module in (spawn, *(sys.modules[name] for name in _SPAWNERS if name in sys.modules)):
-        _follow_spawned(module)
-    return tuple(wanted)
+        _hook_spawner(module)
+    return tuple(packages)
 
 
-class _BridgeThere:
+class _BridgeInstaller:
     """Object with an unpickling side effect: it installs the bridge.
 
     A spawned process unpickles it before it imports the script.
@@ -161,10 +161,10 @@ class _BridgeThere:
         self.packages = tuple(packages)
 
     def __reduce__(self) -> Any:
-        return _bridge_here, (self.packages,)
+        return _install_bridge, (self.packages,)
 
 
-def _bridge_here(packages: Sequence[str]) -> None:
+def _install_bridge(packages: Sequence[str]) -> None:
     if not bridged_packages():
         sys.meta_path.insert(0, Bridge(packages))
 
@@ -177,7 +177,7 @@ _SPAWNERS = (
 )
 
 
-class _Following(Loader):
+class _HookingLoader(Loader):
     """Loader for a module that starts processes. It hooks the module after loading."""
 
     def __init__(self, loader: Loader) -> None:
@@ -188,17 +188,17 @@ class _Following(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _follow_spawned(module)
+        _hook_spawner(module)
 
 
-def _followed(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+def _hooked_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
     spec = PathFinder.find_spec(fullname, path)
     if spec is not None and spec.loader is not None:
-        spec.loader = _Following(spec.loader)
+        spec.loader = _HookingLoader(spec.loader)
     return spec
 
 
-def _follow_spawned(module: Any) -> None:
+def _hook_spawner(module: Any) -> None:
     """Hook a module that spawns processes: child processes then install the same bridge."""
     # Python's multiprocessing pickles this dict for the child, which unpickles it before it imports the
     # script.
@@ -210,7 +210,7 @@ def _follow_spawned(module: Any) -> None:
     def with_bridge(*args: Any, **kwargs: Any) -> dict[str, Any]:
         data: dict[str, Any] = describe(*args, **kwargs)
         if packages := bridged_packages():
-            data["meshrec_bridge"] = _BridgeThere(packages)
+            data["meshrec_bridge"] = _BridgeInstaller(packages)
         return data
 
     with_bridge.has_bridge = True  # type: ignore[attr-defined]
@@ -236,9 +236,9 @@ def explain(path: str) -> str:
     """Return why a TorchRec name has no counterpart, and the nearest alternative."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
-        known = MISSING.get(".".join(parts[:length]))
-        if known is not None:
-            return f"MeshRec has no {path}: {known}"
+        reason = MISSING.get(".".join(parts[:length]))
+        if reason is not None:
+            return f"MeshRec has no {path}: {reason}"
     module, _, name = path.rpartition(".")
     close = difflib.get_close_matches(name, MODULES.get(module, []), 1, 0.6)
     where = [other for other, names in MODULES.items() if name in names and other != module]
@@ -256,7 +256,7 @@ def _resolve(target: str) -> Any:
     return getattr(module, name) if name else module
 
 
-def _module_behind(path: str, name: str) -> ModuleType | None:
+def _defining_module(path: str, name: str) -> ModuleType | None:
     """Return the MeshRec module that defines a bridged name; None for modules and for torch's names."""
     target, _, attribute = MODULES[path].get(name, "").partition(":")
     return importlib.import_module(target) if attribute == name and target.startswith("meshrec.") else None

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,8 +11,7 @@ from meshrec import modules, tables
 from meshrec.compat.bridge import embeddings
 from meshrec.compat.bridge.optimizers import spec_of
 from meshrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-
-M = TypeVar("M", bound=nn.Module)
+from meshrec.tables.fused import WholeTables
 
 _Optimizer = type[torch.optim.Optimizer]
 
@@ -27,7 +26,7 @@ class EmbeddingLocation(enum.IntEnum):
     MTIA = 4
 
 
-_PLACES = ("DEVICE", "HOST")
+_LOCATIONS = ("DEVICE", "HOST")
 
 
 class CallableFusedOptimizer(tables.FusedOptimizer):
@@ -38,7 +37,41 @@ class CallableFusedOptimizer(tables.FusedOptimizer):
         return self
 
 
-class FusedEmbeddingBagCollection(embeddings.EmbeddingBagCollection):
+class _Fused:
+    """Common base for both fused collections."""
+
+    _updater: WholeTables | None
+
+    def _fuse(self, optimizer_type: _Optimizer, optimizer_kwargs: Mapping[str, Any], location: Any) -> None:
+        """Fuse all tables.
+
+        Args:
+            optimizer_type: optimizer class.
+            optimizer_kwargs: optimizer arguments.
+            location: None, DEVICE or HOST.
+        """
+        if location is not None and getattr(location, "name", location) not in _LOCATIONS:
+            raise ValueError(
+                f"location {location!r} is not to be had: tables are where device says. Leave it out, or "
+                f"pass one of {list(_LOCATIONS)}."
+            )
+        self._optimizer = (optimizer_type, dict(optimizer_kwargs))
+        spec = spec_of({"optimizer": optimizer_type, **optimizer_kwargs})
+        modules.fuse(cast(nn.Module, self), optimizer=spec)
+        updater = self._updater
+        assert updater is not None
+        updater.optimizer = CallableFusedOptimizer(updater.optimizer.tables, None)
+
+    def optimizer_type(self) -> _Optimizer:
+        """Return the optimizer class from the constructor."""
+        return self._optimizer[0]
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """Return the optimizer arguments from the constructor."""
+        return self._optimizer[1]
+
+
+class FusedEmbeddingBagCollection(_Fused, embeddings.EmbeddingBagCollection):
     """EmbeddingBagCollection with table updates in the backward pass.
 
     Args:
@@ -63,19 +96,10 @@ class FusedEmbeddingBagCollection(embeddings.EmbeddingBagCollection):
         location: Any = None,
     ) -> None:
         super().__init__(tables, is_weighted, device)
-        self._optimizer = (optimizer_type, dict(optimizer_kwargs))
-        _fuse(self, *self._optimizer, location)
-
-    def optimizer_type(self) -> _Optimizer:
-        """Return the optimizer class from the constructor."""
-        return self._optimizer[0]
-
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        """Return the optimizer arguments from the constructor."""
-        return self._optimizer[1]
+        self._fuse(optimizer_type, optimizer_kwargs, location)
 
 
-class FusedEmbeddingCollection(embeddings.EmbeddingCollection):
+class FusedEmbeddingCollection(_Fused, embeddings.EmbeddingCollection):
     """EmbeddingCollection with table updates in the backward pass.
 
     Args:
@@ -96,16 +120,7 @@ class FusedEmbeddingCollection(embeddings.EmbeddingCollection):
         location: Any = None,
     ) -> None:
         super().__init__(tables, device, need_indices)
-        self._optimizer = (optimizer_type, dict(optimizer_kwargs))
-        _fuse(self, *self._optimizer, location)
-
-    def optimizer_type(self) -> _Optimizer:
-        """Return the optimizer class from the constructor."""
-        return self._optimizer[0]
-
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        """Return the optimizer arguments from the constructor."""
-        return self._optimizer[1]
+        self._fuse(optimizer_type, optimizer_kwargs, location)
 
 
 def fuse_embedding_optimizer(
@@ -157,20 +172,3 @@ def fuse_embedding_optimizer(
         return new
 
     return fused(model)
-
-
-def _fuse(
-    collection: modules.EmbeddingBagCollection | modules.EmbeddingCollection,
-    optimizer_type: _Optimizer,
-    optimizer_kwargs: Mapping[str, Any],
-    location: Any,
-) -> None:
-    if location is not None and getattr(location, "name", location) not in _PLACES:
-        raise ValueError(
-            f"location {location!r} is not to be had: tables are where device says. Leave it out, or pass "
-            f"one of {list(_PLACES)}."
-        )
-    modules.fuse(collection, optimizer=spec_of({"optimizer": optimizer_type, **optimizer_kwargs}))
-    updater = collection._updater
-    assert updater is not None
-    updater.optimizer = CallableFusedOptimizer(updater.optimizer.tables, None)

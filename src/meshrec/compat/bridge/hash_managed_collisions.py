@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.managed_collisions import Jagged, ManagedCollisionModule
+from meshrec.compat.bridge.managed_collisions import FixedRows, Jagged, ManagedCollisionModule, with_values
 from meshrec.compat.bridge.sparse import JaggedTensor
 from meshrec.ops.index import HashIndex, mix, unique
 
@@ -58,7 +58,7 @@ class HashZchEvictionConfig:
     per_feature_ttl: list[int] | None = None
 
 
-class HashZchManagedCollisionModule(ManagedCollisionModule):
+class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
     """Managed collisions with a dedicated row per ID while rows last. Remaining IDs share rows by hash.
 
     In training, a new ID takes a free row, or the row with the earliest expiry among the rows that the policy
@@ -153,24 +153,27 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
     @torch.no_grad()
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
         """Replace IDs by rows. In training, first assign rows to new IDs."""
-        found = {}
-        for name, each in features.items():
-            ids = each.values().long()
+        remapped = {}
+        for name, bags in features.items():
+            ids = bags.values().long()
             if self.training and not self._is_inference and not name.lower().endswith(self.read_only_suffix):
-                self._train(ids, each)
+                self._train(ids, bags)
             rows = self._index.find(ids)
             if not self._disable_fallback:
                 # The seed is fixed: shared rows must not change between runs or after a reload.
                 shared = mix(ids, 0) % self._zch_size
-                found[name] = _with(each, torch.where(rows < 0, shared, rows), each.lengths())
+                remapped[name] = with_values(bags, torch.where(rows < 0, shared, rows))
                 continue
             hits = rows >= 0
-            lengths = each.lengths()
+            lengths = bags.lengths()
             if mutate_miss_lengths:
-                bags = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-                lengths = torch.zeros_like(lengths).index_add_(0, bags, hits.to(lengths.dtype))
-            found[name] = _with(each, rows[hits], lengths, hits)
-        return found
+                samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+                lengths = torch.zeros_like(lengths).index_add_(0, samples, hits.to(lengths.dtype))
+            weights = bags.weights_or_none()
+            if weights is not None and len(weights) == len(hits):
+                weights = weights[hits]
+            remapped[name] = JaggedTensor(values=rows[hits], lengths=lengths, weights=weights)
+        return remapped
 
     def _train(self, ids: Tensor, feature: JaggedTensor) -> None:
         """Assign rows to new IDs, and update the expiry hour of every ID in the batch."""
@@ -179,11 +182,11 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         # An ID may occur in several features with different TTLs: the latest expiry counts.
         until.scatter_reduce_(0, inverse, self._until(ids, feature), "amax", include_self=False)
         rows = self._index.find(distinct)
-        known, new = rows[rows >= 0], distinct[rows < 0]
+        present, new = rows[rows >= 0], distinct[rows < 0]
         num_free = self._zch_size - self._index.num_live
         if len(new) > num_free:
             # The IDs of this batch are about to be read, so their rows are excluded from eviction.
-            num_free += self._make_room(len(new) - num_free, known)
+            num_free += self._make_room(len(new) - num_free, present)
         # The remaining IDs share rows by hash, or are dropped, until a later batch finds room.
         new = new[:num_free]
         if len(new):
@@ -191,8 +194,8 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
             self._hash_zch_identities[slots, 0] = new
             self._hash_zch_used[slots] = True
         rows = self._index.find(distinct)
-        own = rows >= 0
-        self._hash_zch_metadata[rows[own], 0] = until[own].int()
+        has_row = rows >= 0
+        self._hash_zch_metadata[rows[has_row], 0] = until[has_row].int()
 
     def _until(self, ids: Tensor, feature: JaggedTensor) -> Tensor:
         """Return the expiry hour per ID."""
@@ -208,8 +211,8 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
             )
         return torch.tensor(self._hours).repeat_interleave(counts) + now
 
-    def _make_room(self, wanted: int, keep: Tensor) -> int:
-        """Evict up to ``wanted`` IDs, never those in rows ``keep``. Return the number of freed rows."""
+    def _make_room(self, num_rows: int, keep: Tensor) -> int:
+        """Evict up to ``num_rows`` IDs, never those in rows ``keep``. Return the number of freed rows."""
         if self._policy is None:
             return 0
         due = self._hash_zch_used.clone()
@@ -219,7 +222,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
             due &= until < _now()
         rows = due.nonzero()[:, 0]
         # Earliest expiry first. For LRU every row is a candidate, so this is the least recently read.
-        rows = rows[until[rows].argsort(stable=True)][:wanted]
+        rows = rows[until[rows].argsort(stable=True)][:num_rows]
         self._index.remove(self._hash_zch_identities[rows, 0])
         self._hash_zch_used[rows] = False
         self._hash_zch_identities[rows] = -1
@@ -231,18 +234,6 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         """Return the rows evicted since the last call; None if there are none."""
         evicted, self._evicted = self._evicted, []
         return torch.cat(evicted).unique() if evicted else None
-
-    def output_size(self) -> int:
-        """Return the number of rows."""
-        return self._zch_size
-
-    def input_size(self) -> int:
-        """Return the exclusive upper limit for raw IDs."""
-        return self._input_hash_size
-
-    def buckets(self) -> int:
-        """Return the number of equal row ranges."""
-        return self._buckets
 
     def open_slots(self) -> Tensor:
         """Return the number of free rows, int64 [1]."""
@@ -300,10 +291,3 @@ def _hours_of(policy: HashZchEvictionPolicyName | None, config: HashZchEvictionC
 
 def _now() -> int:
     return int(time.time() / _SECONDS)
-
-
-def _with(jagged: JaggedTensor, values: Tensor, lengths: Tensor, hits: Tensor | None = None) -> JaggedTensor:
-    weights = jagged.weights_or_none()
-    if hits is not None and weights is not None and len(weights) == len(hits):
-        weights = weights[hits]
-    return JaggedTensor(values=values, lengths=lengths, weights=weights)

@@ -6,7 +6,7 @@ from typing import Any
 
 _logger = logging.getLogger("meshrec.compat")
 # (class, option) pairs that were logged in this process, so that a loop over models logs once.
-_told: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 MEMORY = {
     "enable_inplace_copy_batch": False,
@@ -16,22 +16,22 @@ MEMORY = {
 """Pipeline options for batch memory, with TorchRec's defaults."""
 
 
-def take_hints(owner: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def take_hints(owner: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Check option names, and log options without an effect here.
 
     Args:
         owner: class that takes the options.
-        given: options from the program.
-        known: TorchRec's option names and defaults.
+        options: options from the program.
+        defaults: TorchRec's option names and defaults.
 
     Raises:
         TypeError: an option name is unknown.
     """
-    for name, value in given.items():
-        if name not in known:
+    for name, value in options.items():
+        if name not in defaults:
             raise TypeError(
-                f"{owner}() got an unexpected keyword argument {name!r}. It also takes {', '.join(known)}."
+                f"{owner}() got an unexpected keyword argument {name!r}. It also takes {', '.join(defaults)}."
             )
-        if value != known[name] and (owner, name) not in _told:
-            _told.add((owner, name))
+        if value != defaults[name] and (owner, name) not in _logged:
+            _logged.add((owner, name))
             _logger.info("%s: %s=%r changes nothing here; the numbers are the same", owner, name, value)

@@ -8,16 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshrec import model_parallel as own
+from meshrec import model_parallel as core
 from meshrec.comms.mesh import ShardingEnv
-from meshrec.compat.bridge.fused_params import (
-    FUSED_PARAM_BOUNDS_CHECK_MODE,
-    FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP,
-    FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
-    FUSED_PARAM_REGISTER_TBE_BOOL,
-)
 from meshrec.compat.bridge.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation
-from meshrec.compat.bridge.plans import BoundsCheckMode, ShardingPlan, to_own
+from meshrec.compat.bridge.plans import BoundsCheckMode, ShardingPlan, to_core
 from meshrec.compat.bridge.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,
     QuantEmbeddingCollectionSharder,
@@ -26,6 +20,13 @@ from meshrec.compat.bridge.sharding_env import local_devices
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import types
+
+# Keys of TorchRec's kernel options. All are accepted without effect.
+FUSED_PARAM_REGISTER_TBE_BOOL = "__register_tbes_in_named_modules"
+FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS = "__register_quant_state_dict_split_scale_bias"
+FUSED_PARAM_TBE_ROW_ALIGNMENT = "__register_tbe_row_alignment"
+FUSED_PARAM_BOUNDS_CHECK_MODE = "__register_tbe_bounds_check_mode"
+FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP = "__register_lengths_to_offsets_lookup"
 
 DEFAULT_FUSED_PARAMS: dict[str, Any] = {
     FUSED_PARAM_REGISTER_TBE_BOOL: True,
@@ -39,6 +40,20 @@ DEFAULT_SHARDERS = [
     QuantEmbeddingBagCollectionSharder(DEFAULT_FUSED_PARAMS),
     QuantEmbeddingCollectionSharder(DEFAULT_FUSED_PARAMS),
 ]
+
+
+_propagates = False
+
+
+def set_propogate_device(val: bool) -> None:
+    """Set the switch. It has no effect: lookups always run on the device of their rows."""
+    global _propagates
+    _propagates = val
+
+
+def get_propogate_device() -> bool:
+    """Return the switch."""
+    return _propagates
 
 
 def shard_quant_model(
@@ -97,10 +112,10 @@ def shard_quant_model(
             storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         )
         sharding_plan = planner.plan(model, sharders)
-    made = own.DistributedModelParallel(
-        model, env, plan=to_own(sharding_plan), sharders=sharders, init_data_parallel=False
+    sharded = core.DistributedModelParallel(
+        model, env, plan=to_core(sharding_plan), sharders=sharders, init_data_parallel=False
     )
-    return made.module, sharding_plan
+    return sharded.module, sharding_plan
 
 
 def quantize_feature(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -157,8 +172,8 @@ def quantize_dense(
             f"dense layers are kept in fp16 here, got {dtype}. For bf16 call "
             "meshrec.quant.quantize(model, dense=DataType.BF16)."
         )
-    kept: tuple[type[nn.Module], ...] = (TableCollection, *additional_embedding_module_type)
+    unchanged: tuple[type[nn.Module], ...] = (TableCollection, *additional_embedding_module_type)
     for child in predict_module.predict_module.children():
-        if not isinstance(child, kept):
+        if not isinstance(child, unchanged):
             child.half().register_forward_pre_hook(quantize_feature)
     return predict_module

@@ -96,7 +96,39 @@ def _without_parameters(
     return optimizer
 
 
-class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
+class Forwarding:
+    """Methods that TorchRec's wrappers forward to their inner optimizers."""
+
+    _optimizer: Any
+
+    def _inner(self) -> Sequence[Any]:
+        """Return the inner optimizers."""
+        return [self._optimizer]
+
+    def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
+        """Create the inner optimizers' state."""
+        for optimizer in self._inner():
+            optimizer.init_state(sparse_grad_parameter_names)
+
+    def post_load_state_dict(self) -> None:
+        """Call the inner optimizers' hooks after loading."""
+        tell(self._inner(), "post_load_state_dict")
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Forward to the inner optimizers with this method."""
+        tell(self._inner(), "set_optimizer_step", step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Forward to the inner optimizers with this method."""
+        tell(self._inner(), "update_hyper_parameters", params_dict)
+
+    def scratch_buffers(self) -> tuple[Tensor, ...]:
+        """Return the scratch buffers of the inner optimizers with this method."""
+        having = [optimizer for optimizer in self._inner() if hasattr(optimizer, "scratch_buffers")]
+        return tuple(buffer for optimizer in having for buffer in optimizer.scratch_buffers())
+
+
+class KeyedOptimizerWrapper(Forwarding, keyed.KeyedOptimizerWrapper):
     """Torch optimizer with named parameters.
 
     Without parameters, ``step`` does nothing, and the constructor logs a warning. TorchRec programs wrap the
@@ -127,55 +159,23 @@ class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
         """Create the state for all trainable parameters. Missing gradients become zeros."""
-        super().init_state(sparse_grad_parameter_names)
+        # Not super(), which would forward to the torch optimizer.
+        keyed.KeyedOptimizerWrapper.init_state(self, sparse_grad_parameter_names)
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
         """Hook after loading. Does nothing by default."""
 
-    def set_optimizer_step(self, step: int) -> None:
-        """Forward to the torch optimizer if it has this method."""
-        tell([self._optimizer], "set_optimizer_step", step)
 
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Forward to the torch optimizer if it has this method."""
-        tell([self._optimizer], "update_hyper_parameters", params_dict)
-
-    def scratch_buffers(self) -> tuple[Tensor, ...]:
-        """Return the torch optimizer's scratch buffers; empty without this method."""
-        return scratch_of([self._optimizer])
-
-
-class CombinedOptimizer(keyed.CombinedOptimizer):
+class CombinedOptimizer(Forwarding, keyed.CombinedOptimizer):
     """Combination of several keyed optimizers."""
 
     def __init__(self, optims: Iterable[keyed.KeyedOptimizer | tuple[str, keyed.KeyedOptimizer]]) -> None:
         super().__init__(optims)
         settle(self)
 
-    def _inner(self) -> list[keyed.KeyedOptimizer]:
+    def _inner(self) -> Sequence[keyed.KeyedOptimizer]:
         return [optimizer for _, optimizer in self.optimizers]
-
-    def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state in all inner optimizers."""
-        for each in self._inner():
-            each.init_state(sparse_grad_parameter_names)
-
-    def post_load_state_dict(self) -> None:
-        """Call the inner optimizers' hooks after loading."""
-        tell(self._inner(), "post_load_state_dict")
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Forward to the inner optimizers with this method."""
-        tell(self._inner(), "set_optimizer_step", step)
-
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Forward to the inner optimizers with this method."""
-        tell(self._inner(), "update_hyper_parameters", params_dict)
-
-    def scratch_buffers(self) -> tuple[Tensor, ...]:
-        """Return the scratch buffers of all inner optimizers."""
-        return scratch_of(self._inner())
 
     def rebind(self, *args: Any) -> None:
         """Rebind a sharded module's optimizer after tables have moved."""
@@ -187,33 +187,7 @@ class CombinedOptimizer(keyed.CombinedOptimizer):
         return ".".join(part for part in (opt_key, name) if part)
 
 
-class Passing:
-    """Methods that TorchRec's wrappers forward to the inner optimizer."""
-
-    _optimizer: keyed.KeyedOptimizer
-
-    def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the inner optimizer's state."""
-        self._optimizer.init_state(sparse_grad_parameter_names)
-
-    def post_load_state_dict(self) -> None:
-        """Call the inner optimizer's hook after loading."""
-        tell([self._optimizer], "post_load_state_dict")
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Forward to the inner optimizer if it has this method."""
-        tell([self._optimizer], "set_optimizer_step", step)
-
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Forward to the inner optimizer if it has this method."""
-        tell([self._optimizer], "update_hyper_parameters", params_dict)
-
-    def scratch_buffers(self) -> tuple[Tensor, ...]:
-        """Return the inner optimizer's scratch buffers."""
-        return scratch_of([self._optimizer])
-
-
-class OptimizerWrapper(Passing, keyed.OptimizerWrapper):
+class OptimizerWrapper(Forwarding, keyed.OptimizerWrapper):
     """Keyed optimizer that wraps another. Subclasses implement ``step``."""
 
     def __init__(self, optimizer: keyed.KeyedOptimizer) -> None:
@@ -221,7 +195,7 @@ class OptimizerWrapper(Passing, keyed.OptimizerWrapper):
         settle(self)
 
 
-class GradientClippingOptimizer(Passing, clipping.GradientClippingOptimizer):
+class GradientClippingOptimizer(Forwarding, clipping.GradientClippingOptimizer):
     """Optimizer wrapper with gradient clipping before every step.
 
     Args:
@@ -250,7 +224,7 @@ class GradientClippingOptimizer(Passing, clipping.GradientClippingOptimizer):
         super().__init__(optimizer, clipping, max_gradient or 1.0, norm_type)
         self._max_gradient = max_gradient  # 0 makes all gradients 0
         self._tracks = track_grad_norm
-        self._replicate_params = [each for group in self.param_groups for each in group["params"]]
+        self._replicate_params = [parameter for group in self.param_groups for parameter in group["params"]]
         # Stays empty here: sharded tables consume their gradients in backward.
         self._sharded_params: dict[Any, list[Tensor]] = {}
         settle(self)
@@ -298,12 +272,6 @@ def tell(optimizers: Iterable[torch.optim.Optimizer], method: str, *args: Any) -
     for optimizer in optimizers:
         if hasattr(optimizer, method):
             getattr(optimizer, method)(*args)
-
-
-def scratch_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[Tensor, ...]:
-    """Return the scratch buffers of all optimizers that expose them; MeshRec's optimizers do not."""
-    having = [optimizer for optimizer in optimizers if hasattr(optimizer, "scratch_buffers")]
-    return tuple(buffer for optimizer in having for buffer in optimizer.scratch_buffers())
 
 
 def _fill_gradients(params: Mapping[str, Tensor], sparse_names: Collection[str]) -> None:

@@ -22,7 +22,7 @@ torch.fx.wrap("rows_of_ids")
 
 _logger = logging.getLogger(__name__)
 # TorchRec's fixed buffer size: checkpoints contain it, padded with -1.
-_MOST_SEGMENTS = 1025
+_MAX_SEGMENTS = 1025
 # Marks a free slot. The maximum keeps the ID array sorted, with free slots at the end.
 _EMPTY = torch.iinfo(torch.int64).max
 Hash = Callable[[Tensor, int], Tensor]
@@ -60,10 +60,10 @@ class ManagedCollisionModule(nn.Module, ABC):
         if skip_state_validation:
             self._device = device
             return
-        if len(output_segments) > _MOST_SEGMENTS:
-            raise ValueError(f"{len(output_segments)} output segments; at most {_MOST_SEGMENTS} are allowed.")
+        if len(output_segments) > _MAX_SEGMENTS:
+            raise ValueError(f"{len(output_segments)} output segments; at most {_MAX_SEGMENTS} are allowed.")
         self._device = device
-        padded = output_segments + [-1] * (_MOST_SEGMENTS - len(output_segments))
+        padded = output_segments + [-1] * (_MAX_SEGMENTS - len(output_segments))
         self.register_buffer("_output_segments_tensor", torch.tensor(padded, device=device))
         self.register_buffer("_current_iter_tensor", torch.zeros(1, dtype=torch.int64, device=device))
         self.register_load_state_dict_post_hook(_validate)  # type: ignore[no-untyped-call]
@@ -119,7 +119,27 @@ class ManagedCollisionModule(nn.Module, ABC):
         return self.remap(self.profile(self.preprocess(features)), mutate_miss_lengths)
 
 
-class MCHManagedCollisionModule(ManagedCollisionModule):
+class FixedRows:
+    """Sizes of a managed collision module with ``zch_size`` rows."""
+
+    _zch_size: int
+    _input_hash_size: int
+    _buckets: int
+
+    def output_size(self) -> int:
+        """Return the number of rows."""
+        return self._zch_size
+
+    def input_size(self) -> int:
+        """Return the exclusive upper limit for raw IDs."""
+        return self._input_hash_size
+
+    def buckets(self) -> int:
+        """Return the number of equal row ranges."""
+        return self._buckets
+
+
+class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
     """Managed collisions with a dedicated row for the highest-scoring IDs. All other IDs share the last row.
 
     The mapping changes every ``eviction_interval`` training iterations. As in TorchRec, a row keeps its
@@ -199,8 +219,8 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         if self._input_hash_func is None:
             return features
         return {
-            name: _with_values(each, self._input_hash_func(each.values(), self._input_hash_size))
-            for name, each in features.items()
+            name: with_values(bags, self._input_hash_func(bags.values(), self._input_hash_size))
+            for name, bags in features.items()
         }
 
     @torch.no_grad()
@@ -212,7 +232,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
             self._current_iter = self._last_eviction_iter = int(self._current_iter_tensor)
         self._current_iter += 1
         self._current_iter_tensor += 1
-        values = torch.cat([each.values() for each in features.values()])
+        values = torch.cat([bags.values() for bags in features.values()])
         self._history.record(values, self._current_iter, self._eviction_interval)
         if self._current_iter - self._last_eviction_iter == self._eviction_interval:
             self._update()
@@ -225,34 +245,34 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         # Policies expect the history in descending count order.
         order = torch.argsort(counts, descending=True, stable=True)
         ids, counts = ids[order], counts[order]
-        places, known = self._search(ids)
-        gone, chosen = policy.update_metadata_and_generate_eviction_scores(
+        slots, is_present = self._search(ids)
+        evicted, admitted = policy.update_metadata_and_generate_eviction_scores(
             self._current_iter,
             self._zch_size,
             order,
             counts,
-            known,
-            places[known],
+            is_present,
+            slots[is_present],
             self._metadata,
             metadata,
         )
-        self._mch_sorted_raw_ids[gone] = ids[~known][chosen]
-        rows = self._mch_remapped_ids_mapping[gone]
+        self._mch_sorted_raw_ids[evicted] = ids[~is_present][admitted]
+        rows = self._mch_remapped_ids_mapping[evicted]
         self._evicted = rows if self._evicted is None else torch.cat([self._evicted, rows]).unique()
         self._sort()
 
     # The lookup is a binary search, so IDs must be ascending after every change.
     def _sort(self) -> None:
         order = torch.argsort(self._mch_sorted_raw_ids, stable=True)
-        for each in (self._mch_sorted_raw_ids, self._mch_remapped_ids_mapping, *self._metadata.values()):
-            each.copy_(each[order])
+        for values in (self._mch_sorted_raw_ids, self._mch_remapped_ids_mapping, *self._metadata.values()):
+            values.copy_(values[order])
 
     def _search(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the insertion point per ID in the sorted IDs, and whether the ID is present."""
         # Without the last slot, so that the index of an absent ID stays in range. That slot is the shared
         # row.
-        places = torch.searchsorted(self._mch_sorted_raw_ids[:-1], ids)
-        return places, self._mch_sorted_raw_ids[places] == ids
+        slots = torch.searchsorted(self._mch_sorted_raw_ids[:-1], ids)
+        return slots, self._mch_sorted_raw_ids[slots] == ids
 
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
         """Replace IDs by rows. IDs without a dedicated row get the last row."""
@@ -263,18 +283,6 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         """Return the rows evicted since the last call; None if there are none."""
         evicted, self._evicted = self._evicted, None
         return evicted
-
-    def output_size(self) -> int:
-        """Return the number of rows."""
-        return self._zch_size
-
-    def input_size(self) -> int:
-        """Return the exclusive upper limit for raw IDs."""
-        return self._input_hash_size
-
-    def buckets(self) -> int:
-        """Return the number of equal row ranges."""
-        return self._buckets
 
     def open_slots(self) -> Tensor:
         """Return the number of free rows, int64 [1]."""
@@ -298,7 +306,7 @@ class _History:
 
     def __init__(self, policy: MCHEvictionPolicy) -> None:
         self._policy = policy
-        self._names = [each.metadata_name for each in policy.metadata_info if each.is_history_metadata]
+        self._names = [info.metadata_name for info in policy.metadata_info if info.is_history_metadata]
         self._size, self._is_cut = -1, False
         # Both lists grow by an entry per batch, until take() empties them at the next eviction.
         self._ids: list[Tensor] = []
@@ -335,12 +343,12 @@ class _History:
         """Return distinct IDs, counts and policy statistics, and clear the history."""
         policy = self._policy
         ids, inverse, counts = torch.unique(torch.cat(self._ids), return_inverse=True, return_counts=True)
-        history = {name: torch.cat([each[name] for each in self._metadata]) for name in self._names}
+        history = {name: torch.cat([metadata[name] for metadata in self._metadata]) for name in self._names}
         func = policy._threshold_filtering_func
         mask = None if func is None else func(counts)[0]
-        found = policy.coalesce_history_metadata(current_iter, history, counts, inverse, threshold_mask=mask)
+        latest = policy.coalesce_history_metadata(current_iter, history, counts, inverse, threshold_mask=mask)
         self._ids, self._metadata = [], []
-        return (ids, counts, found) if mask is None else (ids[mask], counts[mask], found)
+        return (ids, counts, latest) if mask is None else (ids[mask], counts[mask], latest)
 
 
 class ManagedCollisionCollection(nn.Module):
@@ -381,7 +389,7 @@ class ManagedCollisionCollection(nn.Module):
 
     def table_to_number_buckets(self) -> dict[str, int]:
         """Return the bucket count by table."""
-        return {name: each.buckets() for name, each in self._modules_by_table()}
+        return {name: module.buckets() for name, module in self._modules_by_table()}
 
     def _modules_by_table(self) -> list[tuple[str, ManagedCollisionModule]]:
         return list(self._managed_collision_modules.items())  # type: ignore[arg-type]
@@ -399,17 +407,14 @@ class ManagedCollisionCollection(nn.Module):
 
     def evict(self) -> dict[str, Tensor | None]:
         """Return the rows evicted since the last call, by table."""
-        return {name: each.evict() for name, each in self._modules_by_table()}
+        return {name: module.evict() for name, module in self._modules_by_table()}
 
     def open_slots(self) -> dict[str, Tensor]:
         """Return the number of free rows by table."""
-        return {name: each.open_slots() for name, each in self._modules_by_table()}
+        return {name: module.open_slots() for name, module in self._modules_by_table()}
 
 
-# torch.fx records the calls of these three as they are, and TorchScript compiles them.
-
-
-# The next three functions are torch.fx leaves that TorchScript compiles. Only its subset is allowed.
+# The next three functions are torch.fx leaves. TorchScript compiles them, so they stay within its subset.
 def rows_of_ids(
     features: dict[str, JaggedTensor], sorted_ids: Tensor, rows: Tensor, last_row: int
 ) -> dict[str, JaggedTensor]:
@@ -426,7 +431,7 @@ def rows_of_ids(
         ids = bag.values()
         positions = torch.searchsorted(sorted_ids[:-1], ids)
         values = torch.where(sorted_ids[positions] == ids, rows[positions], last_row)
-        remapped[name] = JaggedTensor(values=values, lengths=bag.lengths(), weights=bag.weights_or_none())
+        remapped[name] = with_values(bag, values)
     return remapped
 
 
@@ -488,5 +493,6 @@ def _validate(module: ManagedCollisionModule, keys: object) -> None:
     module.validate_state()
 
 
-def _with_values(jagged: JaggedTensor, values: Tensor) -> JaggedTensor:
-    return JaggedTensor(values=values, lengths=jagged.lengths(), weights=jagged.weights_or_none())
+def with_values(bags: JaggedTensor, values: Tensor) -> JaggedTensor:
+    """Return the bags with other values."""
+    return JaggedTensor(values=values, lengths=bags.lengths(), weights=bags.weights_or_none())

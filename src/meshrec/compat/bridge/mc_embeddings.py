@@ -52,8 +52,8 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         if list(configs) != list(managed_collision_collection.embedding_configs()):
             raise ValueError(
                 "the collection and the managed collisions must have the same tables, got "
-                f"{[each.name for each in configs]} and "
-                f"{[each.name for each in managed_collision_collection.embedding_configs()]}."
+                f"{[config.name for config in configs]} and "
+                f"{[config.name for config in managed_collision_collection.embedding_configs()]}."
             )
         self._managed_collision_collection = managed_collision_collection
         self._embedding_module = embedding_module
@@ -70,10 +70,10 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
                 "tables with hashed keys, EmbeddingBagConfig(keys=meshrec.Hashed(max_rows=...))."
             )
         features = self._managed_collision_collection(features, mutate_miss_lengths=mutate_miss_lengths)
-        found = self._embedding_module(features)
+        embeddings = self._embedding_module(features)
         # Discards the evicted rows, which otherwise accumulate. Rows keep their weights, as in TorchRec.
         self._managed_collision_collection.evict()
-        return found, features if self._return_remapped_features else None
+        return embeddings, features if self._return_remapped_features else None
 
     def lookup_remapped_lengths_mask(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Return a mask of non-empty remapped bags, bool."""

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from meshrec import model_parallel as own
+from meshrec import model_parallel as core
 from meshrec.comms.mesh import ShardingEnv, default_env, group_device
 from meshrec.compat.bridge.keyed import CombinedOptimizer
 from meshrec.compat.bridge.planner import EmbeddingShardingPlanner
-from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ShardingPlan, from_own, to_own
+from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ShardingPlan, from_core, to_core
 from meshrec.compat.bridge.sharded import combined
 from meshrec.compat.bridge.sharding_plan import (
     apply_to_all,
@@ -100,12 +100,12 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             env: ignored; the model knows its ranks.
             device: ignored; the model knows its device.
         """
-        own.DistributedModelParallel.init_data_parallel(dmp)
+        core.DistributedModelParallel.init_data_parallel(dmp)
         if self._precision and isinstance(dmp._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
             dmp.register_comm_hook(None, _HOOKS[self._precision])
 
 
-class DistributedModelParallel(own.DistributedModelParallel):
+class DistributedModelParallel(core.DistributedModelParallel):
     """MeshRec's DistributedModelParallel with TorchRec's arguments. ``plan`` accepts both libraries' plans.
 
     Args:
@@ -136,7 +136,7 @@ class DistributedModelParallel(own.DistributedModelParallel):
             module,
             env,
             device,
-            _planned(module, env, device, sharders) if plan is None else to_own(plan),
+            _planned(module, env, device, sharders) if plan is None else to_core(plan),
             sharders,
             init_data_parallel=False,
             init_parameters=init_parameters,
@@ -157,7 +157,7 @@ class DistributedModelParallel(own.DistributedModelParallel):
     def plan(self) -> ShardingPlan:  # type: ignore[override]
         """Placement and compute kernel per table."""
         shard = self._env.shard
-        return from_own(self._plan, world_size=shard.size, local_size=self._env.local_size)
+        return from_core(self._plan, world_size=shard.size, local_size=self._env.local_size)
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
@@ -261,11 +261,11 @@ def shard_modules(
     """
     env = default_env() if env is None else env
     sharders = get_default_sharders() if sharders is None else sharders
-    return own.DistributedModelParallel(
+    return core.DistributedModelParallel(
         module,
         env,
         device,
-        _planned(module, env, device, sharders) if plan is None else to_own(plan),
+        _planned(module, env, device, sharders) if plan is None else to_core(plan),
         sharders,
         init_data_parallel=False,
         init_parameters=init_params,
@@ -286,5 +286,5 @@ def _planned(
         )
     )
     if env.world.group is None:  # A local environment plans alone, even if a process group exists.
-        return to_own(planner.plan(module, sharders))
-    return to_own(planner.collective_plan(module, sharders, env.world.group))
+        return to_core(planner.plan(module, sharders))
+    return to_core(planner.collective_plan(module, sharders, env.world.group))

@@ -2,7 +2,7 @@
 
 _C = "meshrec.compat.bridge"
 _T = "torch.distributed._shard"
-_OWN_PLAN = "meshrec.plan.sharding_plan"
+_CORE_PLAN = "meshrec.plan.sharding_plan"
 
 
 def _of(module: str, names: str) -> dict[str, str]:
@@ -51,7 +51,7 @@ _BOUNDS = _of(f"{_C}.plans", "BoundsCheckMode")
 _PLANS = {
     **_of(f"{_C}.plans", "EmbeddingModuleShardingPlan ParameterSharding ShardingPlan"),
     "ModuleShardingPlan": f"{_C}.plans:EmbeddingModuleShardingPlan",
-    **_of(_OWN_PLAN, "ShardingType"),
+    **_of(_CORE_PLAN, "ShardingType"),
     **_BOUNDS,
     **_of(f"{_T}.sharding_spec", "EnumerableShardingSpec ShardMetadata ShardingSpec"),
     **_of(f"{_T}.sharded_tensor", "Shard ShardedTensor ShardedTensorMetadata TensorProperties"),
@@ -86,7 +86,7 @@ _PIPELINES = _of(
     "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipelineBase TrainPipelineSparseDist",
 )
 _STAGES = _of(f"{_C}.staged_pipeline", "PipelineStage SparseDataDistUtil StagedTrainPipeline")
-_BATCH = _of(f"{_C}.random_dataset", "Batch")
+_BATCH = _of(f"{_C}.datasets", "Batch")
 _LOCATION = _of(f"{_C}.fused_embeddings", "EmbeddingLocation")
 
 # Strings, not objects, so that a program imports only the counterparts it uses. An empty dict is a package
@@ -227,24 +227,24 @@ MODULES: dict[str, dict[str, str]] = {
         "get_qcomm_codecs_registry",
     ),
     "torchrec.distributed.fused_params": _of(
-        f"{_C}.fused_params",
+        f"{_C}.inference",
         "FUSED_PARAM_BOUNDS_CHECK_MODE FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP "
         "FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS FUSED_PARAM_REGISTER_TBE_BOOL "
         "FUSED_PARAM_TBE_ROW_ALIGNMENT",
     ),
     "torchrec.distributed.global_settings": _of(
-        f"{_C}.fused_params", "get_propogate_device set_propogate_device"
+        f"{_C}.inference", "get_propogate_device set_propogate_device"
     ),
     "torchrec.distributed.types": {
         **_AWAITABLES,
         **_of(f"{_C}.qcomms", "CommOp QuantizedCommCodec QuantizedCommCodecs"),
         **_PLANS,
         **_ENV,
-        **_of(f"{_OWN_PLAN}", "ShardingType"),
+        **_of(f"{_CORE_PLAN}", "ShardingType"),
         "ShardingPlanner": f"{_C}.planner:EmbeddingShardingPlanner",
     },
     "torchrec.distributed.embedding_types": {
-        **_of(_OWN_PLAN, "EmbeddingComputeKernel ShardingType"),
+        **_of(_CORE_PLAN, "EmbeddingComputeKernel ShardingType"),
         **{name: _PLANS[name] for name in ("ShardMetadata", "ShardedTensorMetadata")},
         **_of(f"{_C}.sharders", "ModuleSharder"),
         **{name: _EMBEDDING_CONFIGS[name] for name in ("DataType", "PoolingType")},
@@ -311,7 +311,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "torchrec.distributed.utils": {
         **_of(f"{_C}.comm", "get_device_type"),
-        **_of(f"{_C}.devices", "CopyableMixin copy_to_device init_parameters"),
+        **_of(f"{_C}.comm", "CopyableMixin copy_to_device init_parameters"),
     },
     "torchrec.test_utils": _of(f"{_C}.test_utils", "get_free_port skip_if_asan skip_if_asan_class"),
     "torchrec.optim": {
@@ -338,15 +338,15 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.optim.warmup": _WARMUP,
     "torchrec.datasets": {},
     "torchrec.datasets.criteo": _of(
-        f"{_C}.columns",
+        f"{_C}.datasets",
         "CAT_FEATURE_COUNT DAYS DEFAULT_CAT_NAMES DEFAULT_COLUMN_NAMES DEFAULT_INT_NAMES DEFAULT_LABEL_NAME "
         "INT_FEATURE_COUNT TOTAL_TRAINING_SAMPLES",
     ),
     "torchrec.datasets.movielens": _of(
-        f"{_C}.columns",
+        f"{_C}.datasets",
         "DEFAULT_MOVIES_COLUMN_NAMES DEFAULT_RATINGS_COLUMN_NAMES MOVIES_FILENAME RATINGS_FILENAME",
     ),
-    "torchrec.datasets.random": {**_of(f"{_C}.random_dataset", "RandomRecDataset"), **_BATCH},
+    "torchrec.datasets.random": {**_of(f"{_C}.datasets", "RandomRecDataset"), **_BATCH},
     "torchrec.datasets.utils": _BATCH,
     "fbgemm_gpu": {},
     "fbgemm_gpu.split_embedding_configs": _of(f"{_C}.optimizers", "EmbOptimType"),

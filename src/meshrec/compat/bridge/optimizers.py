@@ -18,7 +18,7 @@ from meshrec.optim.optimizers import OptimizerSpec
 _DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "momentum": 0.9, "eta": 0.001, "beta1": 0.9, "beta2": 0.999}
 _DECAY_IS_DECOUPLED = (specs.Adam, specs.PartialRowWiseAdam, specs.LAMB, specs.PartialRowWiseLAMB)
 # FBGEMM storage and caching options. They do not change results, so they are accepted.
-_WITHOUT_MEANING = (
+_WITHOUT_EFFECT = (
     "cache_algorithm",
     "cache_load_factor",
     "cache_precision",
@@ -39,7 +39,7 @@ _IGNORED_WHERE_UNUSED = ("eps", "momentum", "eta", "beta1", "beta2")
 _logger = logging.getLogger("meshrec")
 
 
-class _KnownNames(EnumMeta):
+class _ListedNames(EnumMeta):
     """Metaclass: the error for an unknown optimizer lists the known ones."""
 
     def __getattr__(cls, name: str) -> Any:
@@ -51,7 +51,7 @@ class _KnownNames(EnumMeta):
 
 
 @unique
-class EmbOptimType(Enum, metaclass=_KnownNames):
+class EmbOptimType(Enum, metaclass=_ListedNames):
     """FBGEMM's optimizer names for ``fused_params["optimizer"]``."""
 
     SGD = "sgd"
@@ -101,45 +101,45 @@ def spec_of(fused_params: Any) -> OptimizerSpec:
     """
     if isinstance(fused_params, OptimizerSpec):
         return fused_params
-    rest = {key: value for key, value in (fused_params or {}).items() if key not in _WITHOUT_MEANING}
-    _check_output(rest.pop("output_dtype", None))
-    optimizer = rest.pop("optimizer", None)
+    options = {key: value for key, value in (fused_params or {}).items() if key not in _WITHOUT_EFFECT}
+    _check_output(options.pop("output_dtype", None))
+    optimizer = options.pop("optimizer", None)
     if optimizer is None:
-        return _from_fbgemm(specs.SGD, rest)
+        return _from_fbgemm(specs.SGD, options)
     if isinstance(optimizer, OptimizerSpec | type):
-        return from_torch(optimizer, rest) if isinstance(optimizer, type) else optimizer
+        return from_torch(optimizer, options) if isinstance(optimizer, type) else optimizer
     # Compared by name: with fbgemm_gpu installed, programs pass its own enum.
     name = optimizer.name if isinstance(optimizer, Enum) else str(optimizer)
     if name not in _SPECS:
         raise ValueError(
             f"MeshRec has no fused optimizer {name!r}, only {sorted(_SPECS)}. Choose one of these."
         )
-    return _from_fbgemm(_SPECS[name], rest)
+    return _from_fbgemm(_SPECS[name], options)
 
 
 def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> OptimizerSpec:
-    rest = dict(given)
-    mode = rest.pop("weight_decay_mode", None)
+    options = dict(given)
+    mode = options.pop("weight_decay_mode", None)
     mode = mode.name if isinstance(mode, Enum) else mode
-    has_own_decay = spec in (*_DECAY_IS_DECOUPLED, specs.LARS)
-    if rest.get("weight_decay") and not has_own_decay and mode not in ("L2", "DECOUPLE"):
+    decay_needs_no_mode = spec in (*_DECAY_IS_DECOUPLED, specs.LARS)
+    if options.get("weight_decay") and not decay_needs_no_mode and mode not in ("L2", "DECOUPLE"):
         raise ValueError(
             f"fused_params: weight_decay needs a weight_decay_mode, L2 or DECOUPLE, got {mode!r}. "
             "Without one FBGEMM ignores it."
         )
     # A throwaway instance, to see which fields this formula has.
-    own = spec(lr=0.0)
-    unused = [name for name in _IGNORED_WHERE_UNUSED if name in rest and not _has(own, name)]
+    template = spec(lr=0.0)
+    unused = [name for name in _IGNORED_WHERE_UNUSED if name in options and not _has(template, name)]
     if unused:
         _logger.warning("fused_params: %s has no %s; ignored, as FBGEMM does.", spec.__name__, unused)
-    rest = {name: value for name, value in rest.items() if name not in unused}
-    known = {name: value for name, value in _DEFAULTS.items() if _has(own, name)}
+    options = {name: value for name, value in options.items() if name not in unused}
+    defaults = {name: value for name, value in _DEFAULTS.items() if _has(template, name)}
     if spec in _DECAY_IS_DECOUPLED or mode == "DECOUPLE":
-        rest["decoupled_weight_decay"] = True
-    if "lr" in rest:
-        known.pop("learning_rate")
+        options["decoupled_weight_decay"] = True
+    if "lr" in options:
+        defaults.pop("learning_rate")
     try:
-        return from_torch(spec, {**known, **rest})
+        return from_torch(spec, {**defaults, **options})
     except ValueError as error:
         if "lr" not in given:
             # Name the argument as the program wrote it.
@@ -234,8 +234,8 @@ class _SGDWithMomentum(TorchSGD):
             "does.",
             kwargs["momentum"],
         )
-        rest = {name: value for name, value in kwargs.items() if name != "momentum"}
-        return from_torch(torch.optim.SGD, rest)
+        plain = {name: value for name, value in kwargs.items() if name != "momentum"}
+        return from_torch(torch.optim.SGD, plain)
 
 
 def apply_optimizer_in_backward(

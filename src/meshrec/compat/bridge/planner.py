@@ -9,7 +9,7 @@ from torch import nn
 
 from meshrec.compat.bridge.adapted import Adapted
 from meshrec.compat.bridge.constraints import ParameterConstraints
-from meshrec.compat.bridge.plans import ShardingPlan, from_own
+from meshrec.compat.bridge.plans import ShardingPlan, from_core
 from meshrec.compat.bridge.sharders import TorchRecSharder
 from meshrec.compat.bridge.sharding_plan import get_default_sharders
 from meshrec.optim.in_backward import in_backward_spec
@@ -142,8 +142,8 @@ class EmbeddingShardingPlanner:
         tables = list(_tables(module, sharders))
         if not tables:
             return ShardingPlan({})
-        found = self._planner(tables).plan(module, sharders)
-        return self._in_their_form(found, tables)
+        plan = self._planner(tables).plan(module, sharders)
+        return self._torchrec_plan(plan, tables)
 
     def collective_plan(
         self,
@@ -162,8 +162,8 @@ class EmbeddingShardingPlanner:
         tables = list(_tables(module, sharders))
         if not tables:
             return ShardingPlan({})
-        found = self._planner(tables).collective_plan(module, sharders, pg)
-        return self._in_their_form(found, tables)
+        plan = self._planner(tables).collective_plan(module, sharders, pg)
+        return self._torchrec_plan(plan, tables)
 
     def _planner(self, tables: "Sequence[_Table]") -> planners.EmbeddingShardingPlanner:
         names = [table.name for table in tables]
@@ -173,16 +173,16 @@ class EmbeddingShardingPlanner:
             )
         return planners.EmbeddingShardingPlanner(
             topology=self._topology,
-            constraints={table.name: self._own_constraints(table) for table in tables},
+            constraints={table.name: self._core_constraints(table) for table in tables},
             batch_size=self._batch_size,
             time_limit=self._time_limit,
         )
 
-    def _own_constraints(self, table: "_Table") -> types.ParameterConstraints:
+    def _core_constraints(self, table: "_Table") -> types.ParameterConstraints:
         """Return a table's constraints in MeshRec's form, restricted to the sharder's answers."""
         given = self._constraints.get(table.name)
         if isinstance(given, ParameterConstraints):
-            given = given.to_own(
+            given = given.to_core(
                 table.name,
                 device=self._topology.compute_device,
                 features=table.features,
@@ -211,18 +211,18 @@ class EmbeddingShardingPlanner:
         """Return the compute kernel for a table and sharding type; None if the type is not allowed."""
         offered = _kernels_of(table.sharder, kind, self._topology.compute_device)
         given = self._constraints.get(table.name)
-        wanted = given.kernels if isinstance(given, ParameterConstraints) else None
-        found = [kernel for kernel in offered if wanted is None or kernel in wanted]
-        if EmbeddingComputeKernel.FUSED.value in found:
+        requested = given.kernels if isinstance(given, ParameterConstraints) else None
+        kernels = [kernel for kernel in offered if requested is None or kernel in requested]
+        if EmbeddingComputeKernel.FUSED.value in kernels:
             return EmbeddingComputeKernel.FUSED.value
-        if not found and wanted is not None and EmbeddingComputeKernel.DENSE.value in wanted:
-            found = [EmbeddingComputeKernel.DENSE.value]  # every table can have ordinary gradients
-        if found and table.has_optimizer:
+        if not kernels and requested is not None and EmbeddingComputeKernel.DENSE.value in requested:
+            kernels = [EmbeddingComputeKernel.DENSE.value]  # every table can have ordinary gradients
+        if kernels and table.has_optimizer:
             return EmbeddingComputeKernel.FUSED.value  # also of a data-parallel table
-        return found[0] if found else None
+        return kernels[0] if kernels else None
 
-    def _in_their_form(self, found: Any, tables: "Sequence[_Table]") -> ShardingPlan:
-        plan = from_own(found, world_size=self._topology.world_size, local_size=self._topology.local_size)
+    def _torchrec_plan(self, planned: Any, tables: "Sequence[_Table]") -> ShardingPlan:
+        plan = from_core(planned, world_size=self._topology.world_size, local_size=self._topology.local_size)
         for table in tables:
             placed = plan.plan[table.path][table.name]
             kernel = self._kernel(table, ShardingType(placed.sharding_type))
@@ -230,7 +230,7 @@ class EmbeddingShardingPlanner:
             # The search does not choose kernels. The sharder and the constraints determine them by sharding
             # type.
             placed.compute_kernel = kernel
-        plan.planned = found  # type: ignore[attr-defined]
+        plan.planned = planned  # type: ignore[attr-defined]
         return plan
 
 
@@ -262,8 +262,8 @@ def _kernels_of(sharder: Any, kind: ShardingType, device: str) -> list[str]:
     if not hasattr(sharder, "compute_kernels"):
         is_dense = kind is ShardingType.DATA_PARALLEL or getattr(sharder, "optimizer", None) is None
         return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
-    known = [kernel.value for kernel in EmbeddingComputeKernel]
-    return [kernel for kernel in sharder.compute_kernels(kind.value, device) if kernel in known]
+    supported = [kernel.value for kernel in EmbeddingComputeKernel]
+    return [kernel for kernel in sharder.compute_kernels(kind.value, device) if kernel in supported]
 
 
 def bytes_to_gb(num_bytes: int) -> float:

@@ -1,6 +1,6 @@
 """Sharding plans in TorchRec's form: strings, lists and torch's shard metadata, printed as TorchRec does.
 
-``to_own`` converts to MeshRec's plans, ``from_own`` converts back.
+``to_core`` converts to MeshRec's plans, ``from_core`` converts back.
 """
 
 import enum
@@ -12,7 +12,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 
-from meshrec.plan import sharding_plan as own
+from meshrec.plan import sharding_plan as core
 
 
 class BoundsCheckMode(enum.IntEnum):
@@ -100,24 +100,24 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def to_own(plan: Any) -> own.ShardingPlan:
+def to_core(plan: Any) -> core.ShardingPlan:
     """Convert a plan in either form to MeshRec's form.
 
     Raises:
         TypeError: ``plan`` is not a model plan.
         ValueError: MeshRec's plans cannot express it.
     """
-    if isinstance(plan, own.ShardingPlan):
+    if isinstance(plan, core.ShardingPlan):
         return plan
     if not isinstance(plan, ShardingPlan):
         raise TypeError(
             f"the plan of a model must be a ShardingPlan, got a {type(plan).__name__}. Write "
             'ShardingPlan({path: plan}) with the path of each embedding module ("" for the model itself).'
         )
-    return own.ShardingPlan({path: module_to_own(tables) for path, tables in plan.plan.items()})
+    return core.ShardingPlan({path: module_to_core(tables) for path, tables in plan.plan.items()})
 
 
-def module_to_own(tables: Mapping[str, Any]) -> own.EmbeddingModuleShardingPlan:
+def module_to_core(tables: Mapping[str, Any]) -> core.EmbeddingModuleShardingPlan:
     """Convert a module plan in either form to MeshRec's form.
 
     Raises:
@@ -129,15 +129,15 @@ def module_to_own(tables: Mapping[str, Any]) -> own.EmbeddingModuleShardingPlan:
             f"the plan of one module maps its tables to ParameterSharding, got a {type(tables).__name__}. "
             "Take plan.plan[path] of a model's plan."
         )
-    return own.EmbeddingModuleShardingPlan(
+    return core.EmbeddingModuleShardingPlan(
         {
-            name: placed if isinstance(placed, own.ParameterSharding) else _table_to_own(name, placed)
+            name: placed if isinstance(placed, core.ParameterSharding) else _table_to_core(name, placed)
             for name, placed in tables.items()
         }
     )
 
 
-def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> ShardingPlan:
+def from_core(plan: core.ShardingPlan, *, world_size: int, local_size: int) -> ShardingPlan:
     """Convert MeshRec's plan to TorchRec's form.
 
     Args:
@@ -149,7 +149,7 @@ def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> Sha
         {
             path: EmbeddingModuleShardingPlan(
                 {
-                    name: table_from_own(placed, world_size=world_size, local_size=local_size)
+                    name: table_from_core(placed, world_size=world_size, local_size=local_size)
                     for name, placed in tables.items()
                 }
             )
@@ -158,7 +158,7 @@ def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> Sha
     )
 
 
-def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size: int) -> ParameterSharding:
+def table_from_core(placed: core.ParameterSharding, *, world_size: int, local_size: int) -> ParameterSharding:
     """Convert a table placement to TorchRec's form.
 
     Args:
@@ -166,7 +166,7 @@ def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size
         world_size: number of ranks.
         local_size: ranks per node.
     """
-    if placed.sharding_type is own.ShardingType.DATA_PARALLEL:
+    if placed.sharding_type is core.ShardingType.DATA_PARALLEL:
         kernel, ranks = placed.compute_kernel.value, list(range(world_size))
         return ParameterSharding(placed.sharding_type.value, kernel, ranks)
     shards = [
@@ -185,53 +185,53 @@ def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size
     )
 
 
-def _placement(placement: own.RemoteDevice, local_size: int) -> str:
+def _placement(placement: core.RemoteDevice, local_size: int) -> str:
     device = placement.device
     # torch's placement strings count GPUs within the node.
     where = device if device == "cpu" else f"{device}:{placement.rank % local_size}"
     return f"rank:{placement.rank}/{where}"
 
 
-def _table_to_own(name: str, placed: ParameterSharding) -> own.ParameterSharding:
+def _table_to_core(name: str, placed: ParameterSharding) -> core.ParameterSharding:
     for argument in _NOT_HERE:
         value = getattr(placed, argument)
         if value is not None and not (argument == "bounds_check_mode" and is_error(value)):
             raise ValueError(f"table {name!r}: MeshRec has no {argument}. Leave it out of the plan.")
-    sharding_type = _member(own.ShardingType, name, placed.sharding_type)
-    kernel = _member(own.EmbeddingComputeKernel, name, placed.compute_kernel)
-    if sharding_type is own.ShardingType.DATA_PARALLEL:
-        return own.ParameterSharding(sharding_type=sharding_type, compute_kernel=kernel)
+    sharding_type = _member(core.ShardingType, name, placed.sharding_type)
+    kernel = _member(core.EmbeddingComputeKernel, name, placed.compute_kernel)
+    if sharding_type is core.ShardingType.DATA_PARALLEL:
+        return core.ParameterSharding(sharding_type=sharding_type, compute_kernel=kernel)
     if placed.sharding_spec is None:
         raise ValueError(
             f"table {name!r} is {sharding_type.value} and needs a sharding_spec: which rows and columns "
             "are on which rank. construct_module_sharding_plan makes it."
         )
-    shards = tuple(_shard_to_own(shard) for shard in placed.sharding_spec.shards)
-    return own.ParameterSharding(
+    shards = tuple(_shard_to_core(shard) for shard in placed.sharding_spec.shards)
+    return core.ParameterSharding(
         sharding_type=sharding_type,
         compute_kernel=kernel,
         ranks=tuple(shard.placement.rank for shard in shards),
-        sharding_spec=own.EnumerableShardingSpec(shards=shards),
+        sharding_spec=core.EnumerableShardingSpec(shards=shards),
     )
 
 
-def _shard_to_own(shard: ShardMetadata) -> own.ShardMetadata:
+def _shard_to_core(shard: ShardMetadata) -> core.ShardMetadata:
     assert isinstance(shard.placement, _remote_device)
     rank, device = shard.placement.rank(), shard.placement.device()
     assert rank is not None
     (r0, c0), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-    return own.ShardMetadata(
+    return core.ShardMetadata(
         shard_offsets=(r0, c0),
         shard_sizes=(rows, columns),
-        placement=own.RemoteDevice(rank=rank, device=device.type),
+        placement=core.RemoteDevice(rank=rank, device=device.type),
     )
 
 
 def _member(kind: Any, table: str, value: object) -> Any:
-    known = [member.value for member in kind]
+    values = [member.value for member in kind]
     value = getattr(value, "value", value)
-    if value not in known:
+    if value not in values:
         raise ValueError(
-            f"table {table!r}: MeshRec has no {kind.__name__} {value!r}, only {known}. Choose one of these."
+            f"table {table!r}: MeshRec has no {kind.__name__} {value!r}, only {values}. Choose one of these."
         )
     return kind(value)

@@ -119,10 +119,10 @@ class TensorPool(ObjectPool[Tensor]):
         Raises:
             ValueError: an ID is outside the pool, or ``values`` has the wrong shape, dtype or device.
         """
-        places = self._checked(ids)
-        _check_rows("values", values, self._pool, places.numel())
-        last = _last_of_each(places)
-        self._pool[places[last]] = values[last]
+        indices = self._checked(ids)
+        _check_rows("values", values, self._pool, indices.numel())
+        last = _last_duplicates(indices)
+        self._pool[indices[last]] = values[last]
 
 
 class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
@@ -186,21 +186,21 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         Raises:
             ValueError: an ID is outside the pool.
         """
-        places = self._checked(ids)
-        lengths = self.key_lengths[places]  # [I, F]
+        indices = self._checked(ids)
+        lengths = self.key_lengths[indices]  # [I, F]
         values, weights = [], []
         for i, length in enumerate(self._feature_max_lengths.values()):
             columns = slice(self._starts[i], self._starts[i + 1])
             counts = torch.arange(length, device=self._device) < lengths[:, i, None]
-            values.append(self.values[places, columns][counts])
+            values.append(self.values[indices, columns][counts])
             if self._is_weighted:
-                weights.append(self.weights[places, columns][counts])
+                weights.append(self.weights[indices, columns][counts])
         return KeyedJaggedTensor.from_lengths_sync(
             list(self._feature_max_lengths),
             torch.cat(values),
             lengths.t().flatten(),
             torch.cat(weights) if self._is_weighted else None,
-            stride=places.numel(),
+            stride=indices.numel(),
         )
 
     def update(self, ids: Tensor, values: KeyedJaggedTensor) -> None:
@@ -210,17 +210,17 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
             ValueError: an ID is outside the pool, or a feature's bags do not fit. The message names the first
                 one.
         """
-        places = self._checked(ids)
+        indices = self._checked(ids)
         # Checks every feature before the first write, so that a failed update changes nothing.
-        bags = [self._bags_of(name, values, places.numel()) for name in self._feature_max_lengths]
-        last = _last_of_each(places)
-        chosen = places[last]
+        bags = [self._bags_of(name, values, indices.numel()) for name in self._feature_max_lengths]
+        last = _last_duplicates(indices)
+        written = indices[last]
         for i, (lengths, padded, weights) in enumerate(bags):
             columns = slice(self._starts[i], self._starts[i + 1])
-            self.key_lengths[chosen, i] = lengths[last].to(torch.int32)
-            self.values[chosen, columns] = padded[last]
+            self.key_lengths[written, i] = lengths[last].to(torch.int32)
+            self.values[written, columns] = padded[last]
             if weights is not None:
-                self.weights[chosen, columns] = weights[last]
+                self.weights[written, columns] = weights[last]
 
     def _bags_of(self, name: str, values: KeyedJaggedTensor, num_ids: int) -> tuple[Tensor, Tensor, Any]:
         if name not in values.index_per_key():
@@ -243,7 +243,7 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         return lengths, bags.to_padded_dense(limit), weights
 
 
-def _last_of_each(ids: Tensor) -> Tensor:
+def _last_duplicates(ids: Tensor) -> Tensor:
     """Return positions of IDs without a later duplicate."""
     # Indexed assignment with duplicates has no defined order, so duplicates are removed first. Stable: equal
     # IDs keep their order, and the last of a run is the latest.

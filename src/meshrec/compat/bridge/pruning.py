@@ -42,38 +42,38 @@ def pruned(module: nn.Module) -> nn.Module:
     replaced: dict[int, nn.Module] = {}
     for child in module.modules():
         if isinstance(child, TableCollection):
-            replaced[id(child)] = _first_rows(child, getattr(child, _NUM_ROWS, {}))
-    if all(id(made) == found for found, made in replaced.items()):
+            replaced[id(child)] = _with_first_rows(child, getattr(child, _NUM_ROWS, {}))
+    if all(id(replacement) == original for original, replacement in replaced.items()):
         return module
     return replaced.get(id(module)) or copied_but_for(module, replaced)
 
 
-def _first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> TableCollection:
+def _with_first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> TableCollection:
     configs = [config for config, _ in collection.tables().values()]
     if not any(config.name in num_rows for config in configs):
         return collection
     for config in configs:
-        kept = num_rows.get(config.name, config.num_embeddings)
-        if not 0 < kept <= config.num_embeddings:
+        count = num_rows.get(config.name, config.num_embeddings)
+        if not 0 < count <= config.num_embeddings:
             raise ValueError(
-                f"table {config.name!r} has {config.num_embeddings} rows, of which {kept} are to be kept. "
+                f"table {config.name!r} has {config.num_embeddings} rows, of which {count} are to be kept. "
                 "Keep at least one, and not more than there are."
             )
     fewer = [
         _with_rows(config, num_rows[config.name]) if config.name in num_rows else config for config in configs
     ]
-    made = _like(collection, fewer)
-    _, holders = made.table_holders()
+    result = _like(collection, fewer)
+    _, holders = result.table_holders()
     for config, (_, weight) in zip(fewer, collection.tables().values(), strict=True):
         # A view: pruning does not copy the table, and quantization reads it once.
         rows = weight.detach()[: config.num_embeddings]
         holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
-    return made
+    return result
 
 
 def _with_rows(config: BaseEmbeddingConfig, num_rows: int) -> BaseEmbeddingConfig:
-    said = {"num_embeddings_post_pruning": num_rows} if isinstance(config, SettableConfig) else {}
-    return replace(config, num_embeddings=num_rows, **said)  # type: ignore[arg-type]
+    pruned_rows = {"num_embeddings_post_pruning": num_rows} if isinstance(config, SettableConfig) else {}
+    return replace(config, num_embeddings=num_rows, **pruned_rows)  # type: ignore[arg-type]
 
 
 def _like(collection: TableCollection, configs: list[Any]) -> TableCollection:

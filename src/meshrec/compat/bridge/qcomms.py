@@ -204,7 +204,7 @@ def precision_of(
             op = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER if is_split else CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
         codecs = (registry or {}).get(op.name, QuantizedCommCodecs())
         tables[name] = WireFormats(codecs.forward.format, codecs.backward.format).checked()
-    return CommsPrecision(tables={name: CommsPrecision(*each) for name, each in tables.items()})
+    return CommsPrecision(tables={name: CommsPrecision(*formats) for name, formats in tables.items()})
 
 
 def _format(kind: CommType) -> WireFormat:

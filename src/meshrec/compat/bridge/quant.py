@@ -120,8 +120,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
         """Quantize a collection with a ``qconfig`` attribute, which must be a ``QuantConfig``."""
-        made: Self = _from_float(cls, module)
-        return made
+        return _from_float(cls, module)  # type: ignore[no-any-return]
 
 
 class EmbeddingCollection(embedding_modules.EmbeddingCollection):
@@ -160,18 +159,8 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     ) -> dict[str, JaggedTensor]:
         """Look up: [n, D] by feature. torch.fx records a lookup per feature."""
         if not isinstance(features, Proxy):
-            looked_up = super().forward(maybe_td_to_kjt(features))
-            bags = maybe_td_to_kjt(features).to_dict()
-            features_of = [name for config, _ in self.tables().values() for name in config.feature_names]
-            return {
-                name: JaggedTensor.unchecked(
-                    rows.values(),
-                    bags[feature].values() if self._need_indices else None,
-                    rows.lengths(),
-                    rows.offsets(),
-                )
-                for (name, rows), feature in zip(looked_up.items(), features_of, strict=True)
-            }
+            features = maybe_td_to_kjt(features)
+            return embeddings.jagged(super().forward(features), features, self._configs, self._need_indices)
         bags = features.to_dict()
         names = iter(self.embedding_names())
         result = {}
@@ -190,9 +179,9 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
         """Quantize a collection with a ``qconfig`` attribute, which must be a ``QuantConfig``."""
-        made: Self = _from_float(cls, module)
-        made._need_indices = getattr(module, "_need_indices", False)
-        return made
+        quantized: Self = _from_float(cls, module)
+        quantized._need_indices = getattr(module, "_need_indices", False)
+        return quantized
 
 
 _LAYOUT = {
@@ -264,8 +253,8 @@ def quantize_embeddings(
     if _is_sharded(module):
         unsharded = module if inplace else copy.deepcopy(module)
         return _quantize_unsharded(unsharded, dtype, per_table_weight_dtype, output_dtype)
-    made = _quantized(module, dtype, per_table_weight_dtype, output_dtype)
-    return _put_into(module, made) if inplace else made
+    quantized = _quantized(module, dtype, per_table_weight_dtype, output_dtype)
+    return _put_into(module, quantized) if inplace else quantized
 
 
 def quantize_inference_model(
@@ -317,11 +306,7 @@ def _quantize_unsharded(model: nn.Module, *arguments: Any) -> nn.Module:
         "sharded collections are not quantised, as in TorchRec. Call meshrec.quant.quantize(model, ...) on "
         "all ranks, or quantise the model before it is sharded."
     )
-    for path, child in list(model.named_modules()):
-        if isinstance(child, TableCollection):
-            parent, _, name = path.rpartition(".")
-            model.get_submodule(parent).register_module(name, _quantized(child, *arguments))
-    return model
+    return _replaced(model, {path: _quantized(child, *arguments) for path, child in _collections(model)})
 
 
 def _quantized(
@@ -331,23 +316,16 @@ def _quantized(
     output_dtype: torch.dtype,
 ) -> nn.Module:
     # As in TorchRec, names of other models' tables are ignored.
-    names = {
-        config.name
-        for child in module.modules()
-        if isinstance(child, TableCollection)
-        for config, _ in child.tables().values()
+    names = {config.name for _, child in _collections(module) for config, _ in child.tables().values()}
+    types = {
+        name: data_type_of(table_dtype) for name, table_dtype in (per_table or {}).items() if name in names
     }
-    chosen = {name: data_type_of(own) for name, own in (per_table or {}).items() if name in names}
-    made = quantize(
-        pruned(module), data_type_of(dtype), per_table=chosen, output_dtype=data_type_of(output_dtype)
+    quantized = quantize(
+        pruned(module), data_type_of(dtype), per_table=types, output_dtype=data_type_of(output_dtype)
     )
-    if isinstance(made, TableCollection):
-        return _adopted(made)  # type: ignore[no-any-return]
-    found = {path: child for path, child in made.named_modules() if isinstance(child, TableCollection)}
-    for path, child in found.items():
-        parent, _, name = path.rpartition(".")
-        made.get_submodule(parent).register_module(name, _adopted(child))
-    return made
+    if isinstance(quantized, TableCollection):
+        return _adopted(quantized)  # type: ignore[no-any-return]
+    return _replaced(quantized, {path: _adopted(child) for path, child in _collections(quantized)})
 
 
 def _from_float(cls: Any, module: nn.Module) -> Any:
@@ -360,39 +338,46 @@ def _from_float(cls: Any, module: nn.Module) -> Any:
     return _adopted(_quantized(module, qconfig.weight().dtype, types, qconfig.activation().dtype), cls)
 
 
-def _adopted(made: Any, cls: Any = None) -> Any:
+def _adopted(collection: Any, cls: Any = None) -> Any:
     """Convert MeshRec's quantized collection to TorchRec's class. Both share the rows."""
-    dtype = _dtype_of(made)
-    if isinstance(made, embedding_modules.EmbeddingBagCollection):
-        kind = EmbeddingBagCollection if cls is None else cls
-        # On meta, because the rows of the other collection are put in below.
-        found = kind(made.embedding_bag_configs(), made.is_weighted(), "meta", output_dtype=dtype)
+    dtype = _dtype_of(collection)
+    # On meta, because the rows of the other collection are put in below.
+    if isinstance(collection, embedding_modules.EmbeddingBagCollection):
+        configs, weighted = collection.embedding_bag_configs(), collection.is_weighted()
+        adopted = (cls or EmbeddingBagCollection)(configs, weighted, "meta", output_dtype=dtype)
     else:
-        kind = EmbeddingCollection if cls is None else cls
-        found = kind(made.embedding_configs(), "meta", output_dtype=dtype)
-        found._need_indices = bool(getattr(made, "_need_indices", False))
-    _set_rows(found, [weight.detach() for _, weight in made.tables().values()])
-    return found.train(made.training)
+        adopted = (cls or EmbeddingCollection)(collection.embedding_configs(), "meta", output_dtype=dtype)
+        adopted._need_indices = bool(getattr(collection, "_need_indices", False))
+    _set_rows(adopted, [weight.detach() for _, weight in collection.tables().values()])
+    return adopted.train(collection.training)
 
 
 def _set_rows(collection: TableCollection, rows: Sequence[Tensor]) -> None:
     """Register rows as buffers, as TorchRec does. They are not trained."""
     _, holders = collection.table_holders()
-    for (config, _), own in zip(collection.tables().values(), rows, strict=True):
+    for (config, _), weight in zip(collection.tables().values(), rows, strict=True):
         holder = holders._modules[config.name]
         assert holder is not None
         # The entry moves from parameters to buffers: register_buffer rejects a name that is already taken.
         holder._parameters.pop("weight", None)
         holder._buffers.pop("weight", None)
-        holder.register_buffer("weight", own)
+        holder.register_buffer("weight", weight)
 
 
-def _put_into(model: nn.Module, made: nn.Module) -> nn.Module:
-    """Replace the collections in ``model`` by those in ``made``, and return it."""
-    if isinstance(model, TableCollection):
-        return made
-    for path, child in list(made.named_modules()):
-        if isinstance(child, TableCollection):
-            parent, _, name = path.rpartition(".")
-            model.get_submodule(parent).register_module(name, child)
+def _collections(model: nn.Module) -> list[tuple[str, TableCollection]]:
+    return [(path, child) for path, child in model.named_modules() if isinstance(child, TableCollection)]
+
+
+def _replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Replace the submodules at some paths, in place, and return the model."""
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent).register_module(name, module)
     return model
+
+
+def _put_into(model: nn.Module, quantized: nn.Module) -> nn.Module:
+    """Replace the collections in ``model`` by those in ``quantized``, and return it."""
+    if isinstance(model, TableCollection):
+        return quantized
+    return _replaced(model, dict(_collections(quantized)))

@@ -104,7 +104,7 @@ def _forward(
 
 def rows_within(
     weight: Tensor,
-    place: list[int],
+    location: list[int],
     values: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
@@ -117,7 +117,7 @@ def rows_within(
 
     Args:
         weight: parameter that holds the shard.
-        place: the shard's start in the parameter, row count, stored row width, first table row, and the
+        location: the shard's start in the parameter, row count, stored row width, first table row, and the
             table's row count.
         values: IDs [N].
         offsets: bag boundaries [B + 1].
@@ -132,7 +132,7 @@ def rows_within(
     """
     # A list of ints and no tuple unpacking: torch.fx records the argument as a constant, TorchScript compiles
     # it.
-    start, num_rows, width, first, total = place[0], place[1], place[2], place[3], place[4]
+    start, num_rows, width, first, total = location[0], location[1], location[2], location[3], location[4]
     rows = weight.flatten()[start : start + num_rows * width].view(num_rows, width)
     ids, ends = values, offsets
     scale: Tensor | None = sample_weights
@@ -154,11 +154,11 @@ def rows_within(
         scale = scale.to(there)
     if pooling < 2:
         return bag_rows(rows, ids.to(there), ends.to(there), scale, bits, dim, pooling, dtype).to(home)
-    found = id_rows(rows, ids.to(there), ends.to(there), bits, dim, dtype).to(home)
+    shard_rows = id_rows(rows, ids.to(there), ends.to(there), bits, dim, dtype).to(home)
     if num_rows == total:
-        return found
+        return shard_rows
     result = torch.zeros(values.numel(), dim, dtype=dtype, device=home)
-    result[inside] = found
+    result[inside] = shard_rows
     return result
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.compat.bridge.sharders import TorchRecSharder
-from meshrec.distributed import sharders as own
+from meshrec.distributed import sharders as core
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 
 
@@ -32,7 +32,7 @@ class _QuantSharder:
         return [EmbeddingComputeKernel.QUANT.value]
 
 
-class QuantEmbeddingBagCollectionSharder(_QuantSharder, TorchRecSharder, own.EmbeddingBagCollectionSharder):
+class QuantEmbeddingBagCollectionSharder(_QuantSharder, TorchRecSharder, core.EmbeddingBagCollectionSharder):
     """MeshRec's sharder for quantized collections.
 
     Args:
@@ -43,7 +43,7 @@ class QuantEmbeddingBagCollectionSharder(_QuantSharder, TorchRecSharder, own.Emb
     sharded_type = ShardedEmbeddingBagCollection
 
 
-class QuantEmbeddingCollectionSharder(_QuantSharder, TorchRecSharder, own.EmbeddingCollectionSharder):
+class QuantEmbeddingCollectionSharder(_QuantSharder, TorchRecSharder, core.EmbeddingCollectionSharder):
     """Sharder for quantized collections without pooling; see ``QuantEmbeddingBagCollectionSharder``."""
 
     sharded_type = ShardedEmbeddingCollection

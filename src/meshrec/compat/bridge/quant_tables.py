@@ -56,7 +56,7 @@ class QuantTableGroup:
             ValueError: rows have the wrong shape, or separate scales.
         """
         for spec, (rows, scales), views in zip(self.embedding_specs, weights, self._parts, strict=True):
-            shape = (sum(len(own) for _, own in views), views[0][1].shape[1])
+            shape = (sum(len(view) for _, view in views), views[0][1].shape[1])
             if scales is not None or tuple(rows.shape) != shape:
                 raise ValueError(
                     f"table {spec.name!r} takes rows of shape {list(shape)} with their scales inside, got "
@@ -64,8 +64,8 @@ class QuantTableGroup:
                     "model quantised in the same way."
                 )
         for (rows, _), views in zip(weights, self._parts, strict=True):
-            for first, own in views:
-                own.copy_(rows[first : first + len(own)])
+            for first, view in views:
+                view.copy_(rows[first : first + len(view)])
         if self._built is not None:
             self._built.tables.num_changes += 1  # rows that were looked up ahead are outdated
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.compat.bridge.sparse import KeyedTensor
-from meshrec.modules import regroup as own
+from meshrec.modules import regroup as core
 from meshrec.modules.embedding_configs import DataType
 
 
@@ -63,7 +63,7 @@ def to_tensor_dict(keys: list[str], values: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(keys, values, strict=True))
 
 
-class KTRegroupAsDict(own.KTRegroupAsDict):
+class KTRegroupAsDict(core.KTRegroupAsDict):
     """``KeyedTensor.regroup_as_dict`` with fixed groups; see ``meshrec.modules.regroup``."""
 
     _groups: list[list[str]]

@@ -45,17 +45,17 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        numbers = {
+        options = {
             "lr": lr,
             "lr_decay": lr_decay,
             "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
         }
-        for name, value in numbers.items():
+        for name, value in options.items():
             if not value >= 0:
                 raise ValueError(f"RowWiseAdagrad: {name} must be a number >= 0, got {value!r}.")
-        super().__init__(params, {**numbers, "maximize": maximize})
+        super().__init__(params, {**options, "maximize": maximize})
 
     @staticmethod
     def fused_spec(kwargs: Mapping[str, Any]) -> OptimizerSpec:
@@ -64,16 +64,16 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         Raises:
             ValueError: an argument is unknown, or cannot be fused (``lr_decay``, ``maximize``).
         """
-        rest: dict[str, Any] = {"lr": 1e-2, "eps": 1e-10, **kwargs}
-        if rest.pop("lr_decay", 0.0) or rest.pop("maximize", False):
+        arguments: dict[str, Any] = {"lr": 1e-2, "eps": 1e-10, **kwargs}
+        if arguments.pop("lr_decay", 0.0) or arguments.pop("maximize", False):
             raise ValueError(
                 "RowWiseAdagrad: lr_decay and maximize cannot be fused. Leave them out; a torch scheduler on "
                 "the fused optimizer changes its learning rate."
             )
         allowed = ["eps", "initial_accumulator_value", "lr", "weight_decay"]
-        if unknown := sorted(set(rest) - set(allowed)):
+        if unknown := sorted(set(arguments) - set(allowed)):
             raise ValueError(f"RowWiseAdagrad has no argument {unknown[0]!r}, allowed are {allowed}.")
-        return RowWiseAdagradSpec(**rest)
+        return RowWiseAdagradSpec(**arguments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and create the state for its parameters."""

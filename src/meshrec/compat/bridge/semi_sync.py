@@ -1,14 +1,15 @@
 """TorchRec's SemisyncOptimizer: local steps with periodic global steps across all workers."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.compat.bridge.keyed import KeyedOptimizer, scratch_of, tell
+from meshrec.compat.bridge.keyed import Forwarding, KeyedOptimizer
+from meshrec.optim.keyed import LiveGroups, LiveMapping
 
 SEMI_SYNC_GLOBAL_OPTIM_KEY = "semi_sync_global_optim"
 SEMI_SYNC_LOCAL_OPTIM_KEY = "semi_sync_local_optim"
@@ -20,7 +21,7 @@ SEMISYNC_LOCAL_STEP_COUNTER_KEY = "__semisync_local_step_counter__"
 _log = logging.getLogger("meshrec")
 
 
-class SemisyncOptimizer(KeyedOptimizer):
+class SemisyncOptimizer(Forwarding, KeyedOptimizer):
     """Local optimizer for every step, and global optimizer for every ``num_local_steps``-th step.
 
     A parameter's state holds prefixed slots from both optimizers, and the step counters.
@@ -49,13 +50,13 @@ class SemisyncOptimizer(KeyedOptimizer):
         offload_global_model: bool = False,
         non_blocking: bool = False,
     ) -> None:
-        given = list(global_params)
-        if not given:
+        listed = list(global_params)
+        if not listed:
             raise IndexError("global_params is empty. Pass the parameters that the global optimizer steps.")
         if num_local_steps < 1:
             raise ValueError(f"num_local_steps is {num_local_steps}. It must be at least 1.")
-        in_groups = isinstance(given[0], Mapping)
-        self._worker_model_params = [p for g in given for p in g["params"]] if in_groups else given
+        in_groups = isinstance(listed[0], Mapping)
+        self._worker_model_params = [p for g in listed for p in g["params"]] if in_groups else listed
         self._optimizer, self._global_optimizer = optimizer, global_optimizer
         self._num_local_steps = num_local_steps
         self._worker_shard_group = semi_sync_worker_shard_group
@@ -64,7 +65,8 @@ class SemisyncOptimizer(KeyedOptimizer):
         self._local_step_counter = torch.tensor(0)
         self._global_step_counter = torch.tensor(0)
         # Views, because the inner optimizers create state later, and loading may replace their dicts.
-        super().__init__(_View(self._all_params), _View(self._all_state), _GroupsOfBoth(self._inner()))
+        groups = LiveGroups(self._inner())
+        super().__init__(LiveMapping(self._all_params), LiveMapping(self._all_state), groups)
         self.defaults = {"_save_param_groups": False}
 
     def step(self, closure: Any = None) -> Any:
@@ -82,27 +84,31 @@ class SemisyncOptimizer(KeyedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients in both optimizers."""
-        for each in self._inner():
-            each.zero_grad(set_to_none=set_to_none)
+        for optimizer in self._inner():
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
+        """Create the state for all trainable parameters. Missing gradients become zeros."""
+        KeyedOptimizer.init_state(self, sparse_grad_parameter_names)
 
     @property
     def updates_in_backward(self) -> bool:
         """Whether either optimizer updates parameters in the backward pass."""
-        return any(each.updates_in_backward for each in self._inner())
+        return any(optimizer.updates_in_backward for optimizer in self._inner())
 
     def save_param_groups(self, save: bool) -> None:
         """Set whether ``state_dict`` contains the groups from both optimizers."""
         super().save_param_groups(save)
         self.defaults["_save_param_groups"] = save
-        for each in self._inner():
-            each.save_param_groups(save)
+        for optimizer in self._inner():
+            optimizer.save_param_groups(save)
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
         """Create the state in both optimizers."""
-        for each in self._inner():
-            each.create_state(
-                [name for name in names if name in each.params],
-                [name for name in sparse_names if name in each.params],
+        for optimizer in self._inner():
+            optimizer.create_state(
+                [name for name in names if name in optimizer.params],
+                [name for name in sparse_names if name in optimizer.params],
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -112,27 +118,11 @@ class SemisyncOptimizer(KeyedOptimizer):
             ValueError: the state dict does not match. Nothing is changed.
         """
         saved = state_dict.get("state", {})
-        for prefix, each in zip(_PREFIXES, self._inner(), strict=True):
-            own = [name for name, slots in saved.items() if any(slot.startswith(prefix) for slot in slots)]
+        for prefix, optimizer in zip(_PREFIXES, self._inner(), strict=True):
+            names = [name for name, slots in saved.items() if any(slot.startswith(prefix) for slot in slots)]
             # Before loading: it only copies into slots that exist.
-            each.create_state([name for name in own if name in each.params])
+            optimizer.create_state([name for name in names if name in optimizer.params])
         super().load_state_dict(state_dict)
-
-    def post_load_state_dict(self) -> None:
-        """Call both optimizers' hooks after loading."""
-        tell(self._inner(), "post_load_state_dict")
-
-    def scratch_buffers(self) -> tuple[Tensor, ...]:
-        """Return both optimizers' scratch buffers."""
-        return scratch_of(self._inner())
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Forward to the optimizers with this method."""
-        tell(self._inner(), "set_optimizer_step", step)
-
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Forward to the optimizers with this method."""
-        tell(self._inner(), "update_hyper_parameters", params_dict)
 
     def __repr__(self) -> str:
         return (
@@ -152,35 +142,35 @@ class SemisyncOptimizer(KeyedOptimizer):
             return []
         count = len(self._optimizer.param_groups)
         parts = zip(self._inner(), (new_groups[:count], new_groups[count:]), strict=True)
-        return [pair for each, groups in parts for pair in each._match_groups(groups)]
+        return [pair for optimizer, groups in parts for pair in optimizer._match_groups(groups)]
 
     def _inner(self) -> tuple[KeyedOptimizer, KeyedOptimizer]:
         return self._optimizer, self._global_optimizer
 
     def _all_params(self) -> dict[str, Tensor]:
-        found = dict(self._optimizer.params)
+        params = dict(self._optimizer.params)
         for name, parameter in self._global_optimizer.params.items():
-            if found.setdefault(name, parameter) is not parameter:
+            if params.setdefault(name, parameter) is not parameter:
                 raise ValueError(
                     f"the local and the global optimizer have different parameters named {name!r}. Give both "
                     "the same one, or other names."
                 )
-        found[SEMISYNC_GLOBAL_STEP_COUNTER_KEY] = self._global_step_counter
-        found[SEMISYNC_LOCAL_STEP_COUNTER_KEY] = self._local_step_counter
-        return found
+        params[SEMISYNC_GLOBAL_STEP_COUNTER_KEY] = self._global_step_counter
+        params[SEMISYNC_LOCAL_STEP_COUNTER_KEY] = self._local_step_counter
+        return params
 
     def _all_state(self) -> dict[Tensor, "_Slots"]:
-        found: dict[Tensor, _Slots] = {}
-        for prefix, each in zip(_PREFIXES, self._inner(), strict=True):
-            for parameter, slots in each.state.items():
-                found.setdefault(parameter, _Slots()).take(prefix, slots)
+        state: dict[Tensor, _Slots] = {}
+        for prefix, optimizer in zip(_PREFIXES, self._inner(), strict=True):
+            for parameter, slots in optimizer.state.items():
+                state.setdefault(parameter, _Slots()).take(prefix, slots)
         counts = {
             SEMISYNC_GLOBAL_STEP_COUNTER_KEY: self._global_step_counter,
             SEMISYNC_LOCAL_STEP_COUNTER_KEY: self._local_step_counter,
         }
         for parameter in self._global_optimizer.state:
-            found[parameter].take("", counts)
-        return found
+            state[parameter].take("", counts)
+        return state
 
 
 _PREFIXES = (SEMI_SYNC_LOCAL_STATE_KEY, SEMI_SYNC_GLOBAL_STATE_KEY)
@@ -200,35 +190,6 @@ class _Slots(dict[str, Any]):
             super().__setitem__(prefix + slot, value)
 
     def __setitem__(self, slot: str, value: Any) -> None:
-        owner, own = self._owners[slot]
-        owner[own] = value
+        slots, source_slot = self._owners[slot]
+        slots[source_slot] = value
         super().__setitem__(slot, value)
-
-
-class _View(Mapping[Any, Any]):
-    """Mapping with contents recomputed at every access."""
-
-    def __init__(self, make: Callable[[], dict[Any, Any]]) -> None:
-        self._make = make
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._make()[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._make())
-
-    def __len__(self) -> int:
-        return len(self._make())
-
-
-class _GroupsOfBoth(Sequence[Any]):
-    """Param groups from several optimizers."""
-
-    def __init__(self, optimizers: Sequence[KeyedOptimizer]) -> None:
-        self._optimizers = optimizers
-
-    def __getitem__(self, index: Any) -> Any:
-        return [group for each in self._optimizers for group in each.param_groups][index]
-
-    def __len__(self) -> int:
-        return sum(len(each.param_groups) for each in self._optimizers)

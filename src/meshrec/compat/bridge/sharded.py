@@ -1,6 +1,7 @@
 """Sharded collections with TorchRec's attributes: a combined optimizer, and printable stages."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,48 @@ from meshrec.compat.bridge.keyed import CombinedOptimizer
 from meshrec.compat.bridge.quant_tables import QuantTableGroup, table_groups
 from meshrec.compat.bridge.sharded_traces import record_bags, record_sequences
 from meshrec.compat.bridge.sparse import KeyedJaggedTensor
-from meshrec.compat.bridge.stages import Stage, stages
 from meshrec.compat.bridge.streamable import Multistreamable
-from meshrec.distributed import embedding_modules as own
+from meshrec.distributed import embedding_modules as core
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.build import ModuleParts
-from meshrec.distributed.lookup_batch import LookupBatch
-from meshrec.distributed.lookup_batch import Stage as Passed
+from meshrec.distributed.lookup_batch import LookupBatch, Stage
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
 from meshrec.tables import FusedOptimizer
+
+
+@dataclass(frozen=True)
+class PrintedStage:
+    """Stage for all tables with the same sharding type."""
+
+    title: str
+    sharding_type: str
+    tables: dict[str, tuple[str, ...]]
+    """Shards per table as text, rows, columns and rank, such as ``[0:10, 0:4]@1``."""
+
+    def __repr__(self) -> str:
+        shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
+        return "\n".join([f"{self.title}, {self.sharding_type}", *shards])
+
+
+def printed_stages(
+    title: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None
+) -> list[PrintedStage]:
+    """Return a stage per sharding type in the plan.
+
+    Args:
+        title: stage description.
+        plan: module plan.
+        rank: list only this rank's shards; None: all.
+    """
+    by_type: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, sharding in plan.items():
+        here = [shard for shard in sharding.shards if rank in (None, shard.placement.rank)]
+        is_whole = sharding.sharding_type is ShardingType.DATA_PARALLEL
+        texts = ("on every rank",) if is_whole else tuple(map(str, here))
+        by_type.setdefault(sharding.sharding_type.value, {})[name] = texts
+    return [PrintedStage(title, kind, tables) for kind, tables in by_type.items()]
 
 
 class _Later(Awaitable[Any]):
@@ -62,7 +95,7 @@ class _Stages:
 
         def wait_for_sizes() -> _Later:
             # The inner call runs now and exchanges the sizes. The outer one waits until the IDs have arrived.
-            return _Later(partial(tables.advance, tables.advance(batch, Passed.EXCHANGED), Passed.ARRIVED))
+            return _Later(partial(tables.advance, tables.advance(batch, Stage.EXCHANGED), Stage.ARRIVED))
 
         return _Later(wait_for_sizes)
 
@@ -91,19 +124,19 @@ class _Stages:
         return table_groups(self)
 
     @property
-    def _input_dists(self) -> list[Stage]:
-        return stages("ids to their shards", self.plan)
+    def _input_dists(self) -> list[PrintedStage]:
+        return printed_stages("ids to their shards", self.plan)
 
     @property
-    def _lookups(self) -> list[Stage]:
-        return stages("lookup of rows", self.plan, self.built.env.shard.rank)
+    def _lookups(self) -> list[PrintedStage]:
+        return printed_stages("lookup of rows", self.plan, self.built.env.shard.rank)
 
     @property
-    def _output_dists(self) -> list[Stage]:
-        return stages("embeddings to their samples", self.plan)
+    def _output_dists(self) -> list[PrintedStage]:
+        return printed_stages("embeddings to their samples", self.plan)
 
 
-class ShardedEmbeddingBagCollection(_Stages, own.ShardedEmbeddingBagCollection):
+class ShardedEmbeddingBagCollection(_Stages, core.ShardedEmbeddingBagCollection):
     """MeshRec's sharded collection with TorchRec's attribute names."""
 
     def __init__(self, module: EmbeddingBagCollection, built: ModuleParts) -> None:
@@ -118,7 +151,7 @@ class ShardedEmbeddingBagCollection(_Stages, own.ShardedEmbeddingBagCollection):
         return super().forward(features)
 
 
-class ShardedEmbeddingCollection(_Stages, own.ShardedEmbeddingCollection):
+class ShardedEmbeddingCollection(_Stages, core.ShardedEmbeddingCollection):
     """MeshRec's sharded collection with TorchRec's attribute names."""
 
     def __init__(self, module: EmbeddingCollection, built: ModuleParts) -> None:

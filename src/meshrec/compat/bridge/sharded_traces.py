@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshrec.compat.bridge.embeddings import names_by_table
 from meshrec.compat.bridge.quant_lookups import mean_of, rows_within
@@ -47,7 +47,7 @@ class TableProgram:
                 "shard_quant_model), and record that."
             )
         storage = shards.storage
-        if storage.is_trainable and any(each.requires_grad for each in shards.parameters()):
+        if storage.is_trainable and any(parameter.requires_grad for parameter in shards.parameters()):
             raise ValueError(
                 f"table {config.name!r} is trained: only sharded models for inference can be recorded. "
                 "Quantise the model first."
@@ -81,19 +81,27 @@ class TableProgram:
         is_split = len(parts) > 1
         # A mean does not add up across row shards. So shards sum in fp32, and the total is divided by the bag
         # length.
-        own = _SUM if is_split and pooling == _MEAN else pooling
+        shard_pooling = _SUM if is_split and pooling == _MEAN else pooling
         dtype = torch.float32 if is_split else self._dtype
-        found: Any = None
+        total: Any = None
         for part in parts:
             r = part.rectangle
-            place = [part.start, *part.shape, r.r0, self._config.num_embeddings]
+            location = [part.start, *part.shape, r.r0, self._config.num_embeddings]
             rows = rows_within(
-                part.weight, place, bag.values(), bag.offsets(), scale, self._bits, r.c1 - r.c0, own, dtype
+                part.weight,
+                location,
+                bag.values(),
+                bag.offsets(),
+                scale,
+                self._bits,
+                r.c1 - r.c0,
+                shard_pooling,
+                dtype,
             )
-            found = rows if found is None else found + rows
+            total = rows if total is None else total + rows
         if is_split and pooling == _MEAN:
-            found = mean_of(found, bag.offsets())
-        return found.to(self._dtype) if is_split else found
+            total = mean_of(total, bag.offsets())
+        return total.to(self._dtype) if is_split else total
 
 
 def record_bags(built: ModuleParts, configs: Sequence[Any], features: Any, *, weighted: bool) -> KeyedTensor:
@@ -111,7 +119,7 @@ def record_bags(built: ModuleParts, configs: Sequence[Any], features: Any, *, we
         for name in config.feature_names:
             values.append(table.look_up(bags[name], pooled=True, weighted=weighted))
             dims.append(config.embedding_dim)
-    names = [name for own in names_by_table(configs) for name in own]
+    names = [name for table_names in names_by_table(configs) for name in table_names]
     return KeyedTensor(keys=names, length_per_key=dims, values=torch.cat(values, dim=1))
 
 
@@ -150,12 +158,7 @@ def parts_of(module: TableModule) -> Iterator[_Part]:
         # Not by attribute: under torch.fx tracing, a parameter attribute is a proxy.
         weight = module._parameters[f"part{number}" if module.over_devices else "weight"]
         assert weight is not None
-        yield from _placed(weight, shard.packing.views(weight.detach()), shard.packing.rectangles)
-
-
-def _placed(
-    weight: nn.Parameter, views: Sequence[Tensor], rectangles: Sequence[Rectangle]
-) -> Iterator[_Part]:
-    for view, rectangle in zip(views, rectangles, strict=True):
-        start = int(view.storage_offset() - weight.storage_offset())
-        yield _Part(weight, start, (view.shape[0], view.shape[1]), rectangle)
+        views = shard.packing.views(weight.detach())
+        for view, rectangle in zip(views, shard.packing.rectangles, strict=True):
+            start = int(view.storage_offset() - weight.storage_offset())
+            yield _Part(weight, start, (view.shape[0], view.shape[1]), rectangle)

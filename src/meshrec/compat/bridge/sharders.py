@@ -10,10 +10,10 @@ from torch import nn
 
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.compat.bridge.optimizers import spec_of
-from meshrec.compat.bridge.plans import module_to_own
+from meshrec.compat.bridge.plans import module_to_core
 from meshrec.compat.bridge.qcomms import Registry, checked_registry, precision_of
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed import sharders as own
+from meshrec.distributed import sharders as core
 from meshrec.distributed.build import ModuleParts
 from meshrec.modules import EmbeddingBagCollection
 from meshrec.modules.embedding_modules import TableCollection
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 
 class _AnySharder(ABCMeta):
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, own.EmbeddingBagCollectionSharder | own.EmbeddingCollectionSharder)
+        return isinstance(instance, core.EmbeddingBagCollectionSharder | core.EmbeddingCollectionSharder)
 
 
 class ModuleSharder(Generic[M], metaclass=_AnySharder):
@@ -62,7 +62,7 @@ class TorchRecSharder:
             device: device (default: the process group's).
             module_fqn: ignored.
         """
-        plan = module_to_own(params)
+        plan = module_to_core(params)
         return self.sharded_type(module, self.core_sharder(module, plan).built(module, plan, env, device))
 
     def core_sharder(self, module: TableCollection, plan: EmbeddingModuleShardingPlan) -> Any:
@@ -92,7 +92,7 @@ class _FusedSharder:
 
     fused_params: Any
     optimizer: OptimizerSpec | None
-    core_type: type[own.EmbeddingBagCollectionSharder] | type[own.EmbeddingCollectionSharder]
+    core_type: type[core.EmbeddingBagCollectionSharder] | type[core.EmbeddingCollectionSharder]
     """MeshRec's sharder class."""
 
     def __init__(
@@ -112,7 +112,7 @@ class _FusedSharder:
         return self.core_type(self.optimizer, precision=precision, tables=tables)
 
 
-class EmbeddingBagCollectionSharder(_FusedSharder, TorchRecSharder, own.EmbeddingBagCollectionSharder):
+class EmbeddingBagCollectionSharder(_FusedSharder, TorchRecSharder, core.EmbeddingBagCollectionSharder):
     """MeshRec's sharder with TorchRec's arguments.
 
     Args:
@@ -122,13 +122,13 @@ class EmbeddingBagCollectionSharder(_FusedSharder, TorchRecSharder, own.Embeddin
         qcomm_codecs_registry: codecs from ``get_qcomm_codecs_registry``; None: fp32.
     """
 
-    core_type, sharded_type = own.EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+    core_type, sharded_type = core.EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 
 
-class EmbeddingCollectionSharder(_FusedSharder, TorchRecSharder, own.EmbeddingCollectionSharder):
+class EmbeddingCollectionSharder(_FusedSharder, TorchRecSharder, core.EmbeddingCollectionSharder):
     """MeshRec's sharder with TorchRec's arguments; see ``EmbeddingBagCollectionSharder``."""
 
-    core_type, sharded_type = own.EmbeddingCollectionSharder, ShardedEmbeddingCollection
+    core_type, sharded_type = core.EmbeddingCollectionSharder, ShardedEmbeddingCollection
 
     def __init__(
         self,

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from meshrec.compat.bridge.comm import get_device_type, get_local_size
-from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ParameterSharding, table_from_own
+from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ParameterSharding, table_from_core
 from meshrec.compat.bridge.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
 )
 from meshrec.optim.in_backward import in_backward_spec
-from meshrec.plan import builders as own
+from meshrec.plan import builders as core
 from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
     EnumerableShardingSpec,
@@ -29,7 +29,7 @@ ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, Any], Parame
 
 
 def _generator(
-    make: Callable[..., own.ShardingGenerator], kernel: Any = None, **arguments: Any
+    make: Callable[..., core.ShardingGenerator], kernel: Any = None, **arguments: Any
 ) -> ParameterShardingGenerator:
     def generate(
         param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: object
@@ -44,9 +44,11 @@ def _generator(
             sharder: ignored.
         """
         size = TableSize(param.shape[0], param.shape[1])
-        own_generator = make(**arguments, compute_kernel=_kernel(kernel, param))
-        placed = own_generator("of this parameter", size, own.WorldShape(world_size, local_size, device_type))
-        return table_from_own(placed, world_size=world_size, local_size=local_size)
+        core_generator = make(**arguments, compute_kernel=_kernel(kernel, param))
+        placed = core_generator(
+            "of this parameter", size, core.WorldShape(world_size, local_size, device_type)
+        )
+        return table_from_core(placed, world_size=world_size, local_size=local_size)
 
     return generate
 
@@ -70,7 +72,7 @@ def table_wise(
         compute_kernel: kernel name; None: ``fused`` with an in-backward optimizer, else ``dense``.
     """
     _check_device(device)
-    return _generator(own.table_wise, compute_kernel, rank=rank)
+    return _generator(core.table_wise, compute_kernel, rank=rank)
 
 
 def row_wise(
@@ -88,7 +90,7 @@ def row_wise(
             "row_wise splits rows evenly: MeshRec has no sizes_placement and no num_buckets. For other "
             "shards write a ParameterSharding with a sharding_spec."
         )
-    return _generator(own.row_wise, compute_kernel)
+    return _generator(core.row_wise, compute_kernel)
 
 
 def column_wise(
@@ -114,17 +116,17 @@ def column_wise(
         return _generator(_columns_of, compute_kernel, sizes=list(size_per_rank))
     if ranks is None:
         raise ValueError("column_wise needs ranks, or size_per_rank. Give one of them.")
-    return _generator(own.column_wise, compute_kernel, ranks=list(ranks))
+    return _generator(core.column_wise, compute_kernel, ranks=list(ranks))
 
 
 def table_row_wise(host_index: int) -> ParameterShardingGenerator:
     """Split the rows over the ranks of a node."""
-    return _generator(own.table_row_wise, node=host_index)
+    return _generator(core.table_row_wise, node=host_index)
 
 
 def grid_shard(host_indexes: Sequence[int]) -> ParameterShardingGenerator:
     """Split the columns over nodes, and the rows over the ranks within a node."""
-    return _generator(own.grid_shard, nodes=list(host_indexes))
+    return _generator(core.grid_shard, nodes=list(host_indexes))
 
 
 def get_default_sharders() -> list[Any]:
@@ -147,7 +149,7 @@ def apply_to_all(
         parameter_sharding_generator: generator to repeat.
         sharder: ignored.
     """
-    return dict.fromkeys(own.tables_of(module), parameter_sharding_generator)
+    return dict.fromkeys(core.tables_of(module), parameter_sharding_generator)
 
 
 def construct_module_sharding_plan(
@@ -171,7 +173,7 @@ def construct_module_sharding_plan(
     Raises:
         ValueError: tables and generators do not match, or a rank or node does not exist.
     """
-    tables = own.tables_of(module)
+    tables = core.tables_of(module)
     if set(tables) != set(per_param_sharding):
         raise ValueError(
             f"the module has the tables {list(tables)}, the generators are for {list(per_param_sharding)}. "
@@ -195,8 +197,8 @@ def construct_module_sharding_plan(
     )
 
 
-def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own.ShardingGenerator:
-    def generate(table: str, size: TableSize, ranks: own.WorldShape) -> OwnSharding:
+def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> core.ShardingGenerator:
+    def generate(table: str, size: TableSize, ranks: core.WorldShape) -> OwnSharding:
         """Return the table's placement with the given column counts.
 
         Args:

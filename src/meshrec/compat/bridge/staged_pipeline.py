@@ -14,7 +14,7 @@ from meshrec.pipeline.batch_paths import Path, find, follow
 from meshrec.pipeline.in_flight import BatchInFlight, Collection
 from meshrec.sparse import KeyedJaggedTensor
 
-_MOST_BATCHES = 4  # whose lookups are under way: the model may leave a batch out
+_MAX_BATCHES = 4  # whose lookups are under way: the model may leave a batch out
 
 
 @dataclass
@@ -92,20 +92,20 @@ class StagedTrainPipeline:
     def _advance(self, iterator: Iterator[Any], *, fills: bool) -> None:
         """Move every batch to the next stage if that is free, oldest first."""
         # From the last stage back, so that a batch moves into the slot that was just freed.
-        for place in reversed(range(len(self._stages))):
-            if self._passed[place] is not None:
+        for index in reversed(range(len(self._stages))):
+            if self._passed[index] is not None:
                 continue
-            batch = self._taken(iterator) if place == 0 else self._passed[place - 1]
-            if place:
-                self._passed[place - 1] = None
+            batch = self._taken(iterator) if index == 0 else self._passed[index - 1]
+            if index:
+                self._passed[index - 1] = None
             if batch is not None:
-                self._passed[place] = self._run(place, batch, fills)
+                self._passed[index] = self._run(index, batch, fills)
 
-    def _run(self, place: int, batch: Any, fills: bool) -> Any:
-        stage = self._stages[place]
+    def _run(self, index: int, batch: Any, fills: bool) -> Any:
+        stage = self._stages[index]
         on_stream: AbstractContextManager[Any] = nullcontext()
         if stage.stream is not None:
-            before = self._stages[place - 1].stream if place else None
+            before = self._stages[index - 1].stream if index else None
             # A stage reads the output of the previous stage, which wrote it on another stream.
             stage.stream.wait_stream(torch.cuda.current_stream() if before is None else before)
             on_stream = torch.cuda.stream(stage.stream)
@@ -160,14 +160,14 @@ class SparseDataDistUtil:
         # (module, path to its input in a batch), learned from forward passes. Only grows.
         self._calls: list[tuple[Collection, Path]] = []
         # Batches with a started exchange. The oldest drops out when the model never asked for it.
-        self._batches: deque[BatchInFlight] = deque(maxlen=_MOST_BATCHES)
+        self._batches: deque[BatchInFlight] = deque(maxlen=_MAX_BATCHES)
         self._modules = [
             module
             for module in model.modules()
             if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
         ]
         for module in self._modules:
-            module.ahead = self._asked(module)
+            module.ahead = self._look_ahead(module)
 
     def start_sparse_data_dist(self, batch: Any) -> Any:
         """Start the ID exchange for all modules with a known input. Collective."""
@@ -195,14 +195,14 @@ class SparseDataDistUtil:
         self._batches.clear()
         return self.model
 
-    def _asked(self, module: Collection) -> Callable[[KeyedJaggedTensor], LazyAwaitable[Any] | None]:
+    def _look_ahead(self, module: Collection) -> Callable[[KeyedJaggedTensor], LazyAwaitable[Any] | None]:
         def ahead(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
             for batch in self._batches:
                 if batch.error is not None and find(batch.batch, features) is not None:
                     raise batch.take_error()
-                found = batch.take(module, features)
-                if found is not None:
-                    return found
+                result = batch.take(module, features)
+                if result is not None:
+                    return result
                 if (path := find(batch.batch, features)) is not None and (module, path) not in self._calls:
                     self._calls.append((module, path))
             return None

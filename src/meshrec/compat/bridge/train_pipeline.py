@@ -76,7 +76,7 @@ class _Overlapping:
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._custom_forward, self._semi_synchronous_from = forward, semi_synchronous_from
         self._execute_all_batches = execute_all_batches
-        self._pipeline = self._made()
+        self._pipeline = self._new_pipeline()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train on the next batch, and return the model's output. In eval mode, only run the forward pass.
@@ -102,7 +102,7 @@ class _Overlapping:
         """
         if model is not None and model is not self._model:
             self._model = model
-            self._pipeline = self._made()
+            self._pipeline = self._new_pipeline()
 
     def detach(self) -> nn.Module:
         """Return the model, which a pipeline never changes.
@@ -111,7 +111,7 @@ class _Overlapping:
         """
         return self._model
 
-    def _made(self) -> TrainPipeline:
+    def _new_pipeline(self) -> TrainPipeline:
         return TrainPipeline(
             self._model,
             self._optimizer,

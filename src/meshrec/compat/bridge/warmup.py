@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from meshrec.compat.bridge.keyed import Passing, settle
+from meshrec.compat.bridge.keyed import Forwarding, settle
 from meshrec.optim.keyed import Closure, KeyedOptimizer
 
 # End of the implicit last stage: longer than any training.
@@ -110,7 +110,7 @@ class WarmupStage:
                 return value + (end - value) * (iteration - start) / (self.max_iters - start)
 
 
-class WarmupOptimizer(Passing, KeyedOptimizer):
+class WarmupOptimizer(Forwarding, KeyedOptimizer):
     """Optimizer wrapper with a staged learning rate, set before the first step and after every step.
 
     At iteration ``i`` every group gets ``lr * stage.multiplier(i)``, with the first stage where ``i <=
@@ -127,6 +127,8 @@ class WarmupOptimizer(Passing, KeyedOptimizer):
     Raises:
         ValueError: ``max_iters`` does not increase, or ``param_name`` is taken.
     """
+
+    _optimizer: KeyedOptimizer
 
     def __init__(
         self,
@@ -148,11 +150,11 @@ class WarmupOptimizer(Passing, KeyedOptimizer):
         self._lr = lr
         self._lr_param = lr_param
         self._position = torch.zeros(2, dtype=torch.int64)  # iteration, stage
-        # A placeholder parameter: state dicts hold state by parameter name, so the position needs one.
-        holder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        # An empty parameter: state dicts hold state by parameter name, so the position needs one.
+        placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         super().__init__(
-            ChainMap({param_name: holder}, cast(Any, optimizer.params)),
-            ChainMap({holder: {"warmup": self._position}}, optimizer.state),
+            ChainMap({param_name: placeholder}, cast(Any, optimizer.params)),
+            ChainMap({placeholder: {"warmup": self._position}}, optimizer.state),
             optimizer.param_groups,
         )
         # The loaded position must take effect before the next backward pass.

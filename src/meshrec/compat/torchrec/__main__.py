@@ -16,18 +16,18 @@ def main(arguments: Sequence[str]) -> None:
 
     Child processes from ``multiprocessing`` also have the bridge.
     """
-    rest = list(arguments)
-    if rest[:1] == ["--force"]:
+    command = list(arguments)
+    if command[:1] == ["--force"]:
         os.environ[FORCE] = "1"
-        del rest[0]
-    if not rest or rest[0].startswith("-"):
+        del command[0]
+    if not command or command[0].startswith("-"):
         sys.exit(_USAGE)
-    if not Path(rest[0]).is_file():
-        sys.exit(f"{_USAGE}\nthere is no file {rest[0]!r}")
+    if not Path(command[0]).is_file():
+        sys.exit(f"{_USAGE}\nthere is no file {command[0]!r}")
     install()
-    os.environ[SCRIPT] = str(Path(rest[0]).resolve())
-    sys.argv[:] = rest
-    sys.path[0] = str(Path(rest[0]).resolve().parent)
+    os.environ[SCRIPT] = str(Path(command[0]).resolve())
+    sys.argv[:] = command
+    sys.path[0] = str(Path(command[0]).resolve().parent)
     # As a module, not a path: spawned processes import it by name. That import also imports this package,
     # which installs the bridge before the script's own imports run.
     runpy.run_module("meshrec.compat.torchrec.script", run_name="__main__", alter_sys=True)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from meshrec import sparse as own
+from meshrec import sparse as core
 from meshrec.compat.bridge.fx import symbolic_trace
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.compat.bridge.sparse.helpers import jt_is_equal, kjt_is_equal
@@ -51,7 +51,7 @@ def test_script_does_what_python_does(variable, weighted):
 
 def test_permuted_as_in_the_own_type():
     theirs = keyed().permute([1, 0, 1])
-    ours = own.KeyedJaggedTensor(
+    ours = core.KeyedJaggedTensor(
         ["a", "b"], torch.tensor([5, 7, 1, 2]), torch.tensor([0.5, 1.0, 1.5, 2.0]), torch.tensor([1, 2, 0, 1])
     ).permute([1, 0, 1])
     assert theirs.keys() == ours.keys()
@@ -60,8 +60,8 @@ def test_permuted_as_in_the_own_type():
 
 
 def test_results_of_own_modules_are_of_these_types():
-    assert isinstance(own.JaggedTensor(torch.ones(1), lengths=torch.tensor([1])), JaggedTensor)
-    assert not isinstance(own.JaggedTensor(torch.ones(1), lengths=torch.tensor([1])), KeyedTensor)
+    assert isinstance(core.JaggedTensor(torch.ones(1), lengths=torch.tensor([1])), JaggedTensor)
+    assert not isinstance(core.JaggedTensor(torch.ones(1), lengths=torch.tensor([1])), KeyedTensor)
 
 
 def test_nothing_is_checked_but_dtypes():

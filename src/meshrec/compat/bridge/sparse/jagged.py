@@ -6,7 +6,7 @@ from torch import Tensor
 from meshrec.compat.bridge.sparse.kinds import AssertedError, Kind, is_traced, with_methods_of
 from meshrec.compat.bridge.sparse.printing import jagged_text
 from meshrec.compat.bridge.sparse.segments import to_lengths, to_offsets
-from meshrec.sparse import jagged_tensor as own
+from meshrec.sparse import jagged_tensor as core
 
 torch.fx.wrap("masked")
 torch.fx.wrap("counting")
@@ -32,7 +32,7 @@ class JaggedParts:
         """Return the weight per value.
 
         Raises:
-            AssertedError: there are no weights.
+            AssertedError: the tensor has none.
         """
         weights = self._weights
         if weights is None:
@@ -73,7 +73,7 @@ class JaggedParts:
 
 
 @with_methods_of(JaggedParts)
-class JaggedTensor(JaggedParts, own.JaggedTensor, metaclass=Kind):
+class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
     """Batch of variable-length bags. As in TorchRec, the constructor only checks dtypes.
 
     Args:
@@ -86,7 +86,7 @@ class JaggedTensor(JaggedParts, own.JaggedTensor, metaclass=Kind):
         AssertedError: lengths or offsets are not integers, or both are missing.
     """
 
-    _like = own.JaggedTensor
+    _like = core.JaggedTensor
     _fields = ("_values", "_weights", "_lengths", "_offsets")
 
     def __init__(

@@ -6,19 +6,19 @@ from torch import Tensor
 from meshrec.compat.bridge.sparse.kinds import AssertedError, Kind, is_traced
 from meshrec.compat.bridge.sparse.printing import keyed_text
 from meshrec.compat.bridge.sparse.segments import positions_of, running_sum
-from meshrec.sparse import keyed_tensor as own
+from meshrec.sparse import keyed_tensor as core
 
 torch.fx.wrap("regrouped")
 
 
-class KeyedTensor(own.KeyedTensor, metaclass=Kind):
+class KeyedTensor(core.KeyedTensor, metaclass=Kind):
     """Tensor with a named slice per key along ``key_dim``; see ``meshrec.sparse.KeyedTensor``.
 
     Raises:
         AssertedError: the lengths do not match the keys or the tensor.
     """
 
-    _like = own.KeyedTensor
+    _like = core.KeyedTensor
     _pieces_grad: bool | None = None
 
     def __init__(
@@ -122,7 +122,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         if not torch.jit.is_scripting():
             # A separate condition: TorchScript skips a branch only if is_scripting() is all of the condition.
             if not is_traced():
-                return own.KeyedTensor._split(self)[index]  # all at once: see MeshRec's type
+                return core.KeyedTensor._split(self)[index]  # all at once: see MeshRec's type
         return self._values.narrow(self._key_dim, self.offset_per_key()[index], self._length_per_key[index])
 
     def to_dict(self) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
 def regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
     """Return ``KeyedTensor.regroup(keyed_tensors, groups)``."""
     if not torch.jit.is_scripting():
-        return own.KeyedTensor.regroup(keyed_tensors, groups)
+        return core.KeyedTensor.regroup(keyed_tensors, groups)
     values: list[Tensor] = []
     keys: list[list[str]] = []
     lengths: list[list[int]] = []

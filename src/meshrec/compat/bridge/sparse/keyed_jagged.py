@@ -10,7 +10,7 @@ from meshrec.compat.bridge.sparse.keyed_parts import KeyedParts
 from meshrec.compat.bridge.sparse.kinds import Kind, is_traced, with_methods_of
 from meshrec.compat.bridge.sparse.printing import keyed_jagged_text
 from meshrec.compat.bridge.sparse.segments import permuted_segments, received
-from meshrec.sparse import keyed_jagged_tensor as own
+from meshrec.sparse import keyed_jagged_tensor as core
 
 torch.fx.wrap("concatenated")
 torch.fx.wrap("empty_of_stride")
@@ -18,7 +18,7 @@ torch.fx.wrap("empty_on")
 
 
 @with_methods_of(KeyedParts, JaggedParts)
-class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclass=Kind):
+class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metaclass=Kind):
     """Bags for several features; ``meshrec.sparse.KeyedJaggedTensor`` documents the arguments.
 
     As in TorchRec, the constructor only checks dtypes. ``validate`` and ``jagged_tensor_validator`` check
@@ -37,7 +37,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
         "_inverse_indices",
     )
     __jit_unused_properties__ = ("_strides",)
-    _like = own.KeyedJaggedTensor
+    _like = core.KeyedJaggedTensor
     _segments: Tensor | None = None
 
     def __init__(
@@ -118,7 +118,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         keys = torch.jit.annotate(list[str], [])
-        return KeyedJaggedTensor._made(keys, values, weights, lengths, None, 0, None, None, None)
+        return KeyedJaggedTensor._build(keys, values, weights, lengths, None, 0, None, None, None)
 
     @staticmethod
     def unchecked(
@@ -168,7 +168,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
         return kjt
 
     @staticmethod
-    def _made(
+    def _build(
         keys: list[str],
         values: Tensor,
         weights: Tensor | None,
@@ -219,7 +219,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
             stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
             inverse_indices: keys and bag index per key and sample [K, B].
         """
-        return KeyedJaggedTensor._made(
+        return KeyedJaggedTensor._build(
             keys, values, weights, None, offsets, stride, stride_per_key_per_rank, None, inverse_indices
         ).sync()
 
@@ -244,7 +244,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
             stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
             inverse_indices: keys and bag index per key and sample [K, B].
         """
-        return KeyedJaggedTensor._made(
+        return KeyedJaggedTensor._build(
             keys, values, weights, lengths, None, stride, stride_per_key_per_rank, None, inverse_indices
         ).sync()
 
@@ -272,7 +272,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
         if force_variable_stride or max(strides) > min(strides):
             # A single source rank: [K, 1].
             variable = torch.tensor(strides, dtype=torch.int32)[:, None]
-        return KeyedJaggedTensor._made(
+        return KeyedJaggedTensor._build(
             list(jt_dict.keys()),
             torch.cat(values),
             torch.cat(weights) if len(weights) > 0 else None,
@@ -321,7 +321,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
         values, weights, lengths, strides, stride = received(
             len(keys), tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
         )
-        return KeyedJaggedTensor._made(
+        return KeyedJaggedTensor._build(
             keys, values, weights, lengths, None, stride, strides, None, None
         ).sync()
 
@@ -331,9 +331,9 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
         copy_part(self._weights, kjt._weights, non_blocking)
         copy_part(self._lengths, kjt._lengths, non_blocking)
         copy_part(self._offsets, kjt._offsets, non_blocking)
-        ours, others = self._inverse_indices, kjt._inverse_indices
-        if ours is not None and others is not None:
-            self._inverse_indices = (others[0], ours[1].copy_(others[1], non_blocking=non_blocking))
+        target, source = self._inverse_indices, kjt._inverse_indices
+        if target is not None and source is not None:
+            self._inverse_indices = (source[0], target[1].copy_(source[1], non_blocking=non_blocking))
         self._stride_per_key_per_rank = kjt._stride_per_key_per_rank
         self._stride_per_key = kjt._stride_per_key
         self._length_per_key = kjt._length_per_key
@@ -371,12 +371,12 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, own.KeyedJaggedTensor, metaclas
             if segment == len(self._keys):
                 groups.append(self)
             else:
-                begin, end = starts[first], starts[last]
+                start, end = starts[first], starts[last]
                 groups.append(
                     KeyedJaggedTensor(
                         self._keys[first:last],
-                        self._values[begin:end],
-                        None if weights is None else weights[begin:end],
+                        self._values[start:end],
+                        None if weights is None else weights[start:end],
                         self.lengths()[bags[first] : bags[last]],
                         None,
                         stride,

@@ -118,12 +118,12 @@ def _are_rows(kjt: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) ->
     num_rows: Mapping[str, int] = {
         name: config.num_embeddings for config in configs for name in config.feature_names
     }
-    known = [key for key in kjt.keys() if key in num_rows]  # noqa: SIM118  not a dict
-    if not known or kjt.lengths().numel() == 0:
+    keys = [key for key in kjt.keys() if key in num_rows]  # noqa: SIM118  not a dict
+    if not keys or kjt.lengths().numel() == 0:
         return True
     bags = kjt.to_dict()
     is_valid = True
-    for key in known:
+    for key in keys:
         ids = bags[key].values()
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_rows[key]):
             is_valid = False

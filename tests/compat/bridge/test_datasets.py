@@ -3,7 +3,8 @@ import itertools
 import pytest
 import torch
 
-from meshrec.compat.bridge.random_dataset import Batch, RandomRecDataset
+from meshrec.compat.bridge import datasets
+from meshrec.compat.bridge.datasets import Batch, RandomRecDataset
 
 
 def dataset(**given):
@@ -49,3 +50,8 @@ def test_wrong_numbers():
         dataset(hash_sizes=[3])
     with pytest.raises(TypeError, match="end"):
         len(dataset())
+
+
+def test_one_name_for_each_column():
+    assert len(datasets.DEFAULT_COLUMN_NAMES) == len(set(datasets.DEFAULT_COLUMN_NAMES)) == 1 + 13 + 26
+    assert datasets.DEFAULT_CAT_NAMES[-1] == "cat_25"

@@ -1,4 +1,4 @@
-"""Random batches with TorchRec's values for a seed."""
+"""Random batches with TorchRec's values for a seed, and TorchRec's column names for public data sets."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,22 @@ from torch.utils.data import IterableDataset
 
 from meshrec.compat.bridge.streamable import Pipelineable
 from meshrec.sparse import KeyedJaggedTensor
+
+# Column names and sizes of the Criteo and MovieLens files.
+INT_FEATURE_COUNT = 13
+CAT_FEATURE_COUNT = 26
+DAYS = 24
+TOTAL_TRAINING_SAMPLES = 4_195_197_692
+"""Criteo Terabyte rows in days 0 to 22."""
+DEFAULT_LABEL_NAME = "label"
+DEFAULT_INT_NAMES = [f"int_{index}" for index in range(INT_FEATURE_COUNT)]
+DEFAULT_CAT_NAMES = [f"cat_{index}" for index in range(CAT_FEATURE_COUNT)]
+DEFAULT_COLUMN_NAMES = [DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAMES]
+
+RATINGS_FILENAME = "ratings.csv"
+MOVIES_FILENAME = "movies.csv"
+DEFAULT_RATINGS_COLUMN_NAMES = ["userId", "movieId", "rating", "timestamp"]
+DEFAULT_MOVIES_COLUMN_NAMES = ["movieId", "title", "genres"]
 
 
 @dataclass
@@ -76,21 +92,20 @@ class RandomRecDataset(IterableDataset[Batch]):
         min_ids_per_features: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        fewest = ids_per_feature if min_ids_per_feature is None else min_ids_per_feature
+        min_length = ids_per_feature if min_ids_per_feature is None else min_ids_per_feature
         self._keys, self._batch_size, self._num_dense = list(keys), batch_size, num_dense
-        self._hash_sizes = _of_each(keys, "hash_sizes", hash_sizes, hash_size or 100)
-        self._most = _of_each(keys, "ids_per_features", ids_per_features, ids_per_feature or 2)
-        self._fewest = _of_each(keys, "min_ids_per_features", min_ids_per_features, fewest or 0)
+        self._hash_sizes = _by_key(keys, "hash_sizes", hash_sizes, hash_size or 100)
+        self._max_lengths = _by_key(keys, "ids_per_features", ids_per_features, ids_per_feature or 2)
+        self._min_lengths = _by_key(keys, "min_ids_per_features", min_ids_per_features, min_length or 0)
         self.num_batches = num_batches
         self._generator = None if manual_seed is None else torch.Generator().manual_seed(manual_seed)
         # Kept for the dataset's lifetime: every iterator cycles through the same batches.
-        self._made = [self._make() for _ in range(num_generated_batches)]
-        self._makes_each = num_generated_batches < 0
+        self._batches = [self._make() for _ in range(num_generated_batches)]
+        self._generates_on_demand = num_generated_batches < 0
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = (
-            (self._make() for _ in itertools.count()) if self._makes_each else itertools.cycle(self._made)
-        )
+        new_batches = (self._make() for _ in itertools.count())
+        batches = new_batches if self._generates_on_demand else itertools.cycle(self._batches)
         return itertools.islice(batches, self.num_batches)
 
     def __len__(self) -> int:
@@ -101,9 +116,13 @@ class RandomRecDataset(IterableDataset[Batch]):
     def _make(self) -> Batch:
         # The order of draws is TorchRec's: lengths and values by key, dense features, labels.
         values, lengths, draw = [], [], self._generator
-        for rows, fewest, most in zip(self._hash_sizes, self._fewest, self._most, strict=True):
+        for rows, min_length, max_length in zip(
+            self._hash_sizes, self._min_lengths, self._max_lengths, strict=True
+        ):
             lengths.append(
-                torch.randint(fewest, most + 1, (self._batch_size,), dtype=torch.int32, generator=draw)
+                torch.randint(
+                    min_length, max_length + 1, (self._batch_size,), dtype=torch.int32, generator=draw
+                )
             )
             values.append(torch.randint(0, rows, (int(lengths[-1].sum()),), generator=draw))
         sparse = KeyedJaggedTensor.from_lengths_sync(self._keys, torch.cat(values), torch.cat(lengths))
@@ -111,8 +130,8 @@ class RandomRecDataset(IterableDataset[Batch]):
         return Batch(dense, sparse, torch.randint(0, 2, (self._batch_size,), generator=draw))
 
 
-def _of_each(keys: Sequence[str], name: str, given: Sequence[int] | None, default: int) -> list[int]:
-    found = [default] * len(keys) if given is None else list(given)
-    if len(found) != len(keys):
-        raise ValueError(f"{name} needs one number for each of the {len(keys)} keys, got {found}.")
-    return found
+def _by_key(keys: Sequence[str], name: str, given: Sequence[int] | None, default: int) -> list[int]:
+    values = [default] * len(keys) if given is None else list(given)
+    if len(values) != len(keys):
+        raise ValueError(f"{name} needs one number for each of the {len(keys)} keys, got {values}.")
+    return values

@@ -1,6 +1,6 @@
 """What a sharded module shows of itself."""
 
-from meshrec.compat.bridge.stages import stages
+from meshrec.compat.bridge.sharded import printed_stages
 from meshrec.plan.sharding_plan import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -24,7 +24,9 @@ def split(*ranks: int) -> ParameterSharding:
 def test_a_stage_per_sharding_type_names_tables_and_shards():
     whole = ParameterSharding(sharding_type=ShardingType.DATA_PARALLEL)
     plan = EmbeddingModuleShardingPlan({"t": split(0, 1), "u": split(1), "v": whole})
-    rows, copies = stages("lookup", plan)
+    rows, copies = printed_stages("lookup", plan)
     assert repr(rows) == "lookup, row_wise\n    t: [0:5, 0:4]@0, [5:10, 0:4]@1\n    u: [0:5, 0:4]@1"
     assert repr(copies) == "lookup, data_parallel\n    v: on every rank"
-    assert repr(stages("lookup", plan, 0)[0]) == "lookup, row_wise\n    t: [0:5, 0:4]@0\n    u: nothing"
+    assert (
+        repr(printed_stages("lookup", plan, 0)[0]) == "lookup, row_wise\n    t: [0:5, 0:4]@0\n    u: nothing"
+    )
