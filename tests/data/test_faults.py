@@ -44,3 +44,10 @@ def test_a_fault_of_every_row_does_not_advise_to_skip_them_all():
     with pytest.raises(DataError, match="Every row") as caught:
         Faults("raise").check(np.ones(3, np.bool_), np.zeros(3, np.bool_), "f: row {row} is bad")
     assert "skip" not in str(caught.value)
+
+
+def test_names_may_hold_braces():
+    with pytest.raises(DataError, match=r"a\{b\}\.csv, column 'x\{0\}': row 3 "):
+        Faults("raise").check(
+            np.ones(4, bool), [True] * 3 + [False], "a{b}.csv, column 'x{0}': row {row} is bad"
+        )

@@ -105,7 +105,8 @@ class Faults:
         num = int(bad.sum())
         if num:
             row = first_row + int(bad.argmax())
-            text = f"{message.format(row=row)} ({rows_text(num)} of {len(bad)})"
+            # Not str.format: names of files and columns may hold braces.
+            text = message.replace("{row}", str(row)) + f" ({rows_text(num)} of {len(bad)})"
             self.report(text, num, file, is_allowed=is_allowed, every_row=num == len(bad) > 1)
             valid &= ~bad
 
